@@ -324,6 +324,7 @@ class Held:
         bring = saves.persist
 
         def wait_first(*args: Any, **how: Any) -> Any:
+            self.how = how
             assert self.may_go_on.wait(SOON_S)
             return bring(*args, **how)
 
@@ -433,6 +434,28 @@ def test_a_save_that_has_lost_a_file_is_not_committed(agent: SnapshotAgent, run:
     with pytest.raises(CheckpointError, match=r"distcp is missing or has another length"):
         persist([snapshot], io=IoOptions(), threads=1, is_current=lose)
     assert not (run / "1" / ".metadata").exists()
+
+
+def test_an_agent_that_runs_already_takes_the_options_of_the_ranks(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(run, monkeypatch)
+    held.may_go_on.set()
+    options = AgentOptions(threads=7, io=IoOptions(direct=False), check_replicas="full")
+    agent = SnapshotAgent(run, options=options)
+    agent.persist(agent.stage(state_of(1), run / "1", step=1))
+    assert held.agent.options == options
+    assert (held.how["threads"], held.how["io"], held.how["check_replicas"]) == (
+        *(7, options.io, "full"),
+    )
+    agent.close(drop=True)
+    held.thread.join(SOON_S)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"unknown": 1}', '{"io": 3}', "{", '{"io": {"x": 1}}'])
+def test_options_of_an_agent_that_are_no_options_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an object of options"):
+        AgentOptions.decode(text)
 
 
 def test_a_slot_that_changes_while_it_comes_to_disk_is_not_committed(
@@ -670,7 +693,7 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
                     pass
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(path))
-        send(connection, Kind.HELLO, b"another run", b"", 0, b"", b"", 0)
+        send(connection, Kind.HELLO, b"another run", b"", 0, b"", b"", 0, b"{}")
         answer = receive(connection)
         assert answer.kind == Kind.ERROR
     save(agent, run, 1)

@@ -156,12 +156,12 @@ def test_no_memory_for_what_is_reserved_is_found_at_once(
 
 
 def test_the_command_is_the_agent_of_a_run(run: Path) -> None:
-    command = [sys.executable, "-m", "torch_ckpt.cli.main", "agent", str(run), "--linger"]
-    first = subprocess.Popen([*command, "60"])
+    command = [sys.executable, "-m", "torch_ckpt.cli.main", "agent", str(run)]
+    first = subprocess.Popen([*command, "--options", '{"linger_s": 60}'])
     lock = folder_of(run_of(run)) / "agent.lock"
     until(lambda: lock.exists() and re.fullmatch(r"\d+", lock.read_text()) is not None)
     assert int(lock.read_text()) == first.pid
-    assert subprocess.run([*command, "60"], timeout=SOON_S).returncode == 0  # There is one.
+    assert subprocess.run(command, timeout=SOON_S).returncode == 0  # There is one.
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait(SOON_S) == -signal.SIGTERM
 

@@ -152,7 +152,8 @@ def test_an_agent_writes_nothing_where_the_directory_of_its_run_is_gone(run: Pat
     until(lambda: not has_agent(folder))
     assert not run.exists()
     assert "removed or moved" in (folder / "agent.log").read_text()
-    assert subprocess.run([*AGENT, run, "--linger", "0.1"], timeout=SOON_S).returncode == 0
+    command = [*AGENT, run, "--options", '{"linger_s": 0.1}']
+    assert subprocess.run(command, timeout=SOON_S).returncode == 0
     assert not run.exists()
 
 

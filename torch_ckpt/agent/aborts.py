@@ -24,21 +24,17 @@ class PendingAborts:
 
     An abort is published only once another machine has files for the save, so a save that all
     machines skip leaves no files.
-
-    Args:
-        timeout_s: Seconds within which other machines may begin an aborted save.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._saves: dict[str, tuple[Manifests, str, float]] = {}  # By tag: reason and deadline.
 
-    def add(self, manifests: Manifests, why: str) -> None:
-        """Aborts a save."""
+    def add(self, manifests: Manifests, why: str, *, within_s: float) -> None:
+        """Aborts a save, if other machines begin it within so many seconds."""
         with self._lock:
             is_watched = bool(self._saves)
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + within_s
             self._saves.setdefault(manifests.tag, (manifests, why, deadline))
             while len(self._saves) > _MAX_PENDING:
                 del self._saves[next(iter(self._saves))]

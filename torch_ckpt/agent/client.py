@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import json
 import logging
 import math
 import os
@@ -110,7 +108,7 @@ class AgentClient:
     Args:
         run: Name of the run.
         place: Identity of this rank.
-        options: Options of the agent, if this rank starts it.
+        options: Options of the agent.
         timeout_s: Seconds that the client waits for each answer.
 
     Attributes:
@@ -333,15 +331,17 @@ class AgentClient:
                 connection.connect(f"{folder}/agent.socket")
             run_id = b"" if place.run_id is None else place.run_id.id.encode()
             is_written = int(place.run_id is not None and place.run_id.is_written)
-            hello = Kind.HELLO, place.run, place.session, place.rank, ranks, run_id, is_written
-            self._exchange(connection, *hello, within_s=min(self._timeout_s, _START_S))
+            self._exchange(
+                *(connection, Kind.HELLO, place.run, place.session, place.rank, ranks),
+                *(run_id, is_written, self._options.encode().encode()),
+                within_s=min(self._timeout_s, _START_S),
+            )
         except BaseException:
             connection.close()
             raise
         return connection
 
     def _start(self) -> None:
-        options = self._options
         package = os.fspath(Path(__file__).resolve().parents[2])
         base = os.fspath(folder_of(self.place.run).parents[1])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -357,12 +357,7 @@ class AgentClient:
                     "agent",
                     os.path.realpath(self._run),
                 ),
-                *("--first-within", str(_FIRST_WITHIN_S)),
-                *("--linger", str(options.linger_s), "--threads", str(options.threads)),
-                *("--peers-timeout", str(options.peers_timeout_s)),
-                *("--io", json.dumps(dataclasses.asdict(options.io))),
-                *("--check-replicas", options.check_replicas),
-                *(() if options.persist_on_failure else ("--no-persist-on-failure",)),
+                *("--first-within", str(_FIRST_WITHIN_S), "--options", self._options.encode()),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -37,7 +37,8 @@ class Kind(enum.IntEnum):
 
     HELLO = 1
     """Registers a rank: run, session, rank, all ranks of this machine as 8 bytes each, id of the
-    run (empty if it has none), whether the directory of the run has the id."""
+    run (empty if it has none), whether the directory of the run has the id, options of the agent
+    as JSON."""
     OK = 2
     ERROR = 3
     """Reports an error: class, message, errno."""
@@ -61,7 +62,7 @@ class Kind(enum.IntEnum):
 
 
 _FIELDS: dict[Kind, str] = {
-    Kind.HELLO: "bbibbi",
+    Kind.HELLO: "bbibbib",
     Kind.OK: "",
     Kind.ERROR: "bbi",
     Kind.RESERVE: "i",

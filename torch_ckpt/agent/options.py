@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, as_mode
@@ -12,7 +13,7 @@ __all__ = ["AgentOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """Options of the agent process.
+    """Options of the agent process: those of the rank that has registered last.
 
     Attributes:
         persist_on_failure: Whether the agent writes the newest complete snapshot to disk after a
@@ -24,7 +25,8 @@ class AgentOptions:
             ranks of a save are on several machines. Must exceed the largest difference between
             the write times of two machines. The agent waits at most 30 s after SIGTERM, or once
             the ranks have restarted.
-        io: I/O tuning. ``background_nice`` is the niceness of the whole agent process.
+        io: I/O tuning. ``background_nice`` is the niceness of the whole agent process, from its
+            start.
         check_replicas: How ranks and agents find out whether replicas are equal: see
             :class:`~torch_ckpt.storage.writer.FastWriter`.
 
@@ -41,3 +43,20 @@ class AgentOptions:
 
     def __post_init__(self) -> None:
         as_mode(self.check_replicas)
+
+    def encode(self) -> str:
+        """Returns the options as JSON, for a command line or a message."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> AgentOptions:
+        """Returns the options of some JSON; an option that it lacks has its default.
+
+        Raises:
+            ValueError: The text is not an object of options.
+        """
+        try:
+            fields = json.loads(text)
+            return AgentOptions(**{**fields, "io": IoOptions(**fields.get("io", {}))})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{text} is not an object of options: {error}") from error

@@ -63,7 +63,7 @@ class Agent:
     Args:
         run: 16 bytes that identify the run.
         folder: Folder of the run's shared memory.
-        options: Options of the agent.
+        options: Options of the agent until a rank registers.
         first_within_s: Seconds to wait for a first trainer, if the memory contains no snapshot.
         signals: Termination signals received so far. Once there is one, the agent persists the
             newest complete snapshot and ends.
@@ -86,10 +86,7 @@ class Agent:
         self._slots = Slots(folder, run)
         self._saves = Saves(
             *(folder, self._slots, self._changed),
-            io=options.io,
-            threads=options.threads,
-            peers_timeout_s=options.peers_timeout_s,
-            check_replicas=options.check_replicas,
+            options=lambda: self.options,
             is_shutting_down=self._is_shutting_down,
             is_live=self._is_live,
         )
@@ -97,7 +94,7 @@ class Agent:
         is_first = not any(p.name.startswith(("rank-", "done-")) for p in folder.iterdir())
         if first_within_s is not None and is_first:
             self._first_within_s = min(first_within_s, options.linger_s)
-        self._aborts = PendingAborts(options.peers_timeout_s)
+        self._aborts = PendingAborts()
         self._trainers: dict[int, RankProcess] = {}
         self._ranks: list[int] = []  # Ranks of this machine in the present session.
         self._idle_since = time.monotonic()  # Last time that a trainer was alive.
@@ -247,7 +244,7 @@ class Agent:
                     with self._changed:
                         trainer.connections -= 1
                         self._changed.notify_all()
-            except CheckpointError as error:
+            except (CheckpointError, ValueError) as error:
                 send(connection, Kind.ERROR, *error_message(error))
 
     def _answer(self, trainer: RankProcess, message: Message) -> Message:
@@ -271,9 +268,11 @@ class Agent:
         run, session, rank = message.data(0), message.data(1), message.integer(2)
         if run != self.run:
             raise CheckpointError(f"cannot register rank {rank}: this agent is of another run")
+        options = AgentOptions.decode(message.data(6).decode())
         run_id, is_written = message.data(4).decode("ascii", "replace"), bool(message.integer(5))
         with self._changed:
             self._changed.wait_for(lambda: not self._is_leaving(pid, session), _POLL_S)
+            self.options = options
             if run_id:
                 self._become(RunId(run_id, is_written), pid)
             trainer = self._trainers.get(rank)
@@ -385,6 +384,7 @@ class Agent:
                 Manifests(self.run, trainer.session, sequence, node, node_count, directory),
                 f"cannot save {directory}: rank {trainer.rank} failed or skipped before it filled "
                 "a slot",
+                within_s=self.options.peers_timeout_s,
             )
         return Message(Kind.OK)
 
@@ -452,7 +452,7 @@ def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None
 
     Args:
         run: 16 bytes that identify the run.
-        options: Options of the agent.
+        options: Options of the agent until a rank registers.
         first_within_s: Seconds to wait for a first trainer, if the memory contains no snapshot;
             ``None`` for ``options.linger_s``.
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from torch_ckpt.agent.identity import claim_directory
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.memory import Save, SlotHeader, done_mark
+from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.persist import directory_of, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.options import IoOptions
-from torch_ckpt.planning.replica_check import CheckReplicas, Difference
+from torch_ckpt.planning.replica_check import Difference
 
 __all__ = ["Saves"]
 
@@ -56,10 +56,7 @@ class Saves:
         folder: Folder of the run.
         slots: Slots of the run.
         changed: Notified when a save has ended.
-        io: I/O tuning.
-        threads: Number of files to write at a time.
-        peers_timeout_s: Seconds that a save waits for other machines.
-        check_replicas: How to compare replicas.
+        options: Returns the present options of the agent.
         is_shutting_down: Returns whether a save waits for a short time only; called without the
             lock.
         is_live: Returns whether trainers of the save live, or ended in good order; called without
@@ -72,20 +69,14 @@ class Saves:
         slots: Slots,
         changed: threading.Condition,
         *,
-        io: IoOptions,
-        threads: int,
-        peers_timeout_s: float,
-        check_replicas: CheckReplicas,
+        options: Callable[[], AgentOptions],
         is_shutting_down: Callable[[Save], bool],
         is_live: Callable[[Save], bool],
     ) -> None:
         self._folder = folder
         self._slots = slots
         self._changed = changed
-        self._io = io
-        self._threads = threads
-        self._peers_timeout_s = peers_timeout_s
-        self._check_replicas = check_replicas
+        self._options = options
         self._is_shutting_down = is_shutting_down
         self._is_live = is_live
         self._requested: set[Save] = set()
@@ -205,12 +196,13 @@ class Saves:
     def _begin(self, save: Save, entry: _PendingSave) -> bool:
         if entry.joint is None:
             self._claim_directory(save, entry.slots)
+            options = self._options()
             entry.joint = JointSave(
                 [slot.memory for slot in entry.slots if slot.memory is not None],
-                io=self._io,
-                threads=self._threads,
-                check_replicas=self._check_replicas,
-                timeout_s=self._peers_timeout_s,
+                io=options.io,
+                threads=options.threads,
+                check_replicas=options.check_replicas,
+                timeout_s=options.peers_timeout_s,
                 is_shutting_down=lambda: self._is_shutting_down(save),
             )
             entry.joint.begin()
@@ -274,11 +266,12 @@ class Saves:
         memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
         headers = [SlotHeader.of(memory) for memory in memories]
+        options = self._options()
         differences = persist(
             snapshots,
-            io=self._io,
-            threads=self._threads,
-            check_replicas=self._check_replicas,
+            io=options.io,
+            threads=options.threads,
+            check_replicas=options.check_replicas,
             is_current=lambda: [SlotHeader.of(memory) for memory in memories] == headers,
         )
         _log.info("step %d is on disk", headers[0].step)

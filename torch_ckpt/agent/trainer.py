@@ -105,7 +105,7 @@ class SnapshotAgent:
         run: Name of the training run, the same after each restart. By convention the directory of
             its checkpoints.
         process_group: The ranks; all if ``None``.
-        options: Options of the agent, if this rank starts it.
+        options: Options of the agent.
         on_busy: Behavior of a save while earlier saves occupy all slots: ``"wait"`` for a slot,
             ``"skip"`` the save, or raise an ``"error"``.
         timeout_s: Seconds that a save waits for a slot, and that this rank waits for other ranks.
