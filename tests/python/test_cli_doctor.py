@@ -162,22 +162,39 @@ def memory_cgroup() -> Iterator[Path]:
         group.rmdir()
 
 
+def facts_in(group: Path, *arguments: str) -> dict[str, str]:
+    """What the command finds in a control group."""
+    done = subprocess.run(
+        [
+            *("sh", "-c", f'echo $$ > "{group}/cgroup.procs"; exec "$@"', "sh"),
+            *(sys.executable, *arguments),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return {fact["name"]: fact["found"] for fact in json.loads(done.stdout)["facts"]}
+
+
+def test_files_in_memory_do_not_exceed_the_limit_of_a_control_group(
+    memory_cgroup: Path, mount_tmpfs: Callable[[str], Path]
+) -> None:
+    """Linux would end the command, and perhaps training in the same container."""
+    tmpfs = mount_tmpfs("size=4g")
+    limit = memory_cgroup / "memory.limit_in_bytes"
+    (limit if limit.exists() else memory_cgroup / "memory.max").write_text(str(384 << 20))
+    facts = facts_in(memory_cgroup, "-m", "torch_ckpt", "doctor", "--json", str(tmpfs))
+    assert "GB/s" in facts["read"]
+    assert not list(tmpfs.iterdir())
+
+
 def test_the_limit_of_a_control_group_is_a_fact(memory_cgroup: Path, tmp_path: Path) -> None:
     inner = memory_cgroup / "inner"  # Without a limit of its own.
     inner.mkdir()
     try:
-        done = subprocess.run(
-            [
-                *("sh", "-c", f'echo $$ > "{inner}/cgroup.procs"; exec "$@"', "sh"),
-                *(sys.executable, "-c", COMMAND, "doctor", "--json", str(tmp_path)),
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        facts = facts_in(inner, "-c", COMMAND, "doctor", "--json", str(tmp_path))
     finally:
         inner.rmdir()
-    facts = {fact["name"]: fact["found"] for fact in json.loads(done.stdout)["facts"]}
     assert facts["cgroup memory"].startswith(f"at most 3.00 GiB ({memory_cgroup}/")

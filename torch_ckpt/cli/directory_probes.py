@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.filesystems.cgroups import memory_limit
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import READ_THREADS, IoMode, IoOptions
 from torch_ckpt.storage.file_jobs import finished
@@ -152,8 +153,10 @@ def _transfers(folder: Location) -> Generator[Fact]:
     if folder.local_path is not None:
         space = os.statvfs(folder.local_path)
         limit = min(limit, space.f_bavail * space.f_frsize // 4)
+    if (memory := memory_limit()) is not None:  # Files of tmpfs count as memory of the container.
+        limit = min(limit, memory.allowed_nbytes // 4)
     if limit < _FIRST_NBYTES:
-        raise StorageError(f"{limit} bytes of the free space are too few for a test")
+        raise StorageError(f"{limit} bytes of free space and memory are too few for a test")
     pool = _native.BufferPool(io.buffer_nbytes, io.block_nbytes)
     nbytes, seconds, path = _FIRST_NBYTES, 0.0, folder / "data"
     while True:  # Twice as many bytes, until they take long enough.
