@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from checkpoints import failure_of, load, save
+from checkpoints import failure_of, load, loads, save
 from crafted import (
     DOUBLED,
     LAYOUT,
@@ -515,3 +515,55 @@ def test_builtins_are_refused_by_their_name_of_today(builtin: str) -> None:
     crafted = archive(f"\x80\x02c__builtin__\n{builtin}\n.".encode("latin1"))
     with pytest.raises(ForbiddenPickleError, match=rf"GLOBAL builtins\.{builtin}"):
         load_object(crafted)
+
+
+class OnAbsentGpu:
+    """Pickled as a generator of a GPU, with a state that no generator has."""
+
+    def __reduce__(self) -> Any:
+        return torch.Generator, (torch.device("cuda"),), (0, None, torch.zeros(1))
+
+
+NOT_MADE = {
+    "attribute": (argparse.Namespace(**{"_get_args": 1}), "differ from those that its class"),
+    "device": (OnAbsentGpu(), "Generator"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_MADE)
+def test_an_object_that_cannot_be_made_keeps_no_tensor_from_loading(
+    name: str, tmp_path: Path
+) -> None:
+    value, why = NOT_MADE[name]
+    torch.save({"w": torch.ones(3), "extra": value}, tmp_path / "x.pt")
+    assert not loads(tmp_path / "x.pt", {"w": torch.ones(3)})
+    error = failure_of(load, {"extra": None}, FastReader(tmp_path / "x.pt"))
+    assert isinstance(error, UnsupportedError)
+    assert str(error).startswith("cannot load 'extra'")
+    assert why in str(error)
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import torch
+import torch.distributed.checkpoint as dcp
+from torch_ckpt import FastReader
+
+state = {"w": torch.zeros(3)}
+dcp.load(state, storage_reader=FastReader(sys.argv[1]), no_dist=True)
+assert torch.equal(state["w"], torch.ones(3))
+try:
+    dcp.load({"extra": None}, storage_reader=FastReader(sys.argv[1]), no_dist=True)
+except BaseException as error:
+    print(*(why for why, _ in error.failures.values()))
+"""
+
+
+def test_an_array_keeps_no_tensor_from_loading_without_numpy(
+    tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    torch.save({"w": torch.ones(3), "extra": (np.float64(1),)}, tmp_path / "x.pt")
+    found = run_python(WITHOUT_NUMPY, tmp_path / "x.pt")
+    assert "cannot load 'extra'" in found
+    assert "No module named 'numpy" in found

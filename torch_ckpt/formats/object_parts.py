@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.storage import TypedStorage, UntypedStorage
 
-from torch_ckpt.formats.expansion import ExpansionError
 from torch_ckpt.formats.object_pickles import Refused
 
 __all__ = ["ObjectParts"]
@@ -32,7 +31,7 @@ class ObjectParts(pickle.Pickler):
     Attributes:
         storages: Address -> storage of a tensor on the CPU that has elements.
         refused: Names of the forbidden classes and functions, sorted.
-        too_large: Why a value is too large, if one is.
+        error: Why a value of an allowed class cannot be made, if there is one.
 
     Raises:
         Exception: As ``pickle`` raises for an object that cannot be pickled.
@@ -42,16 +41,16 @@ class ObjectParts(pickle.Pickler):
         super().__init__(_Sink(), protocol=2)
         self.storages: dict[int, UntypedStorage] = {}
         self._refused: set[str] = set()
-        self.too_large: ExpansionError | None = None
+        self.error: Exception | None = None
         self.dump(value)
         self.refused = sorted(self._refused)
 
     def reducer_override(self, value: Any) -> Any:
         """Descends into values that cannot be pickled."""
         if type(value) is Refused:
-            if value.too_large is None:
+            if value.error is None:
                 self._refused.add(value.name)
-            self.too_large = self.too_large or value.too_large
+            self.error = self.error or value.error
             return _nothing, (), value.parts
         if isinstance(value, DTensor):
             return _nothing, (), [value._local_tensor]

@@ -49,25 +49,25 @@ __all__ = ["Refused", "load_object"]
 
 
 class Refused:
-    """Takes the place of a value whose class or function is forbidden, or that is too large.
+    """Takes the place of a value whose class or function is forbidden, or that cannot be made.
 
     Attributes:
         name: Full name of the class or function.
         number: Number of the value in its pickle. So keys of a dict have different texts.
         parts: The arguments of calls, states and elements that the pickle gives it.
-        too_large: Why the value is too large, if it is.
+        error: Why the value cannot be made, if its class or function is allowed.
     """
 
     def __init__(
-        self, name: str, number: int, *parts: object, too_large: ExpansionError | None = None
+        self, name: str, number: int, *parts: object, error: Exception | None = None
     ) -> None:
         self.name = name
         self.number = number
         self.parts = [*parts]
-        self.too_large = too_large
+        self.error = error
 
     def __repr__(self) -> str:
-        why = "is not allowed" if self.too_large is None else "is too large"
+        why = "is not allowed" if self.error is None else "cannot be made"
         return f"<{self.name} {self.number}, which {why}>"
 
 
@@ -89,8 +89,8 @@ def load_object(
         trust_pickle: Whether the pickle may contain any class and run any code.
         stand_ins: Further classes that the pickle may contain. They are not imported, unless
             ``trust_pickle`` is set.
-        refuse_later: Whether each value that is forbidden or too large is :class:`Refused`, so that
-            the others can be used.
+        refuse_later: Whether each value that is forbidden, too large or wrong is :class:`Refused`,
+            so that the others can be used.
         storages: Gets the address of each storage with elements -> key of its record. Remains
             empty with ``trust_pickle``.
         map_location: As for ``torch.load``.
@@ -191,6 +191,9 @@ _CALLABLE = _REBUILDS | {
     )
 }
 
+_NOT_MADE = (ExpansionError, pickle.UnpicklingError)
+"""Errors by which a value of an allowed class cannot be made."""
+
 _Base: Any = pickle._Unpickler
 
 
@@ -238,10 +241,14 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
         Raises:
             ForbiddenPickleError: The name is not allowed.
+            ImportError: NumPy is not installed.
         """
         full_name = current_name(module, name)
         if full_name in DATA_CLASSES:
-            value = class_named(full_name)
+            try:
+                value = class_named(full_name)
+            except ImportError as error:
+                return self._not_made(error, full_name)
             self._data_classes[id(value)] = full_name
             return value
         if full_name in self.stand_ins:
@@ -303,17 +310,17 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
                 _make(name, self._budget.charge_call, (name, arguments))
             elif _is_container_class(function):
                 self._budget.charge_any_call(arguments)
-        except ExpansionError as error:
-            self.append(self._too_large(error, name, *arguments))
+        except _NOT_MADE as error:
+            self.append(self._not_made(error, name, *arguments))
             return False
         return True
 
-    def _too_large(self, error: ExpansionError, name: str, *parts: object) -> Refused:
-        """Returns what takes the place of a value that is too large."""
+    def _not_made(self, error: Exception, name: str, *parts: object) -> Refused:
+        """Returns what takes the place of a value of an allowed class that cannot be made."""
         if not self.refuse_later:
             raise error
         self._first_refused = self._first_refused or error
-        return Refused(name, next(self._numbers), *parts, too_large=error)
+        return Refused(name, next(self._numbers), *parts, error=error)
 
     def _refuse_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:
         """Pushes a refused value if a call needs one, and returns whether it does."""
@@ -321,7 +328,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         if first is not None:
             self._budget.charge(len(arguments))
             number = next(self._numbers)
-            self.append(Refused(first.name, number, *arguments, too_large=first.too_large))
+            self.append(Refused(first.name, number, *arguments, error=first.error))
         return first is not None
 
     def _pop_call(self) -> tuple[tuple[Any, ...], Any]:
@@ -338,7 +345,10 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         if not self._pay(function, arguments):
             return True
         make = DATA_CLASSES[name] if name in DATA_CLASSES else self.stand_ins[name]
-        value = _make(name, make, arguments)
+        try:
+            value = _make(name, make, arguments)
+        except pickle.UnpicklingError as error:
+            value = self._not_made(error, name, *arguments)
         if type(value) is NeedsState:
             value.name = name
             self._without_state += 1
@@ -357,14 +367,22 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         elif kind is Refused:
             value.parts.append(state)
         elif kind in WITH_ATTRIBUTES:
-            self._budget.charge_call("", (state,))
-            _make(_full_name_of(kind), set_attributes, (value, state))
+            self._set_attributes(value, state)
         elif kind is torch.nn.Parameter or self._is_user_global(kind):
             self._budget.charge_call("", (state,))
             self.append(state)
             self.load_build()
         else:
             raise ForbiddenPickleError(f"Can only build allowed classes, not a {kind}")
+
+    def _set_attributes(self, value: Any, state: Any) -> None:
+        self._budget.charge_call("", (state,))
+        name = _full_name_of(type(value))
+        try:
+            _make(name, set_attributes, (value, state))
+        except pickle.UnpicklingError as error:
+            # Other values may have it already, so it stays, and has what is refused.
+            vars(value)[""] = self._not_made(error, name, state)
 
     def _build(self, value: NeedsState, state: Any) -> None:
         """Replaces an object on the stack that needed its state."""
@@ -374,8 +392,8 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             self._budget.charge(_make(value.name, value.nbytes, (state,)))
             made = _make(value.name, value.make, (state,))
             self._budget.measure(made, _elements_of(state))
-        except ExpansionError as error:
-            made = self._too_large(error, value.name, state)
+        except _NOT_MADE as error:
+            made = self._not_made(error, value.name, state)
         self.stack[-1] = made
         self._without_state -= 1
         if value.key is not None:
@@ -386,7 +404,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         try:
             self._budget.measure(value, value)
         except ExpansionError as error:
-            self.append(self._too_large(error, "builtins.tuple", *elements))
+            self.append(self._not_made(error, "builtins.tuple", *elements))
         else:
             self.append(value)
 
@@ -531,7 +549,7 @@ def _elements_of(state: Any) -> Iterable[Any]:
 def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:
     try:
         return make(*arguments)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise pickle.UnpicklingError(f"{name}: {error}") from error
 
 

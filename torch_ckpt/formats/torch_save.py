@@ -370,8 +370,8 @@ def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
 
     Raises:
         CorruptionError: It is nested too deeply.
-        UnsupportedError: The pickle requests a forbidden class or function for it, or it expands to
-            more than its bytes justify.
+        UnsupportedError: The pickle requests a forbidden class or function for it, or it cannot be
+            made from what the pickle has.
     """
     try:
         parts = ObjectParts(value)
@@ -379,8 +379,8 @@ def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
         raise CorruptionError(f"cannot load {what}: it is nested too deeply") from None
     if parts.refused:
         raise _forbidden(what, ", ".join(f"GLOBAL {name}" for name in parts.refused))
-    if parts.too_large is not None:
-        raise UnsupportedError(f"cannot load {what}: {parts.too_large}")
+    if parts.error is not None:
+        raise UnsupportedError(f"cannot load {what}: {parts.error}")
     return [*parts.storages.values()]
 
 
