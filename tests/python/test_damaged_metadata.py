@@ -33,8 +33,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import INDEX_MARK, metadata_prefixes, open_committed
-from torch_ckpt.storage.gc import index_name
+from torch_ckpt.formats.committed import (
+    INDEX_MARK,
+    index_name,
+    metadata_prefixes,
+    open_committed,
+)
 from torch_ckpt.storage.verify import examine
 
 

@@ -25,10 +25,10 @@ from support.run_steps import removes_until_killed, steps_in
 from torch_ckpt import CheckpointError, FastReader, Run, load
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import pending_name
 from torch_ckpt.runs import save_interval
 from torch_ckpt.runs.removal import remove_directory
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.storage.gc import pending_name
 from torch_ckpt.storage.verify import check_whole
 
 pytestmark = [

@@ -41,7 +41,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, IoOptions
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import IoMode
+from torch_ckpt.storage.verify import examine
 
 ASYNC_TIMEOUT_S = 60
 
@@ -535,6 +537,19 @@ def test_saves_without_collectives_load_and_replace_one_another(
         dcp.save(other, storage_writer=writer, use_collectives=False)
         assert len(data_files(tmp_path)) == 2
         assert differs(other, tmp_path) == []
+
+
+def test_saves_of_all_ranks_and_of_one_keep_one_index_each(
+    world_of_one: None, state: dict[str, Any], tmp_path: Path
+) -> None:
+    """They share a directory: the data of each stays, since the other one may refer to it."""
+    for use_collectives in (True, False, True, True, False, False):
+        options: Any = {"use_collectives": use_collectives}
+        dcp.save(state, storage_writer=FastWriter(tmp_path), **options)
+    indexes = sorted(path.name for path in tmp_path.iterdir() if ".index." in path.name)
+    assert [name.partition(".")[0] for name in indexes] == ["", "__0"]
+    assert differs(state, tmp_path) == []
+    assert not examine(Location(tmp_path)).damage
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from torch_ckpt.agent.persist import (
 )
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import index_name, pending_name
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import (
     DIGEST_NBYTES,
@@ -45,7 +46,7 @@ from torch_ckpt.planning.replica_check import (
     Difference,
     warn_of,
 )
-from torch_ckpt.storage.gc import Found, index_name, pending_name, remove_files
+from torch_ckpt.storage.gc import Found, remove_files
 
 __all__ = ["JointSave"]
 

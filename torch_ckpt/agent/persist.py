@@ -16,7 +16,12 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import INDEX_MARK, committed_id, is_committed
+from torch_ckpt.formats.committed import (
+    INDEX_MARK,
+    committed_id,
+    is_committed,
+    pending_name,
+)
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads, write_planned
@@ -24,7 +29,6 @@ from torch_ckpt.storage.gc import (
     Found,
     collect_garbage,
     find,
-    pending_name,
     pending_pattern,
     remove_files,
 )

@@ -19,24 +19,50 @@ from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = [
+    "INDEX",
     "INDEX_MARK",
+    "PENDING",
     "committed_id",
     "has_checkpoint",
+    "index_name",
     "is_committed",
+    "is_index",
     "metadata_prefixes",
     "open_committed",
+    "pending_name",
     "prefixes_among",
 ]
 
 INDEX_MARK = "torch_ckpt: sealed by an index"
 """An entry of ``storage_meta.modules`` in metadata that was committed with an index."""
 
-_COMMIT_FILE = re.compile(r"((?:__\d+)?)\.(?:metadata|index(?:\.([0-9a-f]{16}))?)")
+PENDING = r"\.metadata\.[0-9a-f]{16}\.tmp"
+"""Pattern of pending files, without a prefix."""
+
+INDEX = r"\.index(?:\.([0-9a-f]{16}))?"
+"""Pattern of indexes, without a prefix. Before version 0.3.0 their names had no save id."""
+
+_COMMIT_FILE = re.compile(rf"((?:__\d+)?)(?:\.metadata|{INDEX})")
 
 # The mark as a whole pickled string: an opcode, a length of one byte or four, and the text.
 _PICKLED_MARK = re.compile(
     rb"(\x8c%c|X%c\0\0\0)%s" % (len(INDEX_MARK), len(INDEX_MARK), re.escape(INDEX_MARK.encode()))
 )
+
+
+def pending_name(save_id: str) -> str:
+    """Returns the name of the pending file of a save: its metadata, empty until the commit."""
+    return f".metadata.{save_id}.tmp"
+
+
+def index_name(save_id: str) -> str:
+    """Returns the name of the index of a save."""
+    return f".index.{save_id}"
+
+
+def is_index(name: str) -> bool:
+    """Returns whether a file has the name of an index of all ranks."""
+    return re.fullmatch(INDEX, name) is not None
 
 
 def has_checkpoint(directory: Location) -> bool:
@@ -66,7 +92,7 @@ def prefixes_among(listed: Iterable[str]) -> list[str]:
     """Returns the prefixes of all commit files among the names in a directory, sorted."""
     names = set(listed)
     matches = filter(None, map(_COMMIT_FILE.fullmatch, names))
-    return sorted({m[1] for m in matches if f"{m[1]}.metadata.{m[2]}.tmp" not in names})
+    return sorted({m[1] for m in matches if f"{m[1]}{pending_name(m[2])}" not in names})
 
 
 def open_committed(

@@ -549,7 +549,14 @@ def _elements_of(state: Any) -> Iterable[Any]:
 def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:
     try:
         return make(*arguments)
-    except (ArithmeticError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise pickle.UnpicklingError(f"{name}: {error}") from error
 
 

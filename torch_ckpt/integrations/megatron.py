@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch_ckpt.api import async_save, load, save
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import is_index
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.integrations.megatron_queues import BackgroundSave, async_modules, poll_threads
@@ -40,7 +41,7 @@ from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.stager import SnapshotStager
-from torch_ckpt.storage.gc import is_index, remove_files
+from torch_ckpt.storage.gc import remove_files
 from torch_ckpt.storage.rank_work import RankWork
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter

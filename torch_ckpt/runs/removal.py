@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterator
 from torch_ckpt.agent.memory import discard_slots, folder_of, run_of
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, metadata_prefixes
+from torch_ckpt.formats.committed import (
+    committed_id,
+    is_index,
+    metadata_prefixes,
+    pending_name,
+)
 from torch_ckpt.runs.step_files import SMALL_FILES, leased_steps, listed_steps, what_is_missing
-from torch_ckpt.storage.gc import is_index, pending_name
 
 __all__ = [
     "discard_after",

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
-from torch_ckpt.formats.committed import has_checkpoint, prefixes_among
+from torch_ckpt.formats.committed import has_checkpoint, index_name, prefixes_among
 
 __all__ = [
     "BRANCH",
@@ -99,7 +99,7 @@ def what_is_missing(step: Location) -> str:
     if not others:
         return ""
     ids = {match[1] for match in map(_DATA_OF_COORDINATOR.fullmatch, others) if match}
-    lacks = " and ".join([".metadata", *(f".index.{save_id}" for save_id in sorted(ids))])
+    lacks = " and ".join([".metadata", *(index_name(save_id) for save_id in sorted(ids))])
     return (
         f"{step} has {', '.join(others[:2])}{' and others' if len(others) > 2 else ''}, but lacks "
         f"{lacks}. Its save did not finish, or it was copied by "

@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, is_committed, prefixes_among
+from torch_ckpt.formats.committed import (
+    committed_id,
+    is_committed,
+    pending_name,
+    prefixes_among,
+)
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage.gc import (
     Found,
     collect_garbage,
     find,
-    pending_name,
     pending_pattern,
     remove_files,
 )

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import INDEX, PENDING
 
 __all__ = [
     "Found",
     "collect_garbage",
     "end_saves",
     "find",
-    "index_name",
-    "is_index",
-    "pending_name",
     "pending_pattern",
     "remove_files",
     "stale_files",
@@ -32,8 +30,6 @@ __all__ = [
 
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
-_PENDING = r"\.metadata\.[0-9a-f]{16}\.tmp"
-_INDEX = r"\.index(\.[0-9a-f]{16})?"
 
 
 @dataclass(frozen=True)
@@ -51,28 +47,13 @@ class Found:
     pending: frozenset[str] = frozenset()
 
 
-def pending_name(save_id: str) -> str:
-    """Returns the name of the pending file of a save: its metadata, empty until the commit."""
-    return f".metadata.{save_id}.tmp"
-
-
-def index_name(save_id: str) -> str:
-    """Returns the name of the index of a save."""
-    return f".index.{save_id}"
-
-
-def is_index(name: str) -> bool:
-    """Returns whether a file has the name of an index of all ranks."""
-    return re.fullmatch(_INDEX, name) is not None
-
-
 def pending_pattern(rank: int | None) -> str:
     """Returns the pattern of the pending files of saves whose data files a save may remove.
 
     Args:
         rank: The rank, if it commits without coordination; ``None`` if all ranks commit together.
     """
-    return rf"(__\d+)?{_PENDING}" if rank is None else rf"(__{rank})?{_PENDING}"
+    return rf"(__\d+)?{PENDING}" if rank is None else rf"(__{rank})?{PENDING}"
 
 
 def find(directory: Location, pending: str) -> Found:
@@ -129,9 +110,10 @@ def collect_garbage(
         is_committed: Returns whether the caller's checkpoint is still the committed one.
     """
     stale = stale_files(found.names, referenced, rank)
+    pending = found.pending.intersection(stale)
     with contextlib.suppress(CheckpointError):  # The commit stands, and the next save tries again.
         # A newer checkpoint may refer to these files. Its save or the next one removes the others.
-        if stale and (end_saves(directory, found.pending) or is_committed()):
+        if stale and (end_saves(directory, pending) or is_committed()):
             remove_files(directory, stale)
 
 
@@ -145,20 +127,19 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
             together.
     """
     if rank is None:
-        pattern = (
+        own, prefixes = "", r"(__\d+)?"
+        data = (
             r"__\d+_\d+\.distcp|.*__\d+_\d+_[0-9a-f]{16}\.distcp"
-            rf"|(__\d+)?({_PENDING}|{_INDEX})"
             r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
         )
-        if any(_RANK_METADATA.fullmatch(name) for name in found):
-            return []  # Ranks that committed without coordination refer to some of these files.
+        is_mixed = any(_RANK_METADATA.fullmatch(name) for name in found)
     else:
-        pattern = (
-            rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
-            rf"|(__{rank})?({_PENDING}|{_INDEX})"
-        )
-        if ".metadata" in found:
-            return []
+        own, prefixes = f"__{rank}", rf"(__{rank})?"
+        data = rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
+        is_mixed = ".metadata" in found
+    pattern = rf"{data}|{prefixes}({PENDING}|{INDEX})"
+    if is_mixed:  # The other checkpoint may refer to any data file, but has an index of its own.
+        pattern = rf"{own}({PENDING}|{INDEX})"
     return [
         name for name in found if name not in referenced and re.fullmatch(pattern, name) is not None
     ]
