@@ -56,7 +56,9 @@ Status commit(FileSystem& fs, const Commit& what) {
   const Status renamed = fs.rename(metadata, path(what.names.metadata));
   if (!renamed.ok()) {
     // A file server may have renamed the file and lost the reply. Then the metadata is committed,
-    // and needs the index and the data files.
+    // and needs the index and the data files. So the index stays longer than its pending file. If
+    // the process is killed in between, readers of a directory without a checkpoint report lost
+    // metadata, until the next save.
     if (fs.remove(metadata).ok()) remove_index_and_data();
     return renamed;
   }

@@ -77,6 +77,46 @@ class _Failing(FastWriter):
         return written
 
 
+class _Stock(FastWriter):
+    """Reads the names of its files as a subclass of stock's writer does, and fails on rank 0.
+
+    Rank 1 ends the failed save after rank 0.
+    """
+
+    has_failed = False
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        assert plan.storage_data.prefix == f"__{dist.get_rank()}_"
+        written = super().write_data(plan, planner)
+        self.has_failed = True
+        if dist.get_rank() == 0:
+            raise OSError("the disk is broken")
+        return written
+
+    def end_failed_save(self) -> None:
+        if self.has_failed and dist.get_rank() == 1:
+            dist.barrier()
+        super().end_failed_save()
+        if self.has_failed and dist.get_rank() == 0:
+            dist.barrier()
+
+
+def fail_and_list(path: Path, planner: str) -> Any:
+    options = {"storage_writer": _Stock(path), "planner": PLANNERS[planner]()}
+    failed = failures_of(torch_ckpt.save, state_of_rank(), **options)
+    dist.barrier()
+    return failed, path.exists()
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_the_last_rank_that_removes_its_files_removes_the_directory(
+    worlds: Worlds, tmp_path: Path, planner: str
+) -> None:
+    for failed, exists in worlds.run(2, fail_and_list, tmp_path / "checkpoint", planner):
+        assert failed[0].message == "the disk is broken"
+        assert not exists
+
+
 def save_and_fail(path: Path, planner: str) -> tuple[bool, list[str]]:
     torch_ckpt.save(state_of_rank(), storage_writer=FastWriter(path))
     dist.barrier()

@@ -65,7 +65,6 @@ def _to_stock_plan(plan: Any) -> Any:
     if not isinstance(plan, SavePlan):
         return plan
     paths, prefix = plan.planner_data, plan.storage_data
-    prefix = getattr(prefix, "storage_data", prefix)  # Within what FastWriter adds.
     return dataclasses.replace(
         plan,
         items=[

@@ -8,11 +8,14 @@ renames.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import os
 import socket
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
@@ -55,11 +58,28 @@ class Claim:
         name: Name of the hidden directory beside that of the checkpoint, or of the pending file.
         is_hidden: Whether it is a hidden directory.
         host: Host of the coordinator.
+        is_new: Whether it has created the directory of the checkpoint as well.
     """
 
     name: str
     is_hidden: bool
     host: str
+    is_new: bool
+
+    def beside(self, storage_data: Any) -> Any:
+        """Returns DCP's ``storage_data`` of a plan with this claim attached."""
+        placed = copy.copy(storage_data)
+        setattr(placed, _CLAIM_ATTRIBUTE, dataclasses.astuple(self))
+        return placed
+
+    @staticmethod
+    def of(storage_data: Any) -> Claim | None:
+        """Returns the claim of a plan's ``storage_data``; ``None`` if there is none."""
+        values = getattr(storage_data, _CLAIM_ATTRIBUTE, None)
+        return None if values is None else Claim(*values)
+
+
+_CLAIM_ATTRIBUTE = "torch_ckpt_claim"
 
 
 class DirectoryWriter(StagingWriter):
@@ -87,6 +107,7 @@ class DirectoryWriter(StagingWriter):
         self._may_hide = False  # On that rank: whether a commit may rename a directory.
         self._hidden: Location | None = None  # Where this save writes, if not to `location`.
         self._pending: Location | None = None  # The pending file, on the rank that commits.
+        self._claimed: Claim | None = None  # What that rank has created, on the others.
         self._created: Location | None = None  # The directory, if this save has created it there.
         self._finished: list[str] = []  # The complete files of this rank.
         self._found = Found()  # What the directory had before this save.
@@ -195,7 +216,8 @@ class DirectoryWriter(StagingWriter):
         created = self._pending if self._hidden is None else self._hidden
         if created is None or created.local_path is None:
             return None
-        return Claim(created.name, self._hidden is not None, socket.gethostname())
+        is_new = self._created is not None
+        return Claim(created.name, self._hidden is not None, socket.gethostname(), is_new)
 
     def _enter(self, claim: Claim | None) -> None:
         """Begins to write on any rank.
@@ -216,6 +238,7 @@ class DirectoryWriter(StagingWriter):
             created = self._hidden = self.location.with_name(claim.name)
         if not _is_found(created):
             raise self._not_found(created, claim.host)
+        self._claimed = claim
 
     def _not_found(self, created: Location, host: str) -> StorageError:
         """Returns the error of a rank that does not find what the coordinator has created."""
@@ -235,6 +258,8 @@ class DirectoryWriter(StagingWriter):
     def end_failed_save(self) -> None:
         """Removes what a save that has failed has written: each rank its own files.
 
+        The last rank also removes the pending file, and the directory if the save has created it.
+
         A save of this package calls it when any rank has failed. DCP's own functions do not tell
         a writer of failures on other ranks. Then the next save removes them.
         """
@@ -242,9 +267,13 @@ class DirectoryWriter(StagingWriter):
         hidden, self._hidden = self._hidden, None
         created, self._created = self._created, None
         finished, self._finished = self._finished, []
+        claim, self._claimed = self._claimed, None
         call = current_call()
         if hidden is None and call is not None and call.is_uncommitted:
             remove_files(self.location, finished)
+            if claim is not None:  # The last rank finds no data files any more.
+                pending = self.location / claim.name
+                created = self.location if claim.is_new else None
         if pending is not None and not _marks_data_files(pending):
             pending.discard()
         if created is not None:

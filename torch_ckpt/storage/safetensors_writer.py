@@ -75,7 +75,7 @@ class _Ties:
     groups: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
+@dataclass  # Not frozen: a claim is attached.
 class _ModelPlan:
     """``SavePlan.storage_data`` of one rank.
 

@@ -9,7 +9,6 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -68,19 +67,6 @@ from torch_ckpt.storage.rank_work import RankWork, split, work_for
 from torch_ckpt.storage.written_file import WrittenFile
 
 __all__ = ["FastWriter"]
-
-
-@dataclass(frozen=True)
-class _WithClaim:
-    """``SavePlan.storage_data`` of one rank, which finds by it what the coordinator has created.
-
-    Attributes:
-        claim: What the coordinator has created.
-        storage_data: The ``storage_data`` of the rank's own files.
-    """
-
-    claim: Claim
-    storage_data: Any
 
 
 class FastWriter(DirectoryWriter):
@@ -305,7 +291,7 @@ class FastWriter(DirectoryWriter):
         if claim is None:
             return placed
         return [
-            dataclasses.replace(plan, storage_data=_WithClaim(claim, plan.storage_data))
+            dataclasses.replace(plan, storage_data=claim.beside(plan.storage_data))
             for plan in placed
         ]
 
@@ -333,12 +319,7 @@ class FastWriter(DirectoryWriter):
         future: Future[list[WriteResult]] = Future()
         self._phases.begin("writing")
         with self._writing, portable_errors(), self._writing_staged():
-            place = plan.storage_data
-            if isinstance(place, _WithClaim):
-                self._enter(place.claim)
-                plan = dataclasses.replace(plan, storage_data=place.storage_data)
-            else:
-                self._enter(None)
+            self._enter(Claim.of(plan.storage_data))
             future.set_result(self._write(plan, planner))
         return future
 
