@@ -91,6 +91,18 @@ def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path, group: str)
     assert found.free_nbytes == 30 * MIB
 
 
+def test_mounts_without_a_device_or_with_names_of_any_bytes_are_passed_over(tmp_path: Path) -> None:
+    """The kernel lists the name of a device as it was passed to it, even if that is empty."""
+    proc = process(tmp_path, "0::/pé\n", "/ /sysé cgroup2")
+    mounts = (proc / "mountinfo").read_bytes()
+    mounts = b"36 1 0:9 / /\xff rw - tmpfs  rw\n37 1 0:9 / /any rw - tmpfs \xff rw\n" + mounts
+    (proc / "mountinfo").write_bytes(mounts)
+    group_v2(tmp_path / "sysé/pé", 100 * MIB, 60 * MIB)
+    found = memory_limit(proc)
+    assert found is not None
+    assert found.free_nbytes == 40 * MIB
+
+
 @pytest.mark.parametrize("content", ["", "max\n", "many\n", f"{V1_NONE}\n"])
 def test_without_a_readable_limit_there_is_none(tmp_path: Path, content: str) -> None:
     assert memory_limit(tmp_path) is None

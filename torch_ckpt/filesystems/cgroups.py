@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -79,8 +80,8 @@ def memory_limit(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
 def _groups(proc: Path) -> Iterator[tuple[Path, _Names]]:
     """Yields the directories of the process's groups with a memory controller."""
     try:
-        lines = (proc / "cgroup").read_text().splitlines()
-        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+        lines = _lines(proc / "cgroup")
+        mounts = [line.split(" ") for line in _lines(proc / "mountinfo")]
     except OSError:
         return
     for line in lines:
@@ -100,6 +101,11 @@ def _groups(proc: Path) -> Iterator[tuple[Path, _Names]]:
                 yield from ((p, names) for p in folder.parents if p.is_relative_to(point))
 
 
+def _lines(file: Path) -> list[str]:
+    """Returns the lines of a file of ``/proc``. Names in it may be any bytes, or empty."""
+    return os.fsdecode(file.read_bytes()).rstrip("\n").split("\n")
+
+
 def _relative(group: str, root: str) -> PurePosixPath:
     """Returns the path of a group below a mount of ``root``.
 
@@ -114,7 +120,7 @@ def _relative(group: str, root: str) -> PurePosixPath:
 
 def _unescaped(text: str) -> str:
     """Returns a path of ``mountinfo``, in which blanks are octal numbers."""
-    return text.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def _limit_of(folder: Path, names: _Names) -> MemoryLimit | None:
