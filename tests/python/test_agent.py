@@ -693,7 +693,7 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
                     pass
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(path))
-        send(connection, Kind.HELLO, b"another run", b"", 0, b"", b"", 0, b"{}")
+        send(connection, Kind.HELLO, b"another run", b"", 0, b"", b"", 0, b"", b"", b"{}")
         answer = receive(connection)
         assert answer.kind == Kind.ERROR
     save(agent, run, 1)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,8 +245,14 @@ def test_memory_that_others_may_enter_is_left_alone_and_saves_go_on(
 @pytest.fixture
 def agent_elsewhere(run: Path) -> Iterator[Path]:
     """The folder of a run whose agent is in another namespace of process ids."""
+    with agent_in(run, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child") as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def agent_in(run: Path, *inside: str) -> Iterator[Path]:
+    """Runs the agent of a run in other namespaces. Yields the folder of the run's memory."""
     folder = folder_of(run_of(run))
-    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     command = [*inside, sys.executable, "-m", "torch_ckpt.cli.main", "agent", str(run)]
     started = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
@@ -271,6 +278,29 @@ def test_an_agent_in_another_pid_namespace_saves(run: Path, agent_elsewhere: Pat
         raise ZeroDivisionError
     until(lambda: "step-2" in steps_of(run))  # The connection has ended without a word.
     assert "persisting step 2 without its trainers" in (agent_elsewhere / "agent.log").read_text()
+
+
+def test_an_agent_of_a_container_with_another_directory_there_is_not_used(run: Path) -> None:
+    """Its saves would be written to the directory of another job."""
+    run.mkdir()
+    inside = f'mount -t tmpfs none {shlex.quote(str(run))} && exec "$@"'
+    with agent_in(run, "unshare", "--mount", "sh", "-c", inside, "sh"):
+        with pytest.warns(UserWarning, match=r"without an agent: .* has another directory at "):
+            training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+        training.save(1, {"w": torch.ones(10)})
+        training.close()
+    assert steps_of(run) == ["step-1"]
+
+
+def test_saves_go_on_where_the_shared_memory_was_removed(run: Path) -> None:
+    """As programs that tidy up do."""
+    with torch_ckpt.Run(run, asynchronous=True, agent=True) as made:
+        made.save(1, {"w": torch.ones(10)})
+        made.wait()
+        shutil.rmtree(folder_of(run_of(run)))
+        with pytest.warns(UserWarning, match="without an agent: "):
+            made.save(2, {"w": torch.ones(10)})
+    assert steps_of(run) == ["step-1", "step-2"]
 
 
 def test_a_run_at_a_url_that_no_other_process_can_reach_saves_without_an_agent(

@@ -26,11 +26,13 @@ from torch_ckpt.agent.identity import (
     id_in_memory,
     set_id,
 )
-from torch_ckpt.agent.memory import folder_of, has_agent, run_of
+from torch_ckpt.agent.memory import complete_slots, folder_of, has_agent, run_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memory")]
+
+A, B = "a" * 16, "b" * 16
 
 AGENT = [sys.executable, "-m", "torch_ckpt.cli.main", "agent"]
 
@@ -94,10 +96,58 @@ def test_memory_of_a_run_whose_directory_is_gone_is_not_restored(
     assert "steps 6, 7" in told
     assert str(run) in told
     assert ("another run" if lose is replace_by_another else "removed or moved") in told
-    assert not list(folder_of(run_of(run)).glob("rank-*")), "the memory is freed"
+    folder, former = marks(run)
+    assert steps_in(folder) == {6, 7}, "until the first save"
     with training(run) as made:
+        made.reserve({"w": torch.zeros(1000)})
+        assert marks(run)[1].id != former.id
+        assert steps_in(folder) == set(), "the memory is freed"
         save(made, 2)
     assert restored(run) == 2
+
+
+def steps_in(folder: Path) -> set[int]:
+    """The steps in the memory of a run, of whichever run it is."""
+    return {header.step for header, _ in complete_slots(folder, bytes.fromhex(folder.name))}
+
+
+def test_a_job_whose_directory_was_not_mounted_leaves_the_memory(run: Path) -> None:
+    with training(run) as made:
+        save(made, 1)
+        save(made, 2, persist=False)
+    move_away(run)
+    assert restored(run) is None
+    with torch_ckpt.Run(run, asynchronous=True, agent=IN_MEMORY):
+        pass  # Its end in good order writes nothing, because the newest step is not its own.
+    assert not run.exists()
+    run.with_name("moved").rename(run)
+    assert restored(run) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"two words", b"\xff", b"0" * 15])
+def test_a_damaged_id_counts_as_none(run: Path, content: bytes) -> None:
+    with training(run) as made:
+        save(made, 1)
+        (run / "run-id").write_bytes(content)
+        save(made, 2)
+    assert id_in_directory(Location(run)) == marks(run)[1].id
+    (run / "run-id").write_bytes(content)
+    with training(run) as made:
+        save(made, 3)
+    assert id_in_directory(Location(run)) == marks(run)[1].id
+    assert restored(run) == 3
+
+
+def test_a_mark_that_cannot_be_written_fails_no_save(run: Path) -> None:
+    """As where the tmpfs is full."""
+    with training(run) as made:
+        pending = folder_of(run_of(run)) / "run-id.tmp"
+        pending.mkdir()
+        save(made, 1)
+        assert not marks(run)[1].is_written
+        pending.rmdir()
+        save(made, 2)
+        assert marks(run)[1].is_written
 
 
 def test_memory_of_the_same_run_is_restored_wherever_its_directory_was_meanwhile(
@@ -208,12 +258,12 @@ def test_an_agent_without_a_run_has_no_id(run: Path) -> None:
 @pytest.mark.parametrize(
     ("in_memory", "in_directory", "agreed"),
     [
-        ([("a", False), None], None, "a"),
-        ([None, ("a", False)], None, "a"),
-        ([("a", False), ("a", True)], None, ""),  # One machine has marked it, so it was written.
-        ([("a", True), ("b", False)], None, "b"),
-        ([("a", False), ("b", True)], "b", "b"),
-        ([None, None], "c", "c"),
+        ([(A, False), None], None, A),
+        ([None, (A, False)], None, A),
+        ([(A, False), (A, True)], None, ""),  # One machine has marked it, so it was written.
+        ([(A, True), (B, False)], None, B),
+        ([(A, False), (B, True)], B, B),
+        ([None, None], B, B),
     ],
 )
 def test_machines_agree_on_an_id(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from torch_ckpt.agent.identity import RunId
+from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
 from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
 from torch_ckpt.agent.options import AgentOptions
@@ -329,17 +329,23 @@ class AgentClient:
             connection.settimeout(self._timeout_s)
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
-            run_id = b"" if place.run_id is None else place.run_id.id.encode()
-            is_written = int(place.run_id is not None and place.run_id.is_written)
             self._exchange(
                 *(connection, Kind.HELLO, place.run, place.session, place.rank, ranks),
-                *(run_id, is_written, self._options.encode().encode()),
+                *(*self._identity(), self._options.encode().encode()),
                 within_s=min(self._timeout_s, _START_S),
             )
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _identity(self) -> tuple[bytes, int, bytes, bytes]:
+        """Returns the fields of ``HELLO`` on the run's identity: they are empty if the run has no id."""
+        run_id = self.place.run_id
+        if run_id is None:
+            return b"", 0, b"", b""
+        seen = nearest_directory(self._run)
+        return run_id.id.encode(), int(run_id.is_written), os.fsencode(seen), inode_of(seen)
 
     def _start(self) -> None:
         package = os.fspath(Path(__file__).resolve().parents[2])
@@ -350,13 +356,7 @@ class AgentClient:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
             [
-                *(
-                    sys.executable,
-                    "-m",
-                    "torch_ckpt.cli.main",
-                    "agent",
-                    os.path.realpath(self._run),
-                ),
+                *(sys.executable, "-m", "torch_ckpt.cli.main", "agent", self._run),
                 *("--first-within", str(_FIRST_WITHIN_S), "--options", self._options.encode()),
             ],
             stdin=subprocess.DEVNULL,

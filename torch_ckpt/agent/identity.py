@@ -5,10 +5,16 @@ removed. The agent writes the id into the directory before the first step that i
 then marks the id in memory as written. So a run that was never written has neither an id in its
 directory nor the mark. If the mark is there, and the directory has no id or another one, then the
 memory is of a run that is no longer at this path.
+
+Containers of one machine may share the memory, and have different directories at the same path. So
+a trainer and its agent compare a directory that both see.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +23,21 @@ from pathlib import Path
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["RunId", "agreed_id", "claim_directory", "id_in_directory", "id_in_memory", "set_id"]
+__all__ = [
+    "RunId",
+    "agreed_id",
+    "claim_directory",
+    "id_in_directory",
+    "id_in_memory",
+    "inode_of",
+    "nearest_directory",
+    "set_id",
+]
 
 _NAME = "run-id"
 """The file with the id. Not hidden: whoever removes or copies ``run/*`` means the id too."""
+
+_ID = re.compile(r"[0-9a-f]{16}")
 
 _WRITTEN = "written"
 
@@ -41,13 +58,16 @@ class RunId:
 def id_in_directory(directory: Location) -> str | None:
     """Returns the id of the run that a directory belongs to; ``None`` if it has no id.
 
+    A damaged file counts as no id: the next save writes it again.
+
     Raises:
         StorageError: The directory cannot be read.
     """
     try:
-        return (directory / _NAME).read().decode(errors="replace").strip()
+        found = (directory / _NAME).read().decode(errors="replace").strip()
     except NotFoundError:
         return None
+    return found if _ID.fullmatch(found) else None
 
 
 def id_in_memory(folder: Path) -> RunId | None:
@@ -125,4 +145,21 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
             f"and that of this run is {own.id}"
         )
     if not own.is_written:
-        set_id(folder, RunId(own.id, True))
+        with contextlib.suppress(StorageError):  # The tmpfs is full. The next save tries again.
+            set_id(folder, RunId(own.id, True))
+
+
+def nearest_directory(path: str) -> str:
+    """Returns the first of a path and its parents that exists."""
+    while not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+def inode_of(path: str) -> bytes:
+    """Returns what identifies a directory on this machine, whatever its path is."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return b""
+    return f"{found.st_dev} {found.st_ino}".encode()

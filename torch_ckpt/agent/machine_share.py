@@ -6,6 +6,7 @@ values. The ranks compare them before each save, while the tensors are those of 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch_ckpt.agent.memory import (
     whole_saves,
 )
 from torch_ckpt.agent.slot_contents import Selection, SlotContents
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import StorageError
 from torch_ckpt.planning.plan_cache import digest_of
 from torch_ckpt.planning.replica_check import (
     CheckReplicas,
@@ -156,12 +157,14 @@ class MachineShare:
         """Assigns shares from the slots of the save in which all ranks copied everything.
 
         Raises:
-            CheckpointError: The slots of the previous save are gone.
+            StorageError: The slots of the previous save are gone.
         """
         slots = whole_saves(complete_slots(self._folder, self._run)).get(self._copied_all, [])
         if not slots:
-            raise CheckpointError(
-                "cannot assign shares on this machine: the slots of the previous save are gone"
+            raise StorageError(
+                "cannot assign shares on this machine: the slots of the previous save are gone "
+                f"from {self._folder}",
+                errno.ENOENT,
             )
         headers = [header for header, _ in slots]
         snapshots = [_native.Slot.open(os.fsencode(path), False).read() for _, path in slots]

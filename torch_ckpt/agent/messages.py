@@ -37,8 +37,8 @@ class Kind(enum.IntEnum):
 
     HELLO = 1
     """Registers a rank: run, session, rank, all ranks of this machine as 8 bytes each, id of the
-    run (empty if it has none), whether the directory of the run has the id, options of the agent
-    as JSON."""
+    run (empty if it has none), whether the directory of the run has the id, a directory that the
+    agent must see too, and its inode, options of the agent as JSON."""
     OK = 2
     ERROR = 3
     """Reports an error: class, message, errno."""
@@ -62,7 +62,7 @@ class Kind(enum.IntEnum):
 
 
 _FIELDS: dict[Kind, str] = {
-    Kind.HELLO: "bbibbib",
+    Kind.HELLO: "bbibbibbb",
     Kind.OK: "",
     Kind.ERROR: "bbi",
     Kind.RESERVE: "i",
@@ -151,8 +151,10 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 def error_message(error: BaseException) -> tuple[int | bytes, ...]:
     """Returns the fields of an ``ERROR`` message that describes an exception."""
-    kind = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
-    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    kind, text = type(error).__name__, str(error)
+    if not isinstance(error, CheckpointError):
+        kind = "StorageError" if isinstance(error, OSError) else "CheckpointError"
+        text = f"{type(error).__name__}: {error}"
     return kind.encode(), text.encode(), getattr(error, "errno", None) or 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torch_ckpt.agent.aborts import PendingAborts
-from torch_ckpt.agent.identity import RunId, id_in_memory, set_id
+from torch_ckpt.agent.identity import RunId, id_in_memory, inode_of, set_id
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
@@ -37,7 +37,7 @@ from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import Slots, SlotScan
-from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
+from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["Agent", "run_agent"]
@@ -103,6 +103,7 @@ class Agent:
         self._retried: set[Save] = set()
         self._began = time.monotonic()
         self._is_dropped = False  # Whether the trainers discarded their snapshots.
+        self._next_id: RunId | None = None  # Of the run that replaces that of the slots.
 
     def serve(self) -> bool:
         """Serves trainers until all have detached, or none has been alive for ``linger_s``.
@@ -268,8 +269,14 @@ class Agent:
         run, session, rank = message.data(0), message.data(1), message.integer(2)
         if run != self.run:
             raise CheckpointError(f"cannot register rank {rank}: this agent is of another run")
-        options = AgentOptions.decode(message.data(6).decode())
+        options = AgentOptions.decode(message.data(8).decode())
         run_id, is_written = message.data(4).decode("ascii", "replace"), bool(message.integer(5))
+        seen = os.fsdecode(message.data(6))
+        if run_id and inode_of(seen) != message.data(7):
+            raise UnsupportedError(
+                f"cannot save with the agent of {self.folder}: it has another directory at {seen}. "
+                "It probably runs in another container, with which this process shares the memory"
+            )
         with self._changed:
             self._changed.wait_for(lambda: not self._is_leaving(pid, session), _POLL_S)
             self.options = options
@@ -297,23 +304,38 @@ class Agent:
         return any(t.connections and not t.has_detached for t in former)
 
     def _become(self, run_id: RunId, pid: int) -> None:
-        """Serves the run with this id from now on; frees the memory of another run."""
+        """Serves the run with this id from now on; the memory of another run is to be freed.
+
+        It is freed when the run first allocates memory: until then, the trainers may find out that
+        the directory is only not mounted, and end.
+        """
         own = id_in_memory(self.folder)
-        if own is not None and own.id != run_id.id:
+        present = self._next_id or own
+        if present is not None and present.id != run_id.id:
             active = [t.pid for t in self._trainers.values() if _is_active(t, pid)]
             if active:
                 raise CheckpointError(
                     f"cannot begin a new run: process {active[0]} of the run that had this "
                     "directory before still runs"
                 )
-            _log.info("the memory of run %s is freed for run %s", own.id, run_id.id)
-            self._slots.discard_all()
-            own = None
+        if own is not None and own.id != run_id.id:
+            self._next_id = run_id
+            return
+        self._next_id = None
         is_written = run_id.is_written or (own is not None and own.is_written)
         if own != RunId(run_id.id, is_written):
             set_id(self.folder, RunId(run_id.id, is_written))
 
+    def _free_former(self) -> None:
+        """Frees the memory of a run that another has replaced."""
+        if self._next_id is not None:
+            _log.info("the memory of the former run is freed for run %s", self._next_id.id)
+            self._slots.discard_all()
+            set_id(self.folder, self._next_id)
+            self._next_id = None
+
     def _reserve(self, trainer: RankProcess, message: Message) -> Message:
+        self._free_former()
         self._with_memory(lambda: self._slots.reserve(trainer.rank, message.integer(0)))
         return Message(Kind.OK)
 
@@ -328,6 +350,7 @@ class Agent:
 
     def _acquire(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
+        self._free_former()
         if not wait_ms and not self._is_admitted((trainer.session, sequence)):
             return Message(Kind.BUSY)
         deadline = time.monotonic() + wait_ms / 1000
@@ -472,9 +495,12 @@ def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None
         )
         with contextlib.suppress(OSError):  # Some sandboxes refuse it.
             os.nice(options.io.background_nice)
+        inode = inode_of(os.fspath(folder))
         for removed in remove_abandoned(folder):
             _log.info("removed %s, the memory of an abandoned run", removed)
-        if Agent(run, folder, options, first_within_s=first_within_s, signals=signals).serve():
+        agent = Agent(run, folder, options, first_within_s=first_within_s, signals=signals)
+        # If others have removed the folder, a new one may be that of the next agent.
+        if agent.serve() and inode_of(os.fspath(folder)) == inode:
             # The lock is removed last, so that no other agent begins in a partly deleted folder.
             for path in folder.iterdir():
                 if path.name != LOCK_NAME:

@@ -111,7 +111,8 @@ class SnapshotAgent:
         timeout_s: Seconds that a save waits for a slot, and that this rank waits for other ranks.
         has_directory: Whether ``run`` is the directory of all steps, as it is for a ``Run``. The
             run then has an id, in memory and in the file ``run-id`` of the directory. If the
-            directory was removed, moved or replaced, the snapshots in memory are discarded.
+            directory was removed, moved or replaced, the snapshots in memory are not offered, and
+            the first save frees them.
 
     Attributes:
         waited: Number of saves that waited for a slot.
@@ -155,6 +156,8 @@ class SnapshotAgent:
         self._place = _find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
         self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
+        if self._place.rank == self._place.ranks_here[0]:
+            self._warn_of_former(run)
         self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # Inode and mapped slot by path.
@@ -430,6 +433,8 @@ class SnapshotAgent:
         A save of several machines is included only if this rank's slot is on this machine and the
         number of ranks is the same as now.
         """
+        if self._former_run() is not None:
+            return []
         found = complete_slots(self._client.folder, self._place.run)
         whole = []
         for save, slots in reversed(whole_saves(found).items()):
@@ -440,6 +445,30 @@ class SnapshotAgent:
                 paths = [path for _, path in slots]
                 whole.append(MemoryCheckpoint(save, first.step, self._client.folder, paths))
         return whole
+
+    def _former_run(self) -> RunId | None:
+        """Returns the other run that the memory is of, until the first save frees it."""
+        own, found = self._place.run_id, id_in_memory(self._client.folder)
+        return found if own is not None and found is not None and found.id != own.id else None
+
+    def _warn_of_former(self, run: str) -> None:
+        """Logs that the memory of this machine is of another run, and is not restored."""
+        former, own = self._former_run(), self._place.run_id
+        found = complete_slots(self._client.folder, self._place.run)
+        steps = sorted({header.step for header, _ in found})
+        if former is None or own is None or not steps:
+            return
+        _LOG.warning(
+            "%s: steps %s in shared memory are not restored, and the first save frees them: they "
+            "are of run %s, %s",
+            run,
+            ", ".join(map(str, steps)),
+            former.id,
+            f"and the directory now belongs to another run, {own.id}"
+            if own.is_written
+            else "whose directory was removed or moved. If it is not mounted, end this job before "
+            "it saves",
+        )
 
     def close(self, *, drop: bool = False) -> None:
         """Ends this rank in good order, once the futures of all its saves have completed.
@@ -514,7 +543,7 @@ def _find_place(
         return facts, None if directory is None else agreed_id(in_memory, directory)
 
     facts, run_id = group.decide("starting the agent", own, agree, timeout_s=timeout_s)
-    names, sessions, machines, ids = zip(*facts, strict=True)
+    names, sessions, machines, _ = zip(*facts, strict=True)
     if len(set(names)) != 1:
         raise CheckpointError(
             f"cannot start the agent: ranks name different runs, {os.fspath(run)!r} on this rank"
@@ -522,27 +551,7 @@ def _find_place(
     nodes = list(dict.fromkeys(machines))
     here = [other for other in range(group.size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
-    if run_id is not None and rank == here[0]:
-        _warn_of_other(ids[rank], run_id, name, run)
     return Place(name, max(sessions), rank, group.size, node, len(nodes), here, run_id)
-
-
-def _warn_of_other(
-    in_memory: RunId | None, run_id: RunId, name: bytes, run: str | os.PathLike[str]
-) -> None:
-    """Logs that the memory of this machine is of another run. The agent frees it."""
-    if in_memory is None or in_memory.id == run_id.id:
-        return
-    steps = sorted({header.step for header, _ in complete_slots(folder_of(name), name)})
-    _LOG.warning(
-        "%s: steps %s in shared memory are not restored, and are freed: they are of run %s, %s",
-        os.fspath(run),
-        ", ".join(map(str, steps)) or "none",
-        in_memory.id,
-        f"and the directory now belongs to another run, {run_id.id}"
-        if run_id.is_written
-        else "whose directory was removed or moved",
-    )
 
 
 def _new_session(run: bytes) -> bytes:
