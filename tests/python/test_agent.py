@@ -321,6 +321,7 @@ class Held:
 
     def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_go_on = threading.Event()
+        self.how: dict[str, Any] = {}
         bring = saves.persist
 
         def wait_first(*args: Any, **how: Any) -> Any:
@@ -448,6 +449,29 @@ def test_an_agent_that_runs_already_takes_the_options_of_the_ranks(
     assert (held.how["threads"], held.how["io"], held.how["check_replicas"]) == (
         *(7, options.io, "full"),
     )
+    agent.close(drop=True)
+    held.thread.join(SOON_S)
+
+
+def test_a_save_for_which_there_is_no_thread_fails_and_the_next_does_not(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(run, monkeypatch)
+    held.may_go_on.set()
+    agent = SnapshotAgent(run)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "torch_ckpt-persist" and not held.how:
+            held.how = {"refused": True}
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(CheckpointError, match="can't start new thread"):
+        agent.persist(agent.stage(state_of(1), run / "1", step=1))
+    agent.persist(agent.stage(state_of(2), run / "2", step=2))
+    assert on_disk(run, 2)
     agent.close(drop=True)
     held.thread.join(SOON_S)
 

@@ -340,7 +340,7 @@ class AgentClient:
         return connection
 
     def _identity(self) -> tuple[bytes, int, bytes, bytes]:
-        """Returns the fields of ``HELLO`` on the run's identity: they are empty if the run has no id."""
+        """Returns the fields of ``HELLO`` on the run's id, which are empty if it has none."""
         run_id = self.place.run_id
         if run_id is None:
             return b"", 0, b"", b""

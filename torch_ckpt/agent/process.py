@@ -279,7 +279,6 @@ class Agent:
             )
         with self._changed:
             self._changed.wait_for(lambda: not self._is_leaving(pid, session), _POLL_S)
-            self.options = options
             if run_id:
                 self._become(RunId(run_id, is_written), pid)
             trainer = self._trainers.get(rank)
@@ -289,6 +288,7 @@ class Agent:
                         f"cannot register rank {rank}: process {trainer.pid} already has this rank"
                     )
                 trainer = self._trainers[rank] = RankProcess(rank, session, pid)
+            self.options = options
             self._ranks = [r for (r,) in struct.iter_unpack("<q", message.data(3))]
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):

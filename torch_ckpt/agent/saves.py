@@ -127,12 +127,17 @@ class Saves:
         scan = self._slots.scan()
         for save, slots in scan.complete.items():
             if self.is_pending(save, scan):
-                self.is_running = True
                 is_joint = slots[0][0].node_count > 1
                 work = self._run_joint if is_joint else self._run_local
-                threading.Thread(
-                    target=work, args=(save, _acquire_slots(slots)), name="torch_ckpt-persist"
-                ).start()
+                files = _acquire_slots(slots)
+                self.is_running = True
+                try:
+                    threading.Thread(
+                        target=work, args=(save, files), name="torch_ckpt-persist"
+                    ).start()
+                except RuntimeError as error:  # Too many threads.
+                    self.is_running = False
+                    self._set_ended(save, files, error, ())
                 return
 
     def _run_local(self, save: Save, slots: list[SlotFile]) -> None:
