@@ -621,9 +621,9 @@ def test_saves_do_not_fill_the_store(worlds: Worlds, path: Path) -> None:
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
 def test_deadline_that_is_none_is_refused(tmp_path: Path, timeout_s: float) -> None:
-    with pytest.raises(ValueError, match="no positive number of seconds"):
+    with pytest.raises(ValueError, match="not a positive number of seconds"):
         torch_ckpt.save({}, checkpoint_id=tmp_path, no_dist=True, timeout_s=timeout_s)
-    with pytest.raises(ValueError, match="no positive number of seconds"):
+    with pytest.raises(ValueError, match="not a positive number of seconds"):
         torch_ckpt.installed(timeout_s=timeout_s).__enter__()
 
 

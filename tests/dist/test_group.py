@@ -579,6 +579,23 @@ def test_ranks_that_make_different_calls_learn_which(path: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_save_of_one_rank_and_a_load_of_another_fail_and_name_both(path: Path) -> None:
+    torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=path / "step")
+    for saver in (0, 1):
+        call = torch_ckpt.save if dist.get_rank() == saver else torch_ckpt.load
+        with pytest.raises(CheckpointException) as caught:
+            call({"w": torch.zeros(1)}, checkpoint_id=path / "step", timeout_s=AMPLE_S)
+        failed = caught.value.failures
+        assert list(failed) == [0]
+        assert str(failed[0][0]).startswith(
+            f"ranks make different calls: rank {saver} saves, and rank {1 - saver} loads"
+        )
+    loaded = {"w": torch.zeros(1)}
+    torch_ckpt.load(loaded, checkpoint_id=path / "step")
+    assert loaded["w"] == 1
+
+
+@on_ranks(2)
 def test_an_error_of_another_call_fails_this_one_on_all_ranks(path: Path) -> None:
     """As from a ``Stateful`` that loads a checkpoint of its own and fails."""
     group = group_of(dist.new_group(backend="gloo"))

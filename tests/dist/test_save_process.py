@@ -173,7 +173,7 @@ def test_save_process_of_a_single_rank_that_is_frozen_fails_its_save(path: Path)
     )
     error = future.exception(WAIT_S)
     assert time.monotonic() - begin < 10
-    assert "the save process of rank 0 gave no sign of life for 3 s" in str(error)
+    assert "the save process of rank 0 sent no heartbeat for 3 s" in str(error)
     save(path / "2", 2, timeout_s=60).result(WAIT_S)
 
 

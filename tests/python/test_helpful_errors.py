@@ -153,7 +153,8 @@ def test_deepspeeds_folders_without_a_latest_file_are_named(tmp_path: Path) -> N
         deepspeed_checkpoints.write(tmp_path / f"global_step{step}", 2)
     assert message_for(tmp_path) == (
         f"it has checkpoints of DeepSpeed in global_step90, global_step100 (pass {tmp_path}/"
-        "global_step100); there is no file latest, which would name one of DeepSpeed"
+        "global_step100); there is no file latest, which would name the DeepSpeed checkpoint to "
+        "load"
     )
     torch.save({"w": torch.ones(3)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "exported").mkdir()

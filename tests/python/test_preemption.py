@@ -230,7 +230,7 @@ def test_a_signal_in_a_block_without_steps_ends_the_process(
     with pytest.raises(SystemExit) as ended:
         signalled(run)
     assert ended.value.code == 143
-    assert "nothing was to be saved" in caplog.text
+    assert "no step had ended, so nothing was saved" in caplog.text
     assert os.listdir(tmp_path) == []
 
 

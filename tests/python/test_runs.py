@@ -627,7 +627,7 @@ def test_the_last_whole_step_is_saved_when_training_raises(tmp_path: Path) -> No
     [
         ("optimizer", -1, "begun another step after step 4"),
         ("forward", 4, "step 4, the last completed step, was saved"),
-        ("in the way", -1, "step 4 was not saved after it: rank 0: "),
+        ("in the way", -1, "step 4 was not saved after this error: rank 0: "),
     ],
 )
 def test_what_else_may_become_of_the_last_step_when_training_raises(

@@ -175,7 +175,11 @@ def test_a_long_wait_is_logged_and_says_what_for(
         thread.join(30)
     assert len(done) == 1
     (record,) = caplog.records
-    for part in ("at most 1800 s", str(tmp_path / "step-1"), "refers to what stage() returned"):
+    for part in (
+        "at most 1800 s",
+        str(tmp_path / "step-1"),
+        "refers to what stage() returned",
+    ):
         assert part in record.getMessage()
 
 

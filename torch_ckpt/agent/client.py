@@ -289,7 +289,7 @@ class AgentClient:
             if has_agent(self.folder) and time.monotonic() < begin + self._timeout_s:
                 deadline = time.monotonic() + _START_S  # An ending agent may still write for long.
             elif time.monotonic() > deadline:
-                raise self._cannot_start("none answered; agent.log there may have the reason")
+                raise self._cannot_start(f"no agent answered; see {self.folder / 'agent.log'}")
             if self._child is None or self._child.poll() is not None:
                 self._raise_if_crashing()
                 try:
@@ -319,7 +319,7 @@ class AgentClient:
         if self._crashes >= _MAX_CRASHES:
             lines = self._read_errors().splitlines()
             last = next(filter(None, reversed(lines)), "unknown")
-            raise self._cannot_start(f"it ends with status {self._child.returncode}: {last}")
+            raise self._cannot_start(f"it exited with status {self._child.returncode}: {last}")
 
     def _register(self) -> socket.socket:
         place = self.place

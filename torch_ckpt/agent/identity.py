@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _NAME = "run-id"
-"""The file with the id. Not hidden: whoever removes or copies ``run/*`` means the id too."""
+"""The file with the id. It is not hidden, so ``rm run/*`` and ``cp run/*`` include it."""
 
 _ID = re.compile(r"[0-9a-f]{16}")
 

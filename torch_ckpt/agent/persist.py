@@ -296,7 +296,9 @@ def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
     saves = {(*s.header[:4], *s.header[5:6], s.directory, s.version, s.sync) for s in snapshots}
     ranks = [s.header[4] for s in snapshots]
     if len(saves) != 1 or ranks != list(range(snapshots[0].header[5])):
-        raise CheckpointError(f"cannot persist snapshots of ranks {ranks}: they are not one save")
+        raise CheckpointError(
+            f"cannot persist snapshots of ranks {ranks}: they belong to different saves"
+        )
 
 
 def _write(

@@ -232,7 +232,7 @@ class Agent:
                     return
                 if user != os.getuid():
                     raise StorageError(
-                        f"cannot serve user {user}: this agent is of user {os.getuid()}",
+                        f"cannot serve user {user}: this agent belongs to user {os.getuid()}",
                         errno.EPERM,
                     )
                 trainer = self._register(message, pid)
@@ -268,7 +268,7 @@ class Agent:
     def _register(self, message: Message, pid: int) -> RankProcess:
         run, session, rank = message.data(0), message.data(1), message.integer(2)
         if run != self.run:
-            raise CheckpointError(f"cannot register rank {rank}: this agent is of another run")
+            raise CheckpointError(f"cannot register rank {rank}: this agent belongs to another run")
         options = AgentOptions.decode(message.data(8).decode())
         run_id, is_written = message.data(4).decode("ascii", "replace"), bool(message.integer(5))
         seen = os.fsdecode(message.data(6))
@@ -315,8 +315,8 @@ class Agent:
             active = [t.pid for t in self._trainers.values() if _is_active(t, pid)]
             if active:
                 raise CheckpointError(
-                    f"cannot begin a new run: process {active[0]} of the run that had this "
-                    "directory before still runs"
+                    f"cannot begin a new run: process {active[0]} of the earlier run under this "
+                    "path is still running; end it first"
                 )
         if own is not None and own.id != run_id.id:
             self._next_id = run_id

@@ -267,8 +267,8 @@ class Slots:
             missing += sum(wanted - size for size in sizes)
         if missing > limit.allowed_nbytes:
             raise StorageError(
-                f"cannot reserve {nbytes} bytes of memory as {slot.path}: {missing} bytes are "
-                f"missing for {SLOTS_PER_RANK} slots of each rank; {limit}",
+                f"cannot reserve {nbytes} bytes of memory as {slot.path}: the {SLOTS_PER_RANK} "
+                f"slots of each rank need {missing} more bytes in all; {limit}",
                 errno.ENOMEM,
             )
 

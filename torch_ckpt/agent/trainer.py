@@ -149,8 +149,8 @@ class SnapshotAgent:
         directory = Location(run).resolved() if has_directory else None
         if directory is not None and directory.local_path is None:
             raise UnsupportedError(
-                f"an agent, which is another process, cannot save to {directory}: the file system "
-                "of this URL is registered in the training process only"
+                f"cannot save to {directory} with an agent: it is another process, and the file "
+                "system of this URL is registered in the training process only"
             )
         run = os.path.realpath(run)  # Once: a link in the path may move.
         self._place = _find_place(run, self._group, timeout_s, directory)

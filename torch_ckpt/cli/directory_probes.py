@@ -136,7 +136,7 @@ def _syncs(folder: Location) -> Generator[Fact]:
     begin = time.monotonic()
     folder.sync()
     directory_s = time.monotonic() - begin
-    slow = "each commit waits for several of these" if statistics.median(times) > 0.1 else ""
+    slow = "slow: each commit waits for several of these" if statistics.median(times) > 0.1 else ""
     yield (
         "fsync",
         f"{1e3 * statistics.median(times):.1f} ms for a new file of 4 KiB, "
@@ -156,7 +156,9 @@ def _transfers(folder: Location) -> Generator[Fact]:
     if (memory := memory_limit()) is not None:  # Files of tmpfs count as memory of the container.
         limit = min(limit, memory.allowed_nbytes // 4)
     if limit < _FIRST_NBYTES:
-        raise StorageError(f"{limit} bytes of free space and memory are too few for a test")
+        raise StorageError(
+            f"a quarter of the free space and memory, {limit} bytes, is too little for the test"
+        )
     pool = _native.BufferPool(io.buffer_nbytes, io.block_nbytes)
     nbytes, seconds, path = _FIRST_NBYTES, 0.0, folder / "data"
     while True:  # Twice as many bytes, until they take long enough.
@@ -181,7 +183,7 @@ def _transfers(folder: Location) -> Generator[Fact]:
         job.run([], [(path.name, done, length, "data")])
         done += length
     seconds = max(time.monotonic() - begin, 1e-9)
-    cached = "" if mode.direct else "from the page cache, which has what was just written"
+    cached = "" if mode.direct else "from the page cache, since the file was just written"
     yield "read", _rate(done, seconds, cached), ""
 
 

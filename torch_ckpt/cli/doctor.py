@@ -1,4 +1,4 @@
-"""``torch-ckpt doctor``: facts on this machine and a directory, for a report of a bug."""
+"""``torch-ckpt doctor``: facts on this machine and a directory, for a bug report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="print facts on this machine and a directory, for a bug report",
-        description="Prints what a report of a bug needs: versions, and what this machine and a "
+        description="Prints what a bug report needs: versions, and what this machine and a "
         "directory can do, with what that means for torch-ckpt. Writes and reads files in a hidden "
         "subdirectory for about 2 seconds, and removes them. A probe that cannot run states why. "
         "Exit status: 0.",
@@ -75,7 +75,7 @@ def _facts(directory: str) -> Iterator[Fact]:
 def _within(
     deadline: float, probe: Callable[..., Generator[Fact]], *arguments: Any
 ) -> Iterator[Fact]:
-    """Yields the facts of a probe; of one that fails or takes too long, why there are no others."""
+    """Yields the facts of a probe, and the reason if it fails or takes too long."""
     found: SimpleQueue[Fact | None] = SimpleQueue()
     has_ended = Event()
 

@@ -27,8 +27,8 @@ def add_to(commands: Any) -> None:
         help="list the steps of a run",
         description="Lists the steps of a run, the newest first: size, age, metrics, and whether "
         "the step is whole. A step is whole if it opens, and its files have the right lengths; "
-        "torch-ckpt verify reads all bytes. Steps that were saved after the run had gone back to "
-        "step 300 have the mark: from step 300. Exit status: 0; 1 if a committed step is damaged; "
+        "torch-ckpt verify reads all bytes. A step that was saved after the run had gone back to "
+        "step 300 is marked 'from step 300'. Exit status: 0; 1 if a committed step is damaged; "
         "3 if there is no run.",
     )
     parser.add_argument("run", type=Location, help="directory of the run")

@@ -69,7 +69,7 @@ def cgroup() -> Generator[Fact]:
         "cgroup memory",
         f"at most {readable_nbytes(limit.nbytes)} ({limit.file}), "
         f"{readable_nbytes(limit.free_nbytes)} free",
-        "snapshots of asynchronous saves and the agent's slots count",
+        "snapshots of asynchronous saves and the agent's slots count towards it",
     )
 
 
@@ -77,7 +77,7 @@ def huge_pages() -> Generator[Fact]:
     """Whether memory may have huge pages."""
     match = re.search(r"\[(\S+)\]", _HUGE_PAGES.read_text())
     private = match[1] if match else "unknown"
-    means = "" if private in ("always", "madvise") else "snapshots have small pages"
+    means = "" if private in ("always", "madvise") else "snapshots use small pages"
     yield "huge pages", private, means
 
 
@@ -147,7 +147,7 @@ def agents(directory: str) -> Generator[Fact]:
         yield _agent(folder, run, " (this directory)" if run == own else "")
         shown += 1
     if not shown:
-        yield "agent", "none is running, and no run has memory here", ""
+        yield "agent", "none is running, and no run has memory on this machine", ""
 
 
 def _agent(folder: Path, run: bytes, note: str) -> Fact:
@@ -172,4 +172,4 @@ def _agent(folder: Path, run: bytes, note: str) -> Fact:
 
 
 PROBES = (versions, memory, cgroup, huge_pages, shared_memory, pidfd, io_uring, cuda)
-"""Functions that yield facts. Their names stand for facts that cannot be found out."""
+"""Functions that yield facts. A probe that fails is reported by its name."""

@@ -283,7 +283,9 @@ def _listening() -> socket.socket:
             return socket.create_server((host, 0), family=family)
         except OSError as error:
             failures.append(f"{host}: {error}")
-    raise CheckpointError(f"cannot listen for the processes that save: {'; '.join(failures)}")
+    raise CheckpointError(
+        f"cannot listen for the save processes of the ranks: {'; '.join(failures)}"
+    )
 
 
 class _SaveProcess:
@@ -392,7 +394,7 @@ class _SaveProcess:
     def _frozen(self, call: Call) -> CheckpointError:
         self.end()
         return CheckpointError(
-            f"the save process of rank {self._rank} gave no sign of life for {call.timeout_s:g} s"
+            f"the save process of rank {self._rank} sent no heartbeat for {call.timeout_s:g} s"
         )
 
     def _ended(self) -> CheckpointError:

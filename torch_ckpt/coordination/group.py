@@ -128,7 +128,7 @@ class Group:
             ValueError: ``timeout_s`` is not a positive number.
         """
         if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"{timeout_s=} is no positive number of seconds")
+            raise ValueError(f"{timeout_s=} is not a positive number of seconds")
         try:
             self.connect()  # Before the number: no other rank has a call that is refused here.
         except RankTimeoutError:

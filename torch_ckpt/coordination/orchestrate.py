@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -116,6 +116,7 @@ def save(
 
     def plan_for_all(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
+        _check_same_call(plans, call)
         planned, metadata = chosen.create_global_plan(plans)
         return writer.prepare_global_plan(planned)
 
@@ -147,7 +148,7 @@ def save(
 
 @contextlib.contextmanager
 def _ended_on_failure(writer: StorageWriter) -> Iterator[None]:
-    """Tells a writer of this package that the save has failed, on this rank or on another one."""
+    """Notifies a writer of this package if the save has failed, on this rank or another one."""
     try:
         yield
     except BaseException:
@@ -188,6 +189,7 @@ def load(
         return reader.prepare_local_plan(chosen.create_local_plan())
 
     def plan_for_all(plans: list[LoadPlan]) -> list[LoadPlan]:
+        _check_same_call(plans, call)
         return reader.prepare_global_plan(chosen.create_global_plan(plans))
 
     def read() -> None:
@@ -196,6 +198,18 @@ def load(
     with call.current():
         planned = call.reduce_scatter("plan", plan, plan_for_all)
         call.all_reduce("read", read, lambda _: None)
+
+
+def _check_same_call(plans: Sequence[SavePlan | LoadPlan], call: Call) -> None:
+    """Raises if some ranks save and others load. Both begin with an exchange of plans."""
+    ranks: dict[bool, int] = {}  # A rank of each kind. A rank without collectives has one plan.
+    for name, plan in zip(call.group.names, plans, strict=False):
+        ranks.setdefault(isinstance(plan, LoadPlan), name)
+    if len(ranks) > 1:
+        raise CheckpointError(
+            f"ranks make different calls: rank {ranks[False]} saves, and rank {ranks[True]} loads; "
+            "all ranks must make the same calls in the same order"
+        )
 
 
 def _metadata_of(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

@@ -44,7 +44,7 @@ class MemoryLimit:
     def __str__(self) -> str:
         return (
             f"the container's limit of {self.nbytes} bytes ({self.file}) leaves "
-            f"{self.free_nbytes} bytes free, of which {RESERVED_NBYTES} are for buffers"
+            f"{self.free_nbytes} bytes free, of which {RESERVED_NBYTES} are reserved for buffers"
         )
 
 

@@ -52,8 +52,8 @@ def _reason(path: Location) -> str:
         return f"its checkpoints are in {_listed(children)}; pass one of them, such as {newest}"
     if any(name.endswith(".distcp") for name in names):
         return (
-            "there is no .metadata, so the save of its .distcp files did not finish, or somebody "
-            "copied them without the files whose names begin with a dot"
+            "there is no .metadata: the save of the .distcp files did not finish, or they were "
+            "copied without the files whose names begin with a dot"
         )
     files = [name for name in names if name.endswith(_TORCH_FILES)]
     if files and not below:
@@ -64,7 +64,7 @@ def _reason(path: Location) -> str:
     if found:
         pointer = ""
         if _DEEPSPEED in below:
-            pointer = "; there is no file latest, which would name one of DeepSpeed"
+            pointer = "; there is no file latest, which would name the DeepSpeed checkpoint to load"
         return f"it has checkpoints of {' and of '.join(found)}{pointer}"
     return f"there is no .metadata; it has {_listed(names)}"
 

@@ -176,12 +176,13 @@ def steps_after(
             break
     if remaining is None and damage is not None:
         raise CorruptionError(
-            f"{what}: no step up to {step} is whole, so none would remain: {damage}. Nothing was "
-            "removed"
+            f"{what}: one whole step must remain, and no step up to {step} is whole: {damage}. "
+            "Nothing was removed"
         )
     if remaining is None:
         raise NotFoundError(
-            f"{what}: no step up to {step} is committed, so none would remain. Nothing was removed"
+            f"{what}: one step must remain, and no step up to {step} is committed. Nothing was "
+            "removed"
         )
     newer = [found for found in steps if found > step]
     if leased := sorted(leased_steps(directory).intersection(newer)):
@@ -239,8 +240,8 @@ def discard_after(directory: Location, step: int) -> list[int]:
             failures.append(str(error))
     if failures:
         raise CheckpointError(
-            f"{len(failures)} steps of {directory} after step {step} remain, "
-            f"{len(removed)} were removed: {failures[0]}"
+            f"cannot remove all steps of {directory} after step {step}: {len(failures)} remain, "
+            f"{len(removed)} were removed. The first that remains: {failures[0]}"
         )
     return removed
 

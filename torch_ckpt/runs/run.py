@@ -296,8 +296,8 @@ class Run:
 
         The last completed step is that of the last call of :meth:`should_save` or :meth:`save`.
         Nothing is saved if that step is already saved, if the error is from a save or load, or if
-        an optimizer of this process has begun another step: the parameters may then belong to
-        neither. State that changes before the optimizer does (random states, data position, running
+        an optimizer of this process has begun another step: the parameters may then be partly
+        updated. State that changes before the optimizer does (random states, data position, running
         means) is saved as it is when the block raises.
 
         All ranks must raise, as they do when a collective of training fails. If another rank does

@@ -73,13 +73,13 @@ class StepBoundary:
     def reason_not_to_save(self, error: BaseException) -> str | None:
         """Returns why nothing should be saved after an error; ``None`` if the step should be."""
         if isinstance(error, CheckpointException | CheckpointError):
-            return "nothing was saved after it: the error is from a save or load"
+            return "nothing was saved after this error: the error is from a save or load"
         if self.step is None:
-            return "nothing was saved after it: no step had ended"
+            return "nothing was saved after this error: no step had ended"
         if self._begun:
             return (
-                f"nothing was saved after it: an optimizer had begun another step after step "
-                f"{self.step}, so the parameters may belong to neither"
+                "nothing was saved after this error: an optimizer had begun another step after "
+                f"step {self.step}, so the parameters may be partly updated"
             )
         if self.step == self.stored:
             return f"step {self.step}, the last completed step, was saved before"

@@ -196,9 +196,9 @@ class StepSaves:
             self.settle(timeout_s)
         reason, step = self._boundary.reason_not_to_save(error), self._boundary.step
         if reason is not None or step is None:
-            return reason or "nothing was saved after it"
+            return reason or "nothing was saved after this error"
         failure = self._save_last(step, state, lambda: timeout_s)
-        done = f"step {step} was {'not ' if failure else ''}saved after it"
+        done = f"step {step} was {'not ' if failure else ''}saved after this error"
         return f"{done}: {failure}" if failure else done
 
     def end_if_signalled(self, preemption: Preemption, *, is_last: bool = False) -> None:
@@ -231,7 +231,11 @@ class StepSaves:
                 raise
             failure = why(error)
         if failure or self._group.is_coordinator:
-            outcome = "nothing was to be saved" if step is None else f"step {step} was saved"
+            outcome = (
+                "no step had ended, so nothing was saved"
+                if step is None
+                else f"step {step} was saved"
+            )
             if failure:
                 outcome = f"step {step} was not saved: {failure}"
             _LOG.warning(
@@ -248,7 +252,7 @@ class StepSaves:
             return
         with contextlib.suppress(CheckpointError):
             self.settle(preemption.left_s)
-        message = "%s ends the training of %s after an error; no step was saved for it"
+        message = "%s ends the training of %s after an error; no further step was saved"
         _LOG.warning(message, preemption, self._disk.directory, exc_info=error)
 
     def discard_after(self, step: int) -> list[int]:
@@ -301,7 +305,10 @@ class StepSaves:
         try:
             write_small_files(self._disk.path(step), files)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"the metrics of step {step} were not stored: {error}", stacklevel=2)
+            warnings.warn(
+                f"metrics.json and branch.json of step {step} were not written: {error}",
+                stacklevel=2,
+            )
         try:
             self._retention.apply(self._disk, step)
         except (CheckpointError, OSError) as error:

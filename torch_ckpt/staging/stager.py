@@ -260,7 +260,7 @@ class SnapshotStager:
             if is_limited:
                 raise StorageError(f"cannot stage {nbytes} bytes: {limit}; {advice}", errno.ENOMEM)
             raise UnsupportedError(
-                f"cannot stage {nbytes} bytes in {self.max_host_nbytes=}: {advice}"
+                f"cannot stage {nbytes} bytes in max_host_nbytes={self.max_host_nbytes}: {advice}"
             )
         if not is_limited:
             return placed

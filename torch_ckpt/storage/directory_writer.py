@@ -245,12 +245,12 @@ class DirectoryWriter(StagingWriter):
         directory = created.parent
         removed = ""
         if not directory.is_missing():
-            removed = " If so, another save, or a rank that has failed, has removed it."
+            removed = ". Otherwise another save, or a rank that failed, has removed it"
         return StorageError(
             f"cannot save to {self.path}: rank {self.rank} on host {socket.gethostname()} does not "
-            f"find {created}, which the coordinator on host {host} has created. Is {directory} on "
-            "storage that all ranks share, or has a link in the path led them to different "
-            f"directories?{removed}"
+            f"find {created}, which the coordinator on host {host} has created. Make sure that "
+            f"{directory} is on storage that all ranks share, and that links in the path lead to "
+            f"the same directory on all hosts{removed}"
         )
 
     # ---- Failure ----
@@ -260,8 +260,8 @@ class DirectoryWriter(StagingWriter):
 
         The last rank also removes the pending file, and the directory if the save has created it.
 
-        A save of this package calls it when any rank has failed. DCP's own functions do not tell
-        a writer of failures on other ranks. Then the next save removes them.
+        A save of this package calls it when any rank has failed. DCP's own functions do not
+        report failures of other ranks to a writer. Then the next save removes the files.
         """
         pending, self._pending = self._pending, None
         hidden, self._hidden = self._hidden, None
@@ -344,8 +344,9 @@ class DirectoryWriter(StagingWriter):
             raise StorageError(
                 f"cannot commit {self.path}: the coordinator on host {socket.gethostname()} does "
                 f"not find {len(missing)} data files that ranks have written, including "
-                f"{self._write_directory / missing[0]}; is this directory on storage that all "
-                "ranks share, or has a link in the path led them to different ones?"
+                f"{self._write_directory / missing[0]}. Make sure that this directory is on "
+                "storage that all ranks share, and that links in the path lead to the same directory "
+                "on all hosts"
             )
 
     def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
