@@ -80,7 +80,7 @@ def test_a_small_file_system_is_a_fact(
     facts = facts_of(capsys, path := mount_tmpfs("size=2m,huge=advise"))
     assert "tmpfs (rw" in facts["file system"]
     assert "huge=advise" in facts["file system"]
-    assert "too few for a test" in facts["write and read"]
+    assert "too little for the test" in facts["write and read"]
     assert not list(path.iterdir())
 
 

@@ -231,7 +231,7 @@ def test_a_job_does_not_begin_where_one_of_the_former_run_still_saves(run: Path)
         save(made, 1)
         move_away(run)
         folder, own = marks(run)
-        with pytest.raises(CheckpointError, match=f"process {os.getpid()} of the run"):
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} of the earlier run"):
             SnapshotAgent(run, has_directory=True)
         assert marks(run) == (folder, own)
 

@@ -181,8 +181,9 @@ class FastLoadPlanner(DefaultLoadPlanner):
         flatten_sharded_tensors: Whether to flatten nested sharded tensors, as in DCP.
         allow_partial_load: Whether values that the checkpoint lacks stay unchanged, as in DCP.
             Otherwise they are an error.
-        strict: Whether such a difference is an error (``True``), of which all names are listed;
-            or not even a warning (``False``). A strict load counts the names of all files.
+        strict: Whether names that the load leaves out raise an error that lists them (``True``),
+            log a warning (``None``), or are ignored (``False``). A strict load counts the names of
+            all files.
 
     Raises:
         MismatchError: ``strict``, and the state dict has other names. Raised by a load, in the

@@ -77,10 +77,12 @@ class Branches:
         if self._has_warned:
             return
         self._has_warned = True
-        run, at = self._disk.directory, "STEP" if self._at is None else self._at
+        run, at, meaning = self._disk.directory, str(self._at), ""
+        if self._at is None:
+            at, meaning = "STEP", ". STEP is the newest step to retain"
         warnings.warn(
             f"{what}, but step {newest} of {run} is newer: the next restore() without a step loads "
             f"step {newest}. To remove the newer steps, call run.discard_after({at}), or run: "
-            f"torch-ckpt rm {run} --after {at}",
+            f"torch-ckpt rm {run} --after {at}{meaning}",
             stacklevel=4,
         )

@@ -345,8 +345,8 @@ class DirectoryWriter(StagingWriter):
                 f"cannot commit {self.path}: the coordinator on host {socket.gethostname()} does "
                 f"not find {len(missing)} data files that ranks have written, including "
                 f"{self._write_directory / missing[0]}. Make sure that this directory is on "
-                "storage that all ranks share, and that links in the path lead to the same directory "
-                "on all hosts"
+                "storage that all ranks share, and that links in the path lead to the same "
+                "directory on all hosts"
             )
 
     def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
