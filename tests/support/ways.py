@@ -36,6 +36,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 import torch_ckpt
@@ -160,10 +161,13 @@ def _fast_async_save(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
 
 
 def _save_by_process(s: Saving, state: Any, path: Path) -> Wait:
-    """By a thread if there are quantized tensors, which torch sends to no other process."""
-    leaves = tree_leaves(state)
-    is_quantized = any(isinstance(leaf, torch.Tensor) and leaf.is_quantized for leaf in leaves)
-    kind = AsyncCheckpointerType.THREAD if is_quantized else AsyncCheckpointerType.PROCESS
+    """By a thread if torch does not send a tensor to another process as it is.
+
+    It refuses quantized tensors, and leaves out the attributes of parameters.
+    """
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    is_sent = not any(t.is_quantized or (type(t) is Parameter and vars(t)) for t in tensors)
+    kind = AsyncCheckpointerType.PROCESS if is_sent else AsyncCheckpointerType.THREAD
     return _fast_async_save(s, state, path, async_checkpointer_type=kind)
 
 
