@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch_ckpt import FastLoadPlanner, FastReader
 from torch_ckpt.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.safetensors import open_safetensors
+from torch_ckpt.formats.safetensors.opening import open_safetensors
 
 UNKNOWN_TO_THE_LIBRARY = {torch.complex32, torch.complex128}
 PLANNERS = [DefaultLoadPlanner, FastLoadPlanner]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.formats.safetensors_layout import DTYPES, ModelLayout, TensorFacts
+from torch_ckpt.formats.safetensors.layout import DTYPES, ModelLayout, TensorFacts
 
 GB = 1_000_000_000
 

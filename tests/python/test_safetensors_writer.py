@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from torch_ckpt import FastSavePlanner, IoOptions, SafetensorsWriter
 from torch_ckpt.errors import AlreadyExistsError, MismatchError, UnsupportedError
-from torch_ckpt.formats.safetensors_layout import DTYPES as STORED
+from torch_ckpt.formats.safetensors.layout import DTYPES as STORED
 
 State = dict[str, torch.Tensor]
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -122,7 +122,7 @@ PYTHON = {
     "coordination/orchestrate.py save.write writes.wait": Wait(DISK, CALL),
     "coordination/orchestrate.py load.read "
     "reader.read_data(chosen.finish_plan(planned), chosen).wait": Wait(DISK, CALL),
-    "formats/deepspeed_parallel.py unite united.result": Wait("at once", "no rank waits"),
+    "formats/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
     "formats/megatron.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
     "integrations/megatron_queues.py BackgroundSave.finalize self.future.result": Wait(
         "the deadlines of the save", "the late rank"

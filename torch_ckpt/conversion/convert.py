@@ -14,8 +14,8 @@ from torch_ckpt.conversion.universal import write_universal
 from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
-from torch_ckpt.formats.deepspeed_folders import deepspeed_folder
-from torch_ckpt.formats.safetensors_layout import UNTIED
+from torch_ckpt.formats.deepspeed.folders import deepspeed_folder
+from torch_ckpt.formats.safetensors.layout import UNTIED
 from torch_ckpt.formats.torch_save import is_archive
 from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
 from torch_ckpt.storage.writer import FastWriter

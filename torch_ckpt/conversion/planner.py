@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_ckpt.conversion.pieces import Source
-from torch_ckpt.formats.safetensors_layout import ORDER
+from torch_ckpt.formats.safetensors.layout import ORDER
 from torch_ckpt.storage.rank_work import LatePlanner
 
 __all__ = ["ConversionPlanner"]

@@ -1,1 +1,1 @@
-"""One module per file format: each locates the bytes of tensors in the files."""
+"""A module or a directory per file format: each locates the bytes of tensors in the files."""

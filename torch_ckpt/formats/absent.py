@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import prefixes_among
-from torch_ckpt.formats.deepspeed_folders import has_deepspeed_files
+from torch_ckpt.formats.deepspeed.folders import has_deepspeed_files
 
 __all__ = ["no_checkpoint"]
 

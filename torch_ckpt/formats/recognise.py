@@ -8,18 +8,18 @@ from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
-from torch_ckpt.formats.deepspeed import open_deepspeed
-from torch_ckpt.formats.deepspeed_folders import deepspeed_folder, deepspeed_state
+from torch_ckpt.formats.deepspeed.folders import deepspeed_folder, deepspeed_state
+from torch_ckpt.formats.deepspeed.opening import open_deepspeed
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.reading import reading
 from torch_ckpt.formats.rules import Rules
-from torch_ckpt.formats.safetensors import (
+from torch_ckpt.formats.safetensors.opening import (
     is_safetensors,
     open_safetensors,
     open_safetensors_directory,
 )
-from torch_ckpt.formats.torch_checkpointing import open_torch_checkpointing
-from torch_ckpt.formats.torch_checkpointing_items import has_rank_files, stated_items
+from torch_ckpt.formats.torch_checkpointing.items import has_rank_files, stated_items
+from torch_ckpt.formats.torch_checkpointing.opening import open_torch_checkpointing
 from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 from torch_ckpt.options import Verification
 

@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.safetensors_layout import ModelLayout
+from torch_ckpt.formats.safetensors.layout import ModelLayout
 from torch_ckpt.storage.gc import Found, end_saves, remove_files
 
 __all__ = [

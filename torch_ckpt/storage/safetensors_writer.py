@@ -1,7 +1,7 @@
 """SafetensorsWriter: saves a model as safetensors files, which all ranks write at the same time.
 
 From the names, dtypes and sizes of all tensors, the coordinator computes the offset of every tensor
-(:mod:`torch_ckpt.formats.safetensors_layout`). Each rank then writes its boxes at their final
+(:mod:`torch_ckpt.formats.safetensors.layout`). Each rank then writes its boxes at their final
 offsets. The files have hidden names until the coordinator publishes them.
 """
 
@@ -37,7 +37,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.safetensors_layout import UNTIED, FilePlace, ModelLayout, TensorFacts
+from torch_ckpt.formats.safetensors.layout import UNTIED, FilePlace, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache

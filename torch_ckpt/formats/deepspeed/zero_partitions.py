@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.formats.deepspeed_experts import Experts
-from torch_ckpt.formats.deepspeed_files import Optimizer, Shapes
+from torch_ckpt.formats.deepspeed.experts import Experts
+from torch_ckpt.formats.deepspeed.files import Optimizer, Shapes
 from torch_ckpt.formats.rank_files import (
     File,
     Files,

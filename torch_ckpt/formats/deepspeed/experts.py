@@ -19,8 +19,8 @@ import torch
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import NotFoundError, UnsupportedError
-from torch_ckpt.formats.deepspeed_files import Model, Optimizer, Shapes, sizes_of
-from torch_ckpt.formats.deepspeed_rules import boxes_of_map
+from torch_ckpt.formats.deepspeed.files import Model, Optimizer, Shapes, sizes_of
+from torch_ckpt.formats.deepspeed.inferred_rules import boxes_of_map
 from torch_ckpt.formats.rank_files import (
     INVALID,
     Boxed,

@@ -33,7 +33,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import ForeignFiles, Opened
-from torch_ckpt.formats.safetensors_layout import DTYPES, MAX_HEADER_NBYTES
+from torch_ckpt.formats.safetensors.layout import DTYPES, MAX_HEADER_NBYTES
 
 __all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory", "read_tensors"]
 

@@ -46,8 +46,8 @@ from torch_ckpt.formats.rank_files import (
     as_boxed,
     part_of_box,
 )
-from torch_ckpt.formats.safetensors import read_tensors
-from torch_ckpt.formats.torch_checkpointing_items import (
+from torch_ckpt.formats.safetensors.opening import read_tensors
+from torch_ckpt.formats.torch_checkpointing.items import (
     JSON,
     RAW,
     SAFETENSORS,

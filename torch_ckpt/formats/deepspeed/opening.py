@@ -18,17 +18,21 @@ import torch
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.deepspeed_experts import EXPERT_FILE, Experts
-from torch_ckpt.formats.deepspeed_files import STAND_INS, Model, Optimizer, Shapes, sizes_of
-from torch_ckpt.formats.deepspeed_folders import MODEL_FILE, RANK_FILE
-from torch_ckpt.formats.deepspeed_parallel import unite
-from torch_ckpt.formats.deepspeed_universal import FOLDER, read_universal
+from torch_ckpt.formats.deepspeed.experts import EXPERT_FILE, Experts
+from torch_ckpt.formats.deepspeed.files import STAND_INS, Model, Optimizer, Shapes, sizes_of
+from torch_ckpt.formats.deepspeed.folders import MODEL_FILE, RANK_FILE
+from torch_ckpt.formats.deepspeed.parallel import unite
+from torch_ckpt.formats.deepspeed.universal import FOLDER, read_universal
+from torch_ckpt.formats.deepspeed.zero_partitions import (
+    add_partition,
+    partition_of,
+    read_partitions,
+)
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.rank_entries import Entries
 from torch_ckpt.formats.rank_files import Computed, File, Files, Partitioned, Stored, Value
 from torch_ckpt.formats.rules import Rule, Rules
 from torch_ckpt.formats.torch_save import has_boxes
-from torch_ckpt.formats.zero_partitions import add_partition, partition_of, read_partitions
 from torch_ckpt.options import Verification
 
 __all__ = ["open_deepspeed"]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
-from torch_ckpt.formats.deepspeed_files import Model, Optimizer
-from torch_ckpt.formats.deepspeed_rules import rules_from_info
+from torch_ckpt.formats.deepspeed.files import Model, Optimizer
+from torch_ckpt.formats.deepspeed.inferred_rules import rules_from_info
 from torch_ckpt.formats.rank_files import (
     INVALID,
     Boxed,

@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSpeed: ZeRO partitions, model-parallel ranks, experts, universal folders."""

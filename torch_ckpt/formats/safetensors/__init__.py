@@ -1,0 +1,1 @@
+"""Safetensors: the files that are read, and the layout of those that are written."""

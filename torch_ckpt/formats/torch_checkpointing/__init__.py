@@ -1,0 +1,1 @@
+"""Directories of meta-pytorch's ``torch_checkpointing``."""
