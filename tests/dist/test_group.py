@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
-from torch_ckpt.coordination import connect, node
+from torch_ckpt.coordination import connect, relay
 from torch_ckpt.coordination.group import Group, group_of, time_limit_s
-from torch_ckpt.coordination.node import _Loop
 from torch_ckpt.coordination.peer import Peer
+from torch_ckpt.coordination.relay import _Loop
 from torch_ckpt.coordination.tree import Tree
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 
@@ -550,7 +550,7 @@ def make_many_calls() -> None:
 
 
 def make_more_calls_than_are_remembered() -> None:
-    with mock.patch.object(node, "_CALLS", 16):
+    with mock.patch.object(relay, "_CALLS", 16):
         make_many_calls()
 
 

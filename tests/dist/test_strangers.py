@@ -40,8 +40,8 @@ from torch_ckpt.coordination.contributions import (
     packed_contributions,
 )
 from torch_ckpt.coordination.group import group_of
-from torch_ckpt.coordination.node import _ANSWER, _CONTRIBUTIONS
 from torch_ckpt.coordination.peer import Peer
+from torch_ckpt.coordination.relay import _ANSWER, _CONTRIBUTIONS
 from torch_ckpt.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(120)

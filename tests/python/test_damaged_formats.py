@@ -31,7 +31,7 @@ import torch_ckpt
 from torch_ckpt.conversion.convert import convert
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.storage.committed_files import described, open_checkpoints
+from torch_ckpt.storage.stored_entries import described, open_checkpoints
 from torch_ckpt.storage.stored_values import StoredValues, pieces_of
 from torch_ckpt.storage.verify import examine
 

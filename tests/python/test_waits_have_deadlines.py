@@ -110,7 +110,7 @@ PYTHON = {
     "coordination/group.py Call._exchange result_of": Wait(
         "the communication thread, by the deadlines of all ranks", "the ranks that are late"
     ),
-    "coordination/group.py Call._exchange node.answer(self.number, number, values).result": Wait(
+    "coordination/group.py Call._exchange relay.answer(self.number, number, values).result": Wait(
         "the communication thread, which does not block", "the call"
     ),
     "coordination/listeners.py Listeners._accept listener.accept": Wait(
@@ -124,7 +124,7 @@ PYTHON = {
     "reader.read_data(chosen.finish_plan(planned), chosen).wait": Wait(DISK, CALL),
     "formats/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
     "formats/megatron.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
-    "integrations/megatron_queues.py BackgroundSave.finalize self.future.result": Wait(
+    "integrations/megatron_queues.py QueuedSave.finalize self.future.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
     "integrations/trainer.py RunCallback.on_train_end self.run.wait": Wait(

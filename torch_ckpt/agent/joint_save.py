@@ -28,11 +28,11 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.manifests import Failure, Manifests, failure_of, raise_failure
 from torch_ckpt.agent.memory import SlotHeader
 from torch_ckpt.agent.persist import (
-    Report,
-    commit_files,
+    FileReport,
     directory_of,
     found_before,
     publish,
+    snapshot_commit_files,
     values_of,
     write_shares,
 )
@@ -128,7 +128,7 @@ class JointSave:
         self._failed_before: str | None = ""  # Epoch of machine 0 that failed before `begin`.
         self._plan: _Plan | None = None
         self._written: list[str] = []
-        self._reports: list[Report] | None = None  # This machine's; `None` until written.
+        self._reports: list[FileReport] | None = None  # This machine's; `None` until written.
         self._before: tuple[Found, str | None] = Found(), None  # As before writing.
         self._may_be_committed = False  # Whether the commit has begun.
 
@@ -329,9 +329,9 @@ class JointSave:
         warn_of(plan.differences)
         return _Plan(plan, [paths[rank] for rank in ranks])
 
-    def _all_reports(self) -> list[Report] | None:
+    def _all_reports(self) -> list[FileReport] | None:
         """Returns the reports of all machines in this epoch; ``None`` if any is missing."""
-        found: list[Report] = []
+        found: list[FileReport] = []
         for node in range(self._files.node_count):
             reports = self._reports_of(node)
             if reports is None:
@@ -339,7 +339,7 @@ class JointSave:
             found += reports
         return found
 
-    def _reports_of(self, node: int) -> list[Report] | None:
+    def _reports_of(self, node: int) -> list[FileReport] | None:
         """Returns the reports in a machine's manifest of this epoch; ``None`` if it has none."""
         got = self._files.get(node, "manifest")
         if got is None or got[0]["epoch"] != self._epoch:
@@ -352,11 +352,13 @@ class JointSave:
             )
         ]
 
-    def _commit(self, reports: list[Report]) -> None:
+    def _commit(self, reports: list[FileReport]) -> None:
         """Commits the save; called on machine 0."""
         assert self._plan is not None
         save_id = self._files.save_id(self._epoch)
-        files = commit_files(self._plan.plan, reports, save_id, self._first, self._plan.paths)
+        files = snapshot_commit_files(
+            self._plan.plan, reports, save_id, self._first, self._plan.paths
+        )
         written = {name: nbytes for _, (name, nbytes, _), _ in reports}
         self._may_be_committed = True  # Even if `publish` fails.
         publish(files, written, save_id, self._first, self._before)
@@ -409,7 +411,7 @@ class JointSave:
         if self._reports is not None and node not in published["manifest"]:
             self._publish_manifest(self._reports)
 
-    def _publish_manifest(self, reports: list[Report]) -> None:
+    def _publish_manifest(self, reports: list[FileReport]) -> None:
         files = [(rank, name, nbytes) for rank, (name, nbytes, _), _ in reports]
         blobs = [blob for _, (_, _, sums), extents in reports for blob in (sums, extents)]
         self._files.put("manifest", {"epoch": self._epoch, "files": files}, blobs)

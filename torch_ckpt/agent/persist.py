@@ -34,17 +34,17 @@ from torch_ckpt.storage.gc import (
 )
 
 __all__ = [
-    "Report",
-    "commit_files",
+    "FileReport",
     "directory_of",
     "found_before",
     "persist",
     "publish",
+    "snapshot_commit_files",
     "values_of",
     "write_shares",
 ]
 
-Report = tuple[int, tuple[str, int, bytes], bytes]
+FileReport = tuple[int, tuple[str, int, bytes], bytes]
 """Rank; name, length and checksums of its file; encoded extents of its items."""
 
 
@@ -127,7 +127,7 @@ def _persist(
         shares = [(snapshot, plan.assignment(n)) for n, snapshot in enumerate(snapshots)]
         reports = write_shares(shares, directory, save_id, written, io=io, threads=threads)
         paths = [snapshot.paths for snapshot in snapshots]
-        files = commit_files(plan, reports, save_id, first, paths)
+        files = snapshot_commit_files(plan, reports, save_id, first, paths)
         if not is_current():
             raise CheckpointError(f"cannot commit {directory}: a slot was refilled meanwhile")
     except BaseException:
@@ -157,7 +157,7 @@ def write_shares(
     *,
     io: IoOptions,
     threads: int,
-) -> list[Report]:
+) -> list[FileReport]:
     """Writes the share of each rank, and syncs the directory if the save requests it.
 
     Args:
@@ -174,7 +174,7 @@ def write_shares(
     threads = max(1, min(threads, len(shares)))
     pool_nbytes = max(2 * io.block_nbytes, io.buffer_nbytes // threads)
 
-    def write_every(first: int) -> list[Report]:
+    def write_every(first: int) -> list[FileReport]:
         pool = _native.BufferPool(pool_nbytes, io.block_nbytes)
         reports = []
         for number in range(first, len(shares), threads):
@@ -192,9 +192,9 @@ def write_shares(
     return reports
 
 
-def commit_files(
+def snapshot_commit_files(
     plan: _native.GlobalPlan,
-    reports: Sequence[Report],
+    reports: Sequence[FileReport],
     save_id: str,
     first: _native.StoredSnapshot,
     paths: Iterable[bytes | None],
@@ -229,7 +229,7 @@ def publish(
     """Commits the written files, and removes the files that they replace.
 
     Args:
-        files: Metadata and index, from :func:`commit_files`.
+        files: Metadata and index, from :func:`snapshot_commit_files`.
         written: Name and length of each data file.
         save_id: Id of the save.
         first: Any snapshot of the save.
@@ -309,7 +309,7 @@ def _write(
     pool: _native.BufferPool,
     io: IoOptions,
     jobs: FileJobs,
-) -> Report | None:
+) -> FileReport | None:
     """Writes the share of one rank; returns ``None`` if the share is empty."""
     rank = snapshot.header[4]
     work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)

@@ -13,12 +13,12 @@ from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at,
 from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.expansion import allowed_nbytes
-from torch_ckpt.storage.committed_files import (
+from torch_ckpt.storage.progress import readable_nbytes
+from torch_ckpt.storage.stored_entries import (
     Checkpoint,
     described,
     open_checkpoints,
 )
-from torch_ckpt.storage.progress import readable_nbytes
 
 __all__ = ["add_to"]
 

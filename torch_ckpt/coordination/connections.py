@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (
 from torch_ckpt.coordination.addresses import store_address
 from torch_ckpt.coordination.connect import refuse
 from torch_ckpt.coordination.exclusive import Exclusive
-from torch_ckpt.coordination.node import Node
+from torch_ckpt.coordination.relay import Relay
 from torch_ckpt.coordination.waiting import GRACE_S, result_of
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
@@ -45,9 +45,9 @@ class Connections:
         self._store, self._rank, self._names, self._place = store, rank, names, place
         self._attempts = itertools.count()
         self._exclusive = Exclusive("the group of ranks")
-        self.current: Node | None = None
+        self.current: Relay | None = None
 
-    def started(self, phase: str) -> Node:
+    def started(self, phase: str) -> Relay:
         """Returns the connections, and begins to connect if necessary.
 
         Raises:
@@ -64,35 +64,35 @@ class Connections:
             if self.current is None:
                 attempt = next(self._attempts)
                 try:
-                    self.current = Node(self._own(attempt), self._rank, self._names, phase)
+                    self.current = Relay(self._own(attempt), self._rank, self._names, phase)
                 except RuntimeError as error:  # The system has no more threads.
                     failure = error
-            node = self.current
-        if node is None:
+            relay = self.current
+        if relay is None:
             refuse(self._own(attempt)(), self._rank, self._names, phase, str(failure))
             raise CheckpointError(str(failure))
-        return node
+        return relay
 
     def _own(self, attempt: int) -> Callable[[], Store]:
         """Returns a function that opens the store of an attempt to connect."""
         store = self._store
         return lambda: PrefixStore(f"{attempt}", store())
 
-    def node(self, phase: str, timeout_s: float) -> Node:
+    def relay(self, phase: str, timeout_s: float) -> Relay:
         """Returns the connections, after all ranks have connected."""
-        node = self.started(phase)
-        node.deadline.begin(timeout_s, phase)
+        relay = self.started(phase)
+        relay.deadline.begin(timeout_s, phase)
         try:
             result_of(
-                node.connected,
+                relay.connected,
                 lambda: "the connections to the other ranks",
                 timeout_s=timeout_s + GRACE_S,
                 is_named=False,
             )
         except Exception as error:
-            if self.current is node:
+            if self.current is relay:
                 self.current = None  # The next call retries.
-                node.abort()
+                relay.abort()
             if isinstance(error, RankTimeoutError):
                 raise
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
@@ -101,7 +101,7 @@ class Connections:
                 f"process group{self._place}: {reason}",
                 phase=phase,
             ) from error
-        return node
+        return relay
 
 
 def place_of_store(group: dist.ProcessGroup) -> str:

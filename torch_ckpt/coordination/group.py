@@ -2,7 +2,7 @@
 
 A call consists of exchanges. In an exchange, each rank sends a contribution to the coordinator,
 which is the group's first rank, and receives an answer. Messages use a tree of connections
-(``connect``, ``node``) and not the collectives of training. So a late or lost rank never leaves
+(``connect``, ``relay``) and not the collectives of training. So a late or lost rank never leaves
 another rank in a collective.
 """
 
@@ -31,7 +31,6 @@ from torch.distributed.distributed_c10d import (
 from torch_ckpt.coordination.connections import FORKED, Connections, place_of_store, store_of
 from torch_ckpt.coordination.contributions import RaisedError
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
-from torch_ckpt.coordination.node import COMMITTING, WRITING, Node, Values
 from torch_ckpt.coordination.portable import (
     pickled,
     pickled_values,
@@ -40,6 +39,7 @@ from torch_ckpt.coordination.portable import (
     unpickled_error,
     why,
 )
+from torch_ckpt.coordination.relay import COMMITTING, WRITING, Relay, Values
 from torch_ckpt.coordination.waiting import GRACE_S, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.process_state import PROCESS
@@ -191,7 +191,7 @@ class Group:
         series.connect()
         return series
 
-    def node(self, phase: str, timeout_s: float) -> Node:
+    def relay(self, phase: str, timeout_s: float) -> Relay:
         """Returns the connections of this rank, after it has connected.
 
         Args:
@@ -201,21 +201,21 @@ class Group:
         Raises:
             RankTimeoutError: A rank did not connect in time, or the store does not answer.
         """
-        return self._connections.node(phase, timeout_s)
+        return self._connections.relay(phase, timeout_s)
 
-    def started(self, phase: str, timeout_s: float) -> Node:
+    def started(self, phase: str, timeout_s: float) -> Relay:
         """Returns the connections of this rank, and begins to connect if necessary.
 
         Args:
             phase: The current phase, for messages.
             timeout_s: Seconds that this rank waits for the others to connect.
         """
-        node = self._connections.started(phase)
-        node.deadline.begin(timeout_s, phase)
-        return node
+        relay = self._connections.started(phase)
+        relay.deadline.begin(timeout_s, phase)
+        return relay
 
     @property
-    def connected(self) -> Node | None:
+    def connected(self) -> Relay | None:
         """The connections of this rank; ``None`` before it began to connect."""
         return None if self.size == 1 else self._connections.current
 
@@ -317,8 +317,8 @@ class Call:
         """
         if not self._is_deciding or self.group.size == 1:
             return  # A rank that saves alone needs no permission to commit.
-        node = self.group.node(COMMITTING, self.timeout_s)
-        claim = node.claim(self.number)
+        relay = self.group.relay(COMMITTING, self.timeout_s)
+        claim = relay.claim(self.number)
         try:
             # After the deadline, the communication thread names the ranks that are late.
             result_of(
@@ -337,16 +337,16 @@ class Call:
             CheckpointException: A rank has raised an error.
             RankTimeoutError: A rank was late, stuck or gone.
         """
-        node = self.group.connected
-        error = None if node is None else node.error(self.number)
+        relay = self.group.connected
+        error = None if relay is None else relay.error(self.number)
         if error is not None:
             raise self._as_shared(error)
 
     @property
     def is_uncommitted(self) -> bool:
         """Whether the call has failed, and the coordinator cannot commit any more."""
-        node = self.group.connected
-        return node is not None and node.is_uncommitted(self.number)
+        relay = self.group.connected
+        return relay is not None and relay.is_uncommitted(self.number)
 
     def cancel_on_failure(self, job: Cancellable) -> None:
         """Cancels a job of the present step when the call fails on any rank.
@@ -391,15 +391,15 @@ class Call:
             answer = decide([contribution])
             return answer if isinstance(answer, bytes) else answer[0]
         with self._sharing_errors():
-            node = group.node(phase, self.timeout_s)
-            future = node.exchange(
+            relay = group.relay(phase, self.timeout_s)
+            future = relay.exchange(
                 self.number, number, phase, contribution, self.timeout_s, is_error=is_error
             )
 
             def awaited() -> str:
                 if not group.is_coordinator:
                     return f"the other ranks: {phase} is not finished"
-                late = node.late(self.number, number)
+                late = relay.late(self.number, number)
                 return f"other ranks: {listed_ranks(late)} still {phase}" if late else "no rank"
 
             received = result_of(future, awaited, is_named=group.is_coordinator)
@@ -407,7 +407,7 @@ class Call:
             return received
         values = decide(received)
         with self._sharing_errors():
-            node.answer(self.number, number, values).result()
+            relay.answer(self.number, number, values).result()
         return values if isinstance(values, bytes) else values[0]
 
     @contextlib.contextmanager
@@ -433,14 +433,14 @@ class Call:
     @contextlib.contextmanager
     def _working(self, phase: str) -> Iterator[None]:
         """Lets a failure of the call end the jobs of this rank within the block."""
-        node = self.group.connected
-        if node is None:
+        relay = self.group.connected
+        if relay is None:
             yield
             return
-        node.enter(self.number, phase)
+        relay.enter(self.number, phase)
         if self._jobs is None:
             self._jobs = Jobs()
-            node.on_failure(self.number, self._jobs.cancel)
+            relay.on_failure(self.number, self._jobs.cancel)
         try:
             yield
         finally:

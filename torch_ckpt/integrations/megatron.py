@@ -31,7 +31,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import is_index
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.integrations.megatron_queues import BackgroundSave, async_modules, poll_threads
+from torch_ckpt.integrations.megatron_queues import QueuedSave, async_modules, poll_threads
 from torch_ckpt.integrations.megatron_values import ShardedValues, values_to_save
 from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions, Verification
@@ -153,7 +153,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             timeout_s=self.timeout_s,
         )
         self._background = cast(Future[Metadata], future)
-        finalize = BackgroundSave(self._background).finalize
+        finalize = QueuedSave(self._background).finalize
         return modules["AsyncRequest"](async_fn=None, async_fn_args=(), finalize_fns=[finalize])
 
     def reserve(self, sharded_state_dict: dict[str, Any]) -> None:

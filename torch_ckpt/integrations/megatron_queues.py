@@ -10,10 +10,10 @@ from typing import Any, cast
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["BackgroundSave", "async_modules", "poll_threads"]
+__all__ = ["QueuedSave", "async_modules", "poll_threads"]
 
 
-class BackgroundSave:
+class QueuedSave:
     """A save in a thread, for Megatron's queue of asynchronous saves."""
 
     def __init__(self, future: Future[Metadata]) -> None:
@@ -52,7 +52,7 @@ def poll_threads(queue: Any) -> None:
     def schedule_async_request(self: Any, async_request: Any) -> int:
         first = next(iter(async_request.finalize_fns), None)
         background = getattr(first, "__self__", None)
-        if not isinstance(background, BackgroundSave):
+        if not isinstance(background, QueuedSave):
             return cast(int, schedule(self, async_request))
         module = importlib.import_module(queue.__module__)
         caller = _caller_class(module.AsyncCaller)(background.future)

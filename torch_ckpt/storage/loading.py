@@ -34,7 +34,7 @@ from torch_ckpt.planning.loaded_objects import store_object
 from torch_ckpt.planning.targets import check_targets
 from torch_ckpt.storage.buffers import retained_nbytes_limit, useful_buffer_nbytes
 
-__all__ = ["Load", "Source"]
+__all__ = ["Load", "LoadSource"]
 
 _TORCHS_OWN = _tensor_view.TensorKind.TORCHS_OWN
 
@@ -48,7 +48,7 @@ _Destination = tuple[ReadItem, _Slice, torch.Tensor, torch.dtype | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class LoadSource:
     """An open checkpoint, and the options of the load."""
 
     metadata: Metadata
@@ -99,7 +99,7 @@ class Load:
         CheckpointError: An item cannot be loaded, as opening the checkpoint has shown.
     """
 
-    def __init__(self, source: Source, items: Sequence[ReadItem]) -> None:
+    def __init__(self, source: LoadSource, items: Sequence[ReadItem]) -> None:
         for item in items if source.unreadable else ():
             if (error := source.unreadable.get(item.storage_index.fqn)) is not None:
                 raise copy.copy(error)
@@ -248,7 +248,7 @@ class _Requests:
         transformed: Whether any slice has a stream transform.
     """
 
-    def __init__(self, source: Source, items: Sequence[ReadItem]) -> None:
+    def __init__(self, source: LoadSource, items: Sequence[ReadItem]) -> None:
         self.tensors: list[_Tensor] = []
         self.streams: list[tuple[ReadItem, _Slice]] = []
         self.nbytes = 0

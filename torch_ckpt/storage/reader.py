@@ -43,7 +43,7 @@ from torch_ckpt.storage.exchange import (
     share_reads,
     these_processes,
 )
-from torch_ckpt.storage.loading import Load, Source
+from torch_ckpt.storage.loading import Load, LoadSource
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 
 __all__ = ["FastReader"]
@@ -367,10 +367,10 @@ class FastReader(StorageReader):
         ]
         self._phases.end("loaded", nbytes, self.location, *details, is_first=is_first(self._ranks))
 
-    def _source(self) -> Source:
+    def _source(self) -> LoadSource:
         if self._metadata is None:
             raise RuntimeError("cannot plan or read a load: set_up_storage_reader was not called")
-        return Source(
+        return LoadSource(
             self._metadata,
             self._directory,
             self._index,

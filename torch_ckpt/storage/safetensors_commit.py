@@ -24,7 +24,7 @@ __all__ = [
     "COMMIT_PATTERN",
     "begin_model",
     "pending_names",
-    "publish",
+    "publish_model",
 ]
 
 _MODEL = "model.safetensors"
@@ -74,7 +74,7 @@ def _names(count: int, infix: str = "") -> list[str]:
     ]
 
 
-def publish(
+def publish_model(
     directory: Location, layout: ModelLayout, save_id: str, found: Found, *, sync: bool
 ) -> list[str]:
     """Publishes the pending files of a model, and replaces a model in the directory.

@@ -54,7 +54,7 @@ from torch_ckpt.storage.safetensors_commit import (
     COMMITTED_NAMES,
     begin_model,
     pending_names,
-    publish,
+    publish_model,
 )
 from torch_ckpt.storage.writer import FastWriter
 
@@ -296,7 +296,9 @@ class SafetensorsWriter(FastWriter):
             raise
         self._pending = None
         try:
-            names = publish(self.location, layout, self.save_id, self._found, sync=self.sync_files)
+            names = publish_model(
+                self.location, layout, self.save_id, self._found, sync=self.sync_files
+            )
             self._layout = None
         except NotFoundError as error:
             raise self._ended_by_other() from error

@@ -14,7 +14,7 @@ from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, Unsu
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes, open_committed
 from torch_ckpt.options import READ_THREADS, IoOptions
-from torch_ckpt.storage.committed_files import (
+from torch_ckpt.storage.stored_entries import (
     Checkpoint,
     open_checkpoint,
     open_checkpoints,

@@ -1,4 +1,4 @@
-"""Opens the committed checkpoints of a directory, without torch if they have an index."""
+"""The entries and files of checkpoints of any format, read without torch if they have an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's node in the tree of its group: one thread that forwards messages.
+"""A rank's relay in the tree of its group: one thread that forwards messages.
 
 In an exchange, each rank sends a contribution to the coordinator, and the coordinator sends an
 answer to each rank. The thread owns the connections. It forwards contributions up and answers down
@@ -43,7 +43,7 @@ from torch_ckpt.coordination.loop import Loop, settle
 from torch_ckpt.coordination.peer import Message, Peer
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
 
-__all__ = ["COMMITTING", "WRITING", "Node", "Values"]
+__all__ = ["COMMITTING", "WRITING", "Relay", "Values"]
 
 WRITING, COMMITTING = "writing", "committing"
 """The phases in which all ranks write, and in which they wait for the coordinator's commit."""
@@ -58,7 +58,7 @@ _FORWARD_S = 0.05  # Longest time that contributions wait for those of other ran
 _CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
 
 
-class Node:
+class Relay:
     """The communication thread of one rank. It ends when this object has no references left.
 
     Args:
@@ -183,7 +183,7 @@ def _run(
     deadline: Deadline,
     connected: Future[None],
 ) -> None:
-    """Runs the thread. A reference to the :class:`Node` would make the thread run forever."""
+    """Runs the thread. A reference to the :class:`Relay` would make the thread run forever."""
     try:
         neighbours = connect(store(), loop.rank, loop.names, deadline, lambda: loop.stopped)
         loop.join(neighbours)
