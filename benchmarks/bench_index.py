@@ -66,7 +66,7 @@ def _make(path: Path, fqns: int, boxes: int) -> None:
     from torch_ckpt._core.tensors import gc_paused
     from torch_ckpt.formats.committed import INDEX_MARK
     from torch_ckpt.storage.commit_files import commit_files
-    from torch_ckpt.storage.written_file import WrittenFile
+    from torch_ckpt.storage.data_file import WrittenFile
 
     path.mkdir(parents=True)
     names = [f"__{rank}_0_{SAVE_ID}.distcp" for rank in range(boxes)]

@@ -34,7 +34,7 @@ from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.pickles import load_allowed
 from torch_ckpt.storage import commit_files as commit_files_module
 from torch_ckpt.storage.commit_files import commit_files
-from torch_ckpt.storage.written_file import WrittenFile
+from torch_ckpt.storage.data_file import WrittenFile
 
 SAVE_ID = "0123456789abcdef"
 TRAILER_NBYTES = 64

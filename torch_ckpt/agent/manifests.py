@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 import socket
 import struct
+import threading
+import time
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NoReturn, get_args
@@ -23,7 +26,18 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.storage.gc import remove_files
 
-__all__ = ["Failure", "FileKind", "Manifests", "decode", "encode", "failure_of", "raise_failure"]
+__all__ = [
+    "Failure",
+    "FileKind",
+    "Manifests",
+    "PendingAborts",
+    "decode",
+    "encode",
+    "failure_of",
+    "raise_failure",
+]
+
+_log = logging.getLogger("torch_ckpt.agent")
 
 FileKind = Literal["epoch", "lists", "manifest", "failed"]
 
@@ -32,6 +46,11 @@ _MAGIC = b"TCAGENT\n"
 _HEAD = struct.Struct("<8sII")
 _TAG_DIGITS = 16
 _TAG_DIGITS_IN_ID = 10  # A save id begins with digits of the tag; the other 6 are of the epoch.
+
+_MAX_PENDING = 16
+"""Other machines are never this many saves behind."""
+
+_POLL_S = 0.5
 
 Failure = tuple[str, str, int]
 """Class of an error, its message, and errno."""
@@ -150,6 +169,54 @@ class Manifests:
 
     def _path(self, node: int, kind: FileKind) -> Location:
         return self.directory / f".agents-{self.tag}-{node}.{kind}"
+
+
+class PendingAborts:
+    """Publishes aborts of saves that this machine will never complete. Thread-safe.
+
+    An abort is published only once another machine has files for the save, so a save that all
+    machines skip leaves no files.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._saves: dict[str, tuple[Manifests, str, float]] = {}  # By tag: reason and deadline.
+
+    def add(self, manifests: Manifests, why: str, *, within_s: float) -> None:
+        """Aborts a save, if other machines begin it within so many seconds."""
+        with self._lock:
+            is_watched = bool(self._saves)
+            deadline = time.monotonic() + within_s
+            self._saves.setdefault(manifests.tag, (manifests, why, deadline))
+            while len(self._saves) > _MAX_PENDING:
+                del self._saves[next(iter(self._saves))]
+        if not is_watched:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def close(self) -> None:
+        """Waits for the aborts of saves that other machines wait for now, for a second at most."""
+        end = time.monotonic() + 2 * _POLL_S
+        while self._saves and time.monotonic() < end:
+            time.sleep(_POLL_S / 10)
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                saves = list(self._saves.values())
+            for manifests, why, deadline in saves:
+                if manifests.has_files():
+                    try:
+                        manifests.abort(why)
+                    except CheckpointError as error:
+                        _log.warning("cannot abort a save that other machines wait for: %s", error)
+                elif time.monotonic() < deadline:
+                    continue
+                with self._lock:
+                    self._saves.pop(manifests.tag, None)
+            with self._lock:
+                if not self._saves:
+                    return
+            time.sleep(_POLL_S)
 
 
 def failure_of(node: int, error: BaseException) -> Failure:

@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from torch_ckpt.agent.aborts import PendingAborts
 from torch_ckpt.agent.identity import RunId, id_in_memory, inode_of, set_id
-from torch_ckpt.agent.manifests import Manifests
+from torch_ckpt.agent.manifests import Manifests, PendingAborts
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
     Save,

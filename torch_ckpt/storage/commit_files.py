@@ -27,7 +27,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.index import to_entries, to_metadata, to_paths
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.planning.item_views import GlobalPlanEntry, PlannedMetadata, PlannedPaths
-from torch_ckpt.storage.written_file import WrittenFile
+from torch_ckpt.storage.data_file import WrittenFile
 
 __all__ = ["check_complete", "commit_files", "planned_commit_files"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io as _io
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,38 @@ from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.allowed_classes import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.replicas import CutItem
+from torch_ckpt.planning.replicas import CutItem, CutPiece
 from torch_ckpt.storage.appended_stream import AppendedStream
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.rank_work import RankWork, Unresolved, resolve_whole
-from torch_ckpt.storage.written_file import WrittenFile
 
-__all__ = ["pickle_item", "write_data_file"]
+__all__ = ["WrittenFile", "pickle_item", "write_data_file"]
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """The report about one data file of a save, for the coordinator.
+
+    Attributes:
+        name: Name in the checkpoint's directory.
+        nbytes: Length in bytes.
+        sums: Checksums of the file's blocks, encoded by the engine.
+        dtypes: Offset -> torch name of the dtype, for slices that the engine framed with the
+            planned dtype and sizes. Only torch can read the other slices.
+        cuts: Boxes of the file that are rows of a box in the planner's items.
+        extents: Encoded extents of the items, if they were planned in columns. The save then has no
+            other write results for the file.
+        refused: FQN -> classes in its value that a load will refuse.
+    """
+
+    name: str
+    nbytes: int
+    sums: bytes
+    dtypes: Mapping[int, str] = field(default_factory=dict)
+    cuts: Sequence[CutPiece] = ()
+    extents: bytes | None = None
+    refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def write_data_file(

@@ -59,12 +59,11 @@ from torch_ckpt.planning.value_digests import has_other_ranks
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
-from torch_ckpt.storage.data_file import write_data_file
+from torch_ckpt.storage.data_file import WrittenFile, write_data_file
 from torch_ckpt.storage.directory_writer import Claim, DirectoryWriter
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
-from torch_ckpt.storage.written_file import WrittenFile
 
 __all__ = ["FastWriter"]
 
