@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,6 @@ from torch_ckpt.formats.rank_files import (
     Stored,
     Unreadable,
     Value,
-    empty_box,
 )
 from torch_ckpt.formats.torch_save import flatten, is_plain_data
 
@@ -54,18 +54,14 @@ class Entries:
         version = hashlib.sha256(b"".join(self.files.versions)).digest()
         return self.foreign.opened(self._contents, version)
 
-    def add(self, keys: tuple[str | int, ...], value: Value) -> None:
+    def add(self, keys: tuple[str | int, ...], value: Value | Loaded) -> None:
         """Adds a value under keys from the root of the state dict, or each value within it.
 
         Raises:
             CorruptionError: There is a value under these keys already.
         """
-        if isinstance(value, Partitioned):
-            self._add_tensor(keys, value.dtype, value.sizes, value.boxes())
-        elif isinstance(value, Boxed):
-            self._add_tensor(
-                keys, value.dtype, value.sizes, value.boxes or [empty_box(value.sizes)]
-            )
+        if isinstance(value, Partitioned | Boxed):
+            self._add_tensor(keys, value.dtype, value.sizes, value.boxes)
         elif isinstance(value, Computed):
             self._add_read(keys, value.file, value.dtype, value.sizes, value.tensor)
         elif isinstance(value, Loaded):
@@ -154,6 +150,8 @@ class Entries:
         sizes: Sequence[int],
         boxes: list[_native.IndexBox],
     ) -> None:
+        if not boxes and not math.prod(sizes):  # An index requires one.
+            boxes = [([0] * len(sizes), list(sizes), 0, 0, 0, True, ())]
         name = str(dtype).removeprefix("torch.")
         properties = (name, "contiguous_format", False, False, list(sizes))
         self.foreign.entries.append((self._named(keys), properties, boxes))

@@ -39,8 +39,7 @@ __all__ = [
     "Unreadable",
     "Value",
     "as_boxed",
-    "empty_box",
-    "part_of_box",
+    "united",
 ]
 
 
@@ -79,10 +78,9 @@ class Partitioned:
     sizes: tuple[int, ...]
     fragments: list[Fragment] = field(default_factory=list)
 
+    @property
     def boxes(self) -> list[_native.IndexBox]:
-        """Returns the boxes of the fragments, at most ``2 * ndim - 1`` for each."""
-        if not math.prod(self.sizes):
-            return [empty_box(self.sizes)]
+        """The boxes of the fragments, at most ``2 * ndim - 1`` for each."""
         boxes: list[_native.IndexBox] = []
         for _, file, begin, numel, offset in self.fragments:
             for offsets, sizes in _native.flat_range_to_boxes(self.sizes, begin, begin + numel):
@@ -119,6 +117,17 @@ class Stored:
     file: File
     value: Any
     keys: tuple[str | int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a tensor."""
+        dtype: torch.dtype = self.value.dtype
+        return dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of a tensor."""
+        return tuple(self.value.shape)
 
     def read(self) -> object:
         """Returns the value with its elements: those of tensors are mapped into memory."""
@@ -174,7 +183,7 @@ class Unreadable:
     sizes: tuple[int, ...] = ()
 
 
-Value = Partitioned | Boxed | Stored | Computed | Loaded | Unreadable
+Value = Partitioned | Boxed | Stored | Computed | Unreadable
 
 
 class File:
@@ -440,11 +449,6 @@ class Files:
         )
 
 
-def empty_box(sizes: Sequence[int]) -> _native.IndexBox:
-    """Returns the box of a tensor without elements. An index requires one."""
-    return ([0] * len(sizes), list(sizes), 0, 0, 0, True, ())
-
-
 def as_boxed(fqn: str, value: Value) -> Boxed:
     """Returns the boxes of a shard.
 
@@ -454,17 +458,32 @@ def as_boxed(fqn: str, value: Value) -> Boxed:
     if isinstance(value, Unreadable):
         raise value.error
     if isinstance(value, Partitioned):
-        return Boxed(value.dtype, value.sizes, value.boxes())
+        return Boxed(value.dtype, value.sizes, value.boxes)
     if isinstance(value, Stored):
-        tensor, file = value.value, value.file
-        sizes = tuple(tensor.shape)
+        tensor, sizes, file = value.value, value.sizes, value.file
         box = ([0] * len(sizes), list(sizes), file.archive.number, file.flat(fqn, tensor))
-        return Boxed(tensor.dtype, sizes, [(*box, tensor.nbytes, True, ())])
+        return Boxed(value.dtype, sizes, [(*box, tensor.nbytes, True, ())])
     assert isinstance(value, Boxed)
     return value
 
 
-def part_of_box(box: _native.IndexBox, one: Placed, itemsize: int) -> Iterator[_native.IndexBox]:
+def united(
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    placed: Sequence[Placed],
+    shards: Mapping[int, Boxed],
+) -> Boxed:
+    """Returns a tensor that consists of placed boxes of the shards of ranks."""
+    boxes = [
+        box
+        for one in placed
+        for stored in shards[one.rank].boxes
+        for box in _part_of_box(stored, one, dtype.itemsize)
+    ]
+    return Boxed(dtype, sizes, boxes)
+
+
+def _part_of_box(box: _native.IndexBox, one: Placed, itemsize: int) -> Iterator[_native.IndexBox]:
     """Yields the part of a stored box that lies in a placed one, as boxes of the whole tensor.
 
     Each has consecutive elements of the stored box.

@@ -20,15 +20,13 @@ from torch_ckpt.formats.deepspeed.files import Model, Optimizer
 from torch_ckpt.formats.deepspeed.inferred_rules import rules_from_info
 from torch_ckpt.formats.rank_files import (
     INVALID,
-    Boxed,
     Computed,
     Files,
-    Loaded,
     Stored,
     Unreadable,
     Value,
     as_boxed,
-    part_of_box,
+    united,
 )
 from torch_ckpt.formats.rules import Rule, Rules
 from torch_ckpt.formats.unions import (
@@ -121,7 +119,7 @@ class _United:
                 if (sizes := self.sizes[rank].get(fqn)) is not None:  # A rank may have no elements.
                     found[rank] = sizes
             elif fqn in model.tensors:
-                found[rank] = _sizes_of(model.tensors[fqn])
+                found[rank] = model.tensors[fqn].sizes
         return found
 
     def _own_rules(self, shards: Mapping[str, Shards]) -> dict[str, Rule]:
@@ -225,7 +223,7 @@ class _United:
             if isinstance(value, Unreadable):
                 return value
         if not _is_tensor(first) or (
-            name != _WEIGHTS and _sizes_of(first) != next(iter(shards.values()))
+            name != _WEIGHTS and first.sizes != next(iter(shards.values()))
         ):
             assert isinstance(first, Stored)
             for rank, value in values.items():
@@ -272,13 +270,7 @@ class _United:
                 f"cannot load {name!r} of {fqn!r}: it is {dtype}, and {sources[other[0]].dtype} on "
                 f"model-parallel rank {other[0]}"
             )
-        boxes = [
-            box
-            for one in placed
-            for source in sources[one.rank].boxes
-            for box in part_of_box(source, one, dtype.itemsize)
-        ]
-        whole = Boxed(dtype, sizes, boxes)
+        whole = united(dtype, sizes, placed, sources)
         is_computed = rule.changes(state) or any(one.scale != 1 for one in placed)
         if len(sources) > 1 and not is_computed:
             is_compared = isinstance(rule.union, Replicated) and whole.nbytes <= _CHECKED_NBYTES
@@ -317,9 +309,3 @@ def _options(group: Mapping[str, Any]) -> str:
 
 def _is_tensor(value: Value) -> bool:
     return not isinstance(value, Stored) or isinstance(value.value, torch.Tensor)
-
-
-def _sizes_of(value: Value) -> Sizes:
-    """Returns the sizes of a tensor."""
-    assert not isinstance(value, Loaded)
-    return tuple(value.value.shape if isinstance(value, Stored) else value.sizes)

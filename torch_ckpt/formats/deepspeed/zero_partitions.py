@@ -159,7 +159,7 @@ class _Merged:
     def _add_flat_state(self, rank: int, stored: Stored, group: int, slices: list[Slice]) -> None:
         tensors = self.flat_states.setdefault(str(stored.keys[-1]), {})
         for fqn in self.groups[group]:
-            tensors.setdefault(fqn, Partitioned(stored.value.dtype, self.sizes[fqn]))
+            tensors.setdefault(fqn, Partitioned(stored.dtype, self.sizes[fqn]))
         add_partition(tensors, stored.file, rank, stored.value, slices)
 
     def _add_scalar(self, rank: int, stored: Stored, group: int) -> None:

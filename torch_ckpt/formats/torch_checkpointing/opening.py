@@ -20,7 +20,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import (
     CheckpointError,
@@ -44,7 +43,7 @@ from torch_ckpt.formats.rank_files import (
     Stored,
     Unreadable,
     as_boxed,
-    part_of_box,
+    united,
 )
 from torch_ckpt.formats.safetensors.opening import read_tensors
 from torch_ckpt.formats.torch_checkpointing.items import (
@@ -70,7 +69,8 @@ _COMPARED_NBYTES = 1 << 20
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 
 _Keys = tuple[str | int, ...]
-_Value = Stored | Boxed | Loaded
+_Tensor = Stored | Boxed
+_Value = _Tensor | Loaded
 
 
 def _mesh() -> NeedsState:
@@ -197,10 +197,14 @@ class _Reader:
         """
         self._check_inner(path, by_rank)
         shards = self._shards(path, by_rank)
-        by_rank = {rank: _local_value(value) for rank, value in by_rank.items()}
+        by_rank = {
+            rank: _local(value) if isinstance(value, Stored) else value
+            for rank, value in by_rank.items()
+        }
         first = next(iter(by_rank.values()))
         if shards and not all(shard.is_whole for shard in shards.values()):
-            entries.add(keys, self._united(path, shards, by_rank))
+            tensors = {rank: one for rank, one in by_rank.items() if not isinstance(one, Loaded)}
+            entries.add(keys, self._united(path, shards, tensors))
         elif all(self._same(first, other) for other in by_rank.values()):
             entries.add(keys, first)
         else:
@@ -256,12 +260,12 @@ class _Reader:
         shards: dict[int, RankShard] = {}
         for rank, value in values.items():
             tensor = value.value if isinstance(value, Stored) else value
-            if not isinstance(tensor, Boxed) and not has_boxes(tensor):
+            if isinstance(value, Loaded) or not (isinstance(value, Boxed) or has_boxes(tensor)):
                 continue
             try:
                 shard = shardings[rank].of(rank) if rank in shardings else None
                 own = _own_shard(rank, tensor, is_needed=shard is None)
-                sizes = _sizes(_local_value(value))
+                sizes = (_local(value) if isinstance(value, Stored) else value).sizes
             except UnsupportedError as error:
                 raise UnsupportedError(f"cannot load {self._named(path)}: {error}") from None
             except INVALID as error:
@@ -293,7 +297,7 @@ class _Reader:
         return shards
 
     def _united(
-        self, path: str, shards: Mapping[int, RankShard], values: Mapping[int, _Value]
+        self, path: str, shards: Mapping[int, RankShard], values: Mapping[int, _Tensor]
     ) -> Boxed | Computed:
         """Unites the shards of a tensor. Of boxes that several ranks have, the first one serves.
 
@@ -306,7 +310,7 @@ class _Reader:
             found = ", ".join(f"{one.sizes} on rank {rank}" for rank, one in shards.items())
             raise CorruptionError(f"cannot load {self._named(path)}: its sizes are {found}")
         sizes = next(iter(shards.values())).sizes
-        dtypes = {rank: _dtype(value) for rank, value in values.items()}
+        dtypes = {rank: value.dtype for rank, value in values.items()}
         if len(set(dtypes.values())) > 1:
             raise CorruptionError(f"cannot load {self._named(path)}: its dtypes are {dtypes}")
         boxes: dict[Any, Placed] = {}
@@ -327,16 +331,13 @@ class _Reader:
         if stored and not all(map(_is_consecutive, values.values())):
             assemble = functools.partial(self._assembled, sizes, dtype, placed, values)
             return Computed(stored[0].file, dtype, sizes, assemble)
-        parts: list[_native.IndexBox] = []
-        for one in placed:
-            for of_rank in as_boxed(path, values[one.rank]).boxes:
-                parts += part_of_box(of_rank, one, dtype.itemsize)
-        return Boxed(dtype, sizes, parts)
+        boxed = {one.rank: as_boxed(path, values[one.rank]) for one in placed}
+        return united(dtype, sizes, placed, boxed)
 
-    def _same_box(self, box: Placed, other: Placed, values: Mapping[int, _Value]) -> bool:
+    def _same_box(self, box: Placed, other: Placed, values: Mapping[int, _Tensor]) -> bool:
         """Returns whether two ranks have the same elements in their boxes."""
         pair = [(values[one.rank], one) for one in (box, other)]
-        if all(_sizes(value) == one.sizes for value, one in pair):
+        if all(value.sizes == one.sizes for value, one in pair):
             return self._same(pair[0][0], pair[1][0])
         parts = (
             self.files.read_value(value)[slices(one.offsets, one.sizes)] for value, one in pair
@@ -348,7 +349,7 @@ class _Reader:
         sizes: tuple[int, ...],
         dtype: torch.dtype,
         placed: Sequence[Placed],
-        values: Mapping[int, _Value],
+        values: Mapping[int, _Tensor],
     ) -> torch.Tensor:
         """Reads the shards of a tensor, and returns it."""
         tensor = torch.empty(sizes, dtype=dtype, device="cpu")
@@ -399,9 +400,9 @@ class _Local(Stored):
         return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def _local_value(value: _Value) -> _Value:
+def _local(value: Stored) -> Stored:
     """Returns the local tensor of a DTensor; other values as they are."""
-    if not isinstance(value, Stored) or not isinstance(value.value, DTensor):
+    if not isinstance(value.value, DTensor):
         return value
     local = value.value._local_tensor
     if not isinstance(local, torch.Tensor):
@@ -437,18 +438,7 @@ def _inner(value: object) -> Iterator[object]:
                 yield one
 
 
-def _sizes(value: _Value) -> tuple[int, ...]:
-    assert not isinstance(value, Loaded)
-    return tuple(value.value.shape) if isinstance(value, Stored) else value.sizes
-
-
-def _dtype(value: _Value) -> torch.dtype:
-    dtype = value.value.dtype if isinstance(value, Stored) else getattr(value, "dtype", None)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _is_consecutive(value: _Value) -> bool:
+def _is_consecutive(value: _Tensor) -> bool:
     """Returns whether a shard is stored as its elements in row-major order."""
     if not isinstance(value, Stored):
         return True
