@@ -29,6 +29,7 @@ from part_saves import stage_on
 from ranks import Ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from waits import until
 
 from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, joint_save
@@ -365,7 +366,7 @@ def test_a_step_that_fails_on_several_machines_leaves_no_directory(
     with Ranks(RANKS) as world:
         world.run(save_on_a_full_disk, run, memory)
         world.run(load_from_disk, run, 2)
-    assert os.listdir(run) == ["step-2"]
+    assert sorted(os.listdir(run)) == ["run-id", "step-2"]
 
 
 COLUMNS = 1 << 18  # 7 MiB of shards, and of replicas: writing takes a while.
@@ -616,6 +617,7 @@ def test_an_agent_that_waits_for_others_ends_when_it_is_told_to(
         [sys.executable, "-c", SHORTER, "agent", str(run)],
         env={**os.environ, "TORCH_CKPT_MEMORY": str(memory_of(memory, 0))},
     )
+    until(lambda: any(memory.rglob("agent.socket")))
     with Ranks(RANKS) as world:
         world.run(stage, run, memory, 1, [0, 1], True)
         assert agent_pid(memory, 0, run) == agent.pid

@@ -36,7 +36,7 @@ def loss_of(name: str, path: Path, mode: str, *, installed: bool) -> str:
     done = subprocess.run(
         [*command, *script],
         cwd=path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=RUN_TIMEOUT_S,
