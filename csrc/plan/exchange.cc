@@ -16,6 +16,9 @@ constexpr std::string_view kMagic = "TCXP";
 // Adjacent runs below this size are merged: a ring of their own would cost more than it saves.
 constexpr int64_t kSmallNbytes = int64_t{256} << 10;
 
+// Runs of the same ranks with at most this gap are read as one: a request would cost more.
+constexpr int64_t kMaxGap = int64_t{32} << 10;
+
 // Pieces start and end at multiples of this: whole checksum blocks of a data file.
 constexpr int64_t kGrain = int64_t{64} << 10;
 constexpr int64_t kMaxPieceNbytes = int64_t{4} << 20;
@@ -74,14 +77,15 @@ std::vector<Run> cut_by_requesters(
   return runs;
 }
 
-// Merges adjacent runs if they have the same requesters or are both small.
+// Merges adjacent runs that are both small, and runs of the same requesters with a small gap.
 std::vector<Run> joined(std::vector<Run> runs) {
   std::vector<Run> out;
   for (Run& run : runs) {
-    if (!out.empty() && out.back().range.end == run.range.begin) {
+    if (!out.empty()) {
       Run& last = out.back();
+      const int64_t gap = run.range.begin - last.range.end;
       const bool small = last.range.nbytes() < kSmallNbytes && run.range.nbytes() < kSmallNbytes;
-      if (small || last.requesters == run.requesters) {
+      if ((gap == 0 && small) || (gap <= kMaxGap && last.requesters == run.requesters)) {
         last.requesters = united(last.requesters, run.requesters);
         last.range.end = run.range.end;
         continue;
