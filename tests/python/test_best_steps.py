@@ -23,7 +23,7 @@ from torch_ckpt.cli.main import main
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_files
-from torch_ckpt.runs.removal import remove_directory
+from torch_ckpt.runs.removal import leased_paths, remove_directories
 from torch_ckpt.runs.step_files import leased_steps, metrics_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -216,7 +216,8 @@ def test_a_step_that_is_not_there_cannot_be_leased(tmp_path: Path) -> None:
 
 def test_a_lease_that_begins_during_a_removal_wins_or_raises(tmp_path: Path) -> None:
     save_all(Run(tmp_path), {1: 1.0})
-    remove_directory(Location(tmp_path / "step-1"), unless=lambda: True)
+    path = Location(tmp_path / "step-1")
+    assert remove_directories([path], leased=lambda: [path]).leased == [path]
     assert steps_in(tmp_path) == [1]
     seen: list[str] = []
 
@@ -233,11 +234,8 @@ def test_a_lease_that_begins_during_a_removal_wins_or_raises(tmp_path: Path) -> 
     leaser.start()
     location = Location(tmp_path)
     while steps_in(tmp_path):
-        try:
-            if 1 not in leased_steps(location):
-                remove_directory(location / "step-1", unless=lambda: 1 in leased_steps(location))
-        except NotFoundError:
-            break
+        if 1 not in leased_steps(location):
+            remove_directories([path], leased=lambda: leased_paths(location))
     leaser.join()
     assert "left" in seen
 

@@ -21,7 +21,6 @@ from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
 from torch_ckpt.cli.main import main
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs import removal
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -258,17 +257,17 @@ def test_discard_after_leaves_a_whole_step(
 def test_discard_after_leaves_a_step_that_is_leased_meanwhile(
     run_with_steps: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, remove, lease = Run(run_with_steps), removal.remove_directory, contextlib.ExitStack()
+    run, rename, lease = Run(run_with_steps), Location.rename, contextlib.ExitStack()
 
-    def removed(path: Location, **options: Any) -> bool:
+    def renamed(path: Location, to: Location) -> None:
         if path.name == "step-700":
             lease.enter_context(run.lease(500))
-        return remove(path, **options)
+        rename(path, to)
 
-    monkeypatch.setattr(removal, "remove_directory", removed)
+    monkeypatch.setattr(Location, "rename", renamed)
     with lease, pytest.raises(CheckpointError, match="step 500 under a lease") as raised:
         run.discard_after(300)
-    assert "1 steps of" in str(raised.value)
+    assert "1 remain, 1 were removed" in str(raised.value)
     assert "Nothing was removed" not in str(raised.value)
     assert steps_in(run_with_steps) == [300, 500]
     assert restored(run, step=500) == 500

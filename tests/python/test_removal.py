@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.run_steps import removes_until_killed, steps_in, warned
+from support.run_steps import CHANGES, removes_until_killed, steps_in, warned
 
 from torch_ckpt import FastWriter, Run
 from torch_ckpt.filesystems.location import Location
@@ -20,6 +22,7 @@ from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs import removal, step_directories
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import what_is_missing
+from torch_ckpt.storage.verify import check_whole
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,6 +79,78 @@ def overlay(tmp_path: Path, mount_tmpfs: Callable[[str], Path]) -> Iterator[Call
     yield mount
     for path in mounted:
         subprocess.run(["umount", "-l", path], check=True)
+
+
+# ---- Removals that are killed ----
+
+
+def calls_of(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The calls with which a piece of work changes files, and the name of each first argument."""
+    made: list[tuple[str, str]] = []
+
+    def recorded(name: str, method: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Location) -> None:
+            made.append((name, arguments[0].name))
+            method(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(Location, name, recorded(name, getattr(Location, name)))
+        work()
+    return made
+
+
+def test_all_steps_are_hidden_before_one_sync_and_deleted_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 0)
+    for step in range(1, 150):  # More than are hidden before leases are looked up again.
+        shutil.copytree(tmp_path / "step-0", tmp_path / f"step-{step}")
+    disk = StepDirectories(Location(tmp_path))
+
+    made = calls_of(lambda: disk.retain(149, last=1, every=None), monkeypatch)
+
+    assert steps_in(tmp_path) == [149]
+    names = [name for name, _ in made]
+    assert names[:150] == ["rename"] * 149 + ["sync"]
+    assert made[149] == ("sync", tmp_path.name)
+    assert set(names[150:]) == {"remove"}
+    assert os.listdir(tmp_path) == ["step-149"]
+
+
+def test_the_remains_of_a_killed_removal_are_deleted_after_a_sync_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    assert removes_until_killed(tmp_path, 2, CHANGES) == -signal.SIGKILL  # Before the sync.
+    assert steps_in(tmp_path) == [3]
+
+    made = calls_of(StepDirectories(Location(tmp_path)).sweep, monkeypatch)
+
+    assert made[0] == ("sync", tmp_path.name)
+    assert {name for name, _ in made[1:]} == {"remove"}
+    assert os.listdir(tmp_path) == ["step-3"]
+
+
+def test_a_removal_that_is_killed_at_any_call_leaves_each_step_whole_or_gone(
+    tmp_path: Path,
+) -> None:
+    save_steps(tmp_path / "whole", 1, 2, 3)
+    for count in itertools.count():
+        run = Location(tmp_path / f"run-{count}")
+        shutil.copytree(tmp_path / "whole", tmp_path / run.name)
+        code = removes_until_killed(tmp_path / run.name, count, CHANGES)
+        for step in steps_in(tmp_path / run.name):
+            check_whole(run / f"step-{step}")
+        StepDirectories(run).sweep()
+        assert all(name.startswith("step-") for name in run.names())
+        if code == 1:  # It has ended before.
+            break
+        assert code == -signal.SIGKILL
+    assert steps_in(tmp_path / run.name) == [3]
+    assert count == 2 + 1 + 2 * 5  # Renames, a sync, and for each step its files and itself.
 
 
 # ---- Steps that cannot be removed ----
@@ -175,9 +250,9 @@ def test_checkpoints_of_single_ranks_are_hidden_too_before_their_files_are_delet
     monkeypatch.setattr(Location, "remove", removed)
     path = Location(merged / "step-1")
     assert metadata_prefixes(path) == ["__0"]
-    assert not removal.remove_directory(path, unless=lambda: True)  # Leased.
+    assert removal.remove_directories([path], leased=lambda: [path]).leased == [path]
     assert metadata_prefixes(path) == ["__0"]
-    assert removal.remove_directory(path)
+    assert removal.remove_directories([path]).removed == [path]
     assert found
     assert not any(found)
     assert not path.exists()

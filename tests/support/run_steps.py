@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_directories import StepDirectories
 
-__all__ = ["removes_until_killed", "steps_in", "warned"]
+__all__ = ["CHANGES", "removes_until_killed", "steps_in", "warned"]
+
+CHANGES = ("rename", "sync", "remove")
+"""The calls with which a removal changes files."""
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -27,22 +30,35 @@ def warned(work: Callable[[], object]) -> list[str]:
     return [message for message in messages if "torch.distributed" not in message]
 
 
-def removes_until_killed(directory: Path, count: int) -> int:
-    """Forks a process that removes steps, and is killed before it has deleted ``count`` files."""
+def removes_until_killed(directory: Path, count: int, calls: Sequence[str] = ("remove",)) -> int:
+    """Forks a process that retains step 3 alone, and is killed before one of its calls.
+
+    Args:
+        directory: Directory of the run.
+        count: Number of calls before the kill.
+        calls: Names of the methods of ``Location`` that count.
+
+    Returns:
+        The exit code of the process; 1 if it has ended before.
+    """
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    left, remove = count, Location.remove
+    left = count
 
-    def kill(location: Location) -> None:
-        nonlocal left
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-        remove(location)
+    def killed_before(method: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Location) -> None:
+            nonlocal left
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            method(*arguments)
+
+        return call
 
     try:
-        Location.remove = kill  # type: ignore[assignment,method-assign]
+        for name in calls:
+            setattr(Location, name, killed_before(getattr(Location, name)))
         StepDirectories(Location(directory)).retain(3, last=1, every=None)
     finally:
         os._exit(1)

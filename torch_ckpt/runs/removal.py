@@ -1,4 +1,4 @@
-"""Removal of a checkpoint's directory, so that no reader ever takes a half-removed one for whole.
+"""Removal of checkpoints' directories, so that no reader ever takes a half-removed one for whole.
 
 This module imports no torch.
 """
@@ -6,9 +6,9 @@ This module imports no torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch_ckpt.agent.memory import discard_slots, folder_of, run_of
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
@@ -22,9 +22,11 @@ from torch_ckpt.formats.committed import (
 from torch_ckpt.runs.step_files import SMALL_FILES, leased_steps, listed_steps, what_is_missing
 
 __all__ = [
+    "Removal",
     "discard_after",
     "discard_from_memory",
-    "is_leased",
+    "leased_paths",
+    "remove_directories",
     "remove_directory",
     "remove_unfinished",
     "removed_directories",
@@ -33,85 +35,166 @@ __all__ = [
 
 _REMOVED = ".removed-"
 
+# A step whose lease begins during a removal is missing while so many are renamed.
+_HIDDEN_AT_A_TIME = 64
+
 _AGAIN = "Try again when it has ended; a lease ends 300 s after the death of its process"
 
 
-def remove_directory(path: Location, *, unless: Callable[[], bool] = lambda: False) -> bool:
-    """Removes a checkpoint, so that no reader ever finds a partly deleted one under its name.
+@dataclass
+class Removal:
+    """The outcome of :func:`remove_directories`.
 
-    The directory is renamed, and then deleted. If the file system refuses the new name, as for a
-    directory of a lower layer of an overlay or a mount point, the checkpoint first becomes the
-    remains of a save that never committed.
+    Attributes:
+        removed: The checkpoints that were removed.
+        leased: Those that remain, since a lease of them began meanwhile.
+        failures: Why a checkpoint remains, or is hidden from readers but not deleted.
+    """
 
-    A reader that has already opened the checkpoint either finishes or raises
+    removed: list[Location] = field(default_factory=list)
+    leased: list[Location] = field(default_factory=list)
+    failures: dict[Location, CheckpointError] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def of(self, path: Location) -> Iterator[None]:
+        """Records a failure; ignores that another process has removed the checkpoint."""
+        try:
+            yield
+        except NotFoundError:
+            pass
+        except CheckpointError as error:
+            self.failures[path] = error
+
+
+def remove_directories(
+    paths: Sequence[Location], *, leased: Callable[[], Collection[Location]] = tuple
+) -> Removal:
+    """Removes checkpoints of one directory, so that no reader ever finds a partly deleted one.
+
+    All are renamed. Then the directory that contains them is synced, once: otherwise a power cut
+    may leave a checkpoint under its old name and without some of its files. Then they are deleted.
+    If the file system refuses a new name, as for a directory of a lower layer of an overlay or a
+    mount point, the checkpoint first becomes the remains of a save that never committed.
+
+    A reader that has already opened a checkpoint either finishes or raises
     :class:`~torch_ckpt.errors.NotFoundError`.
 
     Args:
-        path: Directory of the checkpoint.
-        unless: Called once no reader finds the checkpoint. If it returns ``True``, the checkpoint
-            is restored, and remains.
+        paths: Directories of the checkpoints, with one parent.
+        leased: Returns checkpoints that must remain. Called while no reader finds a checkpoint,
+            which is restored if it must remain.
 
     Returns:
-        Whether the checkpoint was removed.
+        What happened to each checkpoint that another process has not removed.
 
     Raises:
-        NotFoundError: The checkpoint does not exist.
-        StorageError: The checkpoint cannot be hidden from readers, and is unchanged. Or it is
-            hidden, and a file cannot be deleted; a later retention retries that.
+        StorageError: The parent directory cannot be read or synced. The checkpoints are hidden from
+            readers, unless their leases are unknown; a later retention deletes them.
 
     Example::
 
-        remove_directory(Location("run/step-100"))
+        run = Location("run")
+        remove_directories([run / "step-100", run / "step-200"])
     """
+    outcome = Removal()
+    hidden: list[_Hidden] = []
+    for begin in range(0, len(paths), _HIDDEN_AT_A_TIME):
+        batch: list[_Hidden] = []
+        for path in paths[begin : begin + _HIDDEN_AT_A_TIME]:
+            with outcome.of(path):
+                batch.append(_hide(path))
+        in_use: Collection[Location] = [each.path for each in batch]
+        try:
+            in_use = leased()
+        finally:
+            for each in batch:
+                if each.path in in_use:
+                    with outcome.of(each.path):
+                        each.restore()
+                        outcome.leased.append(each.path)
+        hidden += [each for each in batch if each.path not in in_use]
+    for parent in {each.doomed.parent for each in hidden if each.doomed is not None}:
+        parent.sync()
+    for each in hidden:
+        with outcome.of(each.path):
+            each.delete()
+            outcome.removed.append(each.path)
+    return outcome
+
+
+def remove_directory(path: Location) -> None:
+    """Removes one checkpoint; see :func:`remove_directories`.
+
+    Raises:
+        StorageError: The checkpoint cannot be hidden from readers, and is unchanged. Or it is
+            hidden, and a file cannot be deleted; a later retention retries that.
+    """
+    for error in remove_directories([path]).failures.values():
+        raise error
+
+
+@dataclass
+class _Hidden:
+    """A checkpoint that no reader finds any more.
+
+    Attributes:
+        path: Its directory, by its old name.
+        doomed: The directory by its new name; ``None`` if it cannot be renamed.
+        pending: Otherwise, each metadata file and the pending file that it has become.
+    """
+
+    path: Location
+    doomed: Location | None
+    pending: list[tuple[Location, Location]]
+
+    def restore(self) -> None:
+        if self.doomed is not None:
+            self.doomed.rename(self.path)
+        for metadata, pending in self.pending:
+            pending.rename(metadata)
+
+    def delete(self) -> None:
+        """Deletes the files. Requires: the new name of the directory is synced."""
+        if self.doomed is not None:
+            self.doomed.remove_all()
+            return
+        self.path.sync()
+        failure: StorageError | None = None
+        names = set(self.path.names()) - {pending.name for _, pending in self.pending}
+        # An index without metadata and pending file would count as a damaged checkpoint.
+        for name in sorted(names, key=lambda name: not is_index(name)):
+            try:
+                (self.path / name).remove_all()
+            except StorageError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure  # The pending files mark the remains.
+        self.path.remove_all()
+
+
+def _hide(path: Location) -> _Hidden:
+    """Renames a checkpoint, or its metadata if that is impossible: one step for each file."""
     doomed = path.with_name(f"{_REMOVED}{path.name}-{secrets.token_hex(4)}")
     try:
         path.rename(doomed)
     except StorageError:
-        return _remove_in_place(path, unless)
-    if unless():
-        doomed.rename(path)
-        return False
-    path.parent.sync()
-    doomed.remove_all()
-    return True
-
-
-def _remove_in_place(path: Location, unless: Callable[[], bool]) -> bool:
-    """Removes a directory that cannot be renamed; returns whether it did.
-
-    All metadata gets the name of the pending file of its save, in one step for each file.
-    """
-    hidden = list(_hide(path))
-    if unless():
-        for metadata, pending in hidden:
-            pending.rename(metadata)
-        return False
-    path.sync()
-    failure: StorageError | None = None
-    names = set(path.names()) - {pending.name for _, pending in hidden}
-    # An index without metadata and pending file would count as a damaged checkpoint.
-    for name in sorted(names, key=lambda name: not is_index(name)):
-        try:
-            (path / name).remove_all()
-        except StorageError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure  # The pending files mark the remains.
-    path.remove_all()
-    return True
-
-
-def _hide(path: Location) -> Iterator[tuple[Location, Location]]:
-    """Hides the checkpoints of a directory; yields the metadata and the pending file of each."""
-    for prefix in metadata_prefixes(path):
-        save_id = None
-        with contextlib.suppress(CheckpointError):  # Damaged, or of stock DCP.
-            save_id = committed_id(path, prefix)
-        metadata = path / f"{prefix}.metadata"
-        pending = path / f"{prefix}{pending_name(save_id or secrets.token_hex(8))}"
-        with contextlib.suppress(NotFoundError):  # An index that has lost its metadata.
-            metadata.rename(pending)
-            yield metadata, pending
+        hidden = _Hidden(path, None, [])
+    else:
+        return _Hidden(path, doomed, [])
+    try:
+        for prefix in metadata_prefixes(path):
+            save_id = None
+            with contextlib.suppress(CheckpointError):  # Damaged, or of stock DCP.
+                save_id = committed_id(path, prefix)
+            metadata = path / f"{prefix}.metadata"
+            pending = path / f"{prefix}{pending_name(save_id or secrets.token_hex(8))}"
+            with contextlib.suppress(NotFoundError):  # An index that has lost its metadata.
+                metadata.rename(pending)
+                hidden.pending.append((metadata, pending))
+    except StorageError:
+        hidden.restore()
+        raise
+    return hidden
 
 
 def removed_directories(directory: Location) -> Iterator[tuple[str, Location]]:
@@ -223,21 +306,14 @@ def discard_after(directory: Location, step: int) -> list[int]:
     Raises:
         CheckpointError: A lease protects a step, or a step cannot be removed. All others were.
     """
-    removed: list[int] = []
-    failures: list[str] = []
-    for found in (found for found in listed_steps(directory) if found > step):
-        path = directory / f"step-{found}"
-        if what_is_missing(path):
-            continue
-        try:
-            if remove_directory(path, unless=functools.partial(is_leased, directory, found)):
-                removed.append(found)
-            else:
-                failures.append(f"{_leased(found)}. {_AGAIN}")
-        except NotFoundError:
-            continue  # Another process has removed it.
-        except CheckpointError as error:
-            failures.append(str(error))
+    steps = {directory / f"step-{each}": each for each in listed_steps(directory) if each > step}
+    outcome = remove_directories(
+        [path for path in steps if not what_is_missing(path)],
+        leased=lambda: leased_paths(directory),
+    )
+    failures = [f"{_leased(steps[path])}. {_AGAIN}" for path in outcome.leased]
+    failures += map(str, outcome.failures.values())
+    removed = [steps[path] for path in outcome.removed]
     if failures:
         raise CheckpointError(
             f"cannot remove all steps of {directory} after step {step}: {len(failures)} remain, "
@@ -246,9 +322,9 @@ def discard_after(directory: Location, step: int) -> list[int]:
     return removed
 
 
-def is_leased(directory: Location, step: int) -> bool:
-    """Returns whether a lease protects a step of a run."""
-    return step in leased_steps(directory)
+def leased_paths(directory: Location) -> set[Location]:
+    """Returns the directories of the steps that a lease protects."""
+    return {directory / f"step-{step}" for step in leased_steps(directory)}
 
 
 def _leased(step: int) -> str:

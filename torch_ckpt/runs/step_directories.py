@@ -20,7 +20,7 @@ from torch_ckpt.api import load
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
-from torch_ckpt.runs.removal import is_leased, remove_directory, removed_directories
+from torch_ckpt.runs.removal import leased_paths, remove_directories, removed_directories
 from torch_ckpt.runs.step_files import (
     leased_steps,
     listed_steps,
@@ -175,6 +175,7 @@ class StepDirectories:
             StorageError: The directory of the run cannot be read.
         """
         newest: list[int] = []
+        old: list[int] = []
         protected = {saved, *best, *leased_steps(self.directory)}
         for step in (step for step in listed_steps(self.directory) if step <= saved):
             if len(newest) < max(last, 1):
@@ -191,20 +192,21 @@ class StepDirectories:
             if step in protected or (committed and every is not None and step % every == 0):
                 continue
             if newest:
-                self._remove(step)
+                old.append(step)
+        self._remove(old)
 
-    def _remove(self, step: int) -> None:
-        """Removes a step, unless it is leased; warns once if it cannot be removed."""
-        path = self.path(step)
-        try:
-            if missing := what_is_missing(path):
-                self._warn_once(path.name, f"step {step} was not removed: {missing}")
-                return
-            remove_directory(path, unless=lambda: is_leased(self.directory, step))
-        except NotFoundError:
-            pass  # Another process has removed it.
-        except CheckpointError as error:
-            self._warn_once(path.name, f"step {step} was not removed: {error}")
+    def _remove(self, steps: Sequence[int]) -> None:
+        """Removes steps, unless they are leased; warns once of each that cannot be removed."""
+        known = []
+        for step in steps:
+            if missing := what_is_missing(self.path(step)):
+                self._warn_once(f"step-{step}", f"step {step} was not removed: {missing}")
+            else:
+                known.append(self.path(step))
+        outcome = remove_directories(known, leased=lambda: leased_paths(self.directory))
+        for path, error in outcome.failures.items():
+            step_name = path.name.replace("-", " ")
+            self._warn_once(path.name, f"{step_name} was not removed: {error}")
 
     def _warn_once(self, name: str, message: str) -> None:
         """Warns of a directory, unless it was warned of before."""
@@ -218,9 +220,12 @@ class StepDirectories:
         Warns once of each directory that cannot be deleted.
 
         Raises:
-            StorageError: The directory of the run cannot be read.
+            StorageError: The directory of the run cannot be read or synced.
         """
-        for name, path in removed_directories(self.directory):
+        remains = list(removed_directories(self.directory))
+        if remains:  # Their removal may have ended before the sync of their new names.
+            self.directory.sync()
+        for name, path in remains:
             try:
                 path.remove_all()
             except CheckpointError as error:
