@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_ckpt.coordination import orchestrate
@@ -238,7 +237,7 @@ def load(
         loaded = orchestrate.state_dicts_of({key: state_dict[key] for key in keys})
         orchestrate.load(loaded, reader, planner, call)
         for key, value in loaded.items():
-            if isinstance(state_dict[key], Stateful):
+            if orchestrate.is_stateful(state_dict[key]):
                 state_dict[key].load_state_dict(value)
             else:
                 state_dict[key] = value

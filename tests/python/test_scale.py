@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 from checkpoints import data_files, failure_of, load, save
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 
 from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.coordination.orchestrate import state_dicts_of
 from torch_ckpt.errors import CorruptionError
 
 COUNT = 100_000
@@ -36,6 +39,37 @@ def test_a_hundred_thousand_tiny_tensors_come_back(tmp_path: Path, rng: random.R
     some = {f"t{i}": torch.zeros(3, dtype=torch.int64) for i in rng.sample(range(COUNT), 200)}
     for name, tensor in load(some, FileSystemReader(tmp_path)).items():
         assert torch.equal(tensor, state[name]), name
+
+
+def test_tensors_are_not_asked_slowly_whether_they_are_stateful() -> None:
+    state = {f"t{i}": torch.empty(2) for i in range(5000)}
+    seconds: dict[Any, list[float]] = {state_dicts_of: [], _stateful_to_state_dict: []}
+    for _ in range(3):
+        for function, times in seconds.items():
+            begin = time.perf_counter()
+            function(state)
+            times.append(time.perf_counter() - begin)
+    assert min(seconds[state_dicts_of]) < min(seconds[_stateful_to_state_dict]) / 5
+
+
+def test_the_same_values_are_stateful_as_in_stock_dcp() -> None:
+    class Stateful:
+        def state_dict(self) -> dict[str, Any]:
+            return {"w": 1}
+
+        def load_state_dict(self, _: dict[str, Any]) -> None:
+            raise AssertionError
+
+    class StatefulTensor(Stateful, torch.Tensor):
+        pass
+
+    class WithoutLoad:
+        state_dict = Stateful.state_dict
+
+    alone = WithoutLoad()
+    state = {"a": Stateful(), "b": torch.ones(2).as_subclass(StatefulTensor), "c": alone, "d": 3}
+    expected = {"a": {"w": 1}, "b": {"w": 1}, "c": alone, "d": 3}
+    assert _stateful_to_state_dict(state) == state_dicts_of(state) == expected
 
 
 def test_open_files_stay_few(tmp_path: Path, rng: random.Random) -> None:

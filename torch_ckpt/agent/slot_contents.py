@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import to_plain
+from torch_ckpt.coordination.orchestrate import state_dicts_of
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.planning.item_views import ColumnItems, to_write_item
@@ -113,7 +112,7 @@ class SlotContents:
             UnsupportedError: The state dict has no columnar form.
         """
         planner = FastSavePlanner(enable_plan_caching=False)
-        planner.set_up_planner(_without_stateful(state_dict))
+        planner.set_up_planner(state_dicts_of(state_dict))
         try:
             listed = planner.list_items()
         except NoColumnsError as error:
@@ -168,13 +167,3 @@ class SlotContents:
             slot.copy(batch, [0], [self._offsets[number]], _THREADS, devices)
         for number, data in self._pickled.items():
             slot.put(self._offsets[number], data)
-
-
-def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Does what DCP's ``_stateful_to_state_dict`` does, without its 25 us for each tensor."""
-    return {
-        key: value.state_dict()
-        if not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
-        else value
-        for key, value in state_dict.items()
-    }

@@ -27,6 +27,7 @@ __all__ = [
     "PlanUnknownError",
     "calling_planner",
     "is_replanning",
+    "is_stateful",
     "load",
     "save",
     "state_dicts_of",
@@ -236,10 +237,15 @@ def _set_up(function: Callable[..., None], *arguments: Any, **optional: Any) -> 
     function(*arguments, **(optional if accepts else {}))
 
 
+def is_stateful(value: Any) -> bool:
+    """Returns whether a value is a ``Stateful``, without the 25 us of ``isinstance`` for others."""
+    return hasattr(value, "state_dict") and isinstance(value, Stateful)
+
+
 def state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns a state dict in which ``Stateful`` objects are replaced by their state dicts."""
     return {
-        key: value.state_dict() if isinstance(value, Stateful) else value
+        key: value.state_dict() if is_stateful(value) else value
         for key, value in state_dict.items()
     }
 
