@@ -27,6 +27,7 @@ from machine import Meter
 
 OURS = "torch-ckpt"
 STOCK = "stock DCP"
+OURS_UNPLANNED = "torch-ckpt with DCP's planners"
 
 
 def _fqn(number: int) -> str:
@@ -223,6 +224,7 @@ def small(directory: str, tensors: int, rounds: int) -> dict[str, list[float]]:
 
     kinds: dict[str, Any] = {
         OURS: (FastWriter, FastSavePlanner, FastReader, FastLoadPlanner),
+        OURS_UNPLANNED: (FastWriter, DefaultSavePlanner, FastReader, DefaultLoadPlanner),
         STOCK: (FileSystemWriter, DefaultSavePlanner, FileSystemReader, DefaultLoadPlanner),
     }
     warnings.simplefilter("ignore")
