@@ -117,8 +117,8 @@ def async_save(
             to DCP's default stager.
         no_dist: Whether this process saves alone, without the other ranks.
         use_collectives: Whether the ranks plan and commit one checkpoint together.
-        timeout_s: Deadline of each exchange between ranks, in seconds. DCP bounds the start of
-            save processes, in the first save that uses them, by 30 minutes.
+        timeout_s: Deadline of each exchange between ranks, in seconds. Also that of the start of
+            a save process, and of each of its heartbeats.
         on_busy: Action if an earlier save, on any rank, still uses the staging memory: ``"wait"``
             for that save, ``"skip"`` this save, or raise an ``"error"``. The stager counts each
             case.
