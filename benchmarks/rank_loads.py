@@ -130,6 +130,10 @@ def _safetensors_file(directory: Path, number: int) -> Path:
     return directory / f"model-{number + 1:05}-of-{SAFETENSORS_FILES:05}.safetensors"
 
 
+EXCHANGES_MIB = (16, 64, 256, 1024)
+"""Budgets of exchanges that `bench_options.py` compares."""
+
+
 # Loading ---------------------------------------------------------------------------------------
 
 
@@ -143,6 +147,13 @@ def _load_ours_planned(state: State, directory: Path) -> None:
     from torch_ckpt import FastLoadPlanner, FastReader
 
     dcp.load(state, storage_reader=FastReader(directory), planner=FastLoadPlanner())
+
+
+def _load_ours_within(state: State, directory: Path, *, exchange_mib: int) -> None:
+    from torch_ckpt import FastReader, IoOptions
+
+    io = IoOptions(exchange_nbytes=exchange_mib << 20)
+    dcp.load(state, storage_reader=FastReader(directory, io=io))
 
 
 def _load_stock(state: State, directory: Path) -> None:
@@ -206,6 +217,10 @@ LOADERS: dict[str, Callable[[State, Path], None]] = {
     "safetensors": _load_safetensors,
     "fastsafetensors": _load_fastsafetensors,
     "runai": _load_runai,
+    **{
+        f"exchange_nbytes={mib} MiB": functools.partial(_load_ours_within, exchange_mib=mib)
+        for mib in EXCHANGES_MIB
+    },
 }
 
 
