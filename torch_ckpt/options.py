@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["READ_THREADS", "IoMode", "IoOptions", "Verification"]
 
 READ_THREADS = 4
-"""Number of threads with which one rank reads."""
+"""Number of threads with which one rank reads. docs/options.md has the reason."""
 
 Verification = bool | Literal["full"]
 """Whether a load verifies the bytes that it reads; ``"full"``: also the records around them."""
