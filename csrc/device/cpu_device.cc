@@ -3,6 +3,7 @@
 
 #include "base/crc.h"
 #include "device/device.h"
+#include "device/transpose.h"
 
 namespace torch_ckpt {
 namespace {
@@ -55,40 +56,38 @@ void copy_dims(const StridedCopy& copy, size_t dim, const std::byte* src, std::b
   }
 }
 
-// A transposed copy has long strides on one side and misses the cache at every element. Tiles of
-// the two innermost dimensions fit both sides into the cache.
-constexpr int64_t kTile = 32;
-
-bool is_transposed(const StridedCopy& copy) {
-  const size_t n = copy.sizes.size();
-  if (n < 2) return false;
-  const auto steps_shorter_outside = [n](const Dims& strides) {
-    return strides[n - 2] < strides[n - 1];
-  };
-  return steps_shorter_outside(copy.src_strides) != steps_shorter_outside(copy.dst_strides) &&
-         copy.sizes[n - 1] > 1 && copy.sizes[n - 2] > 1;
+// Returns the dimension of the shortest stride. A stride of 0 only repeats elements.
+size_t nearest(const Dims& strides) {
+  size_t best = strides.size() - 1;
+  for (size_t d = best; d-- > 0;) {
+    if (strides[d] != 0 && (strides[d] < strides[best] || strides[best] == 0)) best = d;
+  }
+  return best;
 }
 
-void copy_tiled(const StridedCopy& copy, size_t dim, const std::byte* src, std::byte* dst) {
-  if (dim + 2 < copy.sizes.size()) {
-    for (int64_t i = 0; i < copy.sizes[dim]; ++i) {
-      copy_tiled(copy, dim + 1, src + i * copy.src_strides[dim], dst + i * copy.dst_strides[dim]);
-    }
-    return;
+// Moves dimension `dim` of a copy to the end.
+void move_to_end(StridedCopy& copy, size_t dim) {
+  for (Dims* dims : {&copy.sizes, &copy.src_strides, &copy.dst_strides}) {
+    std::rotate(dims->begin() + static_cast<int64_t>(dim),
+                dims->begin() + static_cast<int64_t>(dim) + 1, dims->end());
   }
-  const int64_t rows = copy.sizes[dim];
-  const int64_t columns = copy.sizes[dim + 1];
-  for (int64_t row = 0; row < rows; row += kTile) {
-    for (int64_t column = 0; column < columns; column += kTile) {
-      const int64_t row_end = std::min(rows, row + kTile);
-      for (int64_t r = row; r < row_end; ++r) {
-        copy_row(copy.itemsize,
-                 src + r * copy.src_strides[dim] + column * copy.src_strides[dim + 1],
-                 copy.src_strides[dim + 1],
-                 dst + r * copy.dst_strides[dim] + column * copy.dst_strides[dim + 1],
-                 copy.dst_strides[dim + 1], std::min(columns - column, kTile));
-      }
-    }
+}
+
+// Copies a transposed tensor. The last dimension but one is the nearest of the destination, and the
+// last one the nearest of the source.
+void copy_transposed(const StridedCopy& copy, size_t dim, const std::byte* src, std::byte* dst) {
+  if (dim + 2 == copy.sizes.size()) {
+    const Transposition matrix = {.rows = copy.sizes[dim],
+                                  .columns = copy.sizes[dim + 1],
+                                  .src_row_stride = copy.src_strides[dim],
+                                  .src_column_stride = copy.src_strides[dim + 1],
+                                  .dst_row_stride = copy.dst_strides[dim],
+                                  .dst_column_stride = copy.dst_strides[dim + 1]};
+    return transpose(matrix, copy.itemsize, src, dst);
+  }
+  for (int64_t i = 0; i < copy.sizes[dim]; ++i) {
+    copy_transposed(copy, dim + 1, src + i * copy.src_strides[dim],
+                    dst + i * copy.dst_strides[dim]);
   }
 }
 
@@ -129,14 +128,18 @@ const Device& cpu_device() {
 
 void copy_on_cpu(const StridedCopy& copy, const std::byte* src, std::byte* dst) {
   if (std::find(copy.sizes.begin(), copy.sizes.end(), 0) != copy.sizes.end()) return;
-  const StridedCopy simple = simplified(copy);
+  StridedCopy simple = simplified(copy);
   src += simple.src_offset;
   dst += simple.dst_offset;
-  if (is_transposed(simple)) {
-    copy_tiled(simple, 0, src, dst);
-  } else {
-    copy_dims(simple, 0, src, dst);
+  if (simple.sizes.size() < 2 || !can_transpose(simple.itemsize)) {
+    return copy_dims(simple, 0, src, dst);
   }
+  const size_t near_in_src = nearest(simple.src_strides);
+  const size_t near_in_dst = nearest(simple.dst_strides);
+  if (near_in_src == near_in_dst) return copy_dims(simple, 0, src, dst);
+  move_to_end(simple, near_in_dst);
+  move_to_end(simple, near_in_src - (near_in_src > near_in_dst ? 1 : 0));
+  copy_transposed(simple, 0, src, dst);
 }
 
 uint32_t copy_and_checksum(Bytes src, MutableBytes dst, uint32_t crc) {

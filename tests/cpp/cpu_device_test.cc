@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -48,22 +49,67 @@ TEST(CpuDeviceTest, RandomCopiesMatchTheOracleForEveryItemsize) {
   }
 }
 
-// Sizes around the edge of a tile, with dimensions outside of the transposed two.
+// Returns the strides of a dense tensor whose dimensions lie in `order`, outermost first.
+Dims strides_in_order(const Dims& sizes, const std::vector<size_t>& order, int64_t stride) {
+  Dims strides(sizes.size());
+  for (size_t i = order.size(); i-- > 0;) {
+    strides[order[i]] = stride;
+    stride *= sizes[order[i]];
+  }
+  return strides;
+}
+
+// Sizes around the edges of registers, thin copies, tiles (64 bytes) and strips (1024 columns),
+// with a dimension outside of the transposed two.
 TEST(CpuDeviceTest, TransposesMatchTheOracleAroundTileEdges) {
-  for (const int64_t itemsize : {1, 2, 4, 8, 16}) {
-    for (const int64_t rows : {2, 31, 32, 33, 70}) {
-      for (const int64_t columns : {2, 32, 65}) {
+  for (const int64_t itemsize : {1, 2, 3, 4, 8, 16}) {
+    for (const int64_t rows : {2, 7, 8, 17, 64, 65}) {
+      for (const int64_t columns : {2, 9, 31, 64, 1030}) {
         const Dims src = {rows * columns * itemsize + 5, itemsize, rows * itemsize};
         const Dims dst = {rows * columns * itemsize, columns * itemsize, itemsize};
         ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle({.itemsize = itemsize,
-                                                       .sizes = {3, rows, columns},
+                                                       .sizes = {2, rows, columns},
                                                        .src_strides = src,
                                                        .dst_strides = dst}));
         ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle({.itemsize = itemsize,
-                                                       .sizes = {3, rows, columns},
+                                                       .sizes = {2, rows, columns},
                                                        .src_strides = dst,
                                                        .dst_strides = src}));
       }
+    }
+  }
+}
+
+// All orders of four dimensions, such as NCHW and NHWC, also with gaps between elements.
+TEST(CpuDeviceTest, PermutedDimensionsMatchTheOracle) {
+  const Dims sizes = {9, 17, 8, 33};
+  for (const int64_t itemsize : {1, 2, 4, 8, 16}) {
+    for (const int64_t gap : {1, 2}) {
+      std::vector<size_t> order = {0, 1, 2, 3};
+      do {
+        SCOPED_TRACE("gap " + std::to_string(gap));
+        ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(
+            {.itemsize = itemsize,
+             .sizes = sizes,
+             .src_strides = strides_in_order(sizes, order, gap * itemsize),
+             .dst_strides = strides_in_order(sizes, {0, 1, 2, 3}, itemsize)}));
+      } while (std::next_permutation(order.begin(), order.end()));
+    }
+  }
+}
+
+// A repeated dimension has stride 0, which is no step to a neighbor.
+TEST(CpuDeviceTest, TransposesOfRepeatedElementsMatchTheOracle) {
+  for (const int64_t itemsize : {1, 4, 16}) {
+    const Dims sizes = {20, 17, 12};
+    const Dims dst = strides_in_order(sizes, {0, 1, 2}, itemsize);
+    for (const Dims& src : {Dims{itemsize, 0, 20 * itemsize},
+                            {0, itemsize, 17 * itemsize},
+                            {itemsize, 20 * itemsize, 0},
+                            {0, itemsize, 0},
+                            {0, 0, 0}}) {
+      ASSERT_NO_FATAL_FAILURE(expect_same_as_oracle(
+          {.itemsize = itemsize, .sizes = sizes, .src_strides = src, .dst_strides = dst}));
     }
   }
 }

@@ -86,6 +86,7 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
   const bool contiguous = is_contiguous(tensor);
   uint32_t crc = 0;
   int64_t done = 0;
+  int64_t packed = 0;
   if (contiguous && can_write_in_place(tensor)) {
     done = align_down(nbytes, std::max(file_->alignment(), kSmallAlignment));
     if (done < kInPlaceNbytes) done = 0;
@@ -99,9 +100,12 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
       const Bytes from(tensor.data + done, static_cast<size_t>(count));
       crc = copy_and_checksum(from, slice(rest, 0, count), crc);
     } else {
-      const MutableBytes out = slice(rest, 0, count);
-      pack_elements(tensor, done / size, (done + count) / size, out);
-      crc = crc32(crc, out);
+      // Pack a whole window: many rows of a transposed tensor share each line of its memory.
+      if (done == packed) {
+        packed += std::min(nbytes - done, ssize(rest));
+        pack_elements(tensor, done / size, packed / size, slice(rest, 0, packed - done));
+      }
+      crc = crc32(crc, slice(rest, 0, count));
     }
     done += count;
     fill(count);
