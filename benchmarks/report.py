@@ -50,6 +50,13 @@ def ratio(
     return _median(theirs[r] / mine[r] for r in mine.keys() & theirs.keys())
 
 
+def _cpu_ratio(samples: Sequence[Sample], workload: str, phase: str, other: str) -> float | None:
+    """Returns how many times as much CPU time `other` used as ours: the median of the rounds."""
+    mine = {s.round: s.usage.cpu_s for s in _select(samples, workload, phase, OURS)}
+    theirs = {s.round: s.usage.cpu_s for s in _select(samples, workload, phase, other)}
+    return _median(theirs[r] / mine[r] for r in mine.keys() & theirs.keys())
+
+
 # Tables ----------------------------------------------------------------------------------------
 
 
@@ -227,6 +234,20 @@ def _large_bars(samples: Sequence[Sample]) -> list[Bar]:
     ]
 
 
+def _transposed_bars(samples: Sequence[Sample]) -> list[Bar]:
+    """Stock saves and loads a transposed tensor as it lies in memory; ours is stored by rows."""
+    return [
+        Bar(
+            f"transposed, {phase}, times as little CPU time as {STOCK_DEFAULT}",
+            _cpu_ratio(samples, "transposed", phase, STOCK_DEFAULT),
+            1,
+            "at least",
+            "x",
+        )
+        for phase in (SAVE, WARM)
+    ]
+
+
 def bars(samples: Sequence[Sample]) -> list[Bar]:
     """Returns every bar, with what this run measured for it."""
 
@@ -245,6 +266,7 @@ def bars(samples: Sequence[Sample]) -> list[Bar]:
     load_rss = worst("rss", [COLD, WARM], lambda s: s.usage.rss_growth / MIB)
     return [
         *_large_bars(samples),
+        *_transposed_bars(samples),
         Bar("small-4k, writer's CPU time per tensor", writer, 25, "at most", " us"),
         Bar("small-4k, reader's CPU time per tensor", reader, 25, "at most", " us"),
         Bar("row-slices, bytes read per byte wanted", amplification, 1.05, "at most", "x"),

@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from contenders import Contender, Share, State
+from contenders import Contender, SafetensorsContender, Share, State
 from machine import (
     GIB,
     MIB,
@@ -145,6 +145,17 @@ def small_state() -> State:
     return {f"blocks.{i}.scale": _random_bf16(2048) for i in range(SMALL_COUNT)}
 
 
+def transposed_state() -> State:
+    """Returns 128 MiB of transposed matrices of each element size, and of NHWC in NCHW order."""
+    torch.manual_seed(0)
+    state = {
+        "bf16": _random_bf16(4096, 4096).t(),
+        "fp32": torch.rand(2896, 2896).t(),
+        "uint8": torch.randint(256, (5792, 5792), dtype=torch.uint8).t(),
+    }
+    return state | {"channels_last": torch.rand(128, 32, 32, 64).permute(0, 3, 1, 2)}
+
+
 def like(state: State) -> State:
     """Returns zeros shaped like `state`, their pages already touched."""
     return {name: torch.zeros_like(tensor).fill_(0) for name, tensor in state.items()}
@@ -158,7 +169,8 @@ def nbytes_of(state: State) -> int:
 def require_equal(state: State, loaded: State, who: str) -> None:
     """Raises SystemExit unless both hold the same bits; `who` names the culprit."""
     for name, tensor in state.items():
-        if not torch.equal(tensor.view(torch.uint8), loaded[name].view(torch.uint8)):
+        bits, loaded_bits = (t.contiguous().view(torch.uint8) for t in (tensor, loaded[name]))
+        if not torch.equal(bits, loaded_bits):
             raise SystemExit(f"{who} loaded other bits than were saved: {name}")
 
 
@@ -255,6 +267,17 @@ def _save_and_load(bench: Bench, workload: str, state: State) -> None:
 def run_large_bf16(bench: Bench) -> None:
     """Saves and loads a few large tensors: the disk's speed is what counts."""
     _save_and_load(bench, "large-bf16", large_state(bench.gib))
+
+
+def run_transposed(bench: Bench) -> None:
+    """Saves and loads tensors that are transposed in memory: the CPU time of copies counts.
+
+    The safetensors package rejects such tensors.
+    """
+    contenders = [c for c in bench.contenders if not isinstance(c, SafetensorsContender)]
+    _save_and_load(
+        replace(bench, contenders=contenders, fio=None), "transposed", transposed_state()
+    )
 
 
 def run_small_4k(bench: Bench) -> None:
@@ -366,6 +389,7 @@ def run_rss(bench: Bench) -> None:
 
 WORKLOADS = {
     "large-bf16": run_large_bf16,
+    "transposed": run_transposed,
     "small-4k": run_small_4k,
     "row-slices": run_row_slices,
     "rss": run_rss,

@@ -14,8 +14,9 @@ namespace {
 // A full digest is one of digests of pieces, so that several threads can share a long tensor.
 constexpr int64_t kPieceNbytes = int64_t{8} << 20;
 
-// Strided elements are packed into this much memory at a time.
-constexpr int64_t kPackNbytes = int64_t{64} << 10;
+// Strided elements are packed into this much memory at a time. It has many rows: those of a
+// transposed tensor share each line of its memory.
+constexpr int64_t kPackNbytes = int64_t{1} << 20;
 
 // Starting a thread takes as long as some samples do.
 constexpr int64_t kSamplesPerThread = 64;
@@ -82,7 +83,8 @@ uint64_t piece_digest(const Piece& piece) {
   }
   const LiveTensor live = to_live(*piece.tensor);
   Xxh3Stream stream;
-  std::vector<std::byte> memory(static_cast<size_t>(kPackNbytes));
+  const int64_t nbytes = (piece.end - piece.begin) * size;
+  std::vector<std::byte> memory(static_cast<size_t>(std::min(nbytes, kPackNbytes)));
   for (int64_t begin = piece.begin; begin < piece.end; begin += kPackNbytes / size) {
     const int64_t end = std::min(begin + kPackNbytes / size, piece.end);
     const MutableBytes out = slice(MutableBytes(memory), 0, (end - begin) * size);

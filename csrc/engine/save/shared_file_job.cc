@@ -9,8 +9,9 @@
 namespace torch_ckpt {
 namespace {
 
-// Chunk in which a non-contiguous tensor is packed. Fits the second-level cache.
-constexpr int64_t kPackChunk = int64_t{128} << 10;
+// Chunk in which a non-contiguous tensor is packed. A chunk has many rows: those of a transposed
+// tensor share each line of its memory.
+constexpr int64_t kPackChunk = int64_t{1} << 20;
 
 // Shorter runs go through the page cache, where the kernel merges adjacent writes into few
 // requests. With direct I/O, each run would be a request of its own.
