@@ -12,8 +12,7 @@ namespace {
 // every element misses the cache on one side.
 constexpr int64_t kLine = 64;
 
-// Number of lines of the destination to which a strip of tiles writes. They stay in the L2 cache
-// for the next strip, which writes the rest of a line that is not aligned.
+// Length of a strip of a thin matrix: both sides fit the first-level cache.
 constexpr int64_t kStrip = 1024;
 
 // Tiles of fewer rows or columns would be mostly empty.
@@ -124,17 +123,22 @@ void transpose_units(const Transposition& copy, const std::byte* src, std::byte*
   if (std::min(copy.rows, copy.columns) < kFewest) {
     return transpose_thin<sizeof(Unit)>(copy, src, dst);
   }
-  Transposition tile = copy;
-  for (int64_t strip = 0; strip < copy.columns; strip += kStrip) {
-    const int64_t strip_end = std::min(copy.columns, strip + kStrip);
+  const auto copy_tile = [&](int64_t row, int64_t column) {
+    Transposition tile = copy;
+    tile.rows = std::min(kSide, copy.rows - row);
+    tile.columns = std::min(kSide, copy.columns - column);
+    transpose_tile<Unit>(tile, src + row * copy.src_row_stride + column * copy.src_column_stride,
+                         dst + row * copy.dst_row_stride + column * copy.dst_column_stride);
+  };
+  // The longer side is often the distance between runs of a large tensor, of which the matrix is a
+  // window. Tiles along the shorter side complete each run before the next one.
+  if (copy.rows < copy.columns) {
+    for (int64_t column = 0; column < copy.columns; column += kSide) {
+      for (int64_t row = 0; row < copy.rows; row += kSide) copy_tile(row, column);
+    }
+  } else {
     for (int64_t row = 0; row < copy.rows; row += kSide) {
-      tile.rows = std::min(kSide, copy.rows - row);
-      for (int64_t column = strip; column < strip_end; column += kSide) {
-        tile.columns = std::min(kSide, strip_end - column);
-        transpose_tile<Unit>(tile,
-                             src + row * copy.src_row_stride + column * copy.src_column_stride,
-                             dst + row * copy.dst_row_stride + column * copy.dst_column_stride);
-      }
+      for (int64_t column = 0; column < copy.columns; column += kSide) copy_tile(row, column);
     }
   }
 }
