@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
 from support.exchanging import Exchanging
-from support.tensors import TORCHS_OWN
+from support.tensors import TORCHS_OWN, Tagged
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -163,10 +163,14 @@ def _fast_async_save(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
 def _save_by_process(s: Saving, state: Any, path: Path) -> Wait:
     """By a thread if torch does not send a tensor to another process as it is.
 
-    It refuses quantized tensors, and leaves out the attributes of parameters.
+    It refuses quantized tensors, fails on subclasses of newer dtypes, and leaves out the attributes
+    of parameters.
     """
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    is_sent = not any(t.is_quantized or (type(t) is Parameter and vars(t)) for t in tensors)
+    is_sent = not any(
+        t.is_quantized or isinstance(t, Tagged) or (type(t) is Parameter and vars(t))
+        for t in tensors
+    )
     kind = AsyncCheckpointerType.PROCESS if is_sent else AsyncCheckpointerType.THREAD
     return _fast_async_save(s, state, path, async_checkpointer_type=kind)
 
