@@ -96,6 +96,32 @@ def test_each_of_several_saves_in_flight_returns_its_own_result(path: Path, coun
             assert_saved(path / f"{at}", at)
 
 
+class Local:
+    """Is unpickled in the process that has pickled it, and in no other."""
+
+    def __getstate__(self) -> int:
+        return os.getpid()
+
+    def __setstate__(self, pid: int) -> None:
+        if os.getpid() != pid:
+            raise ValueError("of another process")
+
+
+@on_ranks(2, timeout_s=120)
+def test_state_that_the_process_cannot_unpickle_fails_the_save_on_all_ranks(path: Path) -> None:
+    for attempt in (1, 2):
+        future = torch_ckpt.async_save(
+            {"w": torch.ones(4), "local": Local() if dist.get_rank() else None},
+            storage_writer=FastWriter(path / "0"),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            timeout_s=40,
+        )
+        error = str(future.exception(WAIT_S))
+        assert "cannot unpickle the state: ValueError: of another process" in error, error
+        save(path / f"{attempt}", attempt, timeout_s=40).result(WAIT_S)
+        assert_saved(path / f"{attempt}", attempt)
+
+
 @on_ranks(1, timeout_s=120)
 def test_failed_save_frees_its_staging_memory_though_its_error_is_kept(path: Path) -> None:
     (path / "file").touch()

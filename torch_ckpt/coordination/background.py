@@ -333,12 +333,11 @@ class _SaveProcess:
         try:
             if isinstance(state, Future):
                 state = state.result()
-            message = ForkingPickler.dumps((order, state, call.number, call.timeout_s))
+            message = ForkingPickler.dumps((order, state))
         except BaseException as error:
             # The process must fail the call in its own group: the others wait for it there.
-            failed = None, portable(error), call.number, call.timeout_s
             with contextlib.suppress(CheckpointError):  # The first error counts.
-                self._send(ForkingPickler.dumps(failed), call)
+                self._send(ForkingPickler.dumps((None, portable(error))), call)
                 self._reply(call)
             raise
         self._send(message, call)
@@ -353,6 +352,7 @@ class _SaveProcess:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 end.setsockopt(socket.SOL_SOCKET, option, seconds)
         try:
+            self._connection.send((call.number, call.timeout_s))
             self._connection.send_bytes(message)
         except BlockingIOError:
             raise self._frozen(call) from None
@@ -433,9 +433,15 @@ def _serve(
     replies.send(True, None)
     while True:
         try:
-            order, state, number, timeout_s = connection.recv()
+            number, timeout_s = connection.recv()
+            order, state = connection.recv()
         except EOFError:
             return
+        except Exception as error:  # Torch cannot rebuild all tensors, for example.
+            what = f"the save process cannot unpickle the state: {type(error).__name__}: {error}"
+            Call(group, number, timeout_s).fail(CheckpointError(what))
+            replies.send(False, CheckpointError(what))
+            continue
         replies.begin()
         call = Call(group, number, timeout_s)
         try:
