@@ -102,7 +102,7 @@ class Agent:
         self._retried: set[Save] = set()
         self._began = time.monotonic()
         self._is_dropped = False  # Whether the trainers discarded their snapshots.
-        self._next_id: RunId | None = None  # Of the run that replaces that of the slots.
+        self._next_id: RunId | None = None  # The run whose first save frees the slots.
 
     def serve(self) -> bool:
         """Serves trainers until all have detached, or none has been alive for ``linger_s``.

@@ -382,7 +382,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             _make(name, set_attributes, (value, state))
         except pickle.UnpicklingError as error:
             # Other values may have it already, so it stays, and has what is refused.
-            vars(value)[""] = self._not_made(error, name, state)
+            value.__dict__[""] = self._not_made(error, name, state)
 
     def _build(self, value: NeedsState, state: Any) -> None:
         """Replaces an object on the stack that needed its state."""
