@@ -206,7 +206,7 @@ def test_ranks_that_a_link_leads_to_different_directories_fail_and_lose_nothing(
             (path / "pending").replace(link)
     failures = failures_of(future.result)
     assert {failure.kind for failure in failures.values()} == {"StorageError"}
-    assert all("different directories" in failure.message for failure in failures.values())
+    assert all("directory on all hosts" in failure.message for failure in failures.values())
     dist.barrier()
     assert_holds(path / "a", 1)
     assert_holds(path / "b", 2)

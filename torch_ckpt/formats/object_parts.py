@@ -32,6 +32,7 @@ class ObjectParts(pickle.Pickler):
         storages: Address -> storage of a tensor on the CPU that has elements.
         refused: Names of the forbidden classes and functions, sorted.
         error: Why a value of an allowed class cannot be made, if there is one.
+        not_made: Class or function of this value.
 
     Raises:
         Exception: As ``pickle`` raises for an object that cannot be pickled.
@@ -42,6 +43,7 @@ class ObjectParts(pickle.Pickler):
         self.storages: dict[int, UntypedStorage] = {}
         self._refused: set[str] = set()
         self.error: Exception | None = None
+        self.not_made = ""
         self.dump(value)
         self.refused = sorted(self._refused)
 
@@ -50,7 +52,8 @@ class ObjectParts(pickle.Pickler):
         if type(value) is Refused:
             if value.error is None:
                 self._refused.add(value.name)
-            self.error = self.error or value.error
+            elif self.error is None:
+                self.error, self.not_made = value.error, value.name
             return _nothing, (), value.parts
         if isinstance(value, DTensor):
             return _nothing, (), [value._local_tensor]

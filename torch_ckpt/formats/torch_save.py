@@ -380,7 +380,11 @@ def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
     if parts.refused:
         raise _forbidden(what, ", ".join(f"GLOBAL {name}" for name in parts.refused))
     if parts.error is not None:
-        raise UnsupportedError(f"cannot load {what}: {parts.error}")
+        # The parts of a tensor contradict each other if its file is damaged.
+        is_tensor = parts.not_made.startswith("torch._utils._rebuild_")
+        is_damaged = is_tensor and not isinstance(parts.error, ExpansionError)
+        kind = CorruptionError if is_damaged else UnsupportedError
+        raise kind(f"cannot load {what}: {parts.error}")
     return [*parts.storages.values()]
 
 
