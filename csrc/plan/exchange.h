@@ -65,9 +65,10 @@ struct RankExchange {
 // Distributes the reads. `wanted` has the decoded requests of all ranks, `nodes` the node name of
 // each rank. `budget_nbytes` limits the memory for pieces on one rank.
 //
-// Adjacent runs below 256 KiB that different ranks want go to one ring of all those ranks. The
-// reads are then leveled like water. The smallest rings are distributed first, always to the ranks
-// with the fewest bytes to read. The bytes that only one rank wants count as its load.
+// Runs of the same ranks are one run if the gap between them is at most 32 KiB; the gap is read as
+// well. Adjacent runs below 256 KiB that different ranks want go to one ring of all those ranks.
+// The reads are then leveled like water. The smallest rings are distributed first, always to the
+// ranks with the fewest bytes to read. The bytes that only one rank wants count as its load.
 class Exchange {
  public:
   static Result<Exchange> make(std::span<const WantedBytes* const> wanted,

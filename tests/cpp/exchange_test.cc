@@ -126,6 +126,18 @@ TEST(ExchangeTest, SmallNeighboursGoRoundTogether) {
   EXPECT_TRUE(parts[2].pieces().empty());
 }
 
+TEST(ExchangeTest, SmallGapsAreReadWithWhatTheyLieBetween) {
+  for (const int64_t gap : {int64_t{1}, 32 * kKiB, 32 * kKiB + 1}) {
+    const WantedBytes both = wanting({{"a", {0, kMiB}}, {"a", {kMiB + gap, 2 * kMiB}}});
+    const Exchange exchange = share({both, both});
+    EXPECT_EQ(exchange.wanted_nbytes(), 2 * (2 * kMiB - gap));
+    const std::vector<SharedRange> ranges = parts_of(exchange, 2)[0].ranges;
+    ASSERT_EQ(ranges.size(), gap <= 32 * kKiB ? 1 : 2) << gap;
+    EXPECT_EQ(ranges.front().range.begin, 0);
+    EXPECT_EQ(ranges.back().range.end, 2 * kMiB);
+  }
+}
+
 TEST(ExchangeTest, RingsGoFromNodeToNodeOnce) {
   const std::vector<WantedBytes> wanted(4, wanting({{"a", {0, kMiB}}}));
   const Exchange exchange = share(wanted, kBudget, {"y", "x", "y", "x"});

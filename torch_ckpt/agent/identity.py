@@ -151,9 +151,9 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
 
 def nearest_directory(path: str) -> str:
     """Returns the first of a path and its parents that exists."""
-    while not os.path.exists(path) and os.path.dirname(path) != path:
-        path = os.path.dirname(path)
-    return path
+    return os.fspath(
+        next(each for each in (Path(path), *Path(path).parents) if os.path.exists(each))
+    )
 
 
 def inode_of(path: str) -> bytes:

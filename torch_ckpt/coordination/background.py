@@ -438,9 +438,11 @@ def _serve(
         except EOFError:
             return
         except Exception as error:  # Torch cannot rebuild all tensors, for example.
-            what = f"the save process cannot unpickle the state: {type(error).__name__}: {error}"
-            Call(group, number, timeout_s).fail(CheckpointError(what))
-            replies.send(False, CheckpointError(what))
+            failure = CheckpointError(
+                f"the save process cannot unpickle the state: {type(error).__name__}: {error}"
+            )
+            Call(group, number, timeout_s).fail(failure)
+            replies.send(False, failure)
             continue
         replies.begin()
         call = Call(group, number, timeout_s)

@@ -31,8 +31,7 @@ class ObjectParts(pickle.Pickler):
     Attributes:
         storages: Address -> storage of a tensor on the CPU that has elements.
         refused: Names of the forbidden classes and functions, sorted.
-        error: Why a value of an allowed class cannot be made, if there is one.
-        not_made: Class or function of this value.
+        not_made: The first value of an allowed class that cannot be made.
 
     Raises:
         Exception: As ``pickle`` raises for an object that cannot be pickled.
@@ -42,8 +41,7 @@ class ObjectParts(pickle.Pickler):
         super().__init__(_Sink(), protocol=2)
         self.storages: dict[int, UntypedStorage] = {}
         self._refused: set[str] = set()
-        self.error: Exception | None = None
-        self.not_made = ""
+        self.not_made: Refused | None = None
         self.dump(value)
         self.refused = sorted(self._refused)
 
@@ -52,8 +50,8 @@ class ObjectParts(pickle.Pickler):
         if type(value) is Refused:
             if value.error is None:
                 self._refused.add(value.name)
-            elif self.error is None:
-                self.error, self.not_made = value.error, value.name
+            elif self.not_made is None:
+                self.not_made = value
             return _nothing, (), value.parts
         if isinstance(value, DTensor):
             return _nothing, (), [value._local_tensor]

@@ -379,12 +379,12 @@ def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
         raise CorruptionError(f"cannot load {what}: it is nested too deeply") from None
     if parts.refused:
         raise _forbidden(what, ", ".join(f"GLOBAL {name}" for name in parts.refused))
-    if parts.error is not None:
+    if (refused := parts.not_made) is not None:
         # The parts of a tensor contradict each other if its file is damaged.
-        is_tensor = parts.not_made.startswith("torch._utils._rebuild_")
-        is_damaged = is_tensor and not isinstance(parts.error, ExpansionError)
+        is_tensor = refused.name.startswith("torch._utils._rebuild_")
+        is_damaged = is_tensor and not isinstance(refused.error, ExpansionError)
         kind = CorruptionError if is_damaged else UnsupportedError
-        raise kind(f"cannot load {what}: {parts.error}")
+        raise kind(f"cannot load {what}: {refused.error}")
     return [*parts.storages.values()]
 
 

@@ -197,16 +197,16 @@ class StepDirectories:
 
     def _remove(self, steps: Sequence[int]) -> None:
         """Removes steps, unless they are leased; warns once of each that cannot be removed."""
-        known = []
+        known = {}
         for step in steps:
-            if missing := what_is_missing(self.path(step)):
-                self._warn_once(f"step-{step}", f"step {step} was not removed: {missing}")
+            path = self.path(step)
+            if missing := what_is_missing(path):
+                self._warn_once(path.name, f"step {step} was not removed: {missing}")
             else:
-                known.append(self.path(step))
-        outcome = remove_directories(known, leased=lambda: leased_paths(self.directory))
+                known[path] = step
+        outcome = remove_directories(list(known), leased=lambda: leased_paths(self.directory))
         for path, error in outcome.failures.items():
-            step_name = path.name.replace("-", " ")
-            self._warn_once(path.name, f"{step_name} was not removed: {error}")
+            self._warn_once(path.name, f"step {known[path]} was not removed: {error}")
 
     def _warn_once(self, name: str, message: str) -> None:
         """Warns of a directory, unless it was warned of before."""
