@@ -549,6 +549,8 @@ def _elements_of(state: Any) -> Iterable[Any]:
 def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:
     try:
         return make(*arguments)
+    except ExpansionError as error:
+        raise ExpansionError(f"{name}: {error}") from error
     except (
         ArithmeticError,
         ImportError,
