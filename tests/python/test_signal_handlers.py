@@ -114,6 +114,25 @@ def test_handler_that_saves_asynchronously_does_not_wait_for_memory_that_it_has_
     assert all("a signal handler has interrupted" in str(error) for error in refused)
 
 
+def test_memory_of_a_save_is_free_although_a_handler_has_interrupted_the_wait_for_its_future(
+    tmp_path: Path,
+) -> None:
+    """The wait holds the lock of the future for a moment, and the thread cannot complete it."""
+    stager = SnapshotStager()
+    state = {"w": torch.ones(1 << 14)}
+
+    def save(name: str) -> Any:
+        writer = FastWriter(tmp_path / name, stager=stager)
+        return torch_ckpt.async_save(state, storage_writer=writer, timeout_s=LONGEST_S)
+
+    interrupted_future = save("1")
+    with interrupted_future._condition:
+        save_in_handler = save("2")
+
+    assert save_in_handler.result(LONGEST_S) is not None
+    assert interrupted_future.result(LONGEST_S) is not None
+
+
 def test_use_by_another_thread_ends_after_the_timeout() -> None:
     exclusive = Exclusive("the run")
     holds, ends = threading.Event(), threading.Event()

@@ -39,7 +39,7 @@ from torch_ckpt.coordination.waiting import GRACE_S, LongWait, OwnFuture, no_thr
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Order", "SaveFuture", "save_in_process", "save_in_thread"]
+__all__ = ["Order", "SaveFuture", "SaveThread", "save_in_process", "save_in_thread"]
 
 T = TypeVar("T")
 
@@ -224,12 +224,23 @@ def _started(
     work = future, initializer, function, arguments
     reason = ""
     try:
-        threading.Thread(target=_run, args=work, name="torch_ckpt-save").start()
+        SaveThread(target=_run, args=work, name="torch_ckpt-save").start()
     except RuntimeError as error:
         reason = str(error)  # The error itself would keep the arguments alive.
     if reason:
         raise no_thread(reason)
     return future
+
+
+class SaveThread(threading.Thread):
+    """The thread of a background save.
+
+    Attributes:
+        is_saving: Whether its save has not ended. The thread itself may end later: a signal handler
+            that has interrupted a wait for the future may keep the lock of the future.
+    """
+
+    is_saving = True
 
 
 def _run(
@@ -245,10 +256,18 @@ def _run(
     except BaseException as error:
         # The error refers to this frame, whose arguments would keep the staging memory in use.
         del initializer, function, arguments
+        _end_save()
         future.set_exception(error)
         del future
     else:
+        _end_save()
         future.set_result(metadata)
+
+
+def _end_save() -> None:
+    thread = threading.current_thread()
+    assert isinstance(thread, SaveThread)
+    thread.is_saving = False
 
 
 def _wait_for(earlier: Future[Metadata] | None, call: Call) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_ckpt.coordination.background import SaveThread
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 
 __all__ = ["POLL_S", "PartlyStaged", "Staged"]
@@ -71,8 +72,11 @@ class Staged:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread that writes the snapshot has ended."""
-        return self._thread is not None and not self._thread.is_alive()
+        """Whether the thread that writes the snapshot has ended its save."""
+        thread = self._thread
+        if thread is None:
+            return False
+        return not thread.is_alive() or (isinstance(thread, SaveThread) and not thread.is_saving)
 
     def release(self) -> None:
         """Returns the snapshot to its stager. Further calls have no effect."""
