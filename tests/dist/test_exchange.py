@@ -636,7 +636,7 @@ def load_two_at_once(paths: list[Path]) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert not errors
+    assert errors == []
 
 
 @pytest.mark.parametrize("over_tcp", [False, True])
