@@ -7,6 +7,9 @@ shards. Takes 5 minutes, 2 GiB of disk and 8 GiB of memory:
 
     python benchmarks/bench_async.py --dir /data --json result.json
 
+With ``--device cuda --ranks 1``, the tensors and the training are on a GPU. Some contenders copy
+only then from pinned memory, or after the call has returned.
+
 Everything is timed from a barrier to the end on the slowest rank.
 """
 
@@ -27,6 +30,7 @@ from typing import Any
 
 from async_contenders import (
     ASYNC,
+    ASYNC_CUDA,
     FROM_DISK,
     FROM_MEMORY,
     MEMCPY,
@@ -46,7 +50,6 @@ from fragmented_memory import fragmented
 from machine import GIB, describe, make_cold, pick_fio, remove_tree
 from rank_group import RankGroup
 
-RANKS = 2
 TIMEOUT_S = 300
 SAVES, FIRST, TRAINING, RESTART = "saves", "first save", "training", "restart"
 FIO = "fio, O_DIRECT"
@@ -69,6 +72,9 @@ class Bench:
     directory: Path
     rounds: int
     gib: float
+    rank_count: int
+    cuda: bool
+    contenders: tuple[str, ...]
     fragments_memory: bool = False
     samples: list[Sample] = field(default_factory=list)
 
@@ -105,7 +111,13 @@ class Bench:
 
     def ranks(self) -> RankGroup:
         """New processes that hold the state."""
-        group = RankGroup(RANKS, self.directory, timeout_s=TIMEOUT_S, program="async_rank.py")
+        group = RankGroup(
+            self.rank_count,
+            self.directory,
+            cuda=self.cuda,
+            timeout_s=TIMEOUT_S,
+            program="async_rank.py",
+        )
         try:
             group.call("prepare", gib=self.gib)
         except BaseException:
@@ -122,11 +134,14 @@ def _saves(bench: Bench) -> None:
     """Saves in turns, after one of each; only fio is measured alone."""
     fio = pick_fio(bench.directory, block_mib=4, depth=16)
     with bench.ranks() as ranks:
-        contenders = (MEMCPY, *ASYNC, OURS_SYNC, TORCH_SAVE, *([FIO] if fio else []))
-        ranks.call("reserve", contender=OURS_AGENT)
+        contenders = (MEMCPY, *bench.contenders, OURS_SYNC, TORCH_SAVE, *([FIO] if fio else []))
+        if OURS_AGENT in contenders:
+            ranks.call("reserve", contender=OURS_AGENT)
         for contender in contenders:
             if contender not in (MEMCPY, FIO):
                 ranks.call("save_by", contender=contender, folder="warm-up")
+                if contender != TORCH_SAVE:
+                    ranks.call("restore", contender=FROM_DISK, folder="warm-up")
                 remove_tree(bench.directory / "warm-up")
         for number, contender in bench.turns(contenders):
             if contender == MEMCPY:
@@ -165,10 +180,10 @@ def _first(bench: Bench) -> None:
 def _training(bench: Bench) -> None:
     """Training time that a save in the background costs: steps not made, at the rate before it."""
     with bench.ranks() as ranks:
-        for contender in ASYNC:
+        for contender in bench.contenders:
             ranks.call("train", contender=contender, folder="warm-up", base_s=0.1)
             remove_tree(bench.directory / "warm-up")
-        for number, contender in bench.turns(ASYNC):
+        for number, contender in bench.turns(bench.contenders):
             answers = ranks.call("train", contender=contender, folder="saved", base_s=1.5)
             remove_tree(bench.directory / "saved")
             base, during = (min(a[name] for a in answers) for name in ("base", "during"))
@@ -215,7 +230,7 @@ def _contenders(bench: Bench, block: str) -> list[str]:
 
 def _print_tables(bench: Bench) -> None:
     print("\nSaves: `async_save` blocks for so long, and so long passes until all is durable.\n")
-    rows = [["contender", "blocks, of a memcpy", "blocks s, min / median / max"]]
+    rows = [["contender", "blocks, of a memcpy", "blocks s, min / median / max", "copied s"]]
     rows[0] += ["durable, of our synchronous save", "durable s", "CPU s of a rank"]
     for name in _contenders(bench, SAVES):
         rows.append(
@@ -223,6 +238,7 @@ def _print_tables(bench: Bench) -> None:
                 name,
                 _by(bench.ratio(SAVES, "call_s", name, MEMCPY)),
                 _spread(bench.of(SAVES, name, "call_s")),
+                _spread(bench.of(SAVES, name, "staged_s")),
                 _by(bench.ratio(SAVES, "durable_s", name, OURS_SYNC)),
                 _spread(bench.of(SAVES, name, "durable_s")),
                 _spread(bench.of(SAVES, name, "cpu_s")),
@@ -290,8 +306,13 @@ def main() -> None:
     parser.add_argument(
         "--gib", type=float, default=1.0, help="of the state, on all ranks together"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the tensors")
+    parser.add_argument("--ranks", type=int, default=2, help="on a GPU, one for each")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--only", action="append", choices=list(BLOCKS), help="repeatable")
+    parser.add_argument(
+        "--contender", action="append", choices=ASYNC_CUDA, help="repeatable; default: all"
+    )
     parser.add_argument(
         "--fragment-memory",
         action="store_true",
@@ -299,12 +320,19 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     args = parser.parse_args()
+    cuda = args.device == "cuda"
+    contenders = tuple(args.contender or (ASYNC_CUDA if cuda else ASYNC))
+    if not cuda and (left := set(contenders) - set(ASYNC)):
+        parser.error(f"{'; '.join(sorted(left))}: only with --device cuda")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     directory = Path(tempfile.mkdtemp(prefix="bench-async-", dir=args.dir)).resolve()
     machine: dict[str, Any] = describe(directory.parent)
     width = max(map(len, machine))
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in machine.items()), flush=True)
-    bench = Bench(directory, args.rounds, args.gib, args.fragment_memory)
+    print(f"{args.ranks} ranks, tensors on {args.device}", flush=True)
+    bench = Bench(
+        *(directory, args.rounds, args.gib, args.ranks, cuda, contenders), args.fragment_memory
+    )
     try:
         for name in args.only or list(BLOCKS):
             BLOCKS[name](bench)

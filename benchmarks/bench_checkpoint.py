@@ -29,12 +29,15 @@ import torch
 from contenders import NAMES, OURS, Contender, make_contenders, silence
 from machine import GIB, MIB, Fio, describe, pick_fio
 from report import bars, format_bars, format_rows, format_samples
-from workloads import WORKLOADS, Bench, as_json, run
+from workloads import ON_CPU, WORKLOADS, Bench, as_json, run
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="repeatable")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="of the tensors; cuda: without rss"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to be measured")
     parser.add_argument("--gib", type=float, default=2.0, help="size of the large workloads")
@@ -45,6 +48,10 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rounds < 1 or args.gib <= 0:
         parser.error("--rounds and --gib must be positive")
+    on_device = [name for name in WORKLOADS if args.device == "cpu" or name not in ON_CPU]
+    args.workload = args.workload or on_device
+    if left := set(args.workload) - set(on_device):
+        parser.error(f"{', '.join(sorted(left))}: not with --device {args.device}")
     return args
 
 
@@ -118,16 +125,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     silence()
     contenders = make_contenders(args.contenders.split(","))
-    workloads = args.workload or list(WORKLOADS)
     _check_space(args.dir, args.gib)
     directory = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=args.dir)).resolve()
     try:
         fio = pick_fio(directory, block_mib=args.fio_block_mib, depth=args.fio_depth)
         machine = describe(directory.parent) | _versions(contenders)
+        machine["tensors on"] = args.device
+        if args.device == "cuda":
+            machine["tensors on"] = torch.cuda.get_device_name()
         ceilings = _ceilings(fio, directory, int(args.gib * GIB))
         _print_head(machine, ceilings)
-        bench = Bench(directory, contenders, args.rounds, args.gib, fio)
-        run(workloads, bench)
+        bench = Bench(directory, contenders, args.rounds, args.gib, fio, args.device)
+        run(args.workload, bench)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     verdicts = bars(bench.samples)

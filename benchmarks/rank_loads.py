@@ -32,8 +32,8 @@ _PIECE_WORDS = 4 << 20
 
 
 @functools.cache
-def _mesh() -> dist.DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+def _mesh(device: str) -> dist.DeviceMesh:
+    return init_device_mesh(device, (dist.get_world_size(),))
 
 
 def empty(kind: str, gib: float, *, cuda: bool = False) -> State:
@@ -42,14 +42,14 @@ def empty(kind: str, gib: float, *, cuda: bool = False) -> State:
     Args:
         kind: Of state dict.
         gib: Its size.
-        cuda: Whether they are on the current GPU; none of `ROWS` can be.
+        cuda: Whether they are on the current GPU.
     """
     device = "cuda" if cuda else "cpu"
     found: State = {}
     for name, shape in shapes(kind, gib).items():
         if kind == ROWS:
             found[name] = zeros(
-                shape, dtype=torch.bfloat16, device_mesh=_mesh(), placements=[Shard(0)]
+                shape, dtype=torch.bfloat16, device_mesh=_mesh(device), placements=[Shard(0)]
             )
         else:
             found[name] = torch.zeros(shape, dtype=torch.bfloat16, device=device).fill_(0)
@@ -74,7 +74,7 @@ def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tor
     key = zlib.crc32(name.encode())
     for begin in range(0, words.numel(), _PIECE_WORDS):
         part = words[begin : begin + _PIECE_WORDS]
-        counted = torch.arange(before + begin, before + begin + part.numel())
+        counted = torch.arange(part.numel(), device=part.device).add_(before + begin)
         yield part, counted.add_(key << 32).mul_(0x1E3779B97F4A7C15)
 
 
@@ -88,7 +88,7 @@ def fill(state: State) -> None:
 def first_difference(state: State) -> str | None:
     """The name of the first tensor that has other bits than its own, or None."""
     for name, tensor in state.items():
-        if not all(torch.equal(part.cpu(), bits) for part, bits in _pieces(name, tensor)):
+        if not all(torch.equal(part, bits) for part, bits in _pieces(name, tensor)):
             return name
     return None
 

@@ -86,6 +86,7 @@ class Bench:
         rounds: Turns of each contender.
         gib: Size of the large workloads, in GiB.
         fio: The device's ceiling, measured once per round of `large-bf16`; None to leave it out.
+        device: Where the tensors are that are saved, and loaded into: "cpu" or "cuda".
     """
 
     directory: Path
@@ -93,6 +94,7 @@ class Bench:
     rounds: int
     gib: float
     fio: Fio | None
+    device: str = "cpu"
     samples: list[Sample] = field(default_factory=list)
 
     def add(self, sample: Sample) -> None:
@@ -161,6 +163,17 @@ def like(state: State) -> State:
     return {name: torch.zeros_like(tensor).fill_(0) for name, tensor in state.items()}
 
 
+def on(device: str, state: State) -> State:
+    """Returns `state` on a device, the tensors strided alike."""
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def synchronize() -> None:
+    """Waits until the GPU has done what it was told, if this process uses one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def nbytes_of(state: State) -> int:
     """Returns the bytes of all tensors of `state`."""
     return sum(tensor.nbytes for tensor in state.values())
@@ -191,6 +204,7 @@ def measure_save(contender: Contender, state: State, directory: Path) -> tuple[U
     """
     share = Share() if contender.counts_share else None
     _fresh(directory)
+    synchronize()
     with Meter() as meter:
         contender.save(state, directory, share=share)
         meter.lap()
@@ -212,8 +226,10 @@ def _measure_loads(
                 make_warm(directory)
             resident = resident_fraction(directory)
             share = Share() if contender.counts_share else None
+            synchronize()
             with Meter() as meter:
                 contender.load(loader, into, directory, share=share)
+                synchronize()
             if round_number == 0:
                 require_equal(state, into, f"{loader} ({phase})")
             sample = Sample(workload, phase, loader, round_number, nbytes_of(state), meter.usage)
@@ -237,7 +253,7 @@ def _measure_fio(bench: Bench, workload: str, round_number: int, nbytes: int) ->
 
 def _warm_up(bench: Bench) -> None:
     """Runs every contender once on a tiny state, so that no round pays for lazy imports."""
-    state = {"a": torch.rand(1000), "b": torch.rand(10)}
+    state = on(bench.device, {"a": torch.rand(1000), "b": torch.rand(10)})
     for contender in bench.contenders:
         directory = _fresh(bench.directory / contender.name)
         contender.save(state, directory)
@@ -248,6 +264,7 @@ def _warm_up(bench: Bench) -> None:
 
 def _save_and_load(bench: Bench, workload: str, state: State) -> None:
     _warm_up(bench)
+    state = on(bench.device, state)
     into, nbytes = like(state), nbytes_of(state)
     for round_number, contender in bench.turns():
         if contender is None:
@@ -326,7 +343,7 @@ def run_row_slices(bench: Bench) -> None:
     """Reads 64 row slices of one stored chunk of 64 MiB, and one slice alone: bytes read count."""
     rows = 1024 // SLICE_COUNT
     torch.manual_seed(0)
-    state = {"weight": torch.rand(1024, 16384)}
+    state = on(bench.device, {"weight": torch.rand(1024, 16384)})
     starts = {f"slice.{i:02}": i * rows for i in range(SLICE_COUNT)}
     wanted = {name: state["weight"][row : row + rows] for name, row in starts.items()}
     middle = f"slice.{SLICE_COUNT // 2:02}"
@@ -343,8 +360,10 @@ def run_row_slices(bench: Bench) -> None:
             planner = SlicePlanner("weight", {name: starts[name] for name in names})
             make_cold(directory)
             resident = resident_fraction(directory)
+            synchronize()
             with Meter() as meter:
                 contender.load(contender.loaders[0], into, directory, planner=planner)
+                synchronize()
             require_equal(some, into, f"{contender.name} ({phase})")
             sample = Sample(
                 "row-slices", phase, contender.name, round_number, nbytes_of(some), meter.usage
@@ -387,6 +406,7 @@ def run_rss(bench: Bench) -> None:
         remove_tree(directory)
 
 
+ON_CPU = ("rss",)
 WORKLOADS = {
     "large-bf16": run_large_bf16,
     "transposed": run_transposed,
