@@ -71,11 +71,11 @@ def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tor
     rows, first = local_rows(tensor)
     words = rows.view(torch.int64).flatten()
     before = first * (words.numel() // max(rows.shape[0], 1))
-    key = zlib.crc32(name.encode())
+    key = (zlib.crc32(name.encode()) << 32) - (1 << 63)
     for begin in range(0, words.numel(), _PIECE_WORDS):
         part = words[begin : begin + _PIECE_WORDS]
-        counted = torch.arange(part.numel(), device=part.device).add_(before + begin)
-        yield part, counted.add_(key << 32).mul_(0x1E3779B97F4A7C15)
+        counted = torch.arange(part.numel(), device=part.device)
+        yield part, counted.add_(key + before + begin).mul_(0x1E3779B97F4A7C15)
 
 
 def fill(state: State) -> None:
