@@ -315,9 +315,11 @@ Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
   for (const auto& [name, requests] : files) {
     std::vector<Run> runs = cut_by_requesters(requests);
     for (const Run& run : runs) {
-      const int64_t requesters = std::ssize(ranks_of(run.requesters));
-      out.wanted_nbytes_ += run.range.nbytes() * requesters;
-      out.saved_nbytes_ += run.range.nbytes() * (requesters - 1);
+      const std::vector<int32_t> ranks = ranks_of(run.requesters);
+      const int64_t readers = std::ranges::count_if(
+          ranks, [&](int32_t rank) { return !wanted[static_cast<size_t>(rank)]->is_cached(); });
+      out.wanted_nbytes_ += run.range.nbytes() * std::ssize(ranks);
+      out.saved_nbytes_ += run.range.nbytes() * std::max<int64_t>(readers - 1, 0);
     }
     for (const Run& run : joined(std::move(runs))) {
       std::vector<int32_t> ranks = ranks_of(run.requesters);

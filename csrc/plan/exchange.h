@@ -74,7 +74,8 @@ class Exchange {
   static Result<Exchange> make(std::span<const WantedBytes* const> wanted,
                                std::span<const std::string> nodes, int64_t budget_nbytes);
 
-  // Bytes that are not read, since another rank sends them.
+  // Bytes that are not read from storage, since another rank sends them. A rank that has all that it
+  // wants in its page cache saves none.
   int64_t saved_nbytes() const { return saved_nbytes_; }
 
   // Total bytes that the ranks want, each rank counted separately.

@@ -9,7 +9,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::string_view kMagic = "TCXW";
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr int64_t kMaxOffset = int64_t{1} << 61;
 
 }  // namespace
@@ -53,6 +53,7 @@ void WantedBytes::sort() {
 std::vector<std::byte> WantedBytes::encode() {
   sort();
   WireWriter out;
+  out.varint(is_cached_ ? 1 : 0);
   out.varint(std::ssize(files_));
   for (const File& file : files_) {
     out.word(file.name);
@@ -72,7 +73,10 @@ Result<WantedBytes> WantedBytes::decode(Bytes bytes) {
   WireReader in(body);
   WantedBytes out;
   const auto unsound = [] { return corruption("a list of reads is unsound"); };
+  int64_t is_cached;
   int64_t files;
+  if (!in.varint(&is_cached) || is_cached > 1) return unsound();
+  out.is_cached_ = is_cached == 1;
   if (!in.varint(&files) || files > in.left()) return unsound();
   for (int64_t i = 0; i < files; ++i) {
     std::string_view name;

@@ -23,6 +23,10 @@ class WantedBytes {
   // Adds a range of a file. Requires: 0 <= begin < end.
   void add(std::string_view file, const ByteRange& range);
 
+  // Whether the rank has all of the bytes in its page cache.
+  bool is_cached() const { return is_cached_; }
+  void set_cached(bool is_cached) { is_cached_ = is_cached; }
+
   // Returns the files in insertion order. After `decode`, files are unique and ascending by name.
   const std::vector<File>& files() const { return files_; }
 
@@ -33,6 +37,7 @@ class WantedBytes {
  private:
   void sort();
   std::vector<File> files_;
+  bool is_cached_ = false;
 };
 
 }  // namespace torch_ckpt

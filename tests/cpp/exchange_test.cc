@@ -99,6 +99,17 @@ TEST(ExchangeTest, ReplicasReadEqualPartsOfAllThatTheyWant) {
   for (const int64_t nbytes : read_nbytes(parts)) EXPECT_NEAR(nbytes, 65 * kMiB / 4, 4 * kMiB);
 }
 
+TEST(ExchangeTest, ARankThatHasAllInItsPageCacheSavesNoReads) {
+  std::vector<WantedBytes> wanted(4, wanting({{"a", {0, 64 * kMiB}}}));
+  for (WantedBytes& one : std::span(wanted).first(2)) {
+    one.set_cached(true);
+    one = *WantedBytes::decode(one.encode());
+  }
+  EXPECT_EQ(share(wanted).saved_nbytes(), 64 * kMiB);
+  for (WantedBytes& one : wanted) one.set_cached(true);
+  EXPECT_EQ(share(wanted).saved_nbytes(), 0);
+}
+
 TEST(ExchangeTest, WhoeverReadsMoreAloneReadsLessForOthers) {
   const WantedBytes most = wanting({{"a", {0, 128 * kMiB}}});
   const WantedBytes least = wanting({{"a", {0, 64 * kMiB}}});

@@ -46,12 +46,16 @@ def test_only_the_first_rank_logs_a_save_and_a_load(path: Path) -> None:
         state = {"w": torch.ones(8 << 20)}  # So large that the ranks exchange reads.
         torch_ckpt.save(state, checkpoint_id=path / "step")
         torch_ckpt.load(state, checkpoint_id=path / "step")
+        for file in (path / "step").iterdir():
+            file.read_bytes()
+        torch_ckpt.load(state, checkpoint_id=path / "step")  # From the page cache.
     if dist.get_rank():
         assert lines == []
         return
-    saved, loaded = lines
+    saved, loaded, loaded_from_cache = lines
     assert re.search(r"saved .*: 32\.\d\d MiB in .* GB/s, 2 ranks, ", saved)
     assert re.search(r"loaded .*, rank 0 of 2 ranks, with an exchange$", loaded)
+    assert loaded_from_cache.endswith(", rank 0 of 2 ranks, without an exchange")
 
 
 @pytest.mark.parametrize("options", [{}, {"no_dist": True}, {"use_collectives": False}], ids=str)

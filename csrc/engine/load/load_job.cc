@@ -99,6 +99,7 @@ Status LoadJob::check(std::span<const StoredSlice> slices) {
 
 Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors) {
   WantedBytes out;
+  out.set_cached(true);  // Until a range is not.
   LoadResult result;
   RETURN_IF_ERROR(
       state_->release_on_error(run_batches(tensors, {}, {}, nullptr, false, &out, &result)));
@@ -190,7 +191,11 @@ Status LoadJob::run_batches(std::span<const TensorRequest> tensors,
       std::map<const File*, std::string_view> names;
       for (const auto& [name, file] : files) names.emplace(file.file.get(), name);
       for (const WantedRange& want : batch.wanted()) {
-        only_wanted->add(names[want.file], checkable_range(want));
+        const ByteRange range = checkable_range(want);
+        only_wanted->add(names[want.file], range);
+        if (only_wanted->is_cached()) {
+          only_wanted->set_cached(want.file->is_resident(range.begin, range.nbytes()));
+        }
       }
       continue;
     }
