@@ -12,8 +12,6 @@ STOCK_THREAD = "dcp, thread"
 STOCK_CACHED = "dcp, thread, cached copy"
 STOCK_PROCESS = "dcp, process, shared memory"
 OURS_OVERLAPPED = f"{OURS}, not blocking"
-STOCK_PINNED = "dcp, thread, pinned copy"
-STOCK_OVERLAPPED = f"{STOCK_PINNED}, not blocking"
 TORCH_SAVE = "torch.save"
 MEMCPY = "memcpy into warm buffers"
 
@@ -22,4 +20,4 @@ FROM_DISK = f"{OURS}, from disk, cold"
 STOCK_FROM_DISK = "dcp, from disk, cold"
 
 ASYNC = (OURS, OURS_AGENT, OURS_PLUGIN, STOCK_THREAD, STOCK_CACHED, STOCK_PROCESS)
-ASYNC_CUDA = (*ASYNC, OURS_OVERLAPPED, STOCK_PINNED, STOCK_OVERLAPPED)
+ASYNC_CUDA = (*ASYNC, OURS_OVERLAPPED)

@@ -27,8 +27,6 @@ from async_contenders import (
     OURS_SYNC,
     STOCK_CACHED,
     STOCK_FROM_DISK,
-    STOCK_OVERLAPPED,
-    STOCK_PINNED,
     STOCK_PROCESS,
     STOCK_THREAD,
     TORCH_SAVE,
@@ -60,9 +58,6 @@ class AsyncRank(Rank):
         self.group = dist.new_group(backend="gloo")
         self._cached = DefaultStager(StagingOptions(False, False, False, False))
         self._shared = DefaultStager(StagingOptions(False, True, False, False))
-        if self.options["cuda"]:
-            self._pinned = DefaultStager(StagingOptions(True, False, False, True))
-            self._overlapped = DefaultStager(StagingOptions(True, False, True, True))
 
     def prepare(self, gib: float) -> int:
         """Makes this rank's shards; returns their bytes."""
@@ -231,12 +226,6 @@ class AsyncRank(Rank):
             STOCK_THREAD: lambda path: save_async(FileSystemWriter(path)),
             STOCK_CACHED: lambda path: save_async(
                 FileSystemWriter(path), async_stager=self._cached
-            ),
-            STOCK_PINNED: lambda path: save_async(
-                FileSystemWriter(path), async_stager=self._pinned
-            ),
-            STOCK_OVERLAPPED: lambda path: save_async(
-                FileSystemWriter(path), async_stager=self._overlapped
             ),
             STOCK_PROCESS: lambda path: save_async(FileSystemWriter(path), **shared),
             TORCH_SAVE: self._torch_save,

@@ -7,8 +7,8 @@ shards. Takes 5 minutes, 2 GiB of disk and 8 GiB of memory:
 
     python benchmarks/bench_async.py --dir /data --json result.json
 
-With ``--device cuda --ranks 1``, the tensors and the training are on a GPU. Some contenders copy
-only then from pinned memory, or after the call has returned.
+With ``--device cuda --ranks 1``, the tensors and the training are on a GPU. One contender is
+measured only then: it copies after the call has returned.
 
 Everything is timed from a barrier to the end on the slowest rank.
 """

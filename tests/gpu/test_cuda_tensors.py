@@ -127,7 +127,7 @@ def test_dense_cuda_tensors_are_loaded_by_the_engine_and_not_by_torch(tmp_path, 
     def refuse(*_: object) -> None:
         raise AssertionError("a tensor was made on the CPU and copied by torch")
 
-    monkeypatch.setattr("torch_ckpt.storage.loading._copy_to", refuse)
+    monkeypatch.setattr("torch_ckpt.storage.loading._Copies.put", refuse)
     dcp.load(loaded, storage_reader=FastReader(tmp_path), no_dist=True)
 
     assert all(_tensor_view.is_loadable(tensor) for tensor in loaded.values())

@@ -33,6 +33,9 @@ from torch_ckpt.storage.rank_work import RankWork, Unresolved, resolve_whole
 
 __all__ = ["WrittenFile", "pickle_item", "write_data_file"]
 
+_PINNED_NBYTES = 64 << 20
+"""Bytes of CUDA tensors that are copied and written at a time. A larger tensor is copied whole."""
+
 
 @dataclass(frozen=True)
 class WrittenFile:
@@ -152,9 +155,10 @@ def _write_tensors(
     """Writes tensors through the engine, in the order of the layout.
 
     Some tensors need a copy (of a device tensor, or of a temporary). Copies are written and freed
-    in batches of ``max_retained_nbytes``.
+    in batches of ``max_retained_nbytes``, those of CUDA tensors in batches of their own size.
     """
     begin = retained_nbytes = 0
+    pinned = _PinnedCopies()
     for number in planned.copied:
         position = planned.position(number)
         source = work.sources[position]
@@ -165,15 +169,83 @@ def _write_tensors(
         )
         assert tensor is not None
         rows = planned.rows(number)
-        copy = to_plain(tensor if rows is None else tensor.detach().narrow(0, *rows))
+        part = tensor.detach() if rows is None else tensor.detach().narrow(0, *rows)
+        if _copies_by_engine(part):
+            if not pinned.has_room(part):
+                pinned.put_all(planned)
+                planned.write(job, begin, number)
+                begin, retained_nbytes = number, 0
+            pinned.add(number, part)
+            continue
+        copy = to_plain(part)
         planned.put(number, _tensor_view.view(copy, "", writable=False))
         retained_nbytes += (
             copy.untyped_storage().nbytes()
         )  # A view of rows references the whole storage.
         if retained_nbytes >= max_retained_nbytes:
+            pinned.put_all(planned)
             planned.write(job, begin, number + 1)
             begin, retained_nbytes = number + 1, 0
+    pinned.put_all(planned)
     planned.write(job, begin, len(planned))
+
+
+def _copies_by_engine(tensor: torch.Tensor) -> bool:
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_cuda and not is_lazy and _native.why_no_cuda() is None
+
+
+class _PinnedCopies:
+    """Copies of CUDA tensors in pinned host memory, which each batch uses again.
+
+    Copies into new memory, as ``Tensor.cpu`` makes them, are many times slower: a GPU copies
+    directly only into pinned memory, and the system has to find and clear new pages.
+    """
+
+    def __init__(self) -> None:
+        self._devices = _native.Devices()
+        self._snapshot: _native.Snapshot | None = None
+        self._tensors: list[tuple[int, torch.Tensor, int]] = []  # Number, tensor, offset.
+        self._end = 0
+
+    def has_room(self, tensor: torch.Tensor) -> bool:
+        """Whether the batch has room for a tensor. An empty batch has room for any tensor."""
+        offset = _native.place_in_snapshot(self._end, tensor.nbytes)
+        return not self._tensors or offset + tensor.nbytes <= _PINNED_NBYTES
+
+    def add(self, number: int, tensor: torch.Tensor) -> None:
+        """Adds a tensor, which has this number in its file, to the batch."""
+        offset = _native.place_in_snapshot(self._end, tensor.nbytes)
+        self._tensors.append((number, tensor, offset))
+        self._end = offset + tensor.nbytes
+
+    def put_all(self, planned: _native.PlannedFile) -> None:
+        """Copies the batch, and gives the copies to its file. The next batch overwrites them."""
+        tensors, self._tensors = self._tensors, []
+        if not tensors:
+            return
+        batch = _tensor_view.inspect([one for _, one, _ in tensors], writable=False, stages=True)
+        snapshot = self._memory(self._end)
+        self._end = 0
+        snapshot.pin_for(batch, self._devices)
+        plain = batch.plain
+        snapshot.copy(batch, plain, [tensors[i][2] for i in plain], 1, self._devices)
+        memory = torch.frombuffer(memoryview(snapshot), dtype=torch.uint8)
+        copied = set(plain)
+        for position, (number, tensor, offset) in enumerate(tensors):
+            elements = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
+            copy = elements.view(tensor.size()) if position in copied else to_plain(tensor)
+            planned.put(number, _tensor_view.view(copy, "", writable=False))
+
+    def _memory(self, nbytes: int) -> _native.Snapshot:
+        found = self._snapshot
+        if found is None or found.nbytes < nbytes:
+            # A small state needs less than a whole batch. A second batch is probably a whole one.
+            usual = 1 if found is None else _PINNED_NBYTES
+            del found
+            self._snapshot = None  # Free it before the allocation.
+            found = self._snapshot = _native.Snapshot(max(nbytes, usual), 1)
+        return found
 
 
 def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
