@@ -57,7 +57,7 @@ class World:
     def tree(self) -> Tree:
         """Who passes to whom."""
         if self.fan_out is None:
-            return Tree(0, (-1,) + (0,) * (self.ranks - 1))
+            return Tree((-1,) + (0,) * (self.ranks - 1))
         nodes = [rank // self.per_node for rank in range(self.ranks)]
         return Tree.over(nodes, fan_out=self.fan_out)
 
@@ -146,7 +146,7 @@ def reckon(world: World, costs: Costs) -> Cost:
 def simulate(world: World, costs: Costs) -> Cost:
     """Passes every message of every rank, one after another at either of its ends."""
     tree = world.tree()
-    order = list(tree.subtree(tree.root))
+    order = list(tree.subtree(0))
     sizes = [1] * tree.size
     for rank in reversed(order[1:]):
         sizes[tree.parents[rank]] += sizes[rank]
@@ -170,9 +170,9 @@ def simulate(world: World, costs: Costs) -> Cost:
             given[child] = now + latency_s(child)
 
     def load(rank: int) -> Load:
-        met = [*tree.children[rank], *([rank] if rank != tree.root else [])]
+        met = [*tree.children[rank], *([rank] if rank != 0 else [])]
         nbytes = sum(sizes[other] * world.nbytes for other in met)
         return Load(len(met), nbytes, sum(transfer_s(other) for other in met))
 
-    inner = max(tree.children[tree.root], key=lambda rank: load(rank).seconds)
-    return Cost(load(tree.root), load(inner), ready[tree.root], max(given))
+    inner = max(tree.children[0], key=lambda rank: load(rank).seconds)
+    return Cost(load(0), load(inner), ready[0], max(given))

@@ -28,7 +28,7 @@ class _Process:
         file_systems: Registered file systems, by URL scheme. Owner: ``filesystems/location``.
         groups: Groups of ranks, by process group. Owner: ``coordination/group``.
         save_processes: The process that writes asynchronous saves of type ``PROCESS``, by the
-            identity of a group. Owner: ``coordination/background``.
+            connections of a group. Owner: ``coordination/background``.
         plan_cache: Cached plans of earlier saves. Owner: ``planning/plan_cache``.
         stager: The default stager of writers. Owner: ``staging/stager``.
         save_futures: Futures of background saves. Failures that nobody has read are reported when

@@ -40,7 +40,7 @@ import torch_ckpt
 from torch_ckpt.coordination import connect, relay
 from torch_ckpt.coordination.group import Group, group_of, time_limit_s
 from torch_ckpt.coordination.peer import Peer
-from torch_ckpt.coordination.relay import _Loop
+from torch_ckpt.coordination.relay import Relay
 from torch_ckpt.coordination.tree import Tree
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 
@@ -250,24 +250,24 @@ class Interception:
         self.is_due = dist.get_rank() == rank
 
     def __enter__(self) -> None:
-        stepping = getattr(_Loop, self.step)
+        stepping = getattr(Relay, self.step)
 
         def write(peer: Peer) -> None:
             peer.connection.send(peer._outgoing[0][:10])
             self.function()
 
-        def step(loop: _Loop, *args: Any) -> Any:
+        def step(thread: Relay, *args: Any) -> Any:
             self.skip -= 1
             if not self.is_due or self.skip >= 0:
-                return stepping(loop, *args)
+                return stepping(thread, *args)
             self.is_due = False
             if self.is_midway:
                 with mock.patch.object(Peer, "write", write):
-                    return stepping(loop, *args)
+                    return stepping(thread, *args)
             self.function()
-            return stepping(loop, *args)
+            return stepping(thread, *args)
 
-        self._patch = mock.patch.object(_Loop, self.step, step)
+        self._patch = mock.patch.object(Relay, self.step, step)
         self._patch.start()
 
     def __exit__(self, *args: object) -> None:

@@ -26,7 +26,7 @@ from test_deadlines import (
 
 import torch_ckpt
 from torch_ckpt import FastWriter
-from torch_ckpt.coordination.group import Call, Group, group_of
+from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.errors import RankTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,11 +39,11 @@ def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
     group = dist.new_group(backend="gloo")
     group_of(group).call(AMPLE_S).barrier("beginning")
     is_late = dist.get_rank() == 1
-    started, finish, publish = Group.started, FastWriter.finish, FastWriter._publish_files
+    fail, finish, publish = Call.fail, FastWriter.finish, FastWriter._publish_files
 
-    def delayed(self: Group, *args: Any) -> Any:
+    def fail_late(self: Call, *args: Any) -> Any:
         time.sleep(4)
-        return started(self, *args)
+        return fail(self, *args)
 
     def finish_late(self: FastWriter, *args: Any, **options: Any) -> None:
         time.sleep(2)
@@ -63,7 +63,7 @@ def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
 
     state = {f"w{dist.get_rank()}": torch.ones(8)}
     with (
-        mock.patch.object(Group, "started", delayed if is_late else started),
+        mock.patch.object(Call, "fail", fail_late if is_late else fail),
         mock.patch.object(FastWriter, "finish", finish_late),
         mock.patch.object(FastWriter, "_publish_files", publish_slowly),
         mock.patch.object(Call, "_exchange", interrupted),

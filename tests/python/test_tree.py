@@ -27,18 +27,15 @@ def maps_of_nodes(size: int) -> Iterator[list[int]]:
 
 def trees() -> Iterator[tuple[Tree, list[int], int]]:
     """With the nodes and the fan-out of each."""
-    rng = random.Random(SEED)
     for size in [*range(1, 20), 63, 64, 65, 250]:
         for nodes in maps_of_nodes(size):
             for fan_out in FAN_OUTS:
-                for root in {0, size - 1, rng.randrange(size)}:
-                    yield Tree.over(nodes, root=root, fan_out=fan_out), nodes, fan_out
+                yield Tree.over(nodes, fan_out=fan_out), nodes, fan_out
 
 
-def leaders_of(tree: Tree, nodes: Sequence[Hashable]) -> set[int]:
-    """The root, and the lowest rank of every other node."""
-    others = {nodes.index(node) for node in nodes if node != nodes[tree.root]}
-    return others | {tree.root}
+def leaders_of(nodes: Sequence[Hashable]) -> set[int]:
+    """The lowest rank of every node."""
+    return {nodes.index(node) for node in nodes}
 
 
 def levels(count: int, fan_out: int) -> int:
@@ -52,7 +49,7 @@ def levels(count: int, fan_out: int) -> int:
 
 def test_every_rank_is_reached_once_and_after_its_parent() -> None:
     for tree, nodes, _ in trees():
-        order = list(tree.subtree(tree.root))
+        order = list(tree.subtree(0))
         assert sorted(order) == list(range(len(nodes)))
         place = {rank: number for number, rank in enumerate(order)}
         for rank in order:
@@ -79,7 +76,7 @@ def test_rank_has_no_more_children_than_the_fan_out_on_its_node_and_as_many_else
 
 def test_node_meets_other_nodes_through_its_leader_alone() -> None:
     for tree, nodes, _ in trees():
-        leaders = leaders_of(tree, nodes)
+        leaders = leaders_of(nodes)
         for rank, parent in enumerate(tree.parents):
             if parent >= 0 and nodes[rank] != nodes[parent]:
                 assert {rank, parent} <= leaders
@@ -115,31 +112,26 @@ def test_height_of_16384_ranks_on_nodes_of_8_is_4_with_the_default_fan_out() -> 
 
 def test_few_ranks_of_one_node_all_hang_below_the_root() -> None:
     for size in range(1, 18):
-        tree = Tree.over(["node"] * size, root=size // 2, fan_out=16)
-        assert sorted(tree.children[size // 2]) == [r for r in range(size) if r != size // 2]
+        tree = Tree.over(["node"] * size, fan_out=16)
+        assert list(tree.children[0]) == list(range(1, size))
 
 
 def test_tree_does_not_depend_on_how_nodes_are_called() -> None:
     nodes = [random.Random(SEED).randrange(5) for _ in range(40)]
     renamed = [f"node {9 - node}" for node in nodes]
-    assert Tree.over(nodes, root=3, fan_out=2) == Tree.over(renamed, root=3, fan_out=2)
+    assert Tree.over(nodes, fan_out=2) == Tree.over(renamed, fan_out=2)
 
 
 def test_tree_prints_and_compares() -> None:
-    tree = Tree.over("aabbbb", root=1, fan_out=2)
-    assert str(tree) == "1(2(3(4) 5) 0)"
-    assert repr(tree) == "Tree(root=1, parents=(1, -1, 1, 2, 3, 2))"
-    assert tree == Tree(1, (1, -1, 1, 2, 3, 2))
-    assert hash(tree) == hash(Tree(1, (1, -1, 1, 2, 3, 2)))
-    assert tree != Tree.over("aabbbb", root=1, fan_out=3)
+    tree = Tree.over("aabbbb", fan_out=2)
+    assert str(tree) == "0(2(3(4) 5) 1)"
+    assert repr(tree) == "Tree(parents=(-1, 0, 0, 2, 3, 2))"
+    assert tree == Tree((-1, 0, 0, 2, 3, 2))
+    assert hash(tree) == hash(Tree((-1, 0, 0, 2, 3, 2)))
+    assert tree != Tree.over("aabbbb", fan_out=3)
 
 
 @pytest.mark.parametrize("fan_out", [1, 0, -3])
 def test_fan_out_below_2_is_refused(fan_out: int) -> None:
     with pytest.raises(ValueError, match="less than 2"):
         Tree.over([0, 0], fan_out=fan_out)
-
-
-def test_root_that_is_no_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a rank of a group of 2"):
-        Tree.over([0, 0], root=2, fan_out=2)

@@ -110,7 +110,8 @@ PYTHON = {
     "coordination/group.py Call._exchange result_of": Wait(
         "the communication thread, by the deadlines of all ranks", "the ranks that are late"
     ),
-    "coordination/group.py Call._exchange relay.answer(self.number, number, values).result": Wait(
+    "coordination/group.py Call._exchange "
+    "relay.submit(relay.answer, self.number, number, values).result": Wait(
         "the communication thread, which does not block", "the call"
     ),
     "coordination/listeners.py Listeners._accept listener.accept": Wait(

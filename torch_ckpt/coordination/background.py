@@ -178,8 +178,8 @@ def save_in_process(
         RankTimeoutError: A rank was late, stuck or gone.
         CheckpointError: The process of a rank did not start.
     """
-    identity = call.group.identity
-    process: _SaveProcess | None = PROCESS.save_processes.get(identity)
+    connections = call.group.connections
+    process: _SaveProcess | None = PROCESS.save_processes.get(connections)
     if call.any_rank(process is None or not process.is_alive, _STARTING) or process is None:
         if process is not None:
             process.end()
@@ -190,7 +190,7 @@ def save_in_process(
             own_address = None if listener is None else listener.getsockname()[:2]
             address: Any = call.all_reduce(_STARTING, lambda: own_address, lambda found: found[0])
             process = _SaveProcess(address, listener, call)
-        PROCESS.save_processes[identity] = process
+        PROCESS.save_processes[connections] = process
     earlier = process.last
 
     def carry_out(state: Any) -> Metadata:

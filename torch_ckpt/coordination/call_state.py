@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from torch_ckpt.coordination.contributions import ExchangeState, RaisedError
+from torch_ckpt.coordination.contributions import ExchangeState
 from torch_ckpt.errors import RankTimeoutError
 
 __all__ = ["CallState", "as_seen_in", "timeout_error"]
@@ -17,7 +17,7 @@ class CallState:
     def __init__(self) -> None:
         self.exchanges: dict[int, ExchangeState] = {}
         self.phase = "beginning"
-        self.error: RankTimeoutError | RaisedError | None = None
+        self.error: Exception | None = None
         self.on_failure: list[Callable[[], None]] = []
         """Functions of this rank to call when the call fails."""
         self.promised = False

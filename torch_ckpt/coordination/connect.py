@@ -345,7 +345,7 @@ def _place_all(store: Store, size: int, waiting: _Waiting) -> Tree | None:
     """Builds the tree, and writes each rank's place in the tree to the store."""
     waiting.for_count(size)
     addresses = [json.loads(value) for value in store.multi_get([f"{r}" for r in range(size)])]
-    tree = Tree.over([address["node"] for address in addresses], root=0, fan_out=FAN_OUT)
+    tree = Tree.over([address["node"] for address in addresses], fan_out=FAN_OUT)
     for rank, parent in enumerate(tree.parents):
         place = {
             "parent": parent if parent >= 0 else None,

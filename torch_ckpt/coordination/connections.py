@@ -18,37 +18,44 @@ from torch.distributed.distributed_c10d import (
 from torch_ckpt.coordination.addresses import store_address
 from torch_ckpt.coordination.connect import refuse
 from torch_ckpt.coordination.exclusive import Exclusive
+from torch_ckpt.coordination.loop import FORKED
 from torch_ckpt.coordination.relay import Relay
 from torch_ckpt.coordination.waiting import GRACE_S, result_of
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["FORKED", "Connections", "place_of_store", "store_of"]
-
-FORKED = "a forked process is not a rank of its parent's group"
-"""The error of a forked child that uses a group of its parent."""
+__all__ = ["Connections", "store_of"]
 
 
 class Connections:
     """The connections of a rank, opened by the first call.
 
     Args:
-        store: Returns the store in which the ranks exchange their addresses.
+        process_group: The ranks; ``None`` for a single process, which never connects.
         rank: This rank, as the group numbers it.
         names: Global rank of each rank of the group.
-        place: Where the store is, for messages.
+
+    Attributes:
+        current: The thread that serves the connections; ``None`` before the first call.
+
+    Raises:
+        CheckpointError: The process group is that of the parent of this forked process.
     """
 
     def __init__(
-        self, store: Callable[[], Store], rank: int, names: list[int], place: str = ""
+        self, process_group: dist.ProcessGroup | None, rank: int, names: list[int]
     ) -> None:
-        self._store, self._rank, self._names, self._place = store, rank, names, place
+        if len(names) > 1 and process_group in PROCESS.inherited:
+            raise CheckpointError(FORKED)
+        if process_group is not None:
+            self._store, self._place = store_of(process_group), _place_of_store(process_group)
+        self._rank, self._names = rank, names
         self._attempts = itertools.count()
         self._exclusive = Exclusive("the group of ranks")
         self.current: Relay | None = None
 
     def started(self, phase: str) -> Relay:
-        """Returns the connections, and begins to connect if necessary.
+        """Returns the relay, and begins to connect if necessary.
 
         Raises:
             CheckpointError: A signal handler has interrupted the beginning in this thread. Or this
@@ -64,7 +71,8 @@ class Connections:
             if self.current is None:
                 attempt = next(self._attempts)
                 try:
-                    self.current = Relay(self._own(attempt), self._rank, self._names, phase)
+                    store = self._own(attempt)
+                    self.current = Relay(store, self._rank, self._names, phase, owner=self)
                 except RuntimeError as error:  # The system has no more threads.
                     failure = error
             relay = self.current
@@ -79,7 +87,15 @@ class Connections:
         return lambda: PrefixStore(f"{attempt}", store())
 
     def relay(self, phase: str, timeout_s: float) -> Relay:
-        """Returns the connections, after all ranks have connected."""
+        """Returns the relay, after this rank has connected.
+
+        Args:
+            phase: The current phase, for messages.
+            timeout_s: Seconds that this rank waits for the others to connect.
+
+        Raises:
+            RankTimeoutError: A rank did not connect in time, or the store does not answer.
+        """
         relay = self.started(phase)
         relay.deadline.begin(timeout_s, phase)
         try:
@@ -92,7 +108,7 @@ class Connections:
         except Exception as error:
             if self.current is relay:
                 self.current = None  # The next call retries.
-                relay.abort()
+                relay.end()
             if isinstance(error, RankTimeoutError):
                 raise
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
@@ -104,7 +120,7 @@ class Connections:
         return relay
 
 
-def place_of_store(group: dist.ProcessGroup) -> str:
+def _place_of_store(group: dist.ProcessGroup) -> str:
     """Returns where the group's store is, for messages: `` at host:port``; empty if unknown."""
     address = store_address(_get_process_group_store(group))
     return "" if address is None else f" at {address[0]}:{address[1]}"

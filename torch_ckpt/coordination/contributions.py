@@ -18,6 +18,7 @@ __all__ = [
     "Contribution",
     "ExchangeState",
     "RaisedError",
+    "Values",
     "decoded_error",
     "encoded_error",
     "packed_answer",
@@ -29,6 +30,10 @@ __all__ = [
 _CONTRIBUTION = struct.Struct("<Idd?Q")  # Rank, timeout, age, is error, length of the bytes.
 _ANSWER_HEAD = struct.Struct("<QQ")  # Number of ranks, number of distinct values.
 _COLLECT_S = 0.25  # Time in which the coordinator collects the errors of further ranks.
+
+
+Values = Sequence[bytes] | bytes
+"""An answer: one value per rank, or one value for all ranks. Each object is sent only once."""
 
 
 class Contribution(NamedTuple):

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextvars import ContextVar
@@ -28,8 +29,8 @@ from torch.distributed.distributed_c10d import (
     _get_default_group,
 )
 
-from torch_ckpt.coordination.connections import FORKED, Connections, place_of_store, store_of
-from torch_ckpt.coordination.contributions import RaisedError
+from torch_ckpt.coordination.connections import Connections
+from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.portable import (
     pickled,
@@ -39,7 +40,7 @@ from torch_ckpt.coordination.portable import (
     unpickled_error,
     why,
 )
-from torch_ckpt.coordination.relay import COMMITTING, WRITING, Relay, Values
+from torch_ckpt.coordination.relay import COMMITTING, WRITING
 from torch_ckpt.coordination.waiting import GRACE_S, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.process_state import PROCESS
@@ -65,11 +66,7 @@ _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _STEPS = {phase: step for step, phase in _PHASES.items()}
 
 
-class _Identity:
-    """Identifies the process group of a group."""
-
-
-_ALONE = _Identity()  # The identity of a process without other ranks.
+_ALONE = Connections(None, 0, [0])  # Those of a process without other ranks.
 
 
 class Group:
@@ -83,7 +80,8 @@ class Group:
         names: Names of the ranks in messages; their global ranks if ``None``.
 
     Attributes:
-        identity: Equal for all groups of one process group (:meth:`series`).
+        connections: The connections of this rank, the same in all groups of one process group
+            (:meth:`series`).
         rank: This rank, as the group numbers it. Rank 0 is the coordinator.
         size: The number of ranks.
         names: Name of each rank of the group: its global rank in the training processes.
@@ -101,17 +99,12 @@ class Group:
     def __init__(
         self, process_group: dist.ProcessGroup | None, names: list[int] | None = None
     ) -> None:
-        self.identity = _ALONE
         self.rank, self.size, self.names = 0, 1, names or [0]
+        self.connections = _ALONE
         if process_group is not None:
-            self.identity = _Identity()  # A reference to the process group would keep it alive.
             self.names = names or dist.get_process_group_ranks(process_group)
             self.rank, self.size = dist.get_rank(process_group), len(self.names)
-            if self.size > 1 and process_group in PROCESS.inherited:
-                raise CheckpointError(FORKED)
-            store = store_of(process_group)
-            place = place_of_store(process_group)
-            self._connections = Connections(store, self.rank, self.names, place)
+            self.connections = Connections(process_group, self.rank, self.names)
         self._calls = itertools.count()
 
     @property
@@ -146,7 +139,7 @@ class Group:
             RankTimeoutError: The system has no more threads. Raised on all ranks.
         """
         if self.size > 1:
-            self._connections.started("beginning")
+            self.connections.started("beginning")
 
     def decide(
         self,
@@ -190,34 +183,6 @@ class Group:
         series._calls = itertools.count((next(self._calls) + 1) << 32)
         series.connect()
         return series
-
-    def relay(self, phase: str, timeout_s: float) -> Relay:
-        """Returns the connections of this rank, after it has connected.
-
-        Args:
-            phase: The current phase, for messages.
-            timeout_s: Seconds that this rank waits for the others to connect.
-
-        Raises:
-            RankTimeoutError: A rank did not connect in time, or the store does not answer.
-        """
-        return self._connections.relay(phase, timeout_s)
-
-    def started(self, phase: str, timeout_s: float) -> Relay:
-        """Returns the connections of this rank, and begins to connect if necessary.
-
-        Args:
-            phase: The current phase, for messages.
-            timeout_s: Seconds that this rank waits for the others to connect.
-        """
-        relay = self._connections.started(phase)
-        relay.deadline.begin(timeout_s, phase)
-        return relay
-
-    @property
-    def connected(self) -> Relay | None:
-        """The connections of this rank; ``None`` before it began to connect."""
-        return None if self.size == 1 else self._connections.current
 
 
 class Call:
@@ -286,11 +251,7 @@ class Call:
 
     def any_rank(self, answer: bool, phase: str) -> bool:
         """Returns whether ``answer`` is true on any rank."""
-
-        def decide(answers: Sequence[Any]) -> bytes:
-            return bytes([any(answer[0] for answer in answers)])
-
-        return bool(self._exchange(phase, bytes([answer]), decide)[0])
+        return self.decide(bytes([answer]), lambda answers: b"\1" in answers, phase)
 
     def decide(self, answer: bytes, decide: Callable[[Sequence[bytes]], bool], phase: str) -> bool:
         """Returns on every rank what ``decide`` returns on the coordinator.
@@ -317,8 +278,8 @@ class Call:
         """
         if not self._is_deciding or self.group.size == 1:
             return  # A rank that saves alone needs no permission to commit.
-        relay = self.group.relay(COMMITTING, self.timeout_s)
-        claim = relay.claim(self.number)
+        relay = self.group.connections.relay(COMMITTING, self.timeout_s)
+        claim = relay.submit(relay.claim, self.number)
         try:
             # After the deadline, the communication thread names the ranks that are late.
             result_of(
@@ -337,7 +298,7 @@ class Call:
             CheckpointException: A rank has raised an error.
             RankTimeoutError: A rank was late, stuck or gone.
         """
-        relay = self.group.connected
+        relay = self.group.connections.current
         error = None if relay is None else relay.error(self.number)
         if error is not None:
             raise self._as_shared(error)
@@ -345,7 +306,7 @@ class Call:
     @property
     def is_uncommitted(self) -> bool:
         """Whether the call has failed, and the coordinator cannot commit any more."""
-        relay = self.group.connected
+        relay = self.group.connections.current
         return relay is not None and relay.is_uncommitted(self.number)
 
     def cancel_on_failure(self, job: Cancellable) -> None:
@@ -362,7 +323,10 @@ class Call:
         if self.group.size == 1:
             return RankTimeoutError(str(cause))
         # Some ranks may never connect, so this rank waits for a short time only.
-        failed = self.group.started("beginning", self.timeout_s).fail(self.number, why(cause))
+        relay = self.group.connections.started("beginning")
+        relay.deadline.begin(self.timeout_s, "beginning")
+        failed: futures.Future[RankTimeoutError]
+        failed = relay.submit(relay.fail_here, self.number, why(cause))
         futures.wait([failed], min(self.timeout_s, GRACE_S))
         with contextlib.suppress(Exception):
             return failed.result(0)
@@ -391,10 +355,9 @@ class Call:
             answer = decide([contribution])
             return answer if isinstance(answer, bytes) else answer[0]
         with self._sharing_errors():
-            relay = group.relay(phase, self.timeout_s)
-            future = relay.exchange(
-                self.number, number, phase, contribution, self.timeout_s, is_error=is_error
-            )
+            relay = group.connections.relay(phase, self.timeout_s)
+            own = Contribution(self.timeout_s, time.monotonic(), contribution, is_error)
+            future = relay.submit(relay.begin, self.number, number, phase, own)
 
             def awaited() -> str:
                 if not group.is_coordinator:
@@ -407,7 +370,7 @@ class Call:
             return received
         values = decide(received)
         with self._sharing_errors():
-            relay.answer(self.number, number, values).result()
+            relay.submit(relay.answer, self.number, number, values).result()
         return values if isinstance(values, bytes) else values[0]
 
     @contextlib.contextmanager
@@ -433,14 +396,14 @@ class Call:
     @contextlib.contextmanager
     def _working(self, phase: str) -> Iterator[None]:
         """Lets a failure of the call end the jobs of this rank within the block."""
-        relay = self.group.connected
+        relay = self.group.connections.current
         if relay is None:
             yield
             return
-        relay.enter(self.number, phase)
+        relay.post(relay.enter, self.number, phase)
         if self._jobs is None:
             self._jobs = Jobs()
-            relay.on_failure(self.number, self._jobs.cancel)
+            relay.post(relay.watch, self.number, self._jobs.cancel)
         try:
             yield
         finally:

@@ -16,13 +16,16 @@ from torch_ckpt.coordination.peer import Message, Peer
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Loop", "settle"]
+__all__ = ["FORKED", "Loop", "settle"]
+
+FORKED = "a forked process is not a rank of its parent's group"
+"""The error of a forked child that uses a group of its parent."""
 
 
 class Loop(ABC):
     """Reads and writes messages, and runs posted functions, in the thread that calls :meth:`run`.
 
-    Other threads call only :meth:`post` and :meth:`stop`.
+    Other threads call only :meth:`post`, :meth:`submit` and :meth:`stop`.
 
     Attributes:
         peers: The connected neighbours.
@@ -69,6 +72,12 @@ class Loop(ABC):
         if self.stopped:
             self._fail_posted()
 
+    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[Any]:
+        """Posts a function with a new future as its last argument, and returns the future."""
+        future: Future[Any] = Future()
+        self.post(function, *arguments, future)
+        return future
+
     def stop(self) -> None:
         """Stops the loop."""
         self.stopped = True
@@ -78,12 +87,6 @@ class Loop(ABC):
         """Adds a connection."""
         self.peers.append(peer)
         self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-
-    def remove(self, peer: Peer) -> None:
-        """Closes a connection."""
-        self.peers.remove(peer)
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
 
     def send(self, peer: Peer, kind: int, call: int = 0, number: int = 0, *body: Any) -> None:
         """Sends a message without blocking; the loop sends the rest later."""
@@ -121,7 +124,7 @@ class Loop(ABC):
     def after_fork(self) -> None:
         """Refuses the functions that a forked child posts. Its connections are closed already."""
         self.stopped = True
-        self.lost = CheckpointError("a forked process is not a rank of its parent's group")
+        self.lost = CheckpointError(FORKED)
         self._selector.close()
         self._wake.close()
         self._woken.close()
@@ -135,7 +138,9 @@ class Loop(ABC):
             if events & selectors.EVENT_READ and (message := peer.read()):
                 self.receive(peer, message)
         except OSError:
-            self.remove(peer)
+            self.peers.remove(peer)
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
             self.disconnect(peer)
 
     def _run_posted(self) -> None:

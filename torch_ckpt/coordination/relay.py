@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -32,6 +31,7 @@ from torch_ckpt.coordination.contributions import (
     Contribution,
     ExchangeState,
     RaisedError,
+    Values,
     decoded_error,
     encoded_error,
     packed_answer,
@@ -43,13 +43,10 @@ from torch_ckpt.coordination.loop import Loop, settle
 from torch_ckpt.coordination.peer import Message, Peer
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
 
-__all__ = ["COMMITTING", "WRITING", "Relay", "Values"]
+__all__ = ["COMMITTING", "WRITING", "Relay"]
 
 WRITING, COMMITTING = "writing", "committing"
 """The phases in which all ranks write, and in which they wait for the coordinator's commit."""
-
-Values = Sequence[bytes] | bytes
-"""An answer: one value per rank, or one value for all ranks. Each object is sent only once."""
 
 _CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG, _RAISED = range(9)
 
@@ -58,14 +55,18 @@ _FORWARD_S = 0.05  # Longest time that contributions wait for those of other ran
 _CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
 
 
-class Relay:
-    """The communication thread of one rank. It ends when this object has no references left.
+class Relay(Loop):
+    """The communication thread of one rank.
+
+    Other threads use the attributes, and :meth:`late`, :meth:`error` and :meth:`is_uncommitted`.
+    They reach the other methods through :meth:`post` and :meth:`submit`.
 
     Args:
         store: Returns the store in which the ranks exchange their addresses.
         rank: This rank, as the group numbers it. Rank 0 is the coordinator.
         names: Global rank of each rank of the group.
         phase: The phase that a rank must finish before it connects, for messages.
+        owner: The thread ends when this object has no references left.
 
     Raises:
         RuntimeError: The system has no more threads.
@@ -77,142 +78,65 @@ class Relay:
         rank: int,
         names: Sequence[int],
         phase: str,
+        owner: object,
     ) -> None:
-        self._loop = _Loop(rank, names)
+        super().__init__()
+        self.rank, self.names = rank, names
+        self.calls: dict[int, CallState] = {}
         self.connected: Future[None] = Future()
         """Completes when all neighbours are connected."""
         self.deadline = Deadline(phase)
         """The end of the wait for the other ranks to connect."""
-        threading.Thread(
-            target=_run,
-            args=(self._loop, store, self.deadline, self.connected),
-            name="torch_ckpt-group",
-            daemon=True,
-        ).start()
-        weakref.finalize(self, self._loop.stop)
-
-    def exchange(
-        self,
-        call: int,
-        number: int,
-        phase: str,
-        contribution: bytes,
-        timeout_s: float,
-        *,
-        is_error: bool = False,
-    ) -> Future[Any]:
-        """Sends this rank's contribution to the coordinator.
-
-        Args:
-            call: Number of the call.
-            number: Number of the exchange within the call.
-            phase: The phase that ends with the exchange.
-            contribution: Encoded value or error.
-            timeout_s: Seconds that this rank waits for the others.
-            is_error: Whether the contribution is an error. It then fails the call on all ranks,
-                without waiting for contributions of other ranks.
-
-        Returns:
-            A future of the answer; on the coordinator, of the contributions of all ranks.
-        """
-        future: Future[Any] = Future()
-        own = Contribution(timeout_s, time.monotonic(), contribution, is_error)
-        self._loop.post(self._loop.begin, call, number, phase, own, future)
-        return future
-
-    def late(self, call: int, number: int) -> list[int]:
-        """Returns the ranks whose contributions are missing. Called by the coordinator."""
-        state = self._loop.calls.get(call)
-        exchange = None if state is None else state.exchanges.get(number)
-        arrived = set() if exchange is None else set(exchange.contributions)
-        return [name for rank, name in enumerate(self._loop.names) if rank not in arrived]
-
-    def answer(self, call: int, number: int, values: Values) -> Future[None]:
-        """Sends an answer to all ranks, unless the call has failed. Called by the coordinator."""
-        future: Future[None] = Future()
-        self._loop.post(self._loop.answer, call, number, values, future)
-        return future
-
-    def claim(self, call: int) -> Future[None]:
-        """Requests the right to commit. Called by the coordinator.
-
-        Returns:
-            A future that completes when every rank has promised. From then on, a rank that fails
-            the call reports that the checkpoint may be committed.
-        """
-        future: Future[None] = Future()
-        self._loop.post(self._loop.claim, call, future)
-        return future
-
-    def fail(self, call: int, reason: str) -> Future[RankTimeoutError]:
-        """Fails a call on all ranks because of this one, unless it has failed already.
-
-        Returns:
-            A future of the error of the other ranks.
-        """
-        future: Future[RankTimeoutError] = Future()
-        self._loop.post(self._loop.fail_here, call, reason, future)
-        return future
-
-    def on_failure(self, call: int, function: Callable[[], None]) -> None:
-        """Calls a function in the communication thread when a call fails, or if it has failed."""
-        self._loop.post(self._loop.watch, call, function)
-
-    def error(self, call: int) -> Exception | None:
-        """Returns the error of a failed call; ``None`` if it has not failed."""
-        state = self._loop.calls.get(call)
-        return self._loop.lost if state is None or state.error is None else state.error
-
-    def is_uncommitted(self, call: int) -> bool:
-        """Returns whether a call has failed before this rank allowed the commit."""
-        state = self._loop.calls.get(call)
-        return state is not None and state.error is not None and not state.promised
-
-    def abort(self) -> None:
-        """Ends the thread, even before it is connected."""
-        self._loop.stop()
-
-    def enter(self, call: int, phase: str) -> None:
-        """Sets the current phase of this rank, for messages."""
-        self._loop.post(self._loop.enter, call, phase)
-
-
-def _run(
-    loop: _Loop,
-    store: Callable[[], Store],
-    deadline: Deadline,
-    connected: Future[None],
-) -> None:
-    """Runs the thread. A reference to the :class:`Relay` would make the thread run forever."""
-    try:
-        neighbours = connect(store(), loop.rank, loop.names, deadline, lambda: loop.stopped)
-        loop.join(neighbours)
-        if neighbours.error is not None:
-            loop.abort_group(neighbours.error)
-        connected.set_result(None)
-    except BaseException as error:
-        connected.set_exception(error.with_traceback(None))
-        loop.close()
-        return
-    try:
-        loop.run()
-    except BaseException as error:
-        loop.fail_all(CheckpointError(f"the communication thread failed: {error!r}"))
-        raise
-    finally:
-        loop.close()
-
-
-class _Loop(Loop):
-    """The state of the communication thread, and the processing of messages."""
-
-    def __init__(self, rank: int, names: Sequence[int]) -> None:
-        super().__init__()
-        self.rank, self.names = rank, names
-        self.calls: OrderedDict[int, CallState] = OrderedDict()
         self._pinged = 0.0
         self._parent: Peer | None = None
         self._children: dict[int, Peer] = {}
+        threading.Thread(
+            target=self._connect_and_run, args=(store,), name="torch_ckpt-group", daemon=True
+        ).start()
+        self.end = weakref.finalize(owner, self.stop)
+        """Ends the thread, even before it is connected."""
+
+    def late(self, number: int, exchange: int) -> list[int]:
+        """Returns the ranks whose contributions are missing. Called by the coordinator."""
+        call = self.calls.get(number)
+        state = None if call is None else call.exchanges.get(exchange)
+        arrived = set() if state is None else set(state.contributions)
+        return [name for rank, name in enumerate(self.names) if rank not in arrived]
+
+    def error(self, number: int) -> Exception | None:
+        """Returns the error of a failed call; ``None`` if it has not failed."""
+        call = self.calls.get(number)
+        return self.lost if call is None or call.error is None else call.error
+
+    def is_uncommitted(self, number: int) -> bool:
+        """Returns whether a call has failed before this rank allowed the commit."""
+        call = self.calls.get(number)
+        return call is not None and call.error is not None and not call.promised
+
+    # ---- The thread ----
+
+    def _connect_and_run(self, store: Callable[[], Store]) -> None:
+        try:
+            neighbours = connect(
+                store(), self.rank, self.names, self.deadline, lambda: self.stopped
+            )
+            self.join(neighbours)
+            if neighbours.error is not None:
+                self.abort_group(neighbours.error)
+            self.connected.set_result(None)
+        except BaseException as error:
+            self.connected.set_exception(error.with_traceback(None))
+            self.close()
+            return
+        try:
+            self.run()
+        except BaseException as error:
+            self.lost = CheckpointError(f"the communication thread failed: {error!r}")
+            for call in self.calls.values():
+                self._end(call, self.lost)
+            raise
+        finally:
+            self.close()
 
     def join(self, neighbours: Neighbours) -> None:
         """Starts to serve the connections."""
@@ -255,15 +179,6 @@ class _Loop(Loop):
                     self._fail_if_silent(number, call, state, now)
         return max(due - time.monotonic(), 0.0)
 
-    def fail_all(self, error: Exception) -> None:
-        """Fails all exchanges and claims of this rank."""
-        self.lost = error
-        for call in self.calls.values():
-            for exchange in call.exchanges.values():
-                settle(exchange.future, error=error)
-            settle(call.claim, error=error)
-            self._notify(call)
-
     def receive(self, peer: Peer, message: Message) -> None:
         """Processes a message."""
         kind, call, number, body = message
@@ -282,11 +197,10 @@ class _Loop(Loop):
         elif kind == _PROMISED:
             self._record_promise(call, peer.rank)
         elif kind == _PING:
-            others = [other for other in self.peers if other is not peer]
-            beyond = others if peer is self._parent else [p for p in others if p is self._parent]
             now, silent = time.monotonic(), {}
-            for other in beyond:
-                silent.update(other.silent(now))
+            for other in self.peers:
+                if other is not peer and self._parent in (other, peer):  # Beyond this rank.
+                    silent.update(other.silent(now))
             self.send(peer, _PONG, 0, 0, json.dumps(list(silent.items())).encode())
         else:
             peer.silent_beyond = dict(json.loads(bytes(body)))
@@ -324,7 +238,7 @@ class _Loop(Loop):
         return call
 
     def enter(self, number: int, phase: str) -> None:
-        """Sets the current phase of this rank."""
+        """Sets the current phase of this rank, for messages."""
         self._call(number).phase = phase
 
     def begin(
@@ -335,14 +249,20 @@ class _Loop(Loop):
         own: Contribution,
         future: Future[Any],
     ) -> None:
-        """Begins an exchange on this rank."""
+        """Begins an exchange on this rank.
+
+        Args:
+            number: Number of the call.
+            exchange: Number of the exchange within the call.
+            phase: The phase that ends with the exchange.
+            own: This rank's contribution.
+            future: Receives the answer; on the coordinator, the contributions of all ranks.
+        """
         call = self._call(number)
         call.phase = phase
-        if self.lost is not None and call.error is None:
-            lost = self.lost
-            call.error = as_seen_in(call, lost) if isinstance(lost, RankTimeoutError) else None
-            settle(future, error=call.error or lost)
-        elif call.error is not None:
+        if isinstance(self.lost, RankTimeoutError) and call.error is None:
+            call.error = as_seen_in(call, self.lost)
+        if call.error is not None:
             settle(future, error=call.error)
         else:
             state = call.exchanges.setdefault(exchange, ExchangeState())
@@ -403,7 +323,10 @@ class _Loop(Loop):
         self.send(self._parent, _CONTRIBUTIONS, number, exchange, *body)
 
     def answer(self, number: int, exchange: int, values: Values, future: Future[None]) -> None:
-        """Sends the coordinator's answer. An object that is several ranks' value is sent once."""
+        """Sends the coordinator's answer to all ranks, unless the call has failed.
+
+        An object that is several ranks' value is sent once.
+        """
         call = self._call(number)
         if call.exchanges.pop(exchange, None) is None:
             settle(future, error=call.error or self.lost)
@@ -436,7 +359,11 @@ class _Loop(Loop):
     # ---- Commits ----
 
     def claim(self, number: int, future: Future[None]) -> None:
-        """Begins to collect the promises of all ranks."""
+        """Begins to collect the promises of all ranks. Called on the coordinator.
+
+        The future completes when every rank has promised. From then on, a rank that fails the call
+        reports that the checkpoint may be committed.
+        """
         call = self._call(number)
         if call.error is not None or self.lost is not None:
             settle(future, error=call.error or self.lost)
@@ -480,9 +407,10 @@ class _Loop(Loop):
         self._end(call, error)
 
     def fail_here(self, number: int, reason: str, future: Future[RankTimeoutError]) -> None:
-        """Fails a call on all ranks because of this one.
+        """Fails a call on all ranks because of this one, unless it has failed already.
 
-        The phase and the promise are those of the moment at which the failure is sent.
+        The future receives the error of the other ranks. The phase and the promise are those of
+        the moment at which the failure is sent.
         """
         call, name = self._call(number), self.names[self.rank]
         text = f"rank {name} failed while {call.phase}: {reason}"
@@ -506,7 +434,7 @@ class _Loop(Loop):
         phase, raised = unpacked_contributions(body, 0.0)
         self._end(call, RaisedError(phase, {rank: own.data for rank, own in raised.items()}))
 
-    def _end(self, call: CallState, error: RankTimeoutError | RaisedError) -> None:
+    def _end(self, call: CallState, error: Exception) -> None:
         if call.error is None:
             call.error = error
             for exchange in call.exchanges.values():

@@ -22,8 +22,7 @@ class Tree:
     """The parents and children of the ranks of a group. Ranks are numbered as in the group.
 
     Args:
-        root: The rank at the top of the tree, which is the coordinator.
-        parents: The parent of each rank; -1 for the root.
+        parents: The parent of each rank, which is a lower rank; -1 for rank 0, the root.
 
     Example::
 
@@ -31,34 +30,29 @@ class Tree:
         assert str(tree) == "0(2(3) 1)"
     """
 
-    root: int
     parents: tuple[int, ...]
 
     @classmethod
-    def over(cls, nodes: Sequence[Hashable], *, root: int = 0, fan_out: int) -> Tree:
+    def over(cls, nodes: Sequence[Hashable], *, fan_out: int) -> Tree:
         """Builds the tree of a group.
 
-        The leader of a node is the root, or the lowest rank of the node. A rank has at most
-        ``fan_out`` children on its own node. A leader has at most ``fan_out`` more children, which
-        are leaders of other nodes. The ranks below a rank are split evenly among its children, in
-        runs of consecutive ranks, because consecutive ranks are usually close in the network.
+        The leader of a node is its lowest rank. A rank has at most ``fan_out`` children on its own
+        node. A leader has at most ``fan_out`` more children, which are leaders of other nodes. The
+        ranks below a rank are split evenly among its children, in runs of consecutive ranks,
+        because consecutive ranks are usually close in the network.
 
         Args:
             nodes: An identifier of each rank's node.
-            root: The rank at the top of the tree.
             fan_out: Most children of a rank on its own node; at least 2.
 
         Raises:
-            ValueError: ``fan_out`` is less than 2, or ``root`` is not a rank of the group.
+            ValueError: ``fan_out`` is less than 2.
         """
         if fan_out < 2:
             raise ValueError(f"{fan_out=} is less than 2")
-        if not 0 <= root < len(nodes):
-            raise ValueError(f"{root=} is not a rank of a group of {len(nodes)}")
-        on_node: dict[Hashable, list[int]] = {nodes[root]: [root]}
+        on_node: dict[Hashable, list[int]] = {}
         for rank, node in enumerate(nodes):
-            if rank != root:
-                on_node.setdefault(node, []).append(rank)
+            on_node.setdefault(node, []).append(rank)
         parents = [-1] * len(nodes)
         leaders = [ranks[0] for ranks in on_node.values()]
         pending = [leaders, *on_node.values()]
@@ -70,7 +64,7 @@ class Tree:
                 parents[below[begin]] = top
                 pending.append(below[begin:end])
                 begin = end
-        return cls(root, tuple(parents))
+        return cls(tuple(parents))
 
     @property
     def size(self) -> int:
@@ -81,28 +75,18 @@ class Tree:
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The children of each rank, in descending order of the size of their subtrees."""
         children: list[list[int]] = [[] for _ in self.parents]
-        for rank, parent in enumerate(self.parents):
-            if parent >= 0:
-                children[parent].append(rank)
         sizes = [1] * self.size
-        deepest_first = sorted(range(self.size), key=self.depths.__getitem__, reverse=True)
-        for rank in deepest_first:
-            if self.parents[rank] >= 0:
-                sizes[self.parents[rank]] += sizes[rank]
-        return tuple(tuple(sorted(row, key=lambda rank: -sizes[rank])) for row in children)
+        for rank in range(self.size - 1, 0, -1):
+            children[self.parents[rank]].append(rank)
+            sizes[self.parents[rank]] += sizes[rank]
+        return tuple(tuple(sorted(row, key=lambda rank: (-sizes[rank], rank))) for row in children)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """The distance of each rank from the root, in edges."""
-        depths = [-1] * self.size
-        depths[self.root] = 0
-        for rank in range(self.size):
-            path = []
-            while depths[rank] < 0:
-                path.append(rank)
-                rank = self.parents[rank]
-            for step, descendant in enumerate(reversed(path), 1):
-                depths[descendant] = depths[rank] + step
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
         return tuple(depths)
 
     @cached_property
@@ -123,4 +107,4 @@ class Tree:
             below = " ".join(drawn(child) for child in self.children[rank])
             return f"{rank}({below})" if below else f"{rank}"
 
-        return drawn(self.root)
+        return drawn(0)
