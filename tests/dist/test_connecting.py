@@ -19,7 +19,7 @@ from ranks import Worlds
 from test_deadlines import AMPLE_S, LIMIT_S, answers, mortal_ranks
 
 from torch_ckpt.coordination import connect
-from torch_ckpt.coordination.group import group_of
+from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 
 pytestmark = pytest.mark.timeout(180)
@@ -178,3 +178,20 @@ def test_only_a_rank_that_was_reachable_before_counts_as_gone_on_another_machine
         assert reached.refusing([1]) == []
         closed.close()
         assert [reached.refusing([1]) for _ in range(2)] == [[], [1]]
+
+
+def call_and_drop_the_group() -> None:
+    before = set(threading.enumerate())
+    group = Group(dist.new_group(backend="gloo"))
+    series = group.series()
+    del group
+    series.call(AMPLE_S).barrier("planning")
+    (thread,) = set(threading.enumerate()) - before
+    dist.barrier()
+    del series
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_the_thread_of_a_group_ends_with_its_last_series(worlds: Worlds) -> None:
+    worlds.run(2, call_and_drop_the_group, timeout_s=2 * LIMIT_S)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from concurrent.futures import Future
 
 from torch_ckpt.coordination.contributions import ExchangeState
+from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.errors import RankTimeoutError
 
-__all__ = ["CallState", "as_seen_in", "timeout_error"]
+__all__ = ["CallState"]
 
 
 class CallState:
@@ -18,25 +19,32 @@ class CallState:
         self.exchanges: dict[int, ExchangeState] = {}
         self.phase = "beginning"
         self.error: Exception | None = None
-        self.on_failure: list[Callable[[], None]] = []
-        """Functions of this rank to call when the call fails."""
+        self.jobs: Jobs[Cancellable] | None = None
+        """The jobs of this rank, which end when the call fails."""
         self.promised = False
         """Whether the coordinator may commit without another message."""
         self.claim: Future[None] | None = None
         self.awaited: set[int] = set()
         """The children that have not promised yet."""
 
+    def cancel_jobs(self) -> None:
+        """Cancels the jobs of this rank, now and later."""
+        if self.jobs is not None:
+            with contextlib.suppress(Exception):  # An error here would end all calls of the group.
+                self.jobs.cancel()
 
-def timeout_error(
-    message: str, names: list[int], phase: str, waited_s: float, promised: bool
-) -> RankTimeoutError:
-    """Returns the error of all ranks. After a promise, it says that the checkpoint may appear."""
-    if promised:
-        message += ". The coordinator had begun to publish the checkpoint, which may yet appear"
-    return RankTimeoutError(message, names, phase, waited_s, promised)
+    def timeout_error(
+        self, message: str, names: list[int], waited_s: float = 0.0, phase: str = ""
+    ) -> RankTimeoutError:
+        """Returns the error of all ranks. After a promise, it says that the checkpoint may appear.
 
+        Its phase is that of this rank, unless another one is given.
+        """
+        if self.promised:
+            message += ". The coordinator had begun to publish the checkpoint, which may yet appear"
+        return RankTimeoutError(message, names, phase or self.phase, waited_s, self.promised)
 
-def as_seen_in(call: CallState, error: RankTimeoutError) -> RankTimeoutError:
-    """Returns the error of a call, given the error of a lost rank."""
-    message = f"{error.args[0]}. It had not finished {call.phase}"
-    return timeout_error(message, list(error.ranks), call.phase, error.seconds, call.promised)
+    def error_of_lost(self, lost: RankTimeoutError) -> RankTimeoutError:
+        """Returns the error of this call, given the error of a lost rank."""
+        message = f"{lost.args[0]}. It had not finished {self.phase}"
+        return self.timeout_error(message, list(lost.ranks), lost.seconds)

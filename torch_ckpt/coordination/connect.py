@@ -24,6 +24,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from torch_ckpt.coordination.addresses import node_id, own_addresses, refuses
+from torch_ckpt.coordination.contributions import decoded_error, encoded_error
 from torch_ckpt.coordination.listeners import Listeners, hello
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
 from torch_ckpt.coordination.waiting import LongWait
@@ -245,7 +246,7 @@ class _Waiting:
             return False
         outcome = self._store.get("outcome").decode()
         if outcome != _PLACED:
-            raise RankTimeoutError(*json.loads(outcome))
+            raise decoded_error(outcome)
         return True
 
     def _polls(self, grace_s: float = 0.0) -> Iterator[None]:
@@ -335,13 +336,12 @@ class _Waiting:
 
     def fail(self, error: RankTimeoutError) -> None:
         """Raises the same error on all ranks, unless every rank has its place already."""
-        text = json.dumps(error.__reduce__()[1])
-        outcome = self._store.compare_set("outcome", "", text).decode()
+        outcome = self._store.compare_set("outcome", "", encoded_error(error)).decode()
         if outcome != _PLACED:
-            raise RankTimeoutError(*json.loads(outcome))
+            raise decoded_error(outcome)
 
 
-def _place_all(store: Store, size: int, waiting: _Waiting) -> Tree | None:
+def _place_all(store: Store, size: int, waiting: _Waiting) -> Tree:
     """Builds the tree, and writes each rank's place in the tree to the store."""
     waiting.for_count(size)
     addresses = [json.loads(value) for value in store.multi_get([f"{r}" for r in range(size)])]

@@ -89,10 +89,6 @@ class Connections:
     def relay(self, phase: str, timeout_s: float) -> Relay:
         """Returns the relay, after this rank has connected.
 
-        Args:
-            phase: The current phase, for messages.
-            timeout_s: Seconds that this rank waits for the others to connect.
-
         Raises:
             RankTimeoutError: A rank did not connect in time, or the store does not answer.
         """

@@ -153,11 +153,11 @@ def unpacked_answer(body: bytearray) -> tuple[list[memoryview], array[int]]:
     return [view[begin:end] for begin, end in pairwise(ends)], numbers
 
 
-def encoded_error(error: RankTimeoutError) -> bytes:
+def encoded_error(error: RankTimeoutError) -> str:
     """Encodes an error that every rank raises."""
-    return json.dumps(error.__reduce__()[1]).encode()
+    return json.dumps(error.__reduce__()[1])
 
 
-def decoded_error(text: bytearray) -> RankTimeoutError:
+def decoded_error(text: str | bytearray) -> RankTimeoutError:
     """Decodes an error that every rank raises."""
-    return RankTimeoutError(*json.loads(bytes(text)))
+    return RankTimeoutError(*json.loads(text))

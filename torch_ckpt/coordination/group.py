@@ -65,7 +65,6 @@ DEFAULT_TIMEOUT_S = 1800.0
 _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _STEPS = {phase: step for step, phase in _PHASES.items()}
 
-
 _ALONE = Connections(None, 0, [0])  # Those of a process without other ranks.
 
 
@@ -400,10 +399,8 @@ class Call:
         if relay is None:
             yield
             return
-        relay.post(relay.enter, self.number, phase)
-        if self._jobs is None:
-            self._jobs = Jobs()
-            relay.post(relay.watch, self.number, self._jobs.cancel)
+        self._jobs = self._jobs or Jobs()
+        relay.post(relay.enter, self.number, phase, self._jobs)
         try:
             yield
         finally:

@@ -13,7 +13,6 @@ even while the rank itself is busy. So the group distinguishes three failures:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from torch_ckpt.coordination.call_state import CallState, as_seen_in, timeout_error
+from torch_ckpt.coordination.call_state import CallState
 from torch_ckpt.coordination.connect import Deadline, Neighbours, connect
 from torch_ckpt.coordination.contributions import (
     Contribution,
@@ -39,6 +38,7 @@ from torch_ckpt.coordination.contributions import (
     unpacked_answer,
     unpacked_contributions,
 )
+from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.loop import Loop, settle
 from torch_ckpt.coordination.peer import Message, Peer
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
@@ -221,9 +221,9 @@ class Relay(Loop):
             self.lost = error
             for peer in self.peers:
                 if peer is not source:
-                    self.send(peer, _GONE, 0, 0, encoded_error(error))
+                    self.send(peer, _GONE, 0, 0, encoded_error(error).encode())
             for call in self.calls.values():
-                self._end(call, as_seen_in(call, error))
+                self._end(call, call.error_of_lost(error))
 
     # ---- Calls ----
 
@@ -237,9 +237,12 @@ class Relay(Loop):
                 self.calls[number] = call
         return call
 
-    def enter(self, number: int, phase: str) -> None:
-        """Sets the current phase of this rank, for messages."""
-        self._call(number).phase = phase
+    def enter(self, number: int, phase: str, jobs: Jobs[Cancellable]) -> None:
+        """Sets the current phase of this rank, and the jobs that end when the call fails."""
+        call = self._call(number)
+        call.phase, call.jobs = phase, jobs
+        if call.error is not None or self.lost is not None:
+            call.cancel_jobs()
 
     def begin(
         self,
@@ -261,7 +264,7 @@ class Relay(Loop):
         call = self._call(number)
         call.phase = phase
         if isinstance(self.lost, RankTimeoutError) and call.error is None:
-            call.error = as_seen_in(call, self.lost)
+            call.error = call.error_of_lost(self.lost)
         if call.error is not None:
             settle(future, error=call.error)
         else:
@@ -296,8 +299,8 @@ class Relay(Loop):
             f"{self.names[other]} is {state.phase}; all ranks must make the same calls in the same "
             "order"
         )
-        promised = self._call(number).promised
-        self.fail(number, timeout_error(text, [self.names[rank]], phase, 0.0, promised))
+        error = self._call(number).timeout_error(text, [self.names[rank]], phase=phase)
+        self.fail(number, error)
         return False
 
     def _add(
@@ -403,7 +406,7 @@ class Relay(Loop):
             return
         for peer in self.peers:
             if peer is not source:
-                self.send(peer, _FAILED, number, 0, encoded_error(error))
+                self.send(peer, _FAILED, number, 0, encoded_error(error).encode())
         self._end(call, error)
 
     def fail_here(self, number: int, reason: str, future: Future[RankTimeoutError]) -> None:
@@ -414,7 +417,7 @@ class Relay(Loop):
         """
         call, name = self._call(number), self.names[self.rank]
         text = f"rank {name} failed while {call.phase}: {reason}"
-        error = timeout_error(text, [name], call.phase, 0.0, call.promised)
+        error = call.timeout_error(text, [name])
         self.fail(number, error)
         settle(future, error)
 
@@ -441,20 +444,7 @@ class Relay(Loop):
                 settle(exchange.future, error=error)
             settle(call.claim, error=error)
             call.exchanges, call.claim = {}, None
-            self._notify(call)
-
-    def watch(self, number: int, function: Callable[[], None]) -> None:
-        """Calls a function when a call fails, or if it has failed."""
-        call = self._call(number)
-        call.on_failure.append(function)
-        if call.error is not None or self.lost is not None:
-            self._notify(call)
-
-    def _notify(self, call: CallState) -> None:
-        functions, call.on_failure = call.on_failure, []
-        for function in functions:
-            with contextlib.suppress(Exception):  # An error here would end all calls of the group.
-                function()
+            call.cancel_jobs()
 
     def _fail_if_late(
         self, number: int, call: CallState, state: ExchangeState, now: float
@@ -483,7 +473,7 @@ class Relay(Loop):
             f"{listed_ranks(names)} slow, stuck or gone: {phase} not finished {now - since:.1f} s "
             f"after rank {self.names[first]}, whose timeout is {timeout_s:g} s"
         )
-        self.fail(number, timeout_error(message, names, phase, now - since, call.promised))
+        self.fail(number, call.timeout_error(message, names, now - since, phase))
         return deadline
 
     def _late(self, state: ExchangeState, now: float) -> list[int]:
@@ -522,5 +512,5 @@ class Relay(Loop):
                     f"rank {name} is stuck or gone: no message from it for {waited:.1f} s while "
                     f"{phase}"
                 )
-                self.fail(number, timeout_error(message, [name], phase, waited, call.promised))
+                self.fail(number, call.timeout_error(message, [name], waited))
                 return
