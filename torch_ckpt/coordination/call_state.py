@@ -15,7 +15,8 @@ __all__ = ["CallState"]
 class CallState:
     """This rank's state of a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.exchanges: dict[int, ExchangeState] = {}
         self.phase = "beginning"
         self.error: Exception | None = None
@@ -32,6 +33,10 @@ class CallState:
         if self.jobs is not None:
             with contextlib.suppress(Exception):  # An error here would end all calls of the group.
                 self.jobs.cancel()
+
+    def exchange(self, number: int) -> ExchangeState:
+        """Returns the state of an exchange, which begins here if it has not yet."""
+        return self.exchanges.setdefault(number, ExchangeState(number))
 
     def timeout_error(
         self, message: str, names: list[int], waited_s: float = 0.0, phase: str = ""

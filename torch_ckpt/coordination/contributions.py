@@ -63,6 +63,8 @@ class RaisedError(Exception):
 class ExchangeState:
     """A rank's state of one exchange of a call. Times are of the monotonic clock."""
 
+    number: int
+    """Number of the exchange within the call."""
     phase: str = ""
     contributions: dict[int, Contribution] = field(default_factory=dict)
     """Contributions by rank in this subtree. Cleared when sent to the parent."""

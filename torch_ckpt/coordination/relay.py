@@ -163,39 +163,39 @@ class Relay(Loop):
                     peer.expect_answers()
                 self.send(peer, _PING)
         due = self._pinged + _PING_S
-        for number, call in list(self.calls.items()):
-            for exchange, state in list(call.exchanges.items()):
+        for call in list(self.calls.values()):
+            for state in list(call.exchanges.values()):
                 if self._parent is None and state.has_raised:
                     due = min(due, state.raised_until)
                     if now >= state.raised_until:
-                        self._raise_on_all(number, state)
+                        self._raise_on_all(call, state)
                 elif self._parent is None:
-                    due = min(due, self._fail_if_late(number, call, state, now))
+                    due = min(due, self._fail_if_late(call, state, now))
                 else:
                     if state.contributions and now - state.forwarded >= _FORWARD_S:
-                        self._pass_up(number, exchange, state)
+                        self._pass_up(call, state)
                     if state.contributions:
                         due = min(due, state.forwarded + _FORWARD_S)
-                    self._fail_if_silent(number, call, state, now)
+                    self._fail_if_silent(call, state, now)
         return max(due - time.monotonic(), 0.0)
 
     def receive(self, peer: Peer, message: Message) -> None:
         """Processes a message."""
-        kind, call, number, body = message
+        kind, number, exchange, body = message
         if kind == _CONTRIBUTIONS:
-            self._receive_contributions(call, number, body)
+            self._receive_contributions(self._call(number), exchange, body)
         elif kind == _ANSWER:
-            self._receive_answer(call, number, body)
+            self._receive_answer(self._call(number), exchange, body)
         elif kind == _FAILED:
-            self.fail(call, decoded_error(body), peer)
+            self.fail(self._call(number), decoded_error(body), peer)
         elif kind == _RAISED:
-            self._receive_raised(call, body, peer)
+            self._receive_raised(self._call(number), body, peer)
         elif kind == _GONE:
             self.abort_group(decoded_error(body), peer)
         elif kind == _PROMISE:
-            self._promise(call)
+            self._promise(self._call(number))
         elif kind == _PROMISED:
-            self._record_promise(call, peer.rank)
+            self._record_promise(self._call(number), peer.rank)
         elif kind == _PING:
             now, silent = time.monotonic(), {}
             for other in self.peers:
@@ -213,10 +213,10 @@ class Relay(Loop):
 
     def abort_group(self, error: RankTimeoutError, source: Peer | None = None) -> None:
         """Fails all present and future calls, because a lost rank never returns to its group."""
-        for number, call in list(self.calls.items()):
+        for call in list(self.calls.values()):
             for state in list(call.exchanges.values()):
                 if self._parent is None and state.has_raised:  # The first cause counts.
-                    self._raise_on_all(number, state)
+                    self._raise_on_all(call, state)
         if self.lost is None:
             self.lost = error
             for peer in self.peers:
@@ -230,7 +230,7 @@ class Relay(Loop):
     def _call(self, number: int) -> CallState:
         call = self.calls.get(number)
         if call is None:
-            call = self.calls[number] = CallState()
+            call = self.calls[number] = CallState(number)
             if len(self.calls) > _CALLS:
                 idle = (n for n, c in self.calls.items() if not c.exchanges and c is not call)
                 self.calls.pop(next(idle, number), None)
@@ -252,14 +252,9 @@ class Relay(Loop):
         own: Contribution,
         future: Future[Any],
     ) -> None:
-        """Begins an exchange on this rank.
+        """Begins an exchange on this rank, with which the phase ends.
 
-        Args:
-            number: Number of the call.
-            exchange: Number of the exchange within the call.
-            phase: The phase that ends with the exchange.
-            own: This rank's contribution.
-            future: Receives the answer; on the coordinator, the contributions of all ranks.
+        The future receives the answer; on the coordinator, the contributions of all ranks.
         """
         call = self._call(number)
         call.phase = phase
@@ -268,27 +263,25 @@ class Relay(Loop):
         if call.error is not None:
             settle(future, error=call.error)
         else:
-            state = call.exchanges.setdefault(exchange, ExchangeState())
+            state = call.exchange(exchange)
             state.future = future
-            if not self._has_phase(number, state, phase, self.rank):
+            if not self._has_phase(call, state, phase, self.rank):
                 return
             state.began, state.timeout_s = own.arrived, own.timeout_s
             state.forwarded = state.forwarded or state.began
-            self._add(number, exchange, state, {self.rank: own})
+            self._add(call, state, {self.rank: own})
 
-    def _receive_contributions(self, number: int, exchange: int, body: bytearray) -> None:
-        call = self._call(number)
+    def _receive_contributions(self, call: CallState, exchange: int, body: bytearray) -> None:
         if call.error is not None or self.lost is not None:
             return  # The error also reaches the sender.
-        state = call.exchanges.setdefault(exchange, ExchangeState())
+        state = call.exchange(exchange)
         now = time.monotonic()
         state.forwarded = state.forwarded or now
         phase, contributions = unpacked_contributions(body, now)
-        if not self._has_phase(number, state, phase, next(iter(contributions))):
-            return
-        self._add(number, exchange, state, contributions)
+        if self._has_phase(call, state, phase, next(iter(contributions))):
+            self._add(call, state, contributions)
 
-    def _has_phase(self, number: int, state: ExchangeState, phase: str, rank: int) -> bool:
+    def _has_phase(self, call: CallState, state: ExchangeState, phase: str, rank: int) -> bool:
         """Returns whether a contribution has the phase of the others, and else fails the call."""
         state.phase = state.phase or phase
         if state.phase == phase:
@@ -299,31 +292,28 @@ class Relay(Loop):
             f"{self.names[other]} is {state.phase}; all ranks must make the same calls in the same "
             "order"
         )
-        error = self._call(number).timeout_error(text, [self.names[rank]], phase=phase)
-        self.fail(number, error)
+        self.fail(call, call.timeout_error(text, [self.names[rank]], phase=phase))
         return False
 
-    def _add(
-        self, number: int, exchange: int, state: ExchangeState, contributions: dict[int, Any]
-    ) -> None:
+    def _add(self, call: CallState, state: ExchangeState, contributions: dict[int, Any]) -> None:
         state.add(contributions)
         is_complete = state.count >= self._size_below
         if self._parent is not None:
             if is_complete or any(own.is_error for own in contributions.values()):
-                self._pass_up(number, exchange, state)
+                self._pass_up(call, state)
         elif is_complete and state.has_raised:
-            self._raise_on_all(number, state)
+            self._raise_on_all(call, state)
         elif is_complete:
             state.complete = time.monotonic()
             state.deadline = state.complete + state.shortest_s
             settle(state.future, [state.contributions[rank].data for rank in range(state.count)])
 
-    def _pass_up(self, number: int, exchange: int, state: ExchangeState) -> None:
+    def _pass_up(self, call: CallState, state: ExchangeState) -> None:
         assert self._parent is not None
         now = time.monotonic()
         body = packed_contributions(state.phase, state.contributions, now)
         state.contributions, state.forwarded = {}, now
-        self.send(self._parent, _CONTRIBUTIONS, number, exchange, *body)
+        self.send(self._parent, _CONTRIBUTIONS, call.number, state.number, *body)
 
     def answer(self, number: int, exchange: int, values: Values, future: Future[None]) -> None:
         """Sends the coordinator's answer to all ranks, unless the call has failed.
@@ -342,10 +332,10 @@ class Relay(Loop):
         self._send_down(number, exchange, distinct, numbers)
         settle(future, None)
 
-    def _receive_answer(self, number: int, exchange: int, body: bytearray) -> None:
+    def _receive_answer(self, call: CallState, exchange: int, body: bytearray) -> None:
         values, numbers = unpacked_answer(body)
-        self._send_down(number, exchange, values, numbers)
-        state = self._call(number).exchanges.pop(exchange, None)
+        self._send_down(call.number, exchange, values, numbers)
+        state = call.exchanges.pop(exchange, None)
         if state is not None:
             settle(state.future, values[numbers[0]])
 
@@ -372,26 +362,24 @@ class Relay(Loop):
             settle(future, error=call.error or self.lost)
             return
         call.claim = future
-        self._promise(number)
+        self._promise(call)
 
-    def _promise(self, number: int) -> None:
+    def _promise(self, call: CallState) -> None:
         """Promises to allow the commit: a later error reports that it may have happened."""
-        call = self._call(number)
         if call.error is not None:
             return  # The coordinator receives the error, and no promise.
         call.promised, call.phase = self._parent is not None, COMMITTING
         call.awaited = set(self._children)
         for child in self._children.values():
-            self.send(child, _PROMISE, number)
-        self._record_promise(number, self.rank)
+            self.send(child, _PROMISE, call.number)
+        self._record_promise(call, self.rank)
 
-    def _record_promise(self, number: int, child: int) -> None:
-        call = self._call(number)
+    def _record_promise(self, call: CallState, child: int) -> None:
         call.awaited.discard(child)
         if call.awaited or call.error is not None:
             return
         if self._parent is not None:
-            self.send(self._parent, _PROMISED, number)
+            self.send(self._parent, _PROMISED, call.number)
         else:
             call.promised = True
             settle(call.claim, None)
@@ -399,14 +387,13 @@ class Relay(Loop):
 
     # ---- Failures ----
 
-    def fail(self, number: int, error: RankTimeoutError, source: Peer | None = None) -> None:
+    def fail(self, call: CallState, error: RankTimeoutError, source: Peer | None = None) -> None:
         """Fails a call on all ranks; the error was received from ``source``, if any."""
-        call = self._call(number)
         if call.error is not None:
             return
         for peer in self.peers:
             if peer is not source:
-                self.send(peer, _FAILED, number, 0, encoded_error(error).encode())
+                self.send(peer, _FAILED, call.number, 0, encoded_error(error).encode())
         self._end(call, error)
 
     def fail_here(self, number: int, reason: str, future: Future[RankTimeoutError]) -> None:
@@ -418,22 +405,21 @@ class Relay(Loop):
         call, name = self._call(number), self.names[self.rank]
         text = f"rank {name} failed while {call.phase}: {reason}"
         error = call.timeout_error(text, [name])
-        self.fail(number, error)
+        self.fail(call, error)
         settle(future, error)
 
-    def _raise_on_all(self, number: int, state: ExchangeState) -> None:
+    def _raise_on_all(self, call: CallState, state: ExchangeState) -> None:
         """Sends the errors that have arrived to all ranks. Called on the coordinator."""
         body = packed_contributions(state.phase, state.raised(), time.monotonic())
-        self._receive_raised(number, bytearray(b"".join(body)))
+        self._receive_raised(call, bytearray(b"".join(body)))
 
-    def _receive_raised(self, number: int, body: bytearray, source: Peer | None = None) -> None:
+    def _receive_raised(self, call: CallState, body: bytearray, source: Peer | None = None) -> None:
         """Ends a call with the errors of the ranks that raised, also on the ranks below."""
-        call = self._call(number)
         if call.error is not None:
             return
         for child in self._children.values():
             if child is not source:
-                self.send(child, _RAISED, number, 0, body)
+                self.send(child, _RAISED, call.number, 0, body)
         phase, raised = unpacked_contributions(body, 0.0)
         self._end(call, RaisedError(phase, {rank: own.data for rank, own in raised.items()}))
 
@@ -446,9 +432,7 @@ class Relay(Loop):
             call.exchanges, call.claim = {}, None
             call.cancel_jobs()
 
-    def _fail_if_late(
-        self, number: int, call: CallState, state: ExchangeState, now: float
-    ) -> float:
+    def _fail_if_late(self, call: CallState, state: ExchangeState, now: float) -> float:
         """Fails a call after its deadline, on the coordinator.
 
         Returns:
@@ -473,7 +457,7 @@ class Relay(Loop):
             f"{listed_ranks(names)} slow, stuck or gone: {phase} not finished {now - since:.1f} s "
             f"after rank {self.names[first]}, whose timeout is {timeout_s:g} s"
         )
-        self.fail(number, call.timeout_error(message, names, now - since, phase))
+        self.fail(call, call.timeout_error(message, names, now - since, phase))
         return deadline
 
     def _late(self, state: ExchangeState, now: float) -> list[int]:
@@ -498,19 +482,17 @@ class Relay(Loop):
         silent = [rank for child in call.awaited for rank in self._children[child].silent(now)]
         return sorted(silent or call.awaited) or [0]
 
-    def _fail_if_silent(
-        self, number: int, call: CallState, state: ExchangeState, now: float
-    ) -> None:
+    def _fail_if_silent(self, call: CallState, state: ExchangeState, now: float) -> None:
         """Fails a call if a rank above this one is frozen, so that no answer can arrive."""
         if state.future is None or self._parent is None:
             return
         for rank, silent_s in self._parent.silent(now).items():
             waited = min(silent_s, now - state.began)
             if waited >= state.timeout_s:
-                name, phase = self.names[rank], call.phase
+                name = self.names[rank]
                 message = (
                     f"rank {name} is stuck or gone: no message from it for {waited:.1f} s while "
-                    f"{phase}"
+                    f"{call.phase}"
                 )
-                self.fail(number, call.timeout_error(message, [name], waited))
+                self.fail(call, call.timeout_error(message, [name], waited))
                 return
