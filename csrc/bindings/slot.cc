@@ -3,6 +3,7 @@
 
 #include "engine/save/slot.h"
 
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -19,10 +20,9 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// Run, session, sequence, step, rank, world size, node, node count, ranks_here, persist,
-// tensors_id, share.
-using PySlotHeader = std::tuple<py::bytes, py::bytes, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                int64_t, int64_t, int64_t, py::bytes, py::bytes>;
+py::bytes from_id(const SlotId& id) {
+  return {reinterpret_cast<const char*>(id.data()), id.size()};
+}
 
 SlotId to_id(const py::bytes& bytes) {
   const Bytes from = view_of(bytes);
@@ -32,40 +32,35 @@ SlotId to_id(const py::bytes& bytes) {
   return id;
 }
 
-py::bytes from_id(const SlotId& id) {
-  return {reinterpret_cast<const char*>(id.data()), id.size()};
-}
-
-PySlotHeader to_python(const SlotHeader& h) {
-  return {from_id(h.run),
-          from_id(h.session),
-          h.sequence,
-          h.step,
-          h.rank,
-          h.world_size,
-          h.node,
-          h.node_count,
-          h.ranks_here,
-          h.persist,
-          from_id(h.tensors_id),
-          from_id(h.share)};
-}
-
-SlotHeader from_python(const PySlotHeader& from) {
-  SlotHeader h;
-  h.run = to_id(std::get<0>(from));
-  h.session = to_id(std::get<1>(from));
-  h.sequence = std::get<2>(from);
-  h.step = std::get<3>(from);
-  h.rank = h.holder = std::get<4>(from);
-  h.world_size = std::get<5>(from);
-  h.node = std::get<6>(from);
-  h.node_count = std::get<7>(from);
-  h.ranks_here = std::get<8>(from);
-  h.persist = std::get<9>(from);
-  h.tensors_id = to_id(std::get<10>(from));
-  h.share = to_id(std::get<11>(from));
-  return h;
+void bind_header(py::module_& module) {
+  py::class_<SlotHeader> header(module, "SlotHeader");
+  const auto def_id = [&header](const char* name, SlotId SlotHeader::*id) {
+    header.def_property(
+        name, [id](const SlotHeader& h) { return from_id(h.*id); },
+        [id](SlotHeader& h, const py::bytes& bytes) { h.*id = to_id(bytes); });
+  };
+  header.def(py::init([](const py::kwargs& fields) {
+    const py::object made = py::cast(SlotHeader());
+    for (const auto& [name, value] : fields) py::setattr(made, name, value);
+    return made.cast<SlotHeader>();
+  }));
+  def_id("run", &SlotHeader::run);
+  def_id("session", &SlotHeader::session);
+  header.def_readwrite("sequence", &SlotHeader::sequence)
+      .def_readwrite("step", &SlotHeader::step)
+      .def_readwrite("rank", &SlotHeader::rank)
+      .def_readwrite("world_size", &SlotHeader::world_size)
+      .def_readwrite("node", &SlotHeader::node)
+      .def_readwrite("node_count", &SlotHeader::node_count)
+      .def_readwrite("ranks_here", &SlotHeader::ranks_here)
+      .def_readwrite("persist", &SlotHeader::persist);
+  def_id("tensors_id", &SlotHeader::tensors_id);
+  def_id("share", &SlotHeader::share);
+  header
+      .def_property_readonly(
+          "save",
+          [](const SlotHeader& h) { return py::make_tuple(from_id(h.session), h.sequence); })
+      .def(py::self == py::self);
 }
 
 // Number of the item, offset, nbytes, whether the bytes are the elements of a tensor.
@@ -144,6 +139,7 @@ std::vector<PyItemExtent> extents(const PyStoredSnapshot& snapshot) {
 }  // namespace
 
 void bind_slot(py::module_& module) {
+  bind_header(module);
   py::class_<Slot, Snapshot, std::shared_ptr<Slot>>(module, "Slot")
       .def_static(
           "create",
@@ -161,8 +157,8 @@ void bind_slot(py::module_& module) {
           py::arg("path"), py::arg("writable"), py::arg("at_hand") = false)
       .def(
           "begin",
-          [](Slot& slot, const PySlotHeader& header, const py::bytes& table, int64_t nbytes) {
-            raise_if_error(slot.begin(from_python(header), view_of(table), nbytes));
+          [](Slot& slot, const SlotHeader& header, const py::bytes& table, int64_t nbytes) {
+            raise_if_error(slot.begin(header, view_of(table), nbytes));
           },
           py::arg("header"), py::arg("table"), py::arg("payload_nbytes"))
       .def(
@@ -174,13 +170,12 @@ void bind_slot(py::module_& module) {
           py::arg("offset"), py::arg("data"))
       .def("complete", &Slot::complete)
       .def("clear", &Slot::clear)
-      .def("header", [](const Slot& slot) { return to_python(value_or_raise(slot.header())); })
+      .def("header", [](const Slot& slot) { return value_or_raise(slot.header()); })
       .def("read", [](const std::shared_ptr<Slot>& slot) {
         return PyStoredSnapshot{slot, value_or_raise(without_gil([&] { return slot->read(); }))};
       });
   py::class_<PyStoredSnapshot>(module, "StoredSnapshot")
-      .def_property_readonly("header",
-                             [](const PyStoredSnapshot& s) { return to_python(s.found.header); })
+      .def_property_readonly("header", [](const PyStoredSnapshot& s) { return s.found.header; })
       .def_property_readonly(
           "directory", [](const PyStoredSnapshot& s) { return py::bytes(s.found.table.directory); })
       .def_property_readonly(

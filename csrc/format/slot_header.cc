@@ -10,7 +10,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::string_view kMagic("TCSLOT\r\n", 8);
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint64_t kComplete = 0x4554454C504D4F43;  // "COMPLETE".
 
 // Byte offsets in the page.
@@ -21,8 +21,8 @@ constexpr size_t kSum = 24;  // Checksum of [kRun, kEnd).
 constexpr size_t kRun = 32;
 constexpr size_t kSession = 48;
 constexpr size_t kNumbers = 64;
-constexpr size_t kTensorsId = 168;
-constexpr size_t kShare = 184;
+constexpr size_t kTensorsId = 160;
+constexpr size_t kShare = 176;
 constexpr size_t kEnd = 256;  // The zeros before it are reserved.
 
 // Visits the numbers of a header in their on-disk order.
@@ -36,7 +36,6 @@ void for_each_number(Header& header, const Visit& visit) {
   visit(header.node_count);
   visit(header.ranks_here);
   visit(header.persist);
-  visit(header.holder);
   visit(header.table_nbytes);
   visit(header.table_sum);
   visit(header.payload_begin);
@@ -52,8 +51,7 @@ uint64_t sum_of(Bytes page) { return xxh3(page.subspan(kRun, kEnd - kRun)); }
 
 Status check(const SlotHeader& header, int64_t nbytes) {
   const bool sound = header.world_size > 0 && header.rank >= 0 && header.rank < header.world_size &&
-                     header.holder >= 0 && header.holder < header.world_size && header.node >= 0 &&
-                     header.node < header.node_count && header.ranks_here > 0 &&
+                     header.node >= 0 && header.node < header.node_count && header.ranks_here > 0 &&
                      header.ranks_here <= header.world_size && header.sequence >= 0 &&
                      range_within(kSlotPage, header.table_nbytes, nbytes) &&
                      header.payload_begin >= kSlotPage + header.table_nbytes &&

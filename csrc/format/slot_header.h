@@ -25,13 +25,12 @@ struct SlotHeader {
   SlotId session = {};   // Processes that started together; new after each restart of the run.
   int64_t sequence = 0;  // Number of the save within the session, equal on all ranks.
   int64_t step = 0;      // Training step, chosen by the user.
-  int64_t rank = 0;
+  int64_t rank = 0;      // Rank that filled the slot.
   int64_t world_size = 0;
   int64_t node = 0;           // Number of the machine, in [0, node_count).
   int64_t node_count = 1;     // Number of machines of the session.
   int64_t ranks_here = 1;     // Number of ranks on this machine.
   int64_t persist = 1;        // 1 if the agent writes the snapshot to disk unasked, else 0.
-  int64_t holder = 0;         // Rank that filled the slot: `rank`, or a peer that stores a copy.
   int64_t table_nbytes = 0;   // Length of the table of items and extents behind the page.
   uint64_t table_sum = 0;     // XXH3-64 of the table.
   int64_t payload_begin = 0;  // Byte offset of the payload in the slot.

@@ -20,7 +20,6 @@ SlotHeader header_of(int64_t sequence) {
   header.sequence = sequence;
   header.step = 10 * sequence;
   header.rank = 1;
-  header.holder = 1;
   header.world_size = 2;
   header.ranks_here = 2;
   header.tensors_id.fill(std::byte{3});
@@ -148,6 +147,14 @@ TEST_F(SlotTest, EveryDamagedByteOfPageAndTableIsNoticed) {
     EXPECT_TRUE(refused(kSlotPage + at)) << at;
   }
   EXPECT_OK(slot_->read());
+}
+
+TEST_F(SlotTest, ASlotOfAnotherVersionIsRefusedWithBothVersions) {
+  ASSERT_NO_FATAL_FAILURE(put_snapshot());
+  slot_->bytes()[16] = std::byte{1};
+  const Status status = slot_->read().status();
+  EXPECT_CODE(status, StatusCode::kUnsupported);
+  EXPECT_EQ(status.message(), "a snapshot is of version 1, and this build reads 2");
 }
 
 TEST_F(SlotTest, ATableWhoseItemsAreNotThereIsRefused) {

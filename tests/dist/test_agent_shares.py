@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from ranks import Ranks, on_ranks
 from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt._core import _native
 from torch_ckpt.agent import SnapshotAgent, SnapshotReader
+from torch_ckpt.agent.client import Place
 from torch_ckpt.agent.memory import (
     NOT_SHARED,
-    SlotHeader,
     complete_slots,
     folder_of,
     run_of,
@@ -99,14 +98,14 @@ def load(reader: FastReader, step: int, also: str = "") -> None:
         assert_of(state, step)
 
 
-def slots_of(run: Path, step: int) -> list[tuple[SlotHeader, int]]:
+def slots_of(run: Path, step: int) -> list[tuple[_native.SlotHeader, int]]:
     """The headers of a save, by rank, and the bytes of tensors that are in each slot."""
     found = []
     for header, path in complete_slots(folder_of(run_of(run)), run_of(run)):
         if header.step == step:
             snapshot = _native.Slot.open(os.fsencode(path), False).read()
             found.append((header, sum(nbytes for _, _, nbytes, plain in snapshot.extents if plain)))
-    return sorted(found)
+    return sorted(found, key=lambda item: item[0].rank)
 
 
 @pytest.mark.thin("4")
@@ -320,8 +319,13 @@ def test_a_flag_that_differs_from_rank_to_rank_makes_no_other_tensor(run: Path) 
 
 
 def test_slots_that_were_shared_out_in_two_ways_are_no_save() -> None:
-    first = SlotHeader(b"s" * 16, 3, 30, 0, 2, 0, 1, 2, 1, b"r" * 16, b"a" * 16, b"x" * 16)
-    second = replace(first, rank=1)
+    places = [Place(b"r" * 16, b"s" * 16, rank, 2, 0, 1, [0, 1]) for rank in range(2)]
+    first, second = (place.header(3, 30, persist=True) for place in places)
+    for header in first, second:
+        header.tensors_id, header.share = b"a" * 16, b"x" * 16
     assert whole_saves([(first, None), (second, None)])
-    assert not whole_saves([(first, None), (replace(second, share=NOT_SHARED), None)])
-    assert sharing_of([first, second]) != sharing_of([first, replace(second, tensors_id=b"b" * 16)])
+    second.share = NOT_SHARED
+    assert not whole_saves([(first, None), (second, None)])
+    shared = sharing_of([first, second])
+    second.tensors_id = b"b" * 16
+    assert sharing_of([first, second]) != shared

@@ -28,8 +28,8 @@ from waits import SOON_S, until
 from torch_ckpt import CheckpointError, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, messages, saves
+from torch_ckpt.agent.client import Place
 from torch_ckpt.agent.memory import (
-    SlotHeader,
     agent_lock,
     folder_of,
     has_agent,
@@ -593,17 +593,46 @@ def test_a_run_has_one_process_for_each_rank(agent: SnapshotAgent, run: Path) ->
     agent.stage(state_of(1), run / "1", step=1)
 
 
-def fill_slot(folder: Path, number: int, header: SlotHeader, nbytes: int = 1 << 16) -> None:
+def header_of(
+    run: bytes, session: bytes = b"s" * 16, *, sequence: int = 0, rank: int = 0, world_size: int = 1
+) -> _native.SlotHeader:
+    place = Place(run, session, rank, world_size, 0, 1, range(world_size))
+    return place.header(sequence, 5, persist=True)
+
+
+def fill_slot(
+    folder: Path, number: int, header: _native.SlotHeader, nbytes: int = 1 << 16
+) -> _native.Slot:
     """As a rank completes one, of no tensors."""
     slot = _native.Slot.create(os.fsencode(slot_path(folder, header.rank, number)), nbytes)
     table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
-    slot.begin(header.to_native(), table, 0)
+    slot.begin(header, table, 0)
     slot.complete()
+    return slot
+
+
+def test_the_header_of_a_slot_is_found_there_by_name(tmp_path: Path) -> None:
+    header = header_of(b"r" * 16, sequence=3, rank=2, world_size=7)
+    header.tensors_id, header.share = b"t" * 16, bytes(range(16))
+    slot = fill_slot(tmp_path, 1, header)
+    found = slot.header()
+    assert found == slot.read().header
+    for name in ("run", "session", "sequence", "step", "rank", "world_size", "node", "node_count"):
+        assert getattr(found, name) == getattr(header, name)
+    assert (found.ranks_here, found.persist) == (7, 1)
+    assert (found.tensors_id, found.share) == (b"t" * 16, bytes(range(16)))
+    assert found.save == (b"s" * 16, 3)
+    found.rank = 1
+    assert found != slot.header()
+    with pytest.raises(ValueError, match="16 bytes"):
+        found.share = b"t" * 17
+    with pytest.raises(AttributeError, match="holder"):
+        _native.SlotHeader(holder=2)  # type: ignore[call-arg]
 
 
 def test_slots_of_another_run_and_damaged_ones_are_nothing(run: Path) -> None:
     folder = open_folder(run_of(run))
-    fill_slot(folder, 0, SlotHeader(b"s" * 16, 0, 5, 0, 1, 0, 1, 1, 1, b"o" * 16))
+    fill_slot(folder, 0, header_of(b"o" * 16))
     slot_path(folder, 0, 1).write_bytes(os.urandom(8192))
     slot_path(folder, 0, 7).write_bytes(b"")
     agent = SnapshotAgent(run)
@@ -664,7 +693,7 @@ def test_whoever_looks_for_an_agent_keeps_none_from_beginning(run: Path) -> None
 def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(run: Path) -> None:
     folder = open_folder(run_of(run))
     for rank in (0, 5, 6):
-        fill_slot(folder, 0, SlotHeader(b"s" * 16, rank, 5, rank, 7, 0, 1, 7, 1, run_of(run)))
+        fill_slot(folder, 0, header_of(run_of(run), sequence=rank, rank=rank, world_size=7))
     slots = Slots(folder, run_of(run))
     assert not slots.release([0], lambda save: False)
     assert slots.release([0], lambda save: save == (b"s" * 16, 5))
@@ -677,7 +706,7 @@ def test_a_rank_has_memory_that_former_ranks_need_no_more(
 ) -> None:
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=12m")))
     folder = open_folder(run_of(run))
-    fill_slot(folder, 0, SlotHeader(bytes(16), 0, 5, 5, 7, 0, 1, 7, 1, run_of(run)), 9 << 20)
+    fill_slot(folder, 0, header_of(run_of(run), bytes(16), rank=5, world_size=7), 9 << 20)
     (folder / f"done-{bytes(16).hex()}-0").touch()
     agent = SnapshotAgent(run)
     if reserves:

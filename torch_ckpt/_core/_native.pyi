@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from typing_extensions import Buffer
 
@@ -24,9 +25,25 @@ class TensorView:
     @staticmethod
     def without_memory(dtype: int, sizes: Sequence[int]) -> TensorView: ...
 
-SlotHeader = tuple[bytes, bytes, int, int, int, int, int, int, int, int, bytes, bytes]
-"""Run, session, sequence, step, rank, world size, node, node count, ranks of this machine, whether
-to persist the snapshot, tensors_id, share."""
+@dataclass(kw_only=True)  # Only for type checkers: the class takes its fields by name.
+class SlotHeader:
+    """The header of a slot; csrc/format/slot_header.h describes the fields."""
+
+    run: bytes
+    session: bytes
+    sequence: int
+    step: int
+    rank: int
+    world_size: int
+    node: int
+    node_count: int
+    ranks_here: int
+    persist: int
+    tensors_id: bytes = ...
+    share: bytes = ...
+    @property
+    def save(self) -> tuple[bytes, int]:
+        """The session and sequence, which identify a save."""
 
 class Devices: ...
 

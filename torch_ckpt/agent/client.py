@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from torch_ckpt._core import _native
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
-from torch_ckpt.agent.memory import SlotHeader, folder_of, has_agent, open_folder, short_path
+from torch_ckpt.agent.memory import folder_of, has_agent, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
@@ -70,19 +71,19 @@ class Place:
     ranks_here: Sequence[int]
     run_id: RunId | None = None
 
-    def header(self, sequence: int, step: int, *, persist: bool) -> SlotHeader:
+    def header(self, sequence: int, step: int, *, persist: bool) -> _native.SlotHeader:
         """Returns the slot header of a snapshot of this rank."""
-        return SlotHeader(
-            self.session,
-            sequence,
-            step,
-            self.rank,
-            self.world_size,
-            self.node,
-            self.node_count,
-            len(self.ranks_here),
-            int(persist),
-            self.run,
+        return _native.SlotHeader(
+            run=self.run,
+            session=self.session,
+            sequence=sequence,
+            step=step,
+            rank=self.rank,
+            world_size=self.world_size,
+            node=self.node,
+            node_count=self.node_count,
+            ranks_here=len(self.ranks_here),
+            persist=persist,
         )
 
 

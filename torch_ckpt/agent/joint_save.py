@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.manifests import Failure, Manifests, failure_of, raise_failure
-from torch_ckpt.agent.memory import SlotHeader
 from torch_ckpt.agent.persist import (
     FileReport,
     directory_of,
@@ -106,7 +105,7 @@ class JointSave:
     ) -> None:
         self._memories = memories
         self._snapshots = [memory.read() for memory in memories]
-        self._headers = [SlotHeader.of(memory) for memory in memories]
+        self._headers = [memory.header() for memory in memories]
         self._first = self._snapshots[0]
         if not self._first.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
@@ -278,7 +277,7 @@ class JointSave:
                 io=self._io,
                 threads=self._threads,
             )
-            if [SlotHeader.of(memory) for memory in self._memories] != self._headers:
+            if [memory.header() for memory in self._memories] != self._headers:
                 raise CheckpointError(
                     f"cannot commit {self._directory}: a slot was refilled meanwhile"
                 )

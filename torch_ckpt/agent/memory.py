@@ -17,7 +17,6 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +28,6 @@ __all__ = [
     "NOT_SHARED",
     "SLOTS_PER_RANK",
     "Save",
-    "SlotHeader",
     "agent_lock",
     "complete_slots",
     "discard_slots",
@@ -68,77 +66,6 @@ _ABANDONED_S = 24 * 3600.0
 """Age after which the memory of a run without an agent is removed."""
 
 _SLOT = re.compile(r"rank-(\d+)\.(\d+)")
-
-
-@dataclass(frozen=True, order=True)
-class SlotHeader:
-    """The header of a slot. Later snapshots of a run compare as greater.
-
-    Attributes:
-        session: 16 bytes that identify the ranks that started together; later sessions are greater.
-        sequence: Number of the save in its session.
-        step: Step that the user gave the save.
-        rank: Rank that filled the slot.
-        world_size: Number of ranks.
-        node: Number of this machine.
-        node_count: Number of machines.
-        ranks_here: Number of ranks on this machine.
-        persist: Whether the agent persists the save without a further request: 0 or 1.
-        run: 16 bytes that identify the run.
-        tensors_id: 16 bytes that identify the tensors of the rank.
-        share: 16 bytes that identify how the ranks of the machine divided their replicas. The slots
-            of one save form a snapshot only if their ``share`` is equal. ``NOT_SHARED`` if each
-            rank copied all of its items.
-    """
-
-    session: bytes
-    sequence: int
-    step: int
-    rank: int
-    world_size: int
-    node: int
-    node_count: int
-    ranks_here: int
-    persist: int
-    run: bytes
-    tensors_id: bytes = bytes(16)
-    share: bytes = NOT_SHARED
-
-    @classmethod
-    def of(cls, slot: _native.Slot) -> SlotHeader:
-        """Returns the header of a slot.
-
-        Raises:
-            NotFoundError: The slot contains no complete snapshot.
-            CorruptionError: The slot is damaged.
-            UnsupportedError: The slot has another version.
-        """
-        run, session, sequence, step, rank, world_size, node, node_count, here, persist, *shared = (
-            slot.header()
-        )
-        return cls(
-            *(session, sequence, step, rank, world_size, node, node_count, here, persist, run),
-            *shared,
-        )
-
-    @property
-    def save(self) -> Save:
-        """The session and sequence of the save."""
-        return self.session, self.sequence
-
-    def to_native(self) -> _native.SlotHeader:
-        """Returns the fields in the order of the native engine."""
-        return (
-            *(self.run, self.session, self.sequence, self.step, self.rank, self.world_size),
-            *(
-                self.node,
-                self.node_count,
-                self.ranks_here,
-                self.persist,
-                self.tensors_id,
-                self.share,
-            ),
-        )
 
 
 def run_of(name: str | os.PathLike[str]) -> bytes:
@@ -211,13 +138,13 @@ def found_slots(folder: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def whole_saves(
-    found: Iterable[tuple[SlotHeader, T]],
-) -> dict[Save, list[tuple[SlotHeader, T]]]:
+    found: Iterable[tuple[_native.SlotHeader, T]],
+) -> dict[Save, list[tuple[_native.SlotHeader, T]]]:
     """Returns the slots of each save that all ranks of this machine have completed.
 
     The saves are in order, the newest last; the slots of a save are in order of rank.
     """
-    saves: dict[Save, list[tuple[SlotHeader, T]]] = {}
+    saves: dict[Save, list[tuple[_native.SlotHeader, T]]] = {}
     for header, slot in found:
         saves.setdefault(header.save, []).append((header, slot))
     whole = {}
@@ -230,7 +157,7 @@ def whole_saves(
     return whole
 
 
-def sharing_of(headers: Sequence[SlotHeader]) -> bytes:
+def sharing_of(headers: Sequence[_native.SlotHeader]) -> bytes:
     """Returns 16 bytes that identify how the ranks of a machine divide their replicas.
 
     Args:
@@ -242,12 +169,12 @@ def sharing_of(headers: Sequence[SlotHeader]) -> bytes:
     return digest.digest()
 
 
-def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[SlotHeader, Path]]:
+def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[_native.SlotHeader, Path]]:
     """Yields the header and file of every slot of a run with a complete snapshot."""
     for _, _, path in found_slots(folder):
         with contextlib.suppress(CheckpointError):
             slot = _native.Slot.open(os.fsencode(path), False)
-            header = SlotHeader.of(slot)
+            header = slot.header()
             slot.read()
             if header.run == run:
                 yield header, path
@@ -268,7 +195,7 @@ def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool])
     for _, _, path in found_slots(folder):
         with contextlib.suppress(CheckpointError):
             slot = _native.Slot.open(os.fsencode(path), True)
-            header = SlotHeader.of(slot)
+            header = slot.header()
             if header.run == run and is_discarded(header.step):
                 slot.clear()
                 discarded.add(header.step)

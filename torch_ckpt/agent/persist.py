@@ -110,7 +110,7 @@ def _persist(
     first = snapshots[0]
     before = found_before(directory)
     # Ranks that copied only their shares have compared their replicas before.
-    is_compared = len(snapshots) > 1 and first.header[-1] == NOT_SHARED
+    is_compared = len(snapshots) > 1 and first.header.share == NOT_SHARED
     plan = _native.GlobalPlan(
         [snapshot.items for snapshot in snapshots],
         len(snapshots),
@@ -293,9 +293,13 @@ def _check_not_superseded(
 
 def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
     """Raises unless the snapshots are of all ranks of one save, in order of rank."""
-    saves = {(*s.header[:4], *s.header[5:6], s.directory, s.version, s.sync) for s in snapshots}
-    ranks = [s.header[4] for s in snapshots]
-    if len(saves) != 1 or ranks != list(range(snapshots[0].header[5])):
+    headers = [snapshot.header for snapshot in snapshots]
+    ranks = [header.rank for header in headers]
+    facts = {
+        (h.run, h.save, h.step, h.world_size, s.directory, s.version, s.sync)
+        for h, s in zip(headers, snapshots, strict=True)
+    }
+    if len(facts) != 1 or ranks != list(range(headers[0].world_size)):
         raise CheckpointError(
             f"cannot persist snapshots of ranks {ranks}: they belong to different saves"
         )
@@ -311,7 +315,7 @@ def _write(
     jobs: FileJobs,
 ) -> FileReport | None:
     """Writes the share of one rank; returns ``None`` if the share is empty."""
-    rank = snapshot.header[4]
+    rank = snapshot.header.rank
     work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
     if not len(work):
         return None

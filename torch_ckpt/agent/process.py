@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from torch_ckpt._core import _native
 from torch_ckpt.agent.identity import RunId, id_in_memory, inode_of, set_id
 from torch_ckpt.agent.manifests import Manifests, PendingAborts
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
     Save,
-    SlotHeader,
     agent_lock,
     open_folder,
     remove_abandoned,
@@ -194,7 +194,7 @@ class Agent:
             self._persist_unrequested(slots[0][0], scan, self._saves.offer)
 
     def _persist_unrequested(
-        self, header: SlotHeader, scan: SlotScan, request: Callable[[Save], None]
+        self, header: _native.SlotHeader, scan: SlotScan, request: Callable[[Save], None]
     ) -> None:
         """Requests a save that the trainers did not request; retries a failed save once."""
         save = header.save

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ckpt._core import _native
 from torch_ckpt.agent.identity import claim_directory
 from torch_ckpt.agent.joint_save import JointSave
-from torch_ckpt.agent.memory import Save, SlotHeader, done_mark
+from torch_ckpt.agent.memory import Save, done_mark
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.persist import directory_of, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
@@ -270,14 +271,14 @@ class Saves:
     def _persist(self, slots: list[SlotFile]) -> list[Difference]:
         memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
-        headers = [SlotHeader.of(memory) for memory in memories]
+        headers = [memory.header() for memory in memories]
         options = self._options()
         differences = persist(
             snapshots,
             io=options.io,
             threads=options.threads,
             check_replicas=options.check_replicas,
-            is_current=lambda: [SlotHeader.of(memory) for memory in memories] == headers,
+            is_current=lambda: [memory.header() for memory in memories] == headers,
         )
         _log.info("step %d is on disk", headers[0].step)
         return differences
@@ -305,7 +306,7 @@ def _progress(pending: dict[Save, _PendingSave]) -> list[tuple[Save, bool]]:
     ]
 
 
-def _acquire_slots(slots: list[tuple[SlotHeader, SlotFile]]) -> list[SlotFile]:
+def _acquire_slots(slots: list[tuple[_native.SlotHeader, SlotFile]]) -> list[SlotFile]:
     """Returns the slots of a save, and prevents ranks from filling them until they are read."""
     files = [file for _, file in slots]
     for file in files:

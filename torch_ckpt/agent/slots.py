@@ -13,7 +13,6 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
-    SlotHeader,
     found_slots,
     slot_path,
     whole_saves,
@@ -39,12 +38,12 @@ class SlotFile:
     readers: int = 0
 
     @property
-    def header(self) -> SlotHeader | None:
+    def header(self) -> _native.SlotHeader | None:
         """The header of the slot; ``None`` if the slot contains no complete, sound snapshot."""
         if self.memory is None:
             return None
         try:
-            return SlotHeader.of(self.memory)
+            return self.memory.header()
         except CheckpointError:
             return None
 
@@ -60,12 +59,12 @@ class SlotScan:
             rank. The saves are in order, the newest last.
     """
 
-    def __init__(self, found: Iterable[tuple[SlotHeader, SlotFile]]) -> None:
+    def __init__(self, found: Iterable[tuple[_native.SlotHeader, SlotFile]]) -> None:
         self._found = list(found)
         self.complete = whole_saves(self._found)
 
     @property
-    def newest(self) -> SlotHeader | None:
+    def newest(self) -> _native.SlotHeader | None:
         """A header of the newest complete save; ``None`` if no save is complete."""
         return self.complete[max(self.complete)][0][0] if self.complete else None
 

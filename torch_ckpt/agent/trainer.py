@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -28,7 +27,6 @@ from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decid
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
-    SlotHeader,
     complete_slots,
     done_mark,
     folder_of,
@@ -66,7 +64,7 @@ class StagedSave:
         directory: Directory of the future checkpoint.
     """
 
-    header: SlotHeader
+    header: _native.SlotHeader
     directory: Location
 
 
@@ -257,18 +255,18 @@ class SnapshotAgent:
                 if self._place.node_count > 1:  # Other machines may not have skipped.
                     self._client.abort(sequence, location)
                 return None
-            self._newest, header = filled
+            self._newest = filled
             self._client.filled(self._newest, sequence)
             return StagedSave(header, location)
 
     def _fill(
         self,
-        header: SlotHeader,
+        header: _native.SlotHeader,
         list_items: Callable[[], tuple[Location, SlotContents]],
         *,
         sync: bool,
-    ) -> tuple[Path, SlotHeader] | None:
-        """Fills a slot; returns its file and header, or ``None`` if the save is skipped."""
+    ) -> Path | None:
+        """Fills a slot; returns its file, or ``None`` if the save is skipped."""
         directory, contents, is_shared = self._decide_shares(header.save, list_items)
         table = contents.table(str(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), contents.nbytes)
@@ -287,10 +285,8 @@ class SnapshotAgent:
             contents = self._share.select(contents)
             table = contents.table(str(directory), sync=sync)
         slot = self._slot(acquired.path)
-        header = dataclasses.replace(
-            header, tensors_id=self._share.tensors, share=self._share.sharing
-        )
-        slot.begin(header.to_native(), table, contents.nbytes)
+        header.tensors_id, header.share = self._share.tensors, self._share.sharing
+        slot.begin(header, table, contents.nbytes)
         copying = time.monotonic()
         contents.copy_to(slot, self._devices)
         seconds = time.monotonic() - copying
@@ -298,7 +294,7 @@ class SnapshotAgent:
         slot.complete()
         if not is_shared:
             self._share.set_copied_all(header.save)
-        return acquired.path, header
+        return acquired.path
 
     def _decide_shares(
         self, save: Save, list_items: Callable[[], tuple[Location, SlotContents]]

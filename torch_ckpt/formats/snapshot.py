@@ -54,10 +54,12 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
     foreign = ForeignFiles(Location(folder), Location(folder), "snapshot", is_own=True)
     merged = _Merged(foreign, _Objects(trust_pickle))
     found = [(path, _native.Slot.open(path, False).read()) for path in slots]
-    saves = {(s.header[:4], s.header[5], s.header[11]) for _, s in found}
-    ranks = {snapshot.header[4] for _, snapshot in found}
-    world_size, _, node_count, ranks_here = found[0][1].header[5:9]
-    is_whole = ranks == set(range(world_size)) if node_count == 1 else len(ranks) == ranks_here
+    headers = [snapshot.header for _, snapshot in found]
+    saves = {(h.run, h.save, h.step, h.world_size, h.share) for h in headers}
+    ranks = {header.rank for header in headers}
+    first = headers[0]
+    is_local = first.node_count == 1
+    is_whole = ranks == set(range(first.world_size)) if is_local else len(ranks) == first.ranks_here
     if len(saves) != 1 or not is_whole:
         raise MismatchError(
             f"cannot load the snapshots of ranks {sorted(ranks)} in {folder}: they are not from "
@@ -65,9 +67,9 @@ def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) ->
         )
     for path, snapshot in found:
         merged.add(path, snapshot)
-    if node_count > 1:
+    if not is_local:
         merged.add_holes()
-    return merged.opened(names_files=node_count == 1)
+    return merged.opened(names_files=is_local)
 
 
 class _Objects:
@@ -115,7 +117,8 @@ class _Merged:
     def add(self, path: Path, snapshot: _native.StoredSnapshot) -> None:
         number = len(self.foreign.files)
         self.foreign.files.append((path.name, path.stat().st_size))
-        self.identity = snapshot.header[1] + snapshot.header[2].to_bytes(8, "little")
+        session, sequence = snapshot.header.save
+        self.identity = session + sequence.to_bytes(8, "little")
         work = _native.Work(_native.ItemTable.decode(snapshot.items))
         for item, offset, nbytes, plain in snapshot.extents:
             fqn, facts, _, offsets, sizes, _ = work.describe(item)
