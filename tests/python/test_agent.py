@@ -38,7 +38,7 @@ from torch_ckpt.agent.memory import (
     run_of,
     slot_path,
 )
-from torch_ckpt.agent.messages import Kind, receive, send
+from torch_ckpt.agent.messages import Kind, encode, receive, send
 from torch_ckpt.agent.persist import persist
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.slots import Slots
@@ -722,17 +722,17 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
 ) -> None:
     path = folder_of(run_of(run)) / "agent.socket"
     assert path.stat().st_mode & 0o777 == 0o600
-    header = struct.Struct("<4sHHQ")
     hostile = [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        header.pack(b"TCAG", messages._VERSION, Kind.HELLO, 1 << 60),
-        header.pack(b"TCAG", 99, Kind.HELLO, 0),
-        header.pack(b"TCAG", messages._VERSION, 77, 0),
-        header.pack(b"TCAG", messages._VERSION, Kind.HELLO, 12)
-        + struct.pack("<I", 0xFFFFFFFF)
-        + bytes(8),
-        header.pack(b"TCAG", messages._VERSION, Kind.PERSIST, 0),
+        struct.pack("<4sHQI", b"TCAG", messages._VERSION, 1 << 60, 0),
+        struct.pack("<4sHQI", b"TCAG", 99, 0, 0),
+        encode({}),
+        encode({"kind": ["hello"]}),
+        encode({"kind": Kind.HELLO}),
+        encode({"kind": Kind.HELLO, "run": run_of(run).hex(), "session": 5, "rank": 0}),
+        encode({"kind": Kind.PERSIST}),
+        encode({"kind": Kind.OK}, [b"blob"])[:-1],
         *(rng.randbytes(64) for _ in range(20)),
     ]
     for data in hostile:
@@ -746,9 +746,10 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
                     pass
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(path))
-        send(connection, Kind.HELLO, b"another run", b"", 0, b"", b"", 0, b"", b"", b"{}")
+        send(connection, Kind.HELLO, run="another run", session="", rank=0)
         answer = receive(connection)
-        assert answer.kind == Kind.ERROR
+        assert answer["kind"] == Kind.ERROR
+        assert "belongs to another run" in answer["failure"][1]
     save(agent, run, 1)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import struct
 from pathlib import Path
 from typing import get_args
 
@@ -10,8 +13,17 @@ import pytest
 import torch
 
 from torch_ckpt import CheckpointError
-from torch_ckpt.agent.manifests import FileKind, Manifests, decode, encode
-from torch_ckpt.errors import CorruptionError, NotFoundError
+from torch_ckpt.agent.manifests import FileKind, Manifests
+from torch_ckpt.agent.messages import (
+    Kind,
+    decode,
+    encode,
+    failure_of,
+    raise_failure,
+    receive,
+    send,
+)
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.snapshot import holes
 from torch_ckpt.storage.gc import stale_files
@@ -28,8 +40,43 @@ def test_no_byte_of_a_file_can_be_changed_or_cut_off_unnoticed(rng: random.Rando
         changed = bytearray(whole)
         changed[at] ^= 1 << rng.randrange(8)
         for bad in (bytes(changed), whole[:at]):
-            with pytest.raises(CorruptionError):
+            is_version = at in (4, 5) and bad != whole[:at]
+            with pytest.raises(UnsupportedError if is_version else CorruptionError):
                 decode(bad)
+
+
+def test_a_message_is_received_as_it_was_sent() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        path = os.fsdecode(b"/run/\xff\n")
+        send(ours, Kind.SLOT, path=path, has_waited=False)
+        failure = failure_of(StorageError(f"cannot create {path}", 28))
+        send(ours, Kind.ERROR, failure=failure)
+        assert receive(theirs) == {"kind": Kind.SLOT, "path": path, "has_waited": False}
+        message = receive(theirs)
+        assert message is not None
+        with pytest.raises(StorageError, match="cannot create") as caught:
+            raise_failure(message["failure"])
+        assert (caught.value.args[0], caught.value.errno) == (f"cannot create {path}", 28)
+        ours.close()
+        assert receive(theirs) is None
+
+
+@pytest.mark.parametrize("version", [4, 5, 7])
+def test_a_process_of_another_version_is_named_with_both(tmp_path: Path, version: int) -> None:
+    said = f"cannot read a message of version {version}: this process uses version 6"
+    former = struct.pack("<4sHHQ", b"TCAG", version, 3, 20) + bytes(20)  # Up to version 5.
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(former)
+        with pytest.raises(UnsupportedError, match=f"^{said}$"):
+            receive(theirs)
+    files = manifests_in(tmp_path)
+    files.put("epoch", {"epoch": "ab"})
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(former)
+    with pytest.raises(UnsupportedError, match=f"^cannot read {path}: {said}$"):
+        files.get(0, "epoch")
 
 
 def test_what_is_damaged_or_not_there_is_nothing(tmp_path: Path) -> None:

@@ -9,20 +9,19 @@ import math
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
 from torch_ckpt.agent.memory import folder_of, has_agent, open_folder, short_path
-from torch_ckpt.agent.messages import Kind, Message, raise_error, receive, send
+from torch_ckpt.agent.messages import Kind, Message, raise_failure, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
@@ -150,7 +149,7 @@ class AgentClient:
         Raises:
             StorageError: The tmpfs has too little space.
         """
-        self._request(Kind.RESERVE, nbytes)
+        self._request(Kind.RESERVE, nbytes=nbytes)
 
     def acquire(self, sequence: int, nbytes: int, timeout_s: float) -> AcquiredSlot | None:
         """Returns a slot to fill; ``None`` if no slot becomes free in time.
@@ -164,16 +163,17 @@ class AgentClient:
             StorageError: The tmpfs has too little space.
         """
         answer = self._request(
-            *(Kind.ACQUIRE, sequence, nbytes, int(timeout_s * 1000)),
-            within_s=max(self._timeout_s, timeout_s + _GRACE_S),
+            Kind.ACQUIRE,
+            max(self._timeout_s, timeout_s + _GRACE_S),
+            **{"sequence": sequence, "nbytes": nbytes, "wait_s": timeout_s},
         )
-        if answer.kind == Kind.BUSY:
+        if answer["kind"] == Kind.BUSY:
             return None
-        return AcquiredSlot(Path(os.fsdecode(answer.data(0))), bool(answer.integer(1)))
+        return AcquiredSlot(Path(answer["path"]), answer["has_waited"])
 
     def filled(self, path: Path, sequence: int) -> None:
         """Reports a complete snapshot."""
-        self._request(Kind.FILLED, os.fsencode(path), sequence)
+        self._request(Kind.FILLED, path=os.fspath(path), sequence=sequence)
 
     def abort(self, sequence: int, directory: Location) -> None:
         """Reports that this rank will fill no slot for a save; ignores a lost agent."""
@@ -182,7 +182,9 @@ class AgentClient:
         place = self.place
         with contextlib.suppress(OSError, CheckpointError):
             self._request(
-                *(Kind.ABORT, sequence, place.node, place.node_count, os.fsencode(str(directory)))
+                Kind.ABORT,
+                **{"sequence": sequence, "node": place.node, "node_count": place.node_count},
+                directory=str(directory),
             )
 
     def persist(self, sequence: int) -> None:
@@ -192,7 +194,7 @@ class AgentClient:
             CheckpointError: The save failed.
             StorageError: The agent does not answer.
         """
-        self._request(Kind.PERSIST, self.place.session, sequence, within_s=math.inf)
+        self._request(Kind.PERSIST, math.inf, sequence=sequence)
 
     def detach(self, *, drop: bool) -> None:
         """Reports the orderly end of this rank, and closes the connection.
@@ -202,7 +204,7 @@ class AgentClient:
         """
         try:
             if not self.is_lost:
-                self._request(Kind.DETACH, int(drop))
+                self._request(Kind.DETACH, drop=drop)
         except (OSError, CheckpointError) as error:
             _log.warning("cannot detach from the agent of this machine: %s", error)
         self.close()
@@ -217,14 +219,14 @@ class AgentClient:
         """Returns another client of this rank, for another thread."""
         return AgentClient(self._run, self.place, self._options, timeout_s=self._timeout_s)
 
-    def _request(self, kind: Kind, *fields: int | bytes, within_s: float | None = None) -> Message:
+    def _request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
         """Returns the answer to a request.
 
         Args:
             kind: Kind of the request.
-            *fields: Fields of the request.
             within_s: Seconds to wait for the answer; the timeout of the client if ``None``. With
                 ``math.inf``, the client waits as long as the agent answers other requests.
+            **fields: Fields of the request.
         """
         deadline = time.monotonic() + _START_S
         while True:
@@ -232,7 +234,7 @@ class AgentClient:
                 if self._connection is None:
                     self._connect()
                 assert self._connection is not None
-                return self._exchange(self._connection, kind, *fields, within_s=within_s)
+                return self._exchange(self._connection, kind, within_s, **fields)
             except OSError as error:
                 if isinstance(error, CheckpointError):
                     raise
@@ -245,16 +247,12 @@ class AgentClient:
                 _log.warning("cannot reach the agent of this machine (%s): starting another", error)
 
     def _exchange(
-        self,
-        connection: socket.socket,
-        kind: Kind,
-        *fields: int | bytes,
-        within_s: float | None,
+        self, connection: socket.socket, kind: Kind, within_s: float | None, **fields: Any
     ) -> Message:
         limit_s = self._timeout_s if within_s in (None, math.inf) else within_s
         connection.settimeout(limit_s)
         try:
-            send(connection, kind, *fields)
+            send(connection, kind, **fields)
             while within_s == math.inf and not select.select([connection], [], [], _POLL_S)[0]:
                 self._register().close()  # Raises if the agent does not answer.
             answer = receive(connection)
@@ -266,7 +264,8 @@ class AgentClient:
             ) from None
         if answer is None:
             raise ConnectionResetError("the agent closed the connection")
-        raise_error(answer)
+        if answer["kind"] == Kind.ERROR:
+            raise_failure(answer["failure"])
         return answer
 
     def _connect(self) -> None:
@@ -324,29 +323,31 @@ class AgentClient:
 
     def _register(self) -> socket.socket:
         place = self.place
-        ranks = b"".join(struct.pack("<q", rank) for rank in place.ranks_here)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(self._timeout_s)
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
             self._exchange(
-                *(connection, Kind.HELLO, place.run, place.session, place.rank, ranks),
-                *(*self._identity(), self._options.encode().encode()),
-                within_s=min(self._timeout_s, _START_S),
+                connection,
+                Kind.HELLO,
+                min(self._timeout_s, _START_S),
+                **{"run": place.run.hex(), "session": place.session.hex(), "rank": place.rank},
+                **{"ranks_here": list(place.ranks_here), "options": self._options.encode()},
+                **self._identity(),
             )
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _identity(self) -> tuple[bytes, int, bytes, bytes]:
-        """Returns the fields of ``HELLO`` on the run's id, which are empty if it has none."""
+    def _identity(self) -> dict[str, Any]:
+        """Returns the fields of ``HELLO`` on the run's id, if it has one."""
         run_id = self.place.run_id
         if run_id is None:
-            return b"", 0, b"", b""
+            return {}
         seen = nearest_directory(self._run)
-        return run_id.id.encode(), int(run_id.is_written), os.fsencode(seen), inode_of(seen)
+        return {"run_id": asdict(run_id), "seen": seen, "inode": inode_of(seen)}
 
     def _start(self) -> None:
         package = os.fspath(Path(__file__).resolve().parents[2])

@@ -156,10 +156,10 @@ def nearest_directory(path: str) -> str:
     )
 
 
-def inode_of(path: str) -> bytes:
+def inode_of(path: str) -> str:
     """Returns what identifies a directory on this machine, whatever its path is."""
     try:
         found = os.stat(path)
     except OSError:
-        return b""
-    return f"{found.st_dev} {found.st_ino}".encode()
+        return ""
+    return f"{found.st_dev} {found.st_ino}"

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
-from torch_ckpt.agent.manifests import Failure, Manifests, failure_of, raise_failure
+from torch_ckpt.agent.manifests import Manifests
+from torch_ckpt.agent.messages import Failure, raise_failure
 from torch_ckpt.agent.persist import (
     FileReport,
     directory_of,
@@ -182,7 +183,7 @@ class JointSave:
                 failure if self._is_coordinator else None, retain_files=may_be_committed
             )
         except Exception as error:
-            failure = failure_of(self._files.node, error)
+            failure = self._files.failure_of(error)
             # Once this machine has published a manifest, only machine 0 may fail the epoch.
             is_bound = self.has_written and not self._is_coordinator
             self._end_epoch(

@@ -9,41 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import re
 import socket
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
-from torch_ckpt.agent.messages import Kind, Message, error_message, raise_error
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
+from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.storage.gc import remove_files
 
-__all__ = [
-    "Failure",
-    "FileKind",
-    "Manifests",
-    "PendingAborts",
-    "decode",
-    "encode",
-    "failure_of",
-    "raise_failure",
-]
+__all__ = ["FileKind", "Manifests", "PendingAborts"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
 FileKind = Literal["epoch", "lists", "manifest", "failed"]
 
 _UNPUBLISHED = ".tmp"
-_MAGIC = b"TCAGENT\n"
-_HEAD = struct.Struct("<8sII")
 _TAG_DIGITS = 16
 _TAG_DIGITS_IN_ID = 10  # A save id begins with digits of the tag; the other 6 are of the epoch.
 
@@ -51,9 +43,6 @@ _MAX_PENDING = 16
 """Other machines are never this many saves behind."""
 
 _POLL_S = 0.5
-
-Failure = tuple[str, str, int]
-"""Class of an error, its message, and errno."""
 
 
 class Manifests:
@@ -125,10 +114,18 @@ class Manifests:
             raise
 
     def get(self, node: int, kind: FileKind) -> tuple[dict[str, Any], list[bytes]] | None:
-        """Returns the content of a machine's file; ``None`` if it is absent or damaged."""
-        with contextlib.suppress(StorageError, NotFoundError, CorruptionError):
-            return decode(self._path(node, kind).read())
-        return None
+        """Returns the content of a machine's file; ``None`` if it is absent or damaged.
+
+        Raises:
+            UnsupportedError: An agent of another version wrote it.
+        """
+        path = self._path(node, kind)
+        try:
+            return decode(path.read())
+        except UnsupportedError as error:
+            raise UnsupportedError(f"cannot read {path}: {error}") from error
+        except (StorageError, NotFoundError, CorruptionError):
+            return None
 
     def published(self) -> dict[str, set[int]]:
         """Returns, for each kind of file, the machines that have published one."""
@@ -156,8 +153,13 @@ class Manifests:
         Raises:
             StorageError: The file cannot be written.
         """
-        failure = failure_of(self.node, CheckpointError(why))
+        failure = self.failure_of(CheckpointError(why))
         self.put("failed", {"epoch": None, "failure": failure})
+
+    def failure_of(self, error: BaseException) -> Failure:
+        """Returns the description of this machine's error that is published to all machines."""
+        kind, text, errno = failure_of(error)
+        return kind, f"machine {self.node} ({socket.gethostname()}): {text}", errno
 
     def _files(self) -> list[re.Match[str]]:
         with contextlib.suppress(StorageError, NotFoundError):
@@ -217,61 +219,3 @@ class PendingAborts:
                 if not self._saves:
                     return
             time.sleep(_POLL_S)
-
-
-def failure_of(node: int, error: BaseException) -> Failure:
-    """Returns the description of a machine's error that is published to all machines."""
-    kind, text, errno = error_message(error)
-    assert isinstance(kind, bytes)
-    assert isinstance(text, bytes)
-    assert isinstance(errno, int)
-    return kind.decode(), f"machine {node} ({socket.gethostname()}): {text.decode()}", errno
-
-
-def raise_failure(failure: Failure | None) -> NoReturn:
-    """Raises the error that a machine published.
-
-    Raises:
-        CheckpointError: Always.
-    """
-    kind, text, errno = failure or ("CheckpointError", "another machine has failed", 0)
-    raise_error(Message(Kind.ERROR, (kind.encode(), text.encode(), errno)))
-    raise AssertionError("raise_error raises for every ERROR message")
-
-
-def encode(facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
-    """Returns the bytes of a file.
-
-    A file has a magic number, the length of its JSON text, the CRC-32 of all bytes that follow, the
-    JSON text, and the blobs.
-
-    Example::
-
-        assert decode(encode({"a": 1}, [b"x"])) == ({"a": 1}, [b"x"])
-    """
-    head = json.dumps([facts, [len(blob) for blob in blobs]]).encode()
-    body = head + b"".join(blobs)
-    return _HEAD.pack(_MAGIC, len(head), zlib.crc32(body)) + body
-
-
-def decode(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """Returns the facts and blobs of a file that :func:`encode` made.
-
-    Raises:
-        CorruptionError: The bytes are not such a file.
-    """
-    try:
-        magic, nbytes, crc = _HEAD.unpack_from(data)
-        body = data[_HEAD.size :]
-        if magic != _MAGIC or zlib.crc32(body) != crc:
-            raise ValueError("its magic number or CRC-32 does not match")
-        facts, lengths = json.loads(body[:nbytes])
-        blobs = []
-        for length in lengths:
-            blobs.append(body[nbytes : nbytes + length])
-            nbytes += length
-        if nbytes != len(body) or not isinstance(facts, dict):
-            raise ValueError("its length does not match")
-        return facts, blobs
-    except (struct.error, TypeError, ValueError) as error:
-        raise CorruptionError(f"cannot decode a file of an agent: {error}") from error

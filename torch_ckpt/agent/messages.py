@@ -1,118 +1,146 @@
-"""Messages between trainers and the agent: fixed binary records, never pickles.
+"""Messages between trainers and agents, over a socket and in files: JSON and bytes, never pickles.
 
-A message is a header of 16 bytes and a body. The header is little-endian: ``TCAG``, version, kind
-(2 bytes each) and the length of the body (8 bytes). The body is the message's fields in a fixed
-order: an integer has 8 bytes; a byte string has a length of 4 bytes before its bytes. Each kind of
-message has its own list of fields.
+A message is a head of 18 bytes and a body. The head is little-endian: ``TCAG``, version (2 bytes),
+length of the body (8 bytes), and CRC-32 of the body (4 bytes). The body is one line of JSON, a list
+of an object and of the lengths of the blobs, and then the blobs.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import socket
 import struct
-from dataclasses import dataclass
-from typing import Any
+import zlib
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from torch_ckpt import errors
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
+    CorruptionError,
     NotFoundError,
     StorageError,
     UnsupportedError,
 )
 
-__all__ = ["Kind", "Message", "error_message", "peer_of", "raise_error", "receive", "send"]
+__all__ = [
+    "Failure",
+    "Kind",
+    "Message",
+    "decode",
+    "encode",
+    "failure_of",
+    "peer_of",
+    "raise_failure",
+    "receive",
+    "send",
+]
 
 _MAGIC = b"TCAG"
-_VERSION = 5
-_HEADER = struct.Struct("<4sHHQ")
+_VERSION = 6
+_HEAD = struct.Struct("<4sHQI")
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
-_MAX_BODY_NBYTES = 1 << 20  # A longer body is not from this package.
+_MAX_BODY_NBYTES = 1 << 20  # A longer message on a socket is not from this package.
+
+Failure = tuple[str, str, int]
+"""Class of an error, its message, and errno."""
 
 
-class Kind(enum.IntEnum):
-    """The kind of a message, which determines its fields."""
+class Kind(enum.StrEnum):
+    """The kind of a message on a socket, which determines its fields."""
 
-    HELLO = 1
-    """Registers a rank: run, session, rank, all ranks of this machine as 8 bytes each, id of the
-    run (empty if it has none), whether the directory of the run has the id, a directory that the
-    agent must see too, and its inode, options of the agent as JSON."""
-    OK = 2
-    ERROR = 3
-    """Reports an error: class, message, errno."""
-    RESERVE = 4
-    """Requests memory for a rank's slots: bytes per slot."""
-    ACQUIRE = 5
-    """Requests a slot to fill: sequence, nbytes, milliseconds to wait for a free slot."""
-    SLOT = 6
-    """Answers ``ACQUIRE``: file of the slot, whether the request waited."""
-    BUSY = 7
+    HELLO = "hello"
+    """Registers a rank: ``run`` and ``session`` as hexadecimal digits, ``rank``, ``ranks_here``,
+    ``options`` of the agent as JSON. If the run has an id: ``run_id``, ``is_written`` (whether the
+    directory of the run has the id), ``seen`` (a directory that the agent must see too), and its
+    ``inode``."""
+    OK = "ok"
+    ERROR = "error"
+    """Reports an error: ``failure``."""
+    RESERVE = "reserve"
+    """Requests memory for a rank's slots: ``nbytes`` of each."""
+    ACQUIRE = "acquire"
+    """Requests a slot to fill: ``sequence``, ``nbytes``, ``wait_s`` for a free slot."""
+    SLOT = "slot"
+    """Answers ``ACQUIRE``: ``path`` of the slot, ``has_waited``."""
+    BUSY = "busy"
     """Answers ``ACQUIRE``: all slots are in use."""
-    FILLED = 8
-    """Reports a complete snapshot: file of the slot, sequence."""
-    PERSIST = 9
-    """Waits until a save is on disk: session, sequence."""
-    DETACH = 10
-    """Reports the orderly end of a rank: whether to discard its snapshots."""
-
-    ABORT = 11
-    """Reports that a rank will fill no slot for a save: sequence, node, node count, directory."""
-
-
-_FIELDS: dict[Kind, str] = {
-    Kind.HELLO: "bbibbibbb",
-    Kind.OK: "",
-    Kind.ERROR: "bbi",
-    Kind.RESERVE: "i",
-    Kind.ACQUIRE: "iii",
-    Kind.SLOT: "bi",
-    Kind.BUSY: "",
-    Kind.FILLED: "bi",
-    Kind.PERSIST: "bi",
-    Kind.DETACH: "i",
-    Kind.ABORT: "iiib",
-}
+    FILLED = "filled"
+    """Reports a complete snapshot: ``path`` of the slot, ``sequence``."""
+    PERSIST = "persist"
+    """Waits until a save of the session is on disk: ``sequence``."""
+    DETACH = "detach"
+    """Reports the orderly end of a rank: whether to ``drop`` its snapshots."""
+    ABORT = "abort"
+    """Reports that a rank will fill no slot for a save: ``sequence``, ``node``, ``node_count``,
+    ``directory``."""
 
 
-@dataclass(frozen=True)
-class Message:
-    """One message: its kind and its fields in order."""
-
-    kind: Kind
-    fields: tuple[int | bytes, ...] = ()
-
-    def integer(self, at: int) -> int:
-        """Returns the integer field at a position."""
-        value = self.fields[at]
-        assert isinstance(value, int)
-        return value
-
-    def data(self, at: int) -> bytes:
-        """Returns the bytes field at a position."""
-        value = self.fields[at]
-        assert isinstance(value, bytes)
-        return value
-
-    def pack(self) -> bytes:
-        """Returns the encoded message."""
-        body = b""
-        for field in self.fields:
-            if isinstance(field, bytes):
-                body += struct.pack("<I", len(field)) + field
-            else:
-                body += struct.pack("<q", field)
-        return _HEADER.pack(_MAGIC, _VERSION, self.kind, len(body)) + body
+Message = dict[str, Any]
+"""A message on a socket: ``kind``, and its fields by name."""
 
 
-def send(connection: socket.socket, kind: Kind, *fields: int | bytes) -> None:
+def encode(facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
+    """Returns the bytes of a message.
+
+    Example::
+
+        assert decode(encode({"a": 1}, [b"x"])) == ({"a": 1}, [b"x"])
+    """
+    line = json.dumps([facts, [len(blob) for blob in blobs]]).encode() + b"\n"
+    body = b"".join([line, *blobs])
+    return _HEAD.pack(_MAGIC, _VERSION, len(body), zlib.crc32(body)) + body
+
+
+def decode(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """Returns the facts and blobs of a message that :func:`encode` made.
+
+    Raises:
+        CorruptionError: The bytes are not a message.
+        UnsupportedError: The message has another version.
+    """
+    return _decode_body(*_decode_head(data[: _HEAD.size]), data[_HEAD.size :])
+
+
+def _decode_head(head: bytes) -> tuple[int, int]:
+    """Returns the length and the CRC-32 of the body."""
+    if not head.startswith(_MAGIC) or len(head) < _HEAD.size:
+        raise CorruptionError("cannot read a message: it does not begin with TCAG")
+    _, version, nbytes, crc = _HEAD.unpack(head)
+    if version != _VERSION:
+        raise UnsupportedError(
+            f"cannot read a message of version {version}: this process uses version {_VERSION}"
+        )
+    return nbytes, crc
+
+
+def _decode_body(nbytes: int, crc: int, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    try:
+        if len(body) != nbytes or zlib.crc32(body) != crc:
+            raise ValueError("its length or CRC-32 does not match")
+        line, _, rest = body.partition(b"\n")
+        facts, lengths = json.loads(line)
+        blobs = []
+        at = 0
+        for length in lengths:
+            blobs.append(rest[at : at + length])
+            at += length
+        if at != len(rest) or not isinstance(facts, dict):
+            raise ValueError("its parts do not match")
+        return facts, blobs
+    except (RecursionError, TypeError, ValueError) as error:
+        raise CorruptionError(f"cannot read a message: {error}") from error
+
+
+def send(connection: socket.socket, kind: Kind, **fields: Any) -> None:
     """Sends a message.
 
     Raises:
         OSError: The peer closed the connection.
     """
-    connection.sendall(Message(kind, fields).pack())
+    connection.sendall(encode({"kind": kind, **fields}))
 
 
 def receive(connection: socket.socket) -> Message | None:
@@ -120,25 +148,22 @@ def receive(connection: socket.socket) -> Message | None:
 
     Raises:
         OSError: The connection broke.
-        CheckpointError: The bytes are not a message.
+        CorruptionError: The bytes are not a message.
         UnsupportedError: The message has another version.
     """
-    header = _read(connection, _HEADER.size)
-    if header is None:
+    head = _read(connection, _HEAD.size)
+    if head is None:
         return None
-    magic, version, kind, nbytes = _HEADER.unpack(header)
-    if magic != _MAGIC:
-        raise CheckpointError("cannot read a message: it does not begin with TCAG")
-    if version != _VERSION:
-        raise UnsupportedError(
-            f"cannot read a message of version {version}: this process uses version {_VERSION}"
-        )
-    if kind not in set(Kind) or nbytes > _MAX_BODY_NBYTES:
-        raise CheckpointError(
-            f"cannot read a message of kind {kind} with {nbytes} bytes: unknown kind or too long"
-        )
+    nbytes, crc = _decode_head(head)
+    if nbytes > _MAX_BODY_NBYTES:
+        raise CorruptionError(f"cannot read a message of {nbytes} bytes: it is too long")
     body = _read(connection, nbytes)
-    return None if body is None else Message(Kind(kind), _unpack(Kind(kind), body))
+    if body is None:
+        return None
+    message, _ = _decode_body(nbytes, crc, body)
+    if message.get("kind") not in list(Kind):
+        raise CorruptionError(f"cannot read a message of kind {message.get('kind')}: unknown kind")
+    return message
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -149,48 +174,28 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def error_message(error: BaseException) -> tuple[int | bytes, ...]:
-    """Returns the fields of an ``ERROR`` message that describes an exception."""
+def failure_of(error: BaseException) -> Failure:
+    """Returns what another process raises in the place of an exception."""
     kind, text = type(error).__name__, str(error)
     if not isinstance(error, CheckpointError):
         kind = "StorageError" if isinstance(error, OSError) else "CheckpointError"
         text = f"{type(error).__name__}: {error}"
-    return kind.encode(), text.encode(), getattr(error, "errno", None) or 0
+    return kind, text, getattr(error, "errno", None) or 0
 
 
-def raise_error(message: Message) -> None:
-    """Raises the exception that an ``ERROR`` message describes; ignores other kinds."""
-    if message.kind != Kind.ERROR:
-        return
-    name, text = message.data(0).decode(), message.data(1).decode()
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raises the exception of another process.
+
+    Raises:
+        CheckpointError: Always.
+    """
+    name, text, errno = failure
     found = getattr(errors, name, None)
     is_ours = isinstance(found, type) and issubclass(found, CheckpointError)
     kind: Any = found if is_ours else CheckpointError
     if kind in (AlreadyExistsError, NotFoundError, StorageError):
-        raise kind(text, message.integer(2) or None)
+        raise kind(text, errno or None)
     raise kind(text)
-
-
-def _unpack(kind: Kind, body: bytes) -> tuple[int | bytes, ...]:
-    fields: list[int | bytes] = []
-    at = 0
-    try:
-        for field in _FIELDS[kind]:
-            if field == "i":
-                fields.append(struct.unpack_from("<q", body, at)[0])
-                at += 8
-                continue
-            (nbytes,) = struct.unpack_from("<I", body, at)
-            at += 4
-            if nbytes > len(body) - at:
-                raise struct.error("truncated")
-            fields.append(body[at : at + nbytes])
-            at += nbytes
-    except struct.error as error:
-        raise CheckpointError(f"cannot read a message of kind {kind.name}: truncated") from error
-    if at != len(body):
-        raise CheckpointError(f"cannot read a message of kind {kind.name}: trailing bytes")
-    return tuple(fields)
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes | None:

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from torch_ckpt.agent.memory import (
     remove_abandoned,
     short_path,
 )
-from torch_ckpt.agent.messages import Kind, Message, error_message, peer_of, receive, send
+from torch_ckpt.agent.messages import Kind, Message, failure_of, peer_of, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
@@ -227,7 +226,7 @@ class Agent:
         with connection, contextlib.suppress(OSError):
             try:
                 message = receive(connection)
-                if message is None or message.kind != Kind.HELLO:
+                if message is None or message["kind"] != Kind.HELLO:
                     return
                 if user != os.getuid():
                     raise StorageError(
@@ -238,14 +237,13 @@ class Agent:
                 try:
                     send(connection, Kind.OK)
                     while (message := receive(connection)) is not None:
-                        answer = self._answer(trainer, message)
-                        send(connection, answer.kind, *answer.fields)
+                        send(connection, **self._answer(trainer, message))
                 finally:
                     with self._changed:
                         trainer.connections -= 1
                         self._changed.notify_all()
-            except (CheckpointError, ValueError) as error:
-                send(connection, Kind.ERROR, *error_message(error))
+            except (CheckpointError, KeyError, TypeError, ValueError) as error:
+                send(connection, Kind.ERROR, failure=failure_of(error))
 
     def _answer(self, trainer: RankProcess, message: Message) -> Message:
         answers: dict[Kind, Callable[[RankProcess, Message], Message]] = {
@@ -257,29 +255,30 @@ class Agent:
             Kind.ABORT: self._abort,
         }
         try:
-            if message.kind not in answers:
-                raise CheckpointError(f"cannot answer a message of kind {message.kind.name}")
+            if message["kind"] not in answers:
+                raise CheckpointError(f"cannot answer a message of kind {message['kind']}")
             with self._changed:
-                return answers[message.kind](trainer, message)
+                return answers[message["kind"]](trainer, message)
         except Exception as error:
-            return Message(Kind.ERROR, error_message(error))
+            return {"kind": Kind.ERROR, "failure": failure_of(error)}
 
     def _register(self, message: Message, pid: int) -> RankProcess:
-        run, session, rank = message.data(0), message.data(1), message.integer(2)
-        if run != self.run:
+        session, rank = bytes.fromhex(message["session"]), int(message["rank"])
+        if message["run"] != self.run.hex():
             raise CheckpointError(f"cannot register rank {rank}: this agent belongs to another run")
-        options = AgentOptions.decode(message.data(8).decode())
-        run_id, is_written = message.data(4).decode("ascii", "replace"), bool(message.integer(5))
-        seen = os.fsdecode(message.data(6))
-        if run_id and inode_of(seen) != message.data(7):
+        options = AgentOptions.decode(message["options"])
+        ranks = [int(each) for each in message["ranks_here"]]
+        run_id = RunId(**message["run_id"]) if "run_id" in message else None
+        if run_id is not None and inode_of(message["seen"]) != message["inode"]:
             raise UnsupportedError(
-                f"cannot save with the agent of {self.folder}: it has another directory at {seen}. "
-                "It probably runs in another container, with which this process shares the memory"
+                f"cannot save with the agent of {self.folder}: it has another directory at "
+                f"{message['seen']}. It probably runs in another container, with which this "
+                "process shares the memory"
             )
         with self._changed:
             self._changed.wait_for(lambda: not self._is_leaving(pid, session), _POLL_S)
-            if run_id:
-                self._become(RunId(run_id, is_written), pid)
+            if run_id is not None:
+                self._become(run_id, pid)
             trainer = self._trainers.get(rank)
             if trainer is None or trainer.pid != pid or trainer.session != session:
                 if trainer is not None and _is_active(trainer, pid):
@@ -288,7 +287,7 @@ class Agent:
                     )
                 trainer = self._trainers[rank] = RankProcess(rank, session, pid)
             self.options = options
-            self._ranks = [r for (r,) in struct.iter_unpack("<q", message.data(3))]
+            self._ranks = ranks
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):
                 if not self._trainers[other].is_alive:
@@ -335,8 +334,8 @@ class Agent:
 
     def _reserve(self, trainer: RankProcess, message: Message) -> Message:
         self._free_former()
-        self._with_memory(lambda: self._slots.reserve(trainer.rank, message.integer(0)))
-        return Message(Kind.OK)
+        self._with_memory(lambda: self._slots.reserve(trainer.rank, message["nbytes"]))
+        return {"kind": Kind.OK}
 
     def _with_memory(self, allocate: Callable[[], T]) -> T:
         """Allocates memory; on failure releases slots of former ranks and retries once."""
@@ -348,11 +347,11 @@ class Agent:
             return allocate()
 
     def _acquire(self, trainer: RankProcess, message: Message) -> Message:
-        sequence, nbytes, wait_ms = (message.integer(at) for at in range(3))
+        sequence, nbytes, wait_s = int(message["sequence"]), message["nbytes"], message["wait_s"]
         self._free_former()
-        if not wait_ms and not self._is_admitted((trainer.session, sequence)):
-            return Message(Kind.BUSY)
-        deadline = time.monotonic() + wait_ms / 1000
+        if not wait_s and not self._is_admitted((trainer.session, sequence)):
+            return {"kind": Kind.BUSY}
+        deadline = time.monotonic() + wait_s
         has_waited = False
         trainer.reached = sequence
         self._changed.notify_all()
@@ -363,10 +362,11 @@ class Agent:
                 )
             )
             if slot is not None:
-                return Message(Kind.SLOT, (os.fsencode(slot.path), int(has_waited)))
+                path = os.fspath(slot.path)
+                return {"kind": Kind.SLOT, "path": path, "has_waited": has_waited}
             left = deadline - time.monotonic()
             if left <= 0:
-                return Message(Kind.BUSY)
+                return {"kind": Kind.BUSY}
             has_waited = True
             self._changed.wait(min(left, _POLL_S))
             if not trainer.is_alive:
@@ -384,31 +384,31 @@ class Agent:
         return self._admitted[save]
 
     def _filled(self, trainer: RankProcess, message: Message) -> Message:
-        path = Path(os.fsdecode(message.data(0)))
+        path = Path(message["path"])
         self._slots.check_filled(trainer.rank, trainer.session, path)
         # Writes to mapped memory do not update the time that `remove_abandoned` checks.
         os.utime(path)
-        trainer.reached = max(trainer.reached, message.integer(1) + 1)
+        trainer.reached = max(trainer.reached, message["sequence"] + 1)
         self._saves.begin_next()
         newest = self._slots.scan().newest
         if newest is not None and newest.session == trainer.session:
             self._slots.retain(self._ranks, self._saves.is_pending)
         self._changed.notify_all()
-        return Message(Kind.OK)
+        return {"kind": Kind.OK}
 
     def _abort(self, trainer: RankProcess, message: Message) -> Message:
-        sequence, node, node_count = (message.integer(at) for at in range(3))
+        sequence, node_count = message["sequence"], message["node_count"]
         trainer.reached = max(trainer.reached, sequence + 1)
         self._changed.notify_all()
         if node_count > 1:
-            directory = Location(os.fsdecode(message.data(3)))
+            node, directory = message["node"], Location(message["directory"])
             self._aborts.add(
                 Manifests(self.run, trainer.session, sequence, node, node_count, directory),
                 f"cannot save {directory}: rank {trainer.rank} failed or skipped before it filled "
                 "a slot",
                 within_s=self.options.peers_timeout_s,
             )
-        return Message(Kind.OK)
+        return {"kind": Kind.OK}
 
     def _is_awaited(self, save: Save, scan: SlotScan) -> bool:
         """Returns whether the ranks that have not completed a save may still complete it."""
@@ -426,7 +426,7 @@ class Agent:
         return trainer.reached <= save[1]
 
     def _persist(self, trainer: RankProcess, message: Message) -> Message:
-        save = message.data(0), message.integer(1)
+        save = trainer.session, message["sequence"]
         has_requested = False
         while not self._saves.is_done(save):
             error = self._saves.error_of(save)
@@ -441,7 +441,7 @@ class Agent:
             if not trainer.is_alive:
                 raise CancelledError(f"cannot wait for rank {trainer.rank}: its process died")
             self._changed.wait(_POLL_S)
-        return Message(Kind.OK)
+        return {"kind": Kind.OK}
 
     def _raise_if_lost(self, save: Save, scan: SlotScan) -> None:
         """Raises if an incomplete save can no longer complete."""
@@ -457,9 +457,9 @@ class Agent:
 
     def _detach(self, trainer: RankProcess, message: Message) -> Message:
         trainer.has_detached = True
-        self._is_dropped = bool(message.integer(0))
+        self._is_dropped = bool(message["drop"])
         self._changed.notify_all()
-        return Message(Kind.OK)
+        return {"kind": Kind.OK}
 
 
 def _is_active(trainer: RankProcess, pid: int) -> bool:
