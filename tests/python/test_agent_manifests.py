@@ -12,7 +12,10 @@ from typing import get_args
 import pytest
 import torch
 
-from torch_ckpt import CheckpointError
+from torch_ckpt import CheckpointError, IoOptions
+from torch_ckpt._core import _native
+from torch_ckpt.agent.client import Place
+from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.manifests import FileKind, Manifests
 from torch_ckpt.agent.messages import (
     Kind,
@@ -77,6 +80,28 @@ def test_a_process_of_another_version_is_named_with_both(tmp_path: Path, version
     path.write_bytes(former)
     with pytest.raises(UnsupportedError, match=f"^cannot read {path}: {said}$"):
         files.get(0, "epoch")
+
+
+def test_a_machine_of_another_version_fails_the_save_on_all_at_once(tmp_path: Path) -> None:
+    slot = _native.Slot.create(os.fsencode(tmp_path / "slot"), 1 << 16)
+    target = os.fsencode(tmp_path / "step")
+    table = _native.encode_slot_table(target, "1", True, _native.ItemTable().encode(), None, [])
+    place = Place(b"r" * 16, b"s" * 16, 0, 2, 0, 2, [0])
+    slot.begin(place.header(7, 1, persist=True), table, 0)
+    slot.complete()
+    joint = JointSave(
+        [slot], io=IoOptions(), threads=1, timeout_s=600.0, is_shutting_down=lambda: False
+    )
+    joint.begin()
+    other = manifests_in(tmp_path / "step", 1)
+    other.put("lists", {})
+    (path,) = (tmp_path / "step").glob("*-1.lists")
+    path.write_bytes(b"TCAG\x05\x00" + path.read_bytes()[6:])
+    with pytest.raises(UnsupportedError, match=r"-1\.lists: .* of version 5: this process uses"):
+        joint.advance()
+    found = other.get(0, "failed")
+    assert found is not None
+    assert found[0]["failure"][0] == "UnsupportedError"
 
 
 def test_what_is_damaged_or_not_there_is_nothing(tmp_path: Path) -> None:
