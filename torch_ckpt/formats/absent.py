@@ -22,11 +22,7 @@ _MOST_CHILDREN = 1000
 
 
 def no_checkpoint(path: Location) -> NotFoundError:
-    """Returns the error for a path without a checkpoint. It names what the path has instead.
-
-    Args:
-        path: A path that is not a file, and that has no committed checkpoint.
-    """
+    """Returns the error for a path without a checkpoint. It names what the path has instead."""
     return NotFoundError(f"no checkpoint is committed in {path}: {_reason(path)}")
 
 

@@ -54,12 +54,7 @@ _MAX_FQNS_NAMED = 20  # In one warning.
 def refused_classes(archive: Buffer) -> list[str]:
     """Lists the classes and functions in an archive that :func:`load_object` would refuse.
 
-    Args:
-        archive: Bytes that ``torch.save`` has just written, or bytes of a custom planner.
-
-    Returns:
-        Full names of classes and functions. The list is empty if the archive would load, and also
-        if the bytes are not such an archive. The planner's ``load_bytes`` reads other bytes.
+    The list is empty if the bytes are no archive: the planner's ``load_bytes`` reads other bytes.
     """
     data = memoryview(archive)
     if len(data) < 30 or bytes(data[:4]) != ARCHIVE:
@@ -75,11 +70,7 @@ def refused_classes(archive: Buffer) -> list[str]:
 
 
 def warn_of_refused(refused: Mapping[str, Sequence[str]]) -> None:
-    """Issues one warning for all values of a save that a load will refuse.
-
-    Args:
-        refused: FQN -> result of :func:`refused_classes`.
-    """
+    """Issues one warning for all values of a save (FQN -> refused names) that loads will refuse."""
     if not refused:
         return
     fqns = [f"{fqn!r} ({', '.join(names)})" for fqn, names in refused.items()]
@@ -97,12 +88,7 @@ def warn_of_refused(refused: Mapping[str, Sequence[str]]) -> None:
 def refused_names(pickled: Buffer, stand_ins: StandIns = NO_STAND_INS) -> list[str]:
     """Lists the classes and functions in a pickle that are not allowed.
 
-    Args:
-        pickled: The pickle.
-        stand_ins: Further classes that are allowed.
-
-    Raises:
-        CheckpointError: The bytes are not a pickle that ``torch.save`` writes.
+    Raises CheckpointError if the bytes are not a pickle that ``torch.save`` writes.
     """
     names = {current_name(*name) for name in _native.pickle_globals(pickled)}
     unknown = {name for name in names if name not in _ALLOWED and name not in stand_ins}

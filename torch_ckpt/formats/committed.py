@@ -71,16 +71,12 @@ def has_checkpoint(directory: Location) -> bool:
 
 
 def metadata_prefixes(directory: Location) -> list[str]:
-    """Returns the prefixes of all commit files in a directory, sorted.
+    """Returns the prefixes of all commit files, sorted: empty, or ``__0`` for rank 0's checkpoint.
 
     An index without metadata counts as well, unless its save has a pending file: its metadata has
     been lost. So a pending file is removed after the index of its save, or with it.
 
-    A prefix is empty, or ``__0`` for the checkpoint of rank 0 alone. The list is empty for a file,
-    and for a directory that does not exist or has no committed checkpoint.
-
-    Raises:
-        StorageError: The directory cannot be read.
+    The list is empty for a file, and for a directory that does not exist.
     """
     try:
         return prefixes_among([] if directory.is_file() else directory.names())
@@ -98,21 +94,11 @@ def prefixes_among(listed: Iterable[str]) -> list[str]:
 def open_committed(
     directory: Location, prefix: str, *, verify: bool = True
 ) -> tuple[_native.MetadataFile, _native.Index | None]:
-    """Opens the metadata file and the index file of a checkpoint.
+    """Opens the metadata file, whose pickle is not read yet, and its index, ``None`` without one.
 
-    Args:
-        directory: Directory of the checkpoint.
-        prefix: Prefix of both file names: empty, or ``__0`` for a checkpoint of rank 0 alone.
-        verify: Whether to refuse metadata whose index is missing or damaged.
-
-    Returns:
-        The metadata file, whose pickle is not read yet, and the index that belongs to it. The index
-        is ``None`` if there is none.
-
-    Raises:
-        NotFoundError: The directory has no committed checkpoint of this prefix.
-        CorruptionError: The metadata or the index is damaged, or one of the two is missing.
-        UnsupportedError: A newer version of this package wrote the index.
+    The prefix is empty, or ``__0`` for a checkpoint of rank 0 alone. ``verify`` refuses metadata
+    whose index is missing or damaged. Raises NotFoundError if no checkpoint of this prefix is
+    committed, CorruptionError on damage, and UnsupportedError if the index is of a newer version.
     """
     path = directory / f"{prefix}.metadata"
 
@@ -145,10 +131,8 @@ def open_committed(
 def committed_id(directory: Location, prefix: str = "") -> str | None:
     """Returns the save id of the committed checkpoint.
 
-    Returns ``None`` if there is no checkpoint, or no index that this package can read.
-
-    Raises:
-        StorageError: The metadata or the index cannot be read.
+    It is ``None`` if there is no checkpoint, or no index that this package can read. Raises
+    StorageError if that is unknown because the files cannot be read.
     """
     with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
         _, index = open_committed(directory, prefix, verify=False)
@@ -159,8 +143,7 @@ def committed_id(directory: Location, prefix: str = "") -> str | None:
 def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:
     """Returns whether a save is the committed one: of all ranks, or of the rank of a prefix alone.
 
-    Raises:
-        StorageError: The directory, the metadata or the index cannot be read.
+    Raises StorageError if that cannot be read.
     """
     prefixes = metadata_prefixes(directory)
     is_mixed = "" in prefixes and len(prefixes) > 1
@@ -177,16 +160,8 @@ def _check_never_indexed(
 ) -> None:
     """Raises an error if metadata without a usable index was committed with one.
 
-    Args:
-        metadata: The metadata, which no readable index matches.
-        indexed_files: Data files that readable indexes in the directory name, some of each.
-        newer: Whether the index file has a version that this build does not read.
-        why: Why there is no index that belongs to the metadata, for the message.
-        where: Path of the metadata, for the message.
-
-    Raises:
-        CorruptionError: The index is missing or damaged, so the data cannot be verified.
-        UnsupportedError: A newer version of this package wrote the index.
+    ``indexed_files`` are data files that readable indexes in the directory name, some of each.
+    ``newer`` says that the index has a version that this build does not read.
     """
     way_out = "FastReader(verify=False) loads from the metadata alone, without verification"
     if metadata.has_trailer:

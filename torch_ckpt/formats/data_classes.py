@@ -29,13 +29,10 @@ __all__ = ["DATA_CLASSES", "WITH_ATTRIBUTES", "NeedsState", "class_named", "set_
 
 
 class NeedsState:
-    """Placeholder for an object that is built from its state.
+    """Placeholder for an object that ``make`` builds from its state.
 
-    Attributes:
-        make: Builds the object from its state.
-        nbytes: Returns the bytes that ``make`` allocates beyond those of the state.
-        name: Name of the class in the pickle.
-        key: Key of the object in the unpickler's memo.
+    ``nbytes`` returns the bytes that ``make`` allocates beyond those of the state. ``key`` is the
+    key of the object in the unpickler's memo.
     """
 
     __slots__ = ("key", "make", "name", "nbytes")
@@ -194,10 +191,7 @@ WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace, collections.Ordere
 def set_attributes(value: Any, state: Any) -> None:
     """Sets the attributes of an object of :data:`WITH_ATTRIBUTES`.
 
-    An attribute must not take the place of a method that Python or the class calls.
-
-    Raises:
-        ValueError: The state is not a dict of such attributes.
+    Raises ValueError if one takes the place of a method that Python or the class calls.
     """
     _require_type(dict, state)
     _require_type(str, *state)
@@ -408,13 +402,9 @@ DATA_CLASSES: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def class_named(name: str) -> object:
-    """Returns the class or function of a name, for objects that store it as a value.
+    """Returns the class or function of a key of :data:`DATA_CLASSES`, for objects that store it.
 
-    Args:
-        name: A key of :data:`DATA_CLASSES`.
-
-    Raises:
-        ImportError: NumPy is not installed.
+    Raises ImportError if NumPy is not installed.
     """
     module, _, attribute = name.rpartition(".")
     if module == "numpy.core.multiarray":  # NumPy 2 warns on its import.

@@ -15,18 +15,7 @@ __all__ = ["open_dcp"]
 def open_dcp(directory: Location, prefix: str, *, verify: bool, trust_pickle: bool) -> Opened:
     """Opens a committed checkpoint, by its index if it has one and else by its metadata.
 
-    Args:
-        directory: Directory of the checkpoint.
-        prefix: Prefix of the metadata's file name: empty, or ``__0`` for a checkpoint of rank 0
-            alone.
-        verify: Whether to check for damage.
-        trust_pickle: Whether ``.metadata`` may contain any class and run any code.
-
-    Raises:
-        NotFoundError: The directory has no committed checkpoint of this prefix.
-        CorruptionError: The metadata or the index is damaged.
-        UnsupportedError: A newer version of this package wrote the index, or the metadata requests
-            a forbidden class or function.
+    The prefix of its files is empty, or ``__0`` for a checkpoint of rank 0 alone.
     """
     committed, index = open_committed(directory, prefix, verify=verify)
     if index is not None and index.has_entries:

@@ -34,15 +34,7 @@ class ExpansionError(UnsupportedError):
 
 
 class Expansion:
-    """What stored bytes may still expand to.
-
-    Args:
-        free: Bytes that need no stored ones.
-        stored_nbytes: Length of the stored bytes.
-
-    Attributes:
-        left: Bytes that are left.
-    """
+    """The bytes that stored bytes may still expand to, of which ``free`` need no stored ones."""
 
     def __init__(self, free: float, stored_nbytes: int = 0) -> None:
         self.left = free
@@ -55,11 +47,7 @@ class Expansion:
         self.left += RATIO * stored_nbytes
 
     def charge(self, nbytes: int) -> None:
-        """Uses up bytes, unless fewer are left.
-
-        Raises:
-            ExpansionError: Fewer are left.
-        """
+        """Uses up bytes. Raises ExpansionError if fewer are left."""
         if nbytes > self.left:
             raise ExpansionError(
                 f"it expands to more than its {self._stored_nbytes} bytes justify. {HOW_TO_LIFT}"
@@ -71,8 +59,5 @@ def allowed_nbytes(stored_nbytes: int) -> int:
     """Returns the bytes that stored bytes may expand to: 256 MiB, and 64 for each stored byte.
 
     ``trust_pickle`` lifts this limit.
-
-    Args:
-        stored_nbytes: Length of the stored bytes.
     """
     return _MIN_NBYTES + RATIO * stored_nbytes

@@ -42,18 +42,10 @@ _MEMORY_FORMAT_NAMES = {value: name for name, value in MEMORY_FORMATS.items()}
 
 
 def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) -> Metadata:
-    """Returns the metadata that an index describes.
+    """Returns the metadata that an index describes, as read-only views of it.
 
-    The mappings of the metadata are read-only views of the index. Each access reads only the
-    records that it needs. Views of an index file pickle and copy as plain dicts.
-
-    Args:
-        index: An index with entries.
-        checkpoint_id: Directory of the checkpoint, for ``storage_meta``.
-
-    Raises:
-        CorruptionError: The index is damaged, or torch has no dtype or memory format of a name in
-            the index. An access to the mappings may raise it as well.
+    Each access reads only the records that it needs, and raises CorruptionError on damage. Views of
+    an index file pickle and copy as plain dicts.
     """
     stored: Any = _StateDictMetadata(index)
     return Metadata(
@@ -76,17 +68,10 @@ def index_of(metadata: Metadata | None) -> _native.Index | None:
 def to_entries(
     metadata: Metadata, files: Sequence[str], dtypes: Sequence[Mapping[int, str]] | None = None
 ) -> list[_native.IndexEntry] | None:
-    """Converts metadata to entries of an index.
+    """Converts metadata to one entry per FQN, or to ``None`` if an index cannot represent a value.
 
-    Args:
-        metadata: Complete metadata, before or after the commit.
-        files: Names of the data files. Entries refer to them by number.
-        dtypes: For each file, offset -> dtype of the slices that the engine framed. If omitted, no
-            box is marked as plain.
-
-    Returns:
-        One entry for each FQN, or ``None`` if the metadata contains values that an index cannot
-        represent.
+    Entries refer to ``files`` by number. ``dtypes`` has, for each file, offset -> dtype of the
+    slices that the engine framed. Without it, no box is marked as plain.
     """
     numbers = {name: number for number, name in enumerate(files)}
     entries: list[_native.IndexEntry] = []

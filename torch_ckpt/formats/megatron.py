@@ -69,11 +69,8 @@ def unflattened(metadata: Metadata) -> tuple[Metadata, dict[str, CheckpointError
     """Returns the metadata with DCP's fields only, and with the sizes and boxes of the tensors.
 
     The boxes of one stored range share its extent. Their elements, one box after another, are those
-    of the range.
-
-    Returns:
-        The metadata, and FQN -> why its shape contradicts the stored sizes or boxes. The metadata
-        lacks such tensors.
+    of the range. The second result is FQN -> why a shape contradicts the stored sizes or boxes. The
+    metadata lacks such tensors.
     """
     tensors, extents = dict(metadata.state_dict_metadata), dict(metadata.storage_data)
     errors: dict[str, CheckpointError] = {}
@@ -94,8 +91,7 @@ def unflattened(metadata: Metadata) -> tuple[Metadata, dict[str, CheckpointError
 def _unflatten(fqn: str, shape: Any, stored: object, extents: dict[Any, Any]) -> Any:
     """Returns a tensor with its own sizes and boxes, which replace the stored ones in ``extents``.
 
-    Raises:
-        CorruptionError: Its shape contradicts the stored sizes or boxes.
+    Raises CorruptionError if its shape contradicts the stored sizes or boxes.
     """
     if not isinstance(stored, TensorStorageMetadata):
         raise _contradiction(fqn, shape, "no stored tensor")
@@ -119,16 +115,8 @@ def _unflatten(fqn: str, shape: Any, stored: object, extents: dict[Any, Any]) ->
 def open_flattened(directory: Location, metadata: Metadata, pickled: bytes) -> Opened:
     """Opens a checkpoint in which tensors are stored flattened.
 
-    Args:
-        directory: Directory of the checkpoint.
-        metadata: Its metadata, as the file has it.
-        pickled: The bytes of the metadata, which identify the checkpoint.
-
-    A value is unreadable if the metadata contradicts itself about it, or if its data file is
-    missing or damaged.
-
-    Raises:
-        UnsupportedError: A planner wrote the metadata in a custom form.
+    The bytes of the metadata identify it. A value is unreadable if the metadata contradicts itself
+    about it, or if its data file is missing or damaged.
     """
     flattened = flattened_shapes(metadata)
     metadata, errors = unflattened(metadata)
@@ -239,14 +227,7 @@ def _payloads(
     entries: Sequence[_native.IndexEntry],
     missing: Collection[int],
 ) -> dict[_Place, _Payload | str]:
-    """Reads the headers of all archives of tensors, each file in ascending order.
-
-    Args:
-        directory: Directory of the checkpoint.
-        names: Names of the files.
-        entries: The tensors and objects.
-        missing: Numbers of the files that are missing.
-    """
+    """Reads the headers of all archives of tensors, each file in ascending order."""
     places: defaultdict[int, set[_Place]] = defaultdict(set)
     for _, properties, boxes in entries:
         for box in boxes if properties is not None else ():

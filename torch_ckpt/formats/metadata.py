@@ -42,9 +42,8 @@ _INT64_MAX = torch.iinfo(torch.int64).max
 def dump_metadata(metadata: Metadata) -> bytes:
     """Pickles metadata, with stock classes in place of classes of this package.
 
-    The function first makes equal sizes, offsets and properties in ``metadata`` the same objects.
-    Pickle then writes each of them once, in half the time and two thirds of the bytes. No value
-    changes.
+    Equal sizes, offsets and properties in ``metadata`` become the same objects first. Pickle then
+    writes each once, in half the time and two thirds of the bytes. No value changes.
     """
     with gc_paused():
         with contextlib.suppress(TypeError):  # A custom planner may have sizes such as lists.
@@ -87,18 +86,10 @@ def _reduce_prefix(prefix: _StoragePrefix) -> Any:
 
 
 def load_metadata(pickled: bytes, *, trust_pickle: bool = False) -> Metadata:
-    """Unpickles metadata and checks that it is consistent.
+    """Unpickles metadata and checks that it is consistent: with ``trust_pickle``, only its type.
 
-    Args:
-        pickled: The pickle of ``.metadata``.
-        trust_pickle: Whether the pickle may contain any class and run any code. If so, the function
-            checks only that the value is a ``Metadata``.
-
-    Raises:
-        ValueError: The bytes are not a pickle of a ``Metadata`` with ``storage_data``, or the
-            metadata is inconsistent.
-        ForbiddenPickleError: The pickle requests a class or function that stock DCP's metadata does
-            not need.
+    Raises ValueError if it is not, and ForbiddenPickleError if the pickle requests a class or
+    function that stock DCP's metadata does not need.
     """
     with gc_paused():
         if not trust_pickle:
@@ -120,17 +111,9 @@ class _TrustingUnpickler(pickle.Unpickler):
 
 
 def load_committed(pickled: bytes, *, where: str, trust_pickle: bool = False) -> Metadata:
-    """Calls :func:`load_metadata` and converts its errors to errors for users.
+    """Calls :func:`load_metadata` and converts its errors to CorruptionError and UnsupportedError.
 
-    Args:
-        pickled: The pickle of ``.metadata``.
-        where: Path of the file, for messages.
-        trust_pickle: As for :func:`load_metadata`.
-
-    Raises:
-        CorruptionError: The bytes are not a pickle of consistent metadata.
-        UnsupportedError: The pickle requests a class or function that stock DCP's metadata does not
-            need.
+    ``where`` is the path of the file, for messages.
     """
     try:
         with reading(where):
@@ -146,11 +129,8 @@ def check_metadata(value: object) -> Metadata:
     """Checks that a value is consistent metadata, and returns it.
 
     Every field must have its type, every chunk must lie within its tensor, and every file within
-    the checkpoint. The lengths of the data files are not checked.
-
-    Raises:
-        ValueError: The value is not a ``Metadata``, or it is inconsistent. The message names the
-            FQN.
+    the checkpoint. The lengths of the data files are not checked. Otherwise raises a ValueError
+    that names the FQN.
     """
     if type(value) is not Metadata or type(value.storage_data) is not dict:
         raise ValueError("its value is not a DCP Metadata")

@@ -23,18 +23,10 @@ def _nothing() -> None: ...
 
 
 class ObjectParts(pickle.Pickler):
-    """The parts of an object, which pickling finds in any class.
+    """The parts of an object, which pickling finds in any class. Of a DTensor: the local tensor's.
 
-    Args:
-        value: The object. Of a ``DTensor``, only the local tensor counts.
-
-    Attributes:
-        storages: Address -> storage of a tensor on the CPU that has elements.
-        refused: Names of the forbidden classes and functions, sorted.
-        not_made: The first value of an allowed class that cannot be made.
-
-    Raises:
-        Exception: As ``pickle`` raises for an object that cannot be pickled.
+    ``storages`` is address -> storage of a tensor on the CPU that has elements. ``refused`` are
+    the forbidden names, sorted. ``not_made`` is the first allowed value that cannot be made.
     """
 
     def __init__(self, value: object) -> None:

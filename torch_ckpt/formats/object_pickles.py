@@ -51,11 +51,8 @@ __all__ = ["Refused", "load_object"]
 class Refused:
     """Takes the place of a value whose class or function is forbidden, or that cannot be made.
 
-    Attributes:
-        name: Full name of the class or function.
-        number: Number of the value in its pickle. So keys of a dict have different texts.
-        parts: The arguments of calls, states and elements that the pickle gives it.
-        error: Why the value cannot be made, if its class or function is allowed.
+    ``number`` is of the value in its pickle: keys of a dict have different texts by it. ``parts``
+    are what the pickle gives the value. ``error`` is why a value of an allowed class is not made.
     """
 
     def __init__(
@@ -82,7 +79,10 @@ def load_object(
     mapped: pathlib.Path | None = None,
     expansion: Expansion | None = None,
 ) -> object:
-    """Unpickles an archive of ``torch.save``.
+    """Unpickles an archive of ``torch.save``. Raises what ``torch.load`` raises on damage.
+
+    Raises ForbiddenPickleError, which names all forbidden classes and functions, and ExpansionError
+    if the pickle expands to more than its bytes justify.
 
     Args:
         source: The archive.
@@ -96,12 +96,6 @@ def load_object(
         map_location: As for ``torch.load``.
         mapped: Path of the archive, if its storages are to be mapped into memory.
         expansion: What all pickles of a load may expand to, if they are several.
-
-    Raises:
-        ExpansionError: The pickle expands to more than its bytes justify.
-        ForbiddenPickleError: The pickle requests forbidden classes or functions. The message names
-            all of them.
-        Exception: Any error that ``torch.load`` raises on damage.
     """
     if trust_pickle:
         file = source if mapped is None else mapped
@@ -159,13 +153,9 @@ def _load_stream(
 
 
 def _check_records(stream: IO[bytes]) -> None:
-    """Checks that no record of an archive is compressed, as torch writes none.
+    """Raises UnsupportedError if a record of an archive is compressed, as torch writes none.
 
     Torch would expand a record to a thousand times its length.
-
-    Raises:
-        UnsupportedError: A record is compressed.
-        CorruptionError: The bytes are not an archive of ``torch.save``.
     """
     stream.seek(0, io.SEEK_END)
     end = stream.tell()
@@ -237,12 +227,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         return value
 
     def find_class(self, module: str, name: str) -> object:
-        """Returns the class or function of a name.
-
-        Raises:
-            ForbiddenPickleError: The name is not allowed.
-            ImportError: NumPy is not installed.
-        """
+        """Returns the class or function of a name, or raises ForbiddenPickleError."""
         full_name = current_name(module, name)
         if full_name in DATA_CLASSES:
             try:

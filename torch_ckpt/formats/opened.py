@@ -34,19 +34,16 @@ class Contents(Protocol):
     def value(self, fqn: str) -> object:
         """Returns an object, or a tensor that only torch can read.
 
-        Raises:
-            UnsupportedError: Torch cannot read the value either.
+        Raises UnsupportedError if torch cannot read the value either.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An open checkpoint.
+    """An open checkpoint, and the directory of the files that its metadata names.
 
     Attributes:
-        metadata: DCP's metadata of the checkpoint.
-        directory: Directory of the files that the metadata names.
         index: The engine's index; ``None`` if there is only the metadata.
         contents: The values that have no slice of their own; ``None`` if all values have one.
         format: Name of the format; ``None`` for DCP's.
@@ -101,10 +98,7 @@ class ForeignFiles:
     ) -> None:
         """Adds a value that cannot be loaded, so that only its load is an error.
 
-        Args:
-            fqn: Its FQN.
-            error: Why it cannot be loaded.
-            extent: File number, offset and length in bytes, if they are known.
+        The extent is its file number, offset and length in bytes, if they are known.
         """
         self.entries.append((fqn, None, [((), (), *extent, False, ())]))
         self.unreadable[fqn] = error.with_traceback(None)
@@ -112,18 +106,10 @@ class ForeignFiles:
     def opened(
         self, contents: Contents | None, version: bytes, *, names_files: bool = True
     ) -> Opened:
-        """Returns the files as an open checkpoint.
+        """Returns the files as an open checkpoint. Raises CorruptionError for a wrong name or number.
 
-        Args:
-            contents: The values other than plain tensors; ``None`` if all values have a slice.
-            version: Identifies the contents of the files. Ranks that opened different contents
-                under the same path must not load together.
-            names_files: Whether the names and lengths of the files identify the contents as well.
-
-        Raises:
-            CorruptionError: A name or a number in the files is invalid.
-            UnsupportedError: A file name is not valid UTF-8.
-            CheckpointError: No file can be read.
+        The version identifies the contents, with the names and lengths of the files if
+        ``names_files`` is set. Ranks that opened different contents must not load together.
         """
         if self.unreadable and not self.files:
             raise next(iter(self.unreadable.values()))

@@ -43,9 +43,6 @@ class Budget:
 
     Weights are charged where values are hashed. No value may be heavier than what is left, since
     torch and NumPy hash some arguments, and messages of errors show them.
-
-    Args:
-        expansion: What the pickle may expand to.
     """
 
     def __init__(self, expansion: Expansion) -> None:
@@ -55,25 +52,15 @@ class Budget:
         self._copied: set[int] = set()  # Addresses of storages.
 
     def charge(self, nbytes: int) -> None:
-        """Charges bytes.
-
-        Raises:
-            ExpansionError: Fewer are left.
-        """
+        """Charges bytes. Raises ExpansionError if fewer are left."""
         self._expansion.charge(nbytes)
 
     def charge_call(self, name: str, arguments: Sequence[Any]) -> None:
         """Charges a call for the lengths of its arguments, and of the elements of its tuples.
 
-        Deeper values are references, which calls do not copy.
-
-        Args:
-            name: Full name of the function or class.
-            arguments: Its arguments.
-
-        Raises:
-            ExpansionError: The call may copy, hash or allocate more than is left.
-            ValueError: An argument differs from those of this function.
+        Deeper values are references, which calls do not copy. Raises ExpansionError if the call may
+        copy, hash or allocate more than is left, and ValueError if an argument is none of this
+        function's.
         """
         cost = _COPY
         for argument in arguments:
@@ -122,12 +109,7 @@ class Budget:
         self.charge(max(nbytes, 0))
 
     def charge_copy(self, tensor: torch.Tensor, itemsize: int) -> None:
-        """Charges a copy of a tensor. Each storage justifies the bytes of one copy.
-
-        Args:
-            tensor: The tensor.
-            itemsize: Bytes of each element of the copy.
-        """
+        """Charges a copy of a tensor. Each storage justifies the bytes of one copy."""
         _require_strided(tensor)
         storage = tensor.untyped_storage()
         nbytes = tensor.numel() * itemsize
@@ -140,13 +122,8 @@ class Budget:
     def measure(self, value: Any, elements: Iterable[Any], text_nbytes: int = 0) -> None:
         """Records the depth of a value, and its weight: the number of values that its hash visits.
 
-        Args:
-            value: The value. It may have been measured before, and have got more elements.
-            elements: What it may reference.
-            text_nbytes: Bytes of text or of a number that its hash reads.
-
-        Raises:
-            ExpansionError: The value is too deep, or heavier than what is left.
+        A value may be measured again when it has got more elements. ``text_nbytes`` are of text or
+        of a number that its hash reads. Raises ExpansionError if the value is too deep or heavy.
         """
         measured = self._measured
         depth, weight, _ = measured.get(id(value), (1, 1, None))

@@ -53,10 +53,8 @@ def load_allowed(pickled: bytes) -> object:
     ``MetadataIndex``. Time and memory are linear in ``len(pickled)``, even if the pickle states
     larger lengths. The value has no cycle and a bounded depth, and a walk of it takes linear time.
 
-    Raises:
-        ForbiddenPickleError: The pickle requests any other class or function.
-        ValueError: The bytes are not a pickle, or a record has a missing field or a field of a
-            wrong type.
+    Raises ForbiddenPickleError if the pickle requests any other class or function, and ValueError
+    if the bytes are not a pickle, or a record has a missing or wrong field.
     """
     try:
         return _native.unpickle_metadata(pickled, _VOCABULARY)

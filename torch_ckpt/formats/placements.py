@@ -21,18 +21,10 @@ def shard_ranges(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> list[_Ranges]:
-    """Returns the ranges ``[begin, end)`` of each dimension that a rank has.
+    """Returns the ranges ``[begin, end)`` of each dimension that the rank of a coordinate has.
 
     Each dimension has one range, or none if it is empty, unless a strided shard has several.
-
-    Args:
-        sizes: Sizes of the whole tensor.
-        mesh_sizes: Sizes of the mesh.
-        coordinate: Coordinate of the rank in the mesh.
-        placements: One for each dimension of the mesh.
-
-    Raises:
-        ValueError: The split factor of a strided shard is not a number of ranks.
+    Raises ValueError if the split factor of a strided shard is not a number of ranks.
     """
     ranges: list[_Ranges] = [[(0, size)] if size else [] for size in sizes]
     for count, rank, placement in zip(mesh_sizes, coordinate, placements, strict=True):

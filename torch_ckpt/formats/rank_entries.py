@@ -34,8 +34,7 @@ __all__ = ["Entries"]
 class Entries:
     """Adds values to the index of a checkpoint, under the FQNs of DCP.
 
-    Args:
-        files: The files of the checkpoint.
+    Adding a second value under the same keys raises CorruptionError.
     """
 
     def __init__(self, files: Files) -> None:
@@ -45,21 +44,13 @@ class Entries:
         self._contents = _Contents()
 
     def opened(self) -> Opened:
-        """Returns the open checkpoint.
-
-        Raises:
-            CorruptionError: A name or a number in the files is invalid.
-        """
+        """Returns the open checkpoint. A wrong name or number in the files is a CorruptionError."""
         self.foreign.paths = self._paths
         version = hashlib.sha256(b"".join(self.files.versions)).digest()
         return self.foreign.opened(self._contents, version)
 
     def add(self, keys: tuple[str | int, ...], value: Value | Loaded) -> None:
-        """Adds a value under keys from the root of the state dict, or each value within it.
-
-        Raises:
-            CorruptionError: There is a value under these keys already.
-        """
+        """Adds a value under keys from the root of the state dict, or each value within it."""
         if isinstance(value, Partitioned | Boxed):
             self._add_tensor(keys, value.dtype, value.sizes, value.boxes)
         elif isinstance(value, Computed):
@@ -76,17 +67,7 @@ class Entries:
     def add_rank_state(
         self, keys: tuple[str | int, ...], rank: int, ranks: int, value: Stored | Boxed | Loaded
     ) -> None:
-        """Adds a value of one rank, in the form and under the name of a ``RankState``.
-
-        Args:
-            keys: Keys from the root of the state dict.
-            rank: The rank.
-            ranks: Number of ranks.
-            value: The value.
-
-        Raises:
-            CorruptionError: There is a value under these keys already.
-        """
+        """Adds a value of one of several ranks, in the form and with the name of a ``RankState``."""
         key = f"rank_{rank:05}_of_{ranks:05}"
         self.add_object((*keys, key), value, lambda: (self.files.read_value(value),))
 
@@ -96,16 +77,7 @@ class Entries:
         value: Stored | Boxed | Loaded,
         read: Callable[[], object],
     ) -> None:
-        """Adds a value as one object, even if it is a tensor.
-
-        Args:
-            keys: Keys from the root of the state dict.
-            value: The value.
-            read: Returns it.
-
-        Raises:
-            CorruptionError: There is a value under these keys already.
-        """
+        """Adds a value as one object that ``read`` returns, even if it is a tensor."""
         fqn = self._named(keys)
         if isinstance(value, Loaded):
             box: _native.IndexBox = ((), (), value.file, 0, value.nbytes, False, ())
@@ -167,11 +139,7 @@ class Entries:
 
 @dataclass
 class _Contents:
-    """The values without extents.
-
-    Attributes:
-        read: FQN -> reads the value.
-    """
+    """The values without extents: FQN -> function that reads one."""
 
     read: dict[str, Callable[[], object]] = field(default_factory=dict)
     _last: tuple[str, object] = ("", None)

@@ -53,14 +53,9 @@ _MAX_RANKS = 1 << 20
 
 
 class Fragment(NamedTuple):
-    """Consecutive elements of a flattened parameter in a file.
+    """Consecutive elements of a flattened parameter in a file, which ``rank`` wrote.
 
-    Attributes:
-        rank: The rank that wrote them.
-        file: Number of the file.
-        begin: Number of the first element in the parameter.
-        numel: Number of elements.
-        offset: Offset of the first element in the file, in bytes.
+    ``begin`` is the number of the first one in the parameter, and ``offset`` its byte in the file.
     """
 
     rank: int
@@ -108,10 +103,7 @@ class Boxed:
 class Stored:
     """A value as it is in a file: a tensor, an object, or a dict or list of these.
 
-    Attributes:
-        file: The file.
-        value: The value. The storages of its tensors have no memory.
-        keys: The keys of the value in the file.
+    The storages of its tensors have no memory. ``keys`` lead to the value in the file.
     """
 
     file: File
@@ -136,14 +128,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that is computed from stored ones when it is loaded.
-
-    Attributes:
-        file: The file of a stored one.
-        dtype: Its dtype.
-        sizes: Its sizes.
-        tensor: Returns the tensor.
-    """
+    """A tensor that is computed from stored ones, of which ``file`` has one, when it is loaded."""
 
     file: File
     dtype: torch.dtype
@@ -153,13 +138,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An object that is a whole file, and was read with it.
-
-    Attributes:
-        value: The object.
-        file: Number of the file.
-        nbytes: Its length.
-    """
+    """An object that is a whole file of ``nbytes``, and was read with it."""
 
     value: object
     file: int
@@ -174,9 +153,7 @@ class Loaded:
 class Unreadable:
     """A value that cannot be loaded. Only its load is an error, and not that of other values.
 
-    Attributes:
-        error: Why it cannot be loaded.
-        sizes: The sizes of a tensor, if they are known.
+    ``sizes`` are those of a tensor, if they are known.
     """
 
     error: CheckpointError
@@ -203,9 +180,8 @@ class File:
     def at(self, *keys: str | int, kind: type | tuple[type, ...] = object) -> Any:
         """Returns a value in the nested state.
 
-        Raises:
-            CorruptionError: The value is missing or of another type.
-            UnsupportedError: The value is of a forbidden class.
+        Raises CorruptionError if it is missing or of another type than ``kind``, and
+        UnsupportedError if its class is forbidden.
         """
         now_reading(self.path, keys)
         value = self.state
@@ -227,8 +203,7 @@ class File:
     def flat(self, fqn: str, tensor: torch.Tensor) -> int:
         """Returns the offset in bytes of the first element of a contiguous tensor.
 
-        Raises:
-            CorruptionError: The file does not have the tensor's elements in row-major order.
+        Raises CorruptionError if the file does not have the elements in row-major order.
         """
         record = self.archive.record_of(fqn, tensor)
         if record is None or not tensor.is_contiguous():
@@ -280,15 +255,7 @@ class File:
 
 
 class Files:
-    """Opens the files of a checkpoint, and numbers them.
-
-    Args:
-        folder: The directory.
-        format: Name of the format.
-        verify: As for :class:`FastReader`.
-        trust_pickle: Whether pickles may contain any class and run any code.
-        stand_ins: Further classes that the pickles may contain.
-    """
+    """Opens the files of a checkpoint and numbers them. ``verify`` is as for :class:`FastReader`."""
 
     def __init__(
         self,
@@ -310,10 +277,8 @@ class Files:
     def read(self, name: str) -> File:
         """Opens a file of ``torch.save``.
 
-        Raises:
-            NotFoundError: The file is missing.
-            CorruptionError: The file is damaged.
-            UnsupportedError: The pickle requests a forbidden class or function.
+        Raises NotFoundError if it is missing, CorruptionError if it is damaged, and
+        UnsupportedError if its pickle requests a forbidden class or function.
         """
         with reading(self.folder / name):
             archive = Archive(self.folder / name, len(self.foreign.files), verify=self._verify)
@@ -329,32 +294,17 @@ class Files:
         return File(name, archive, state, objects)
 
     def add(self, name: str, nbytes: int, version: bytes) -> int:
-        """Adds an open file to the index, and returns its number.
-
-        Args:
-            name: Its name.
-            nbytes: Its length.
-            version: Identifies its contents.
-        """
+        """Adds an open file to the index, and returns its number. ``version`` identifies the contents."""
         self.versions.append(version)
         self.foreign.files.append((name, nbytes))
         return len(self.foreign.files) - 1
 
     def read_value(self, value: Boxed | Stored | Loaded) -> Any:
-        """Reads a value, whatever its kind.
-
-        Raises:
-            CheckpointError: A file cannot be read.
-        """
+        """Reads a value, whatever its kind."""
         return self.read_boxes(value) if isinstance(value, Boxed) else value.read()
 
     def read_boxes(self, value: Boxed) -> torch.Tensor:
-        """Reads a whole tensor.
-
-        Raises:
-            CorruptionError: A file has become shorter, or is damaged.
-            StorageError: A file cannot be read.
-        """
+        """Reads a whole tensor. Raises CorruptionError if a file is damaged or has become shorter."""
         tensor = torch.empty(value.sizes, dtype=value.dtype, device="cpu")
         for offsets, sizes, file, offset, nbytes, _, _ in value.boxes:
             path = self.folder / self.foreign.files[file][0]
@@ -371,18 +321,10 @@ class Files:
     def open_ranks(
         self, names: dict[int, str], count: int, opened: dict[int, File]
     ) -> dict[int, CheckpointError]:
-        """Opens the files of ranks ``[0, count)``.
+        """Opens the files (rank -> name) of ranks ``[0, count)``, and adds them to ``opened``.
 
-        Args:
-            names: Rank -> name of its file.
-            count: Number of ranks that have saved.
-            opened: Rank -> open file, to which the files are added.
-
-        Returns:
-            Rank -> why its file cannot be read.
-
-        Raises:
-            CorruptionError: There are files of further ranks.
+        Returns, by rank, why a file cannot be read. Raises CorruptionError if there are files of
+        further ranks.
         """
         if more := sorted(rank for rank in names if rank >= count):
             raise CorruptionError(
@@ -408,12 +350,7 @@ class Files:
         """Returns the tensors whose fragments have each element exactly once.
 
         A tensor becomes unreadable if elements are missing, since the file of their rank cannot be
-        read, or if the files disagree.
-
-        Args:
-            tensors: FQN -> tensor.
-            absent: Rank -> why its file cannot be read.
-            what: The kind of the tensors, for messages.
+        read (``absent`` says why), or if the files disagree. ``what`` names their kind in messages.
         """
         found: dict[str, Value] = dict(tensors)
         for fqn, tensor in tensors.items():
@@ -452,8 +389,7 @@ class Files:
 def as_boxed(fqn: str, value: Value) -> Boxed:
     """Returns the boxes of a shard.
 
-    Raises:
-        CheckpointError: The shard cannot be loaded, or its elements are not contiguous.
+    Raises CheckpointError if it cannot be loaded, or its elements are not contiguous.
     """
     if isinstance(value, Unreadable):
         raise value.error

@@ -26,17 +26,10 @@ _places: ContextVar[list[_Place] | None] = ContextVar("_places", default=None)
 def reading(what: object) -> Iterator[None]:
     """Turns the exceptions of a reader into errors that name the file and the place in it.
 
-    The original exception is the cause of the error, since it may also be a fault of this package.
-    The message has its class, unless it is a ``ValueError`` that explains itself.
-
-    Args:
-        what: The file or directory that is read.
-
-    Raises:
-        CorruptionError: The reader raised an exception that is no :class:`CheckpointError`.
-        StorageError: It raised an ``OSError``.
-        UnsupportedError: It raised an ``ImportError``: a package is not installed.
-        ForbiddenPickleError: As the reader raised it.
+    The error is a StorageError for an ``OSError``, an UnsupportedError for an ``ImportError``, and
+    otherwise a CorruptionError. A CheckpointError or ForbiddenPickleError remains as it is. The
+    original exception is the cause of the error, since it may also be a fault of this package. The
+    message has its class, unless it is a ``ValueError`` that explains itself.
     """
     outer = _places.get()
     place: list[_Place] = []
@@ -63,9 +56,7 @@ def reading(what: object) -> Iterator[None]:
 def now_reading(file: object, key: object) -> None:
     """States the place that the reader uses from now on, for the message of :func:`reading`.
 
-    Args:
-        file: The file.
-        key: The place in the file: the keys of a value, or an FQN.
+    The key is a place in the file: the keys of a value, or an FQN.
     """
     place = _places.get()
     if place is not None:

@@ -39,18 +39,8 @@ def open_stored(
 ) -> Opened:
     """Opens a checkpoint of any format: a file, or a directory.
 
-    Args:
-        path: The directory or file.
-        prefix: Prefix of the file name of DCP's metadata.
-        verify: Whether to check for damage.
-        trust_pickle: Whether pickles may contain any class and run any code.
-        rules: How the shards of model-parallel ranks of DeepSpeed make parameters.
-
-    Raises:
-        NotFoundError: There is no checkpoint at ``path``.
-        CorruptionError: The checkpoint is damaged.
-        UnsupportedError: The format is not supported, or has no rules, or a pickle requests a
-            forbidden class or function.
+    The prefix is of the file name of DCP's metadata. The rules say how the shards of DeepSpeed's
+    model-parallel ranks make parameters. Raises NotFoundError if there is no checkpoint.
     """
     with reading(path):
         return _open(path, prefix, verify=verify, trust_pickle=trust_pickle, rules=rules)

@@ -50,11 +50,7 @@ __all__ = ["Cast", "Padded", "Rename", "Rule", "Rules", "Transpose"]
 
 @dataclass(frozen=True)
 class Padded(Operator):
-    """Only the first rows belong to the parameter, as in a padded vocabulary.
-
-    Attributes:
-        to: Number of rows without padding.
-    """
+    """Only the first ``to`` rows belong to the parameter, as in a padded vocabulary."""
 
     to: int
 
@@ -68,12 +64,7 @@ class Padded(Operator):
 
 @dataclass(frozen=True)
 class Transpose(Operator):
-    """Two dimensions are exchanged.
-
-    Attributes:
-        dim0: One dimension.
-        dim1: The other dimension.
-    """
+    """Two dimensions are exchanged."""
 
     dim0: int
     dim1: int
@@ -87,11 +78,7 @@ class Transpose(Operator):
 
 @dataclass(frozen=True)
 class Cast(Operator):
-    """The weights are converted to a dtype. The states of the optimizer are not.
-
-    Attributes:
-        dtype: Name of the dtype, such as ``"bfloat16"``.
-    """
+    """The weights are converted to a dtype such as ``"bfloat16"``. Optimizer states are not."""
 
     dtype: str
 
@@ -109,11 +96,7 @@ class Cast(Operator):
 
 @dataclass(frozen=True)
 class Rename(Operator):
-    r"""The parameter has another FQN.
-
-    Attributes:
-        to: The FQN; ``\1`` is the first group of the pattern.
-    """
+    r"""The parameter has the FQN ``to``, in which ``\1`` is the first group of the pattern."""
 
     to: str
 
@@ -177,14 +160,9 @@ class Rule:
     ) -> tuple[Sizes, list[Placed]]:
         """Returns the sizes of the parameter without padding, and the boxes that it consists of.
 
-        Args:
-            fqn: FQN of the parameter.
-            shards: Its shards, in the order of the ranks.
-            state: Name of the state of the optimizer; ``None`` for the weights.
-
-        Raises:
-            MismatchError: The shards overlap, do not cover it, or cannot be united so.
-            UnsupportedError: The shards are scaled, and how that changes the state is unknown.
+        The shards are in the order of the ranks. ``state`` is the name of a state of the optimizer,
+        ``None`` for the weights. Raises MismatchError if the shards overlap or cannot be united so,
+        and UnsupportedError if they are scaled, and how that changes the state is unknown.
         """
         sizes, placed = self.union.place(fqn, shards)
         check_cover(fqn, sizes, placed)
@@ -274,8 +252,7 @@ class Rule:
     def changed(self, fqn: str, whole: torch.Tensor, state: str | None = None) -> torch.Tensor:
         """Returns the parameter, or a state of it, after the steps that change its elements.
 
-        Raises:
-            MismatchError: It does not have the dimensions of a step.
+        Raises MismatchError if it does not have the dimensions of a step.
         """
         for step in self.changes(state):
             try:
@@ -356,8 +333,7 @@ class Rules:
     def matches(self, fqns: Iterable[str]) -> dict[str, Rule]:
         """Returns the rule of each FQN.
 
-        Raises:
-            MismatchError: FQNs have no rule, or a rule has no FQN. The message names them.
+        Raises a MismatchError that names FQNs without a rule, or rules without an FQN.
         """
         found = {fqn: self.of(fqn) for fqn in fqns}
         without = [fqn for fqn, rule in found.items() if rule is None]

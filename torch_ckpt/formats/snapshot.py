@@ -38,18 +38,11 @@ _Place = tuple[_native.StoredSnapshot, int]  # Snapshot and number of the item.
 
 
 def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) -> Opened:
-    """Opens the slots of one save as a checkpoint.
+    """Opens the slots of one save, of all ranks on this machine, as a checkpoint.
 
-    Args:
-        folder: Directory of the slots.
-        slots: Slots of all ranks on this machine. Of several replicas, a load uses the one in the
-            first slot, so the caller's own slot should come first.
-        trust_pickle: Whether objects may contain any class and run any code.
-
-    Raises:
-        NotFoundError: A slot has no complete snapshot.
-        CorruptionError: A slot is damaged.
-        MismatchError: The slots are not all slots of one save on this machine.
+    Of several replicas, a load uses the one in the first slot, so the caller's own slot should come
+    first. Raises NotFoundError if a slot has no complete snapshot, and MismatchError if the slots
+    are not all slots of one save on this machine.
     """
     foreign = ForeignFiles(Location(folder), Location(folder), "snapshot", is_own=True)
     merged = _Merged(foreign, _Objects(trust_pickle))
@@ -177,14 +170,7 @@ def _agree(first: _native.TensorFacts | None, second: _native.TensorFacts | None
 
 
 def holes(whole: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[_Box]:
-    """Returns the region of a tensor that no box covers, as disjoint boxes.
-
-    Args:
-        whole: Sizes of the tensor.
-        boxes: Offsets and sizes of each box.
-
-    Returns:
-        Offsets and sizes of each hole.
+    """Returns the region of a tensor that no box covers, as disjoint boxes: offsets and sizes.
 
     Example::
 

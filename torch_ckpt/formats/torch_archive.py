@@ -34,10 +34,7 @@ _STORAGE_CLASSES = torch.storage._dtype_to_storage_type_map()
 class PendingTensor:
     """Takes the place of a contiguous CPU tensor in a value.
 
-    Attributes:
-        name: Identifies the tensor to the writer. Tensors of one name share a storage.
-        dtype: Its dtype.
-        sizes: Its sizes.
+    The name identifies the tensor to the writer. Tensors of one name share a storage.
     """
 
     name: str
@@ -54,13 +51,8 @@ class PendingTensor:
 class Record:
     """A record of the archive.
 
-    Attributes:
-        path: Its name in the archive.
-        nbytes: Length of its content.
-        content: The content, or the tensor whose elements it will have.
-        header_offset: Offset of its header in the file.
-        offset: Offset of its content in the file.
-        crc: CRC-32 of its content. The writer sets that of a pending tensor.
+    The content is bytes, or the tensor whose elements it will have. The writer sets the CRC-32 of
+    a pending tensor. Both offsets are in the file.
     """
 
     path: str
@@ -117,13 +109,7 @@ class Record:
 
 @dataclass
 class ArchiveLayout:
-    """The records of a file, and its length.
-
-    Attributes:
-        records: The records, in the order of their offsets.
-        directory_offset: Offset of the directory.
-        nbytes: Length of the file.
-    """
+    """The records of a file in the order of their offsets, and its length."""
 
     records: list[Record]
     directory_offset: int = field(init=False, default=0)
@@ -184,14 +170,9 @@ class ArchiveLayout:
 
 
 def lay_out(value: Any) -> ArchiveLayout:
-    """Lays out the file of a value.
+    """Lays out the file of a value, in which pending tensors are written later.
 
-    Args:
-        value: What ``torch.save`` would pickle, with a :class:`PendingTensor` in the place of each
-            tensor that is written later.
-
-    Raises:
-        Exception: As ``pickle`` raises for a value that cannot be pickled.
+    Raises what ``pickle`` raises for a value that cannot be pickled.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -219,11 +200,7 @@ class _PendingStorage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does, and collects the contents of the records.
-
-    Attributes:
-        contents: Number of a record -> its content.
-    """
+    """Pickles as ``torch.save`` does, and collects the contents of the records by their number."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=2)

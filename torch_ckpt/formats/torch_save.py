@@ -67,16 +67,8 @@ def is_legacy(start: bytes) -> bool:
 def open_torch_save(path: Location, *, verify: Verification, trust_pickle: bool) -> Opened:
     """Opens a file with a state dict: nested dicts and lists of tensors and other objects.
 
-    Args:
-        path: The file.
-        verify: As for :class:`FastReader`.
-        trust_pickle: Whether the pickle may contain any class and run any code.
-
-    Raises:
-        CorruptionError: The file is damaged, or its pickle does not match its records.
-        UnsupportedError: The value is not a state dict, or the pickle requests a forbidden class or
-            function. The message names the class or function.
-        StorageError: The file cannot be read.
+    Raises CorruptionError if the pickle does not match its records, and UnsupportedError if the
+    value is not a state dict, or the pickle requests a forbidden class or function.
     """
     archive = Archive(path, verify=verify)
     with gc_paused():
@@ -90,23 +82,11 @@ def open_torch_save(path: Location, *, verify: Verification, trust_pickle: bool)
 
 
 class Archive:
-    """The records of a file.
+    """The records of a file, which has a number among the files of a foreign index.
 
-    Args:
-        path: The file.
-        number: Its number among the files of a foreign index.
-        verify: Whether to check the pickle, and the storages of objects, against their CRC-32,
-            as torch does not. ``"full"``: and each storage, before a part of it is handed out.
-
-    Attributes:
-        path: The file.
-        number: Its number.
-        nbytes: Its length.
-        version: Identifies its contents.
-
-    Raises:
-        CorruptionError: The file is damaged.
-        UnsupportedError: The file is not from ``torch.save``.
+    ``verify`` checks the pickle, and the storages of objects, against their CRC-32, as torch does
+    not. ``"full"`` also checks each storage before a part of it is handed out. ``version``
+    identifies the contents. Raises UnsupportedError if the file is not from ``torch.save``.
     """
 
     def __init__(self, path: Location, number: int = 0, *, verify: Verification) -> None:
@@ -148,31 +128,18 @@ class Archive:
             raise CorruptionError(f"cannot load {self.path}: its pickle fails its checksum")
 
     def check_storage(self, key: str, storage: torch.UntypedStorage, what: str) -> None:
-        """Checks a storage in memory, once.
+        """Checks a storage in memory, once, and raises CorruptionError if it is damaged.
 
-        Args:
-            key: The key of its record.
-            storage: The storage.
-            what: What it belongs to, for messages.
-
-        Raises:
-            CorruptionError: The storage is damaged.
+        ``key`` is of its record. ``what`` names its owner in messages.
         """
         if (offset := self._offsets.get(key)) is not None:
             elements: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._check(offset, what, lambda: zlib.crc32(elements.set_(storage).numpy()))
 
     def check_range(self, begin: int, data: Buffer, what: str) -> None:
-        """Checks the storage that bytes of the file lie in, once, if it is to be checked.
+        """Checks, once, the storage in which bytes from offset ``begin`` lie, if it is to be checked.
 
-        Args:
-            begin: Their offset.
-            data: The bytes.
-            what: What they belong to, for messages.
-
-        Raises:
-            CorruptionError: The storage is damaged.
-            StorageError: The file cannot be read.
+        Raises CorruptionError if it is damaged. ``what`` names their owner in messages.
         """
         number = bisect.bisect_right(self._sorted_offsets, begin) - 1
         if number < 0:
@@ -250,9 +217,6 @@ class Archive:
         """Returns offset, length and CRC-32 of a tensor's storage; zeros if it has no elements.
 
         The result is ``None`` if the storage does not have the tensor's elements as they are.
-
-        Raises:
-            CorruptionError: The file has no such storage.
         """
         offset = None
         if is_plain(tensor):
@@ -279,11 +243,7 @@ class Archive:
 
 
 class Objects:
-    """The objects of the pickle, and tensors that only torch can read.
-
-    Attributes:
-        objects: FQN -> value, as it was unpickled without storages.
-    """
+    """The objects of the pickle, unpickled without storages, and tensors that only torch can read."""
 
     def __init__(self, archive: Archive, trust_pickle: bool, stand_ins: StandIns) -> None:
         self.archive, self.path = archive, archive.path
@@ -297,9 +257,7 @@ class Objects:
     def value(self, fqn: str) -> object:
         """Returns a value by its FQN in the file.
 
-        Raises:
-            CorruptionError: The file is damaged.
-            UnsupportedError: Its pickle requests a forbidden class or function for the value.
+        Raises UnsupportedError if its pickle requests a forbidden class or function for the value.
         """
         value = self.objects.get(fqn)
         if fqn in self.objects and is_plain_data(value):
@@ -339,9 +297,8 @@ class Objects:
 def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: Any) -> Any:
     """Unpickles a file. Values of forbidden classes are :class:`Refused`.
 
-    Raises:
-        UnsupportedError: Nothing of the pickle can be used without a forbidden class or function.
-        Exception: Any error that ``torch.load`` raises on damage.
+    Raises UnsupportedError if nothing can be used without a forbidden class or function, and
+    otherwise what ``torch.load`` raises on damage.
     """
     try:
         with path.open() as stream:
@@ -359,19 +316,10 @@ def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: An
 
 
 def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
-    """Checks that an unpickled value contains nothing that was refused.
+    """Checks that nothing in an unpickled value was refused, and returns its storages with elements.
 
-    Args:
-        value: The value.
-        what: What it is, for messages.
-
-    Returns:
-        The storages of its tensors that are on the CPU and have elements.
-
-    Raises:
-        CorruptionError: It is nested too deeply.
-        UnsupportedError: The pickle requests a forbidden class or function for it, or it cannot be
-            made from what the pickle has.
+    Only those on the CPU are returned. Raises CorruptionError if the value is nested too deeply,
+    and UnsupportedError if a class or function for it is forbidden, or it cannot be made.
     """
     try:
         parts = ObjectParts(value)
@@ -414,11 +362,8 @@ def check_tree(state: Any, archive: Archive) -> None:
     """Checks that a walk of a state dict ends after a reasonable time.
 
     In a crafted pickle, a list may contain itself, or a few dicts may have billions of paths. Each
-    path counts the length of its FQN.
-
-    Raises:
-        CorruptionError: The state dict is nested too deeply.
-        UnsupportedError: It has more paths than its pickle justifies.
+    path counts the length of its FQN. Raises CorruptionError if it is nested too deeply, and
+    UnsupportedError if it has more paths than its pickle justifies.
     """
     expansion = Expansion(OBJECTS_NBYTES, archive.pickle_nbytes)
     stack: list[tuple[Any, int, int]] = []  # Value, depth, and length of its FQN.

@@ -34,14 +34,9 @@ Shards = Mapping[int, Sizes]
 
 @dataclass(frozen=True)
 class Placed:
-    """A box of a shard, and its place in the whole parameter.
+    """A box of a shard, its offsets in the shard, and its offsets ``at`` in the whole parameter.
 
-    Attributes:
-        rank: The rank of the shard.
-        offsets: Offsets of the box in the shard.
-        sizes: Its sizes.
-        at: Its offsets in the whole parameter.
-        scale: The shard has the elements multiplied by this.
+    The shard has the elements multiplied by ``scale``.
     """
 
     rank: int
@@ -77,12 +72,7 @@ class Union(Operator):
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
         """Returns the sizes of the whole parameter, and the boxes that it consists of.
 
-        Args:
-            fqn: FQN of the parameter, for messages.
-            shards: Its shards, in the order of the ranks.
-
-        Raises:
-            MismatchError: The shards cannot be united so.
+        The shards are in the order of the ranks. Raises MismatchError if they cannot be united so.
         """
         raise NotImplementedError
 
@@ -134,11 +124,7 @@ class Average(_OfEqualSizes):
 
 @dataclass(frozen=True)
 class Shard(Union):
-    """The shards follow one another along a dimension.
-
-    Attributes:
-        dim: The dimension.
-    """
+    """The shards follow one another along a dimension."""
 
     dim: int
 
@@ -160,10 +146,8 @@ class Shard(Union):
 class Fused(Union):
     """Several parameters in one, each of which is sharded: QKV, or gate and up.
 
-    Attributes:
-        sizes: Sizes of these parameters along ``dim``.
-        dim: The dimension along which they follow one another, and are sharded.
-        widths: For each of them, its size on each rank. By default, equal on all ranks.
+    They have ``sizes`` along ``dim``, in which they follow one another and are sharded. ``widths``
+    has, for each of them, its size on each rank; by default, equal on all ranks.
     """
 
     sizes: tuple[int, ...]
@@ -209,12 +193,9 @@ class Fused(Union):
 
 @dataclass(frozen=True)
 class Boxes(Union):
-    """Any boxes.
+    """Any boxes: rank, offsets in its shard, sizes, and offsets in the whole parameter.
 
-    Attributes:
-        sizes: Sizes of the whole parameter.
-        boxes: For each box: rank, offsets in its shard, sizes, and offsets in the whole parameter.
-            A fifth element is the factor by which the shard has its elements multiplied.
+    A fifth element is the factor by which the shard has its elements multiplied.
     """
 
     sizes: tuple[int, ...]
@@ -256,11 +237,7 @@ class Boxes(Union):
 
 
 def check_cover(fqn: str, sizes: Sizes, placed: Sequence[Placed]) -> None:
-    """Checks that boxes cover each element of a parameter once.
-
-    Raises:
-        MismatchError: Two boxes overlap, or elements are in no box.
-    """
+    """Raises MismatchError unless boxes cover each element of a parameter once."""
     boxes = [one for one in placed if math.prod(one.sizes)]
     # Along the dimension with the most offsets, few boxes begin before another one ends.
     dims = range(len(sizes))
