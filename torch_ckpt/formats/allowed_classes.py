@@ -70,7 +70,7 @@ def refused_classes(archive: Buffer) -> list[str]:
 
 
 def warn_of_refused(refused: Mapping[str, Sequence[str]]) -> None:
-    """Issues one warning for all values of a save (FQN -> refused names) that loads will refuse."""
+    """Issues one warning for all values (FQN -> refused names) that a load will refuse."""
     if not refused:
         return
     fqns = [f"{fqn!r} ({', '.join(names)})" for fqn, names in refused.items()]

@@ -106,10 +106,11 @@ class ForeignFiles:
     def opened(
         self, contents: Contents | None, version: bytes, *, names_files: bool = True
     ) -> Opened:
-        """Returns the files as an open checkpoint. Raises CorruptionError for a wrong name or number.
+        """Returns the files as an open checkpoint.
 
-        The version identifies the contents, with the names and lengths of the files if
-        ``names_files`` is set. Ranks that opened different contents must not load together.
+        Raises CorruptionError for a wrong name or number. The version identifies the contents, with
+        the names and lengths of the files if ``names_files`` is set. Ranks that opened different
+        contents must not load together.
         """
         if self.unreadable and not self.files:
             raise next(iter(self.unreadable.values()))

@@ -67,7 +67,7 @@ class Entries:
     def add_rank_state(
         self, keys: tuple[str | int, ...], rank: int, ranks: int, value: Stored | Boxed | Loaded
     ) -> None:
-        """Adds a value of one of several ranks, in the form and with the name of a ``RankState``."""
+        """Adds a value of one rank, in the form and under the name of a ``RankState``."""
         key = f"rank_{rank:05}_of_{ranks:05}"
         self.add_object((*keys, key), value, lambda: (self.files.read_value(value),))
 

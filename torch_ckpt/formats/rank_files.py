@@ -255,7 +255,7 @@ class File:
 
 
 class Files:
-    """Opens the files of a checkpoint and numbers them. ``verify`` is as for :class:`FastReader`."""
+    """Opens the files of a checkpoint and numbers them; ``verify`` is as for FastReader."""
 
     def __init__(
         self,
@@ -294,7 +294,10 @@ class Files:
         return File(name, archive, state, objects)
 
     def add(self, name: str, nbytes: int, version: bytes) -> int:
-        """Adds an open file to the index, and returns its number. ``version`` identifies the contents."""
+        """Adds an open file to the index, and returns its number.
+
+        ``version`` identifies its contents.
+        """
         self.versions.append(version)
         self.foreign.files.append((name, nbytes))
         return len(self.foreign.files) - 1
@@ -304,7 +307,7 @@ class Files:
         return self.read_boxes(value) if isinstance(value, Boxed) else value.read()
 
     def read_boxes(self, value: Boxed) -> torch.Tensor:
-        """Reads a whole tensor. Raises CorruptionError if a file is damaged or has become shorter."""
+        """Reads a whole tensor. Raises CorruptionError if a file is damaged or too short."""
         tensor = torch.empty(value.sizes, dtype=value.dtype, device="cpu")
         for offsets, sizes, file, offset, nbytes, _, _ in value.boxes:
             path = self.folder / self.foreign.files[file][0]

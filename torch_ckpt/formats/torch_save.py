@@ -137,7 +137,7 @@ class Archive:
             self._check(offset, what, lambda: zlib.crc32(elements.set_(storage).numpy()))
 
     def check_range(self, begin: int, data: Buffer, what: str) -> None:
-        """Checks, once, the storage in which bytes from offset ``begin`` lie, if it is to be checked.
+        """Checks, once, the storage with the bytes from offset ``begin``, if it is to be checked.
 
         Raises CorruptionError if it is damaged. ``what`` names their owner in messages.
         """
@@ -243,7 +243,7 @@ class Archive:
 
 
 class Objects:
-    """The objects of the pickle, unpickled without storages, and tensors that only torch can read."""
+    """The objects of the pickle, made without storages, and tensors that only torch can read."""
 
     def __init__(self, archive: Archive, trust_pickle: bool, stand_ins: StandIns) -> None:
         self.archive, self.path = archive, archive.path
@@ -316,7 +316,7 @@ def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: An
 
 
 def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
-    """Checks that nothing in an unpickled value was refused, and returns its storages with elements.
+    """Checks that nothing in an unpickled value was refused. Returns its storages with elements.
 
     Only those on the CPU are returned. Raises CorruptionError if the value is nested too deeply,
     and UnsupportedError if a class or function for it is forbidden, or it cannot be made.

@@ -47,18 +47,9 @@ _DATA_FIRST = "use_data_before_expert_parallelism"
 class Experts:
     """The experts of a checkpoint, and their names on each rank.
 
-    Args:
-        files: The files of the checkpoint.
-        model: The model without the experts.
-
-    Attributes:
-        weights: FQN -> the weights of the experts, as the files of the experts have them.
-        rules: FQN -> how the shards of AutoEP's expert-parallel ranks make the parameter.
-
-    Raises:
-        CorruptionError: A file of an expert has other values.
-        NotFoundError: The file of an expert is missing.
-        UnsupportedError: The experts of AutoEP are not boxes.
+    ``weights`` has the weights of the experts by FQN, as the files of the experts have them.
+    ``rules`` is FQN -> how the shards of AutoEP's expert-parallel ranks make the parameter. Raises
+    NotFoundError if the file of an expert is missing.
     """
 
     def __init__(self, files: Files, model: Model) -> None:
@@ -103,11 +94,9 @@ class Experts:
                 model.tensors[alias] = Unreadable(UnsupportedError(why))
 
     def rank_count(self, partitions: Sequence[int]) -> int:
-        """Returns the number of data-parallel ranks.
+        """Returns the number of data-parallel ranks, from the partitions of each flat group.
 
-        Args:
-            partitions: Number of partitions of each flat group. Of a group of experts, it is the
-                number of ranks with the same experts.
+        A group of experts has as many partitions as ranks have the same experts.
         """
         if not self.weights and not self.rules:
             return max([0, *partitions])
@@ -115,18 +104,11 @@ class Experts:
         return count
 
     def on_all_ranks(self, shapes: Shapes, partitions: int, ranks: int, file: File) -> Shapes:
-        """Returns the parameters of a flat group, those of all ranks.
+        """Returns the parameters of a flat group on all ranks, from those of the first rank.
 
-        Args:
-            shapes: The parameters of the first rank.
-            partitions: Number of partitions of the group.
-            ranks: Number of data-parallel ranks.
-            file: The file with these numbers.
-
-        Raises:
-            CorruptionError: The experts cannot be on as many ranks.
-            UnsupportedError: Ranks have different parameters that are not experts, or the order of
-                the ranks is unknown.
+        ``partitions`` is the number of partitions of the group, ``ranks`` that of data-parallel
+        ranks. Raises UnsupportedError if ranks have different parameters that are not experts, or
+        if the order of the ranks is unknown.
         """
         degree = ranks // partitions
         if degree > 1:
@@ -176,9 +158,8 @@ class Experts:
     def _stack(self, fqn: str, parts: Mapping[int, Stored]) -> Boxed:
         """Returns a parameter of AutoEP from the files of its experts.
 
-        Raises:
-            CorruptionError: An expert has another shape or dtype.
-            NotFoundError: The file of an expert is missing.
+        Raises CorruptionError if an expert has another shape or dtype, and NotFoundError if its
+        file is missing.
         """
         boxes = {number: as_boxed(fqn, part) for number, part in parts.items()}
         first = next(iter(boxes.values()))
@@ -226,8 +207,7 @@ class Experts:
     def check_all(self, trained: Collection[str]) -> None:
         """Checks that each parameter of AutoEP is trained, or in the files of experts.
 
-        Raises:
-            NotFoundError: The files of the experts are missing.
+        Raises NotFoundError if these files are missing.
         """
         for fqn in self.rules:
             if fqn not in trained and fqn not in self.weights:
@@ -246,13 +226,10 @@ class Experts:
             raise file.damage(f"{degree} ranks share {fqn!r}, and its affine_map has {count}")
 
     def name(self, fqn: str, rank: int, partitions: int, ranks: int) -> str:
-        """Returns the FQN of what a rank calls ``fqn``.
+        """Returns the FQN of what a data-parallel rank calls ``fqn``.
 
-        Args:
-            fqn: The name on the rank.
-            rank: The data-parallel rank.
-            partitions: Number of partitions of the flat group.
-            ranks: Number of data-parallel ranks.
+        ``partitions`` is the number of partitions of the flat group, ``ranks`` that of
+        data-parallel ranks.
         """
         degree = ranks // partitions
         if isinstance(self._config, dict) and self._config.get(_DATA_FIRST):
@@ -275,9 +252,7 @@ class Experts:
 def _stacked_rules(file: File) -> tuple[dict[str, Rule], Shapes]:
     """Returns the rules of AutoEP's parameters, whose experts ranks share, and their sizes.
 
-    Raises:
-        CorruptionError: What the model file says of them is invalid.
-        UnsupportedError: The experts of a rank are not boxes.
+    Raises UnsupportedError if the experts of a rank are not boxes.
     """
     rules: dict[str, Rule] = {}
     sizes: Shapes = {}

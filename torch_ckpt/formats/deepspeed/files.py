@@ -50,15 +50,11 @@ STAND_INS: StandIns = {
 
 @dataclass
 class Model:
-    """The model files of one model-parallel rank.
+    """The model files of one model-parallel rank, of which ``file`` is one.
 
-    Attributes:
-        groups: The parameters of each flat group of the optimizer.
-        tensors: FQN -> buffer, frozen parameter or extra state.
-        aliases: FQN -> FQN of the parameter that it shares.
-        rest: Name -> a value of the engine or of the client.
-        buffers: FQNs of the buffers.
-        file: One of the files.
+    ``groups`` are the parameters of each flat group of the optimizer. ``tensors`` are buffers,
+    frozen parameters and extra states. ``aliases`` is FQN -> FQN of the parameter that it shares.
+    ``rest`` has values of the engine or of the client.
     """
 
     groups: list[Shapes]
@@ -77,13 +73,9 @@ class Model:
 class Optimizer:
     """The state of an optimizer.
 
-    Attributes:
-        weights: FQN -> the weights that the optimizer updates, in fp32 with mixed precision.
-        states: FQN -> name of a state -> its value.
-        param_groups: The options of each parameter group; ``params`` are FQNs.
-        rest: Name -> a value of the engine, such as the loss scale.
-        file: The file with the parameter groups.
-        groups_at: Their keys in the file.
+    ``weights`` are those that the optimizer updates, in fp32 with mixed precision. ``states`` is
+    FQN -> name of a state -> its value. ``params`` of ``param_groups`` are FQNs; the groups lie at
+    the keys ``groups_at`` of ``file``. ``rest`` has values of the engine, such as the loss scale.
     """
 
     weights: Mapping[str, Value]
@@ -95,11 +87,7 @@ class Optimizer:
 
 
 def sizes_of(file: File, fqn: str, sizes: Any) -> tuple[int, ...]:
-    """Returns the sizes of a parameter from a file.
-
-    Raises:
-        CorruptionError: They are not sizes of a tensor.
-    """
+    """Returns the sizes of a parameter from a file, or raises CorruptionError if they are none."""
     valid = isinstance(sizes, Sequence) and all(type(size) is int and size >= 0 for size in sizes)
     if not valid or math.prod(max(size, 1) for size in sizes) > _MAX_NUMEL:
         raise file.damage(f"the shape of {fqn!r} is {str(sizes)[:200]}")

@@ -32,8 +32,7 @@ def has_deepspeed_files(names: Iterable[str]) -> bool:
 def deepspeed_folder(path: Location) -> Location | None:
     """Returns the folder of a DeepSpeed checkpoint: the path, or the tag that it points to.
 
-    Raises:
-        NotFoundError: The folder of the tag is missing.
+    Raises NotFoundError if the folder of the tag is missing.
     """
     try:
         names = path.names()
@@ -58,12 +57,7 @@ def deepspeed_folder(path: Location) -> Location | None:
 
 
 def deepspeed_state(path: Location, names: Iterable[str]) -> Location | None:
-    """Returns a folder below a directory that has the training state of DeepSpeed, if there is one.
-
-    Args:
-        path: The directory.
-        names: Its names.
-    """
+    """Returns a folder below a directory that has the training state of DeepSpeed, or ``None``."""
     tags = sorted(filter(None, map(_TAG.fullmatch, names)), key=lambda tag: int(tag[1]))
     folder = path / tags[-1][0] if tags else None
     with contextlib.suppress(NotFoundError):  # The files are of a model, and their tag is not here.

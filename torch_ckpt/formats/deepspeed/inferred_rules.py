@@ -17,19 +17,10 @@ _MAX_MAP_VERSION = 1
 
 
 def rules_from_info(info: Mapping[str, Any], shards: Mapping[str, Shards]) -> dict[str, Rule]:
-    """Returns the rules of a ``universal_checkpoint_info``, of which all versions are accepted.
+    """Returns the rule of each FQN by a ``universal_checkpoint_info`` of any version.
 
     Its ``affine_map``, where it has one, decides before its lists of patterns, as in DeepSpeed.
-
-    Args:
-        info: The value in a model file.
-        shards: FQN of a parameter -> its shards.
-
-    Returns:
-        FQN -> rule.
-
-    Raises:
-        UnsupportedError: A parameter is sharded in a way that the value does not describe.
+    Raises UnsupportedError if a parameter is sharded in a way that the value does not describe.
     """
     geometry = info.get("affine_map") or {}
     if geometry.get("version", _MAX_MAP_VERSION) > _MAX_MAP_VERSION:

@@ -68,25 +68,13 @@ class _Names:
 def open_deepspeed(
     folder: Location, *, verify: Verification, trust_pickle: bool, rules: Rules | None = None
 ) -> Opened:
-    """Opens a folder with the model and optimizer files of all ranks, or a universal folder.
+    """Opens the folder of a tag: the model and optimizer files of all ranks, or a universal folder.
 
-    Args:
-        folder: The folder of the tag.
-        rules: How the shards of model-parallel ranks make parameters. By default, as the checkpoint
-            describes it.
-        verify: As for :class:`FastReader`.
-        trust_pickle: Whether pickles may contain any class and run any code. The classes of
-            DeepSpeed are then imported.
-
-    Raises:
-        NotFoundError: The file of a rank is missing.
-        CorruptionError: A file is damaged, or the files disagree. The message names the file and
-            the FQN.
-        MismatchError: The rules do not match the parameters.
-        UnsupportedError: The checkpoint has no ZeRO partitions, or tensor parallelism that it does
-            not describe, or experts with tensor or pipeline parallelism or in a universal folder,
-            or a pickle requests a forbidden class or function.
-        StorageError: A file cannot be read.
+    The rules say how the shards of model-parallel ranks make parameters; by default, as the
+    checkpoint describes it. With ``trust_pickle``, the classes of DeepSpeed are imported. Raises
+    MismatchError if the rules do not match the parameters, and UnsupportedError if the checkpoint
+    has no ZeRO partitions, or tensor parallelism that it does not describe, or experts with tensor
+    or pipeline parallelism or in a universal folder.
     """
     names = _file_names(folder)
     files = Files(
@@ -150,8 +138,7 @@ def _united(
 def _tensor_ranks(files: Files, ranks: Sequence[tuple[Model, Optimizer]]) -> int:
     """Returns the number of tensor-parallel ranks of a pipeline stage.
 
-    Raises:
-        NotFoundError: The files of a rank are missing.
+    Raises NotFoundError if the files of a rank are missing.
     """
     stored = ranks[0][0].rest.get("checkpoint_parallel_dimensions")
     degrees = stored.value if stored is not None and isinstance(stored.value, dict) else {}
@@ -191,10 +178,8 @@ def _is_adamw(config: Stored | None) -> bool:
 def _file_names(folder: Location) -> dict[int, _Names]:
     """Returns the names of the files of all ranks, by model-parallel rank.
 
-    Raises:
-        NotFoundError: There is no model file, or no optimizer file.
-        UnsupportedError: The checkpoint has experts without ZeRO, or in a universal folder, or on
-            model-parallel ranks.
+    Raises NotFoundError if there is no model file or no optimizer file, and UnsupportedError if the
+    checkpoint has experts without ZeRO, or in a universal folder, or on model-parallel ranks.
     """
     model: dict[int, str] = {}
     optimizer: dict[int, dict[int, str]] = {}

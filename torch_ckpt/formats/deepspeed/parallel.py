@@ -57,26 +57,16 @@ def unite(
     rules: Rules | None,
     expert_rules: Mapping[str, Rule],
 ) -> tuple[Model, Optimizer, Mapping[str, Rule]]:
-    """Unites the states of model-parallel ranks.
+    """Unites the states of model-parallel ranks, and returns the rule of each parameter as well.
 
-    Args:
-        files: The files of the checkpoint.
-        ranks: The model and optimizer of each rank. Ranks of a pipeline stage follow one another.
-        tensor_ranks: Number of tensor-parallel ranks in a pipeline stage.
-        rules: The rules of the caller, which must match each parameter. Otherwise they follow from
-            the checkpoint.
-        expert_rules: FQN -> rule of a parameter that expert-parallel ranks share. Other parameters
-            of such ranks are those of the first one.
+    Ranks of a pipeline stage follow one another; each stage has ``tensor_ranks``. The rules of the
+    caller must match each parameter; without them, rules follow from the checkpoint.
+    ``expert_rules`` are of parameters that expert-parallel ranks share. Other parameters of such
+    ranks are those of the first one.
 
-    Returns:
-        The model, the optimizer, and the rule of each parameter.
-
-    Raises:
-        MismatchError: The caller's rules do not match the parameters, or by them, the shards of a
-            parameter overlap or do not cover it. The message names them. By other rules, the
-            parameter is unreadable.
-        CorruptionError: The files of ranks disagree, or a value is invalid.
-        UnsupportedError: The checkpoint does not say how it is sharded.
+    If the shards of a parameter overlap or do not cover it, that is a MismatchError by the caller's
+    rules; by other rules, the parameter is unreadable. Raises UnsupportedError if the checkpoint
+    does not say how it is sharded.
     """
     united = _United(files, ranks, tensor_ranks, rules, expert_rules)
     return *united.result(), united.rules
@@ -251,10 +241,8 @@ class _United:
     ) -> Value:
         """Unites the shards of a tensor.
 
-        Raises:
-            CorruptionError: The shards have different dtypes.
-            MismatchError: The shards do not make a tensor by the rule.
-            UnsupportedError: How the rule applies to the state is unknown.
+        Raises CorruptionError if they have different dtypes, MismatchError if they do not make a
+        tensor by the rule, and UnsupportedError if it is unknown how the rule applies to the state.
         """
         if len(shards) < self.tensor_ranks and not isinstance(rule.union, Unique | Boxes):
             raise MismatchError(

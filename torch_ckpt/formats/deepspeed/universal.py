@@ -24,18 +24,10 @@ _WEIGHTS = "fp32"
 
 
 def read_universal(files: Files, groups: list[Shapes], *, whole: bool) -> Optimizer:
-    """Reads the files of each parameter.
+    """Reads the files of each parameter of the flat groups.
 
-    Args:
-        files: The files of the checkpoint.
-        groups: The parameters of each flat group.
-        whole: Whether the groups have the sizes of whole parameters, and not those of shards.
-
-    A value is unreadable if its file is missing or damaged, or if its tensor has another shape.
-
-    Raises:
-        NotFoundError: The file of the parameter groups is missing.
-        CorruptionError: The file of the parameter groups is damaged.
+    ``whole`` says that the groups have the sizes of whole parameters, and not those of shards. A
+    value is unreadable if its file is missing or damaged, or if its tensor has another shape.
     """
     folder = files.folder / FOLDER
     names = set(folder.names())

@@ -53,18 +53,10 @@ class Slice(NamedTuple):
 def read_partitions(
     files: Files, names: dict[int, str], groups: list[Shapes], experts: Experts
 ) -> Optimizer:
-    """Reads the optimizer files of all ranks.
+    """Reads the optimizer files of all ranks, by the flat groups of the first rank.
 
-    Args:
-        files: The files of the checkpoint.
-        names: Rank -> name of its file.
-        groups: The parameters of each flat group on the first rank.
-        experts: Which experts a rank has.
-
-    Raises:
-        NotFoundError: The file of a rank is missing.
-        CorruptionError: A file is damaged, or the files disagree.
-        UnsupportedError: The partitions are of a kind that this package does not read.
+    Raises NotFoundError if the file of a rank is missing, CorruptionError if the files disagree,
+    and UnsupportedError if this package does not read partitions of this kind.
     """
     ranks: dict[int, File] = {}
     first = min(names)
@@ -250,12 +242,7 @@ class _Merged:
             )
 
     def optimizer(self, files: Files, absent: Mapping[int, CheckpointError]) -> Optimizer:
-        """Returns the merged state.
-
-        Args:
-            files: The files of the checkpoint.
-            absent: Rank -> why its file cannot be read.
-        """
+        """Returns the merged state. ``absent`` is rank -> why its file cannot be read."""
         assert self.first is not None
         _, file = self.first
         weights = files.covered(self.weights, absent, "the weights")
@@ -279,8 +266,7 @@ def add_partition(
 ) -> None:
     """Adds the slices of one flat tensor of a rank to the tensors of their FQNs.
 
-    Raises:
-        CorruptionError: A slice exceeds the tensor, or the dtypes of the ranks differ.
+    Raises CorruptionError if a slice exceeds the tensor, or the dtypes of the ranks differ.
     """
     offset = file.flat(slices[0].fqn, flat) if slices else 0
     for fqn, begin, start, numel in slices:
@@ -312,8 +298,7 @@ def partition_of(fqn: str, numel: int, partition: int, count: int, start: int) -
 def named_groups(file: File, param_groups: list[Any], groups: list[Shapes]) -> list[dict[str, Any]]:
     """Returns parameter groups with FQNs in place of the numbers of flat groups.
 
-    Raises:
-        CorruptionError: The parameter groups do not name each flat group once.
+    Raises CorruptionError if they do not name each flat group once.
     """
     named: list[dict[str, Any]] = []
     used: list[Any] = []

@@ -76,10 +76,7 @@ _OFFSETS_NBYTES = 2 * 20  # Upper bound for the two decimal numbers of data_offs
 class TensorFacts:
     """The facts that determine the place of a tensor.
 
-    Attributes:
-        fqn: Name of the tensor.
-        dtype: Torch's name of the dtype, such as ``"bfloat16"``.
-        sizes: Sizes of the whole tensor.
+    The dtype has torch's name, such as ``"bfloat16"``. The sizes are of the whole tensor.
     """
 
     fqn: str
@@ -94,13 +91,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class FilePlace:
-    """The place of a tensor.
-
-    Attributes:
-        file: Number of its file, from 0.
-        offset: Offset of its first byte in the file.
-        facts: Name, dtype and sizes of the tensor.
-    """
+    """The place of a tensor: the number of its file, and the offset of its first byte in it."""
 
     file: int
     offset: int
@@ -109,13 +100,7 @@ class FilePlace:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One file of a model.
-
-    Attributes:
-        header: All bytes before the first tensor.
-        nbytes: Length of the file in bytes.
-        fqns: Names of its tensors, in order of their offsets.
-    """
+    """One file of a model: all bytes before the first tensor, its length, and its FQNs in order."""
 
     header: bytes
     nbytes: int
@@ -124,13 +109,10 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The files of a model.
+    """The files of a model, and the place of each tensor by FQN.
 
-    Attributes:
-        files: The files, in order of their numbers.
-        places: FQN -> place of the tensor.
-        omitted: Name without a place -> the name that it is tied to. The header of the file with
-            that tensor has it in ``__metadata__``, as that of ``safetensors.torch.save_model`` has.
+    ``omitted`` is name without a place -> the name that it is tied to. The header of the file with
+    that tensor has it in ``__metadata__``, as that of ``safetensors.torch.save_model`` has.
 
     Example::
 
@@ -154,15 +136,8 @@ class ModelLayout:
     ) -> ModelLayout:
         """Assigns tensors, in the given order, to files of at most ``max_shard_nbytes`` each.
 
-        A larger tensor gets its own file. There is always at least one file.
-
-        Args:
-            tensors: The tensors to store.
-            max_shard_nbytes: Maximum bytes of a file with several tensors.
-            omitted: Name of no tensor -> the name of the tensor that it is tied to.
-
-        Raises:
-            UnsupportedError: The format does not support the dtype or name of a tensor.
+        A larger tensor gets its own file. There is always at least one file. Raises
+        UnsupportedError if the format does not support the dtype or name of a tensor.
         """
         tensors = list(tensors)
         for facts in tensors:

@@ -90,13 +90,7 @@ def is_safetensors(start: bytes) -> bool:
 
 
 def open_safetensors(path: Location) -> Opened:
-    """Opens a single file.
-
-    Raises:
-        CorruptionError: The header is damaged or inconsistent. The message names the file and the
-            tensor.
-        StorageError: The file cannot be read.
-    """
+    """Opens a single file. The error of a damaged header names the tensor."""
     merged = _Merged(ForeignFiles(path, path.parent, "safetensors"))
     with gc_paused():
         merged.add(path.name, _read_header(path))
@@ -107,16 +101,9 @@ def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Ope
     """Opens a directory: the files that Hugging Face's index names, or all files without an index.
 
     A tensor is unreadable if the file that the index names for it is missing or damaged, if its
-    boxes do not cover it, or if several files contain it and there is no index.
-
-    Args:
-        directory: The directory.
-        names: Names of its safetensors files and their indexes.
-
-    Raises:
-        NotFoundError: All files that the index names are missing.
-        CorruptionError: The index is damaged, or without an index a header.
-        UnsupportedError: The directory has several indexes.
+    boxes do not cover it, or if several files contain it and there is no index. Raises
+    NotFoundError if all files that the index names are missing, and UnsupportedError if there are
+    several indexes.
     """
     indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     merged = _Merged(ForeignFiles(directory, directory, "safetensors"))
@@ -150,19 +137,10 @@ def open_safetensors_directory(directory: Location, names: Sequence[str]) -> Ope
 def read_tensors(
     path: Location, number: int
 ) -> tuple[int, bytes, dict[str, BoxedTensor | CheckpointError]]:
-    """Reads the header of a file.
+    """Returns the length of a file, a hash that identifies its contents, and its tensors by FQN.
 
-    Args:
-        path: The file.
-        number: Its number among the files of a foreign index.
-
-    Returns:
-        The length of the file, a hash that identifies its contents, and for each FQN the dtype, the
-        sizes and the box of the tensor; or an error if torch has no such dtype.
-
-    Raises:
-        CorruptionError: The header is damaged or inconsistent.
-        StorageError: The file cannot be read.
+    A tensor has its dtype, sizes and box, or an error if torch has no such dtype. ``number`` is
+    that of the file in a foreign index.
     """
     header = _read_header(path)
     found: dict[str, BoxedTensor | CheckpointError] = {}
@@ -246,9 +224,8 @@ class _Merged:
     def _whole_sizes(self, fqn: str) -> list[int]:
         """Returns the sizes of a tensor from its boxes.
 
-        Raises:
-            CorruptionError: The boxes do not cover the tensor exactly once.
-            MismatchError: Several files contain the same box.
+        Raises CorruptionError if they do not cover it exactly once, and MismatchError if several
+        files contain the same box.
         """
         boxes = self.boxes[fqn]
         ndim = len(boxes[0][0])
@@ -274,11 +251,7 @@ class _Merged:
 
 
 def _read_weight_map(path: Location) -> dict[str, str]:
-    """Reads Hugging Face's index and returns FQN -> file name.
-
-    Raises:
-        CorruptionError: The file is not an index, or names a file outside its directory.
-    """
+    """Reads Hugging Face's index and returns FQN -> file name, each within the directory."""
     nbytes, data = path.read_range(0, MAX_HEADER_NBYTES)
     if nbytes > len(data):
         raise CorruptionError(f"cannot read {path}: its {nbytes} bytes exceed {MAX_HEADER_NBYTES}")
@@ -295,11 +268,7 @@ def _read_weight_map(path: Location) -> dict[str, str]:
 
 
 def _read_header(path: Location) -> _Header:
-    """Reads and validates the header of a file.
-
-    Raises:
-        CorruptionError: The header is damaged or inconsistent.
-    """
+    """Reads and validates the header of a file."""
     file_nbytes, start = path.read_range(0, _START_NBYTES)
     if len(start) < _LENGTH_NBYTES:
         raise CorruptionError(
@@ -349,8 +318,7 @@ def _read_header(path: Location) -> _Header:
 def _parse_json(data: bytes, where: str) -> object:
     """Parses JSON from an untrusted file.
 
-    Raises:
-        CorruptionError: The bytes are not JSON, are nested too deeply, or repeat a key.
+    Raises CorruptionError if it is nested too deeply, or repeats a key.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -54,10 +54,8 @@ TORCH, JSON, RAW, SAFETENSORS = (
 class ItemFile(NamedTuple):
     """The file of an item that a rank wrote.
 
-    Attributes:
-        name: Its name in the directory.
-        serialization: One of ``TORCH``, ``JSON``, ``RAW`` and ``SAFETENSORS``.
-        is_required: Whether the rank has tensors of the item by the metadata.
+    ``serialization`` is one of ``TORCH``, ``JSON``, ``RAW`` and ``SAFETENSORS``. ``is_required``
+    says that the rank has tensors of the item by the metadata.
     """
 
     name: str
@@ -66,12 +64,9 @@ class ItemFile(NamedTuple):
 
 
 class RankShard(NamedTuple):
-    """The part of a sharded tensor that a rank has.
+    """The boxes of a sharded tensor that a rank has, and their places in the whole tensor.
 
-    Attributes:
-        sizes: Sizes of the whole tensor.
-        boxes: Its boxes, and their places in the whole tensor.
-        has_rest: Whether the rank may have elements that are in no box.
+    ``has_rest`` says that the rank may have elements that are in no box.
     """
 
     sizes: tuple[int, ...]
@@ -106,9 +101,8 @@ class _Sharding:
     def of(self, rank: int) -> RankShard:
         """Returns the shard of a rank.
 
-        Raises:
-            UnsupportedError: The kind of the sharding is unknown.
-            Exception: One of ``INVALID``: it is invalid.
+        Raises UnsupportedError if the kind of the sharding is unknown, and one of ``INVALID`` if it
+        is invalid.
         """
         facts = self._facts
         if self._kind == "DTensorShardingMetadata":
@@ -147,12 +141,7 @@ class _Sharding:
 
 @dataclass
 class Item:
-    """What is known of an item before its files are read.
-
-    Attributes:
-        files: Rank -> its file.
-        ranks: Number of ranks that saved.
-    """
+    """What is known of an item before its files are read: the file of each rank, and their number."""
 
     files: dict[int, ItemFile]
     ranks: int
@@ -173,14 +162,8 @@ class Item:
 def stated_items(path: Location, names: Sequence[str]) -> dict[str, Item] | None:
     """Returns the items that the metadata of a directory states; ``None`` if it has none.
 
-    Args:
-        path: The directory.
-        names: Its names.
-
-    Raises:
-        CorruptionError: The metadata is damaged, and the directory has no other format.
-        UnsupportedError: The metadata requests a class or function, and the directory has no other
-            format.
+    Raises CorruptionError if the metadata is damaged, and UnsupportedError if it requests a class
+    or function; ``None`` in both cases if the directory has another format.
     """
     if _METADATA not in names:
         return None
@@ -230,13 +213,7 @@ def items_by_name(
 ) -> dict[str, Item]:
     """Returns the items whose files have default names, and which the metadata does not state.
 
-    Args:
-        path: The directory.
-        names: Its names.
-        stated: The items of the metadata.
-
-    Raises:
-        CorruptionError: A rank has two files of an item.
+    Raises CorruptionError if a rank has two files of an item.
     """
     found: dict[str, dict[int, ItemFile]] = {}
     used = {file.name for item in stated.values() for file in item.files.values()}
@@ -256,11 +233,7 @@ def items_by_name(
 
 
 def _items_of(metadata: Any) -> dict[str, Item]:
-    """Returns the items that metadata of version 1.0 or 2.0 states.
-
-    Raises:
-        Exception: One of ``INVALID``: it is not such metadata.
-    """
+    """Returns the items that metadata of version 1.0 or 2.0 states. Raises one of ``INVALID``."""
     version, world_size = metadata.get("version", "1.0"), metadata["world_size"]
     if version not in _VERSIONS or type(world_size) is not int or world_size < 1:
         raise ValueError(f"its version is {version}, and its world_size {world_size}")
@@ -321,9 +294,8 @@ def path_of(keys: Iterable[str | int]) -> str:
 def shard_of_tensor(rank: int, tensor: DTensor) -> RankShard:
     """Returns the shard that a DTensor of a file has.
 
-    Raises:
-        UnsupportedError: It has a placement other than a shard or a replica.
-        Exception: One of ``INVALID``: it is damaged.
+    Raises UnsupportedError if it has a placement other than a shard or a replica, and one of
+    ``INVALID`` if it is damaged.
     """
     mesh: DeviceMesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

@@ -90,25 +90,16 @@ _STAND_INS: StandIns = {"torch.distributed.device_mesh.DeviceMesh": _mesh}
 def open_torch_checkpointing(
     path: Location, stated: Mapping[str, Item], *, verify: Verification, trust_pickle: bool
 ) -> Opened:
-    """Opens a directory.
+    """Opens a directory, with the items of its metadata, if it has any.
 
     A value that several ranks have whole is loaded from the first of them. If it differs between
     the ranks, each has it as an object under the name of a ``RankState``:
     ``rng.rank_00003_of_00008``.
 
-    Args:
-        path: The directory.
-        stated: The items of its metadata, if it has any.
-        verify: As for :class:`FastReader`.
-        trust_pickle: Whether pickles may contain any class and run any code.
-
     A value is unreadable if its ranks contradict one another or the metadata, or if it is sharded
     in a way that this package does not know. If the file of a rank is missing or damaged, all
-    values of its item are unreadable, since any of them may be in the file.
-
-    Raises:
-        CheckpointError: No file can be read.
-        StorageError: A file cannot be read.
+    values of its item are unreadable, since any of them may be in the file. Raises CheckpointError
+    if no file can be read.
     """
     files = Files(
         path,
@@ -128,11 +119,8 @@ def open_torch_checkpointing(
 class _Reader:
     """Reads the files of an item, and unites the values of its ranks.
 
-    Attributes:
-        values: Path in the item -> rank -> value.
-        keys: Path in the item -> its keys.
-        errors: Path in the item -> why the value cannot be loaded.
-        error: Why the file of a rank cannot be read, of the first such rank.
+    ``values`` is path in the item -> rank -> value. ``errors`` is path -> why the value cannot be
+    loaded. ``error`` is why the file of a rank cannot be read, of the first such rank.
     """
 
     def __init__(self, files: Files, name: str, item: Item) -> None:
@@ -190,11 +178,7 @@ class _Reader:
         return None
 
     def _add(self, entries: Entries, path: str, keys: _Keys, by_rank: Mapping[int, _Value]) -> None:
-        """Adds a value.
-
-        Raises:
-            CheckpointError: It cannot be loaded.
-        """
+        """Adds a value, or raises a CheckpointError if it cannot be loaded."""
         self._check_inner(path, by_rank)
         shards = self._shards(path, by_rank)
         by_rank = {
@@ -252,9 +236,8 @@ class _Reader:
     def _shards(self, path: str, values: Mapping[int, _Value]) -> dict[int, RankShard]:
         """Returns the shard of each rank; none if the value is not a sharded tensor.
 
-        Raises:
-            CorruptionError: A sharding is invalid, or is not that of the tensor in the file.
-            UnsupportedError: A tensor is sharded in a way that this package does not know.
+        Raises CorruptionError if a sharding is invalid, or not that of the tensor in the file, and
+        UnsupportedError if a tensor is sharded in a way that this package does not know.
         """
         shardings = self.item.shardings(path)
         shards: dict[int, RankShard] = {}
@@ -301,10 +284,8 @@ class _Reader:
     ) -> Boxed | Computed:
         """Unites the shards of a tensor. Of boxes that several ranks have, the first one serves.
 
-        Raises:
-            CorruptionError: The ranks have other sizes or dtypes.
-            MismatchError: The shards overlap, or do not cover the tensor, or ranks have other
-                elements of the same shard.
+        Raises CorruptionError if the ranks have other sizes or dtypes, and MismatchError if the
+        shards overlap, or do not cover the tensor, or ranks have other elements of the same shard.
         """
         if len({shard.sizes for shard in shards.values()}) > 1:
             found = ", ".join(f"{one.sizes} on rank {rank}" for rank, one in shards.items())
@@ -362,9 +343,7 @@ class _Reader:
         """Returns whether two ranks have the same value. What cannot be compared is not the same.
 
         Tensors of safetensors, which have no checksums, are assumed to be equal beyond 1 MiB.
-
-        Raises:
-            UnsupportedError: The value is of a forbidden class.
+        Raises UnsupportedError if the class of the value is forbidden.
         """
         if value is other:
             return True
