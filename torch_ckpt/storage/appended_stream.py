@@ -20,13 +20,9 @@ _START_NBYTES = 4 << 20
 class AppendedStream(io.RawIOBase):
     """A stream whose bytes are appended to a data file while they are written.
 
-    Torch pickles tensors of any size into it. At most one piece is in memory at a time.
-
-    Args:
-        append: Appends a piece, and returns its offset and length.
-
-    Attributes:
-        start: The first 4 MiB, with the pickle of an archive of ``torch.save``.
+    Torch pickles tensors of any size into it. At most one piece is in memory at a time. ``append``
+    returns offset and length of a piece. ``start`` has the first 4 MiB, with the pickle of an
+    archive of ``torch.save``.
     """
 
     def __init__(self, append: Callable[[Buffer], tuple[int, int]]) -> None:

@@ -14,15 +14,11 @@ _MIN_BLOCK_NBYTES = 64 << 10
 def buffer_pools(
     pools: list[_native.BufferPool], count: int, nbytes: int, io: IoOptions, copy_ahead: int
 ) -> list[_native.BufferPool]:
-    """Returns one buffer pool for each of ``count`` threads.
+    """Returns one buffer pool for each of ``count`` threads, which write ``nbytes`` together.
 
-    Args:
-        pools: Pools of the previous save. The function returns them if they are large enough, and
-            otherwise clears the list.
-        count: Number of threads.
-        nbytes: Bytes that all threads write together.
-        io: Options with the budget for buffers.
-        copy_ahead: Bytes per thread. Overrides the budget if it differs from stock's default.
+    It returns the pools of the previous save if they are large enough, and otherwise clears their
+    list. ``copy_ahead`` are bytes per thread, and override the budget of ``io`` if they differ from
+    stock's default.
     """
     budget_nbytes = copy_ahead if copy_ahead != STOCK_COPY_AHEAD else io.buffer_nbytes // count
     # A thread needs two blocks, so blocks are smaller if many threads share the budget.

@@ -32,13 +32,9 @@ _VALUE_NBYTES = 64
 
 @dataclass
 class Comparison:
-    """The result of a comparison.
+    """The result of a comparison: the number of equal values, and FQN -> difference or obstacle.
 
-    Attributes:
-        equal: Number of equal values.
-        differences: FQN -> how the values differ.
-        unknown: FQN -> why the values cannot be compared.
-        budget: Bytes of objects that may still be compared.
+    ``budget`` are the bytes of objects that may still be compared.
     """
 
     equal: int = 0
@@ -57,21 +53,11 @@ def compare(
     trust_pickle: bool = False,
     rules: str | None = None,
 ) -> Comparison:
-    """Compares two checkpoints, value by value.
+    """Compares two checkpoints of any formats, value by value.
 
-    Args:
-        a: The first checkpoint, of any format that :class:`FastReader` loads.
-        b: The second checkpoint.
-        prefix: Compare only FQNs with this prefix, without it. If one checkpoint has no such FQN,
-            all of it is compared.
-        atol: Absolute tolerance. With both tolerances 0, tensors must be equal bit for bit.
-        rtol: Tolerance relative to ``b``.
-        trust_pickle: Whether pickles may contain any class and run any code.
-        rules: For ``a``, as for :class:`FastReader`.
-
-    Raises:
-        CheckpointError: A checkpoint cannot be read.
-        NotFoundError: Neither checkpoint has an FQN with the prefix.
+    Only FQNs with the prefix are compared, without it. If one checkpoint has no such FQN, all of it
+    is compared; if neither has, that is a NotFoundError. With both tolerances 0, tensors must be
+    equal bit for bit; ``rtol`` is relative to ``b``. The rules are for ``a``.
     """
     one = StoredValues(a, prefix, trust_pickle=trust_pickle, rules=rules)
     two = StoredValues(b, prefix, trust_pickle=trust_pickle)
@@ -220,9 +206,8 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
 def _compared_nbytes(value: object, limit: float) -> int:
     """Returns the bytes that a comparison of an object reads, counting a value as 64 bytes.
 
-    Raises:
-        ValueError: They exceed the limit. A list may contain itself, and an expanded tensor may
-            have any number of elements.
+    Raises ValueError if they exceed the limit. A list may contain itself, and an expanded tensor
+    may have any number of elements.
     """
     nbytes = 0
     pending = [value]

@@ -42,8 +42,6 @@ class WrittenFile:
     """The report about one data file of a save, for the coordinator.
 
     Attributes:
-        name: Name in the checkpoint's directory.
-        nbytes: Length in bytes.
         sums: Checksums of the file's blocks, encoded by the engine.
         dtypes: Offset -> torch name of the dtype, for slices that the engine framed with the
             planned dtype and sizes. Only torch can read the other slices.
@@ -75,30 +73,13 @@ def write_data_file(
     transforms: _StorageWriterTransforms,
     begun: Callable[[_native.FileJob], None],
 ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
-    """Writes ``work`` to the new file ``directory / name``.
+    """Writes ``work`` to the new file ``directory / name``, which is removed if the write fails.
 
     The engine lays out its tensors from their dtypes and shapes. Torch pickles the items without a
-    source, as in stock DCP, and the engine appends them.
-
-    Args:
-        directory: Directory of the checkpoint.
-        name: Name of the new file.
-        work: The items to write.
-        planner: Planner of this rank, which resolves items.
-        pool: I/O buffers.
-        io: Options for writes.
-        sync: Whether to sync the file.
-        niceness: Niceness of the threads that write tensors, as nice(1).
-        transforms: Stream transforms for all items.
-        begun: Receives the job of the file, for its progress.
-
-    Returns:
-        One result per item if the plan consists of DCP's items (else none), the report for the
-        index, and the mode of the writes.
-
-    Raises:
-        StorageError: The file could not be written, and was removed.
-        ValueError: The dtype or sizes of a tensor differ from the plan.
+    source, as in stock DCP, and the engine appends them. ``begun`` receives the job of the file,
+    for its progress. Returns one result per item of DCP (none for columns), the report for the
+    index, and the mode of the writes. Raises ValueError if the dtype or sizes of a tensor differ
+    from the plan.
     """
     batch = _tensor_view.inspect(list(work.sources), writable=False)
     unresolved = [n for n, source in enumerate(work.sources) if isinstance(source, Unresolved)]
@@ -254,17 +235,10 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
 
 def pickle_item(item: WriteItem, planner: SavePlanner) -> tuple[memoryview, Sequence[str]]:
-    """Serialises an item in memory, as stock DCP does.
+    """Serialises an item in memory, as stock DCP does: an object, or a tensor for torch alone.
 
-    Args:
-        item: An object, or a tensor that only torch can store.
-        planner: Planner of this rank, which resolves the item.
-
-    Returns:
-        The bytes, and the classes in the item that a load will refuse.
-
-    Raises:
-        UnsupportedError: ``torch.save`` cannot write the tensor.
+    Returns the bytes, and the classes in the item that a load will refuse. Raises UnsupportedError
+    if ``torch.save`` cannot write the tensor.
     """
     with _naming(item):
         data = _resolve(planner, item)
@@ -284,8 +258,7 @@ def _append_item(
 ) -> tuple[WriteResult, Sequence[str]]:
     """Serialises an item to the end of a file, as stock DCP does.
 
-    Returns:
-        Stock's result for the item, and the classes in the item that a load will refuse.
+    Returns stock's result for the item, and the classes in the item that a load will refuse.
     """
     stream = AppendedStream(job.append)
     with _naming(item):

@@ -52,13 +52,10 @@ _INDEX = ".index"
 
 @dataclass(frozen=True)
 class Claim:
-    """What the coordinator has created before any rank writes.
+    """What the coordinator, on ``host``, has created before any rank writes.
 
-    Attributes:
-        name: Name of the hidden directory beside that of the checkpoint, or of the pending file.
-        is_hidden: Whether it is a hidden directory.
-        host: Host of the coordinator.
-        is_new: Whether it has created the directory of the checkpoint as well.
+    ``name`` is of the hidden directory beside that of the checkpoint, or of the pending file.
+    ``is_new`` says that it has created the directory of the checkpoint as well.
     """
 
     name: str
@@ -83,12 +80,7 @@ _CLAIM_ATTRIBUTE = "torch_ckpt_claim"
 
 
 class DirectoryWriter(StagingWriter):
-    """A storage writer that knows where one save writes its files.
-
-    Args:
-        path: Directory of the checkpoint, as a path or URL.
-        stager: As for :class:`StagingWriter`.
-    """
+    """A storage writer that knows where one save writes its files."""
 
     overwrite: bool
     save_id: str
@@ -133,11 +125,9 @@ class DirectoryWriter(StagingWriter):
     def _find_directory(self) -> None:
         """Finds out where the save may write, on the rank that commits.
 
-        Other ranks do not look up a directory that is not there yet: the client of a network file
-        system would remember that it is missing, after the commit on another machine.
-
-        Raises:
-            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
+        May raise AlreadyExistsError. Other ranks do not look up a directory that is not there yet:
+        the client of a network file system would remember that it is missing, after the commit on
+        another machine.
         """
         if not self._commits:
             return
@@ -148,11 +138,7 @@ class DirectoryWriter(StagingWriter):
             self._open_directory()
 
     def _open_directory(self) -> None:
-        """Creates and lists the directory of the checkpoint.
-
-        Raises:
-            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
-        """
+        """Creates and lists the directory of the checkpoint. May raise AlreadyExistsError."""
         if self.location.is_missing():
             self._created = self.location
         self.location.create_directories()
@@ -166,11 +152,7 @@ class DirectoryWriter(StagingWriter):
             )
 
     def _check_may_replace(self, names: Collection[str]) -> None:
-        """Checks that the directory has no checkpoint, unless the save may overwrite it.
-
-        Raises:
-            AlreadyExistsError: It has one.
-        """
+        """Raises AlreadyExistsError if a checkpoint is there that the save may not overwrite."""
         if not self.overwrite and not self._committed_names.isdisjoint(names):
             raise AlreadyExistsError(
                 f"cannot save to {self.path}: Checkpoint already exists, and overwrite is false"
@@ -184,10 +166,8 @@ class DirectoryWriter(StagingWriter):
         """Begins the save on the rank that commits, before any rank writes.
 
         Creates the pending file, or for a new checkpoint the hidden directory that the commit
-        renames. Removes hidden directories of dead saves, which may have filled the disk.
-
-        Args:
-            can_hide: Whether all ranks receive the name of a hidden directory.
+        renames, if all ranks receive its name (``can_hide``). Removes hidden directories of dead
+        saves, which may have filled the disk.
         """
         parent = self.location.parent
         if parent.file_system.renames_directories(parent.path):
@@ -222,11 +202,8 @@ class DirectoryWriter(StagingWriter):
     def _enter(self, claim: Claim | None) -> None:
         """Begins to write on any rank.
 
-        Args:
-            claim: What the coordinator has created, if this rank can find it by its name.
-
-        Raises:
-            StorageError: This rank does not find it.
+        Raises StorageError if it does not find what the claim names. The claim is ``None`` if this
+        rank cannot find it by its name.
         """
         if self._commits:
             return
@@ -284,16 +261,11 @@ class DirectoryWriter(StagingWriter):
     def _abandon(
         self, names: Iterable[str], error: BaseException, *, may_others_begin: bool = False
     ) -> None:
-        """Removes the files of a save that has failed.
+        """Removes the files of a save that has failed with ``error``.
 
-        Args:
-            names: Names of the files.
-            error: Why it has failed.
-            may_others_begin: Whether other ranks may yet search the pending file. Then it stays:
-                without it, they would take the directory for one that is not shared.
-
-        Raises:
-            StorageError: The save failed because another one has removed a file of this one.
+        The pending file stays if other ranks may yet search it (``may_others_begin``): without it,
+        they would take the directory for one that is not shared. Raises StorageError if the save
+        failed because another one has removed a file of this one.
         """
         names = list(names)
         is_ended = self._is_ended(names, error)
@@ -331,9 +303,8 @@ class DirectoryWriter(StagingWriter):
     def _check_files(self, files: Collection[str]) -> None:
         """Checks that the data files are in the directory, and no checkpoint that must stay.
 
-        Raises:
-            AlreadyExistsError: Another save has committed, and ``overwrite`` is false.
-            StorageError: Files are missing.
+        Raises StorageError if files are missing, and AlreadyExistsError if another save has
+        committed.
         """
         names = self._write_directory.names()
         self._check_may_replace(names)
@@ -350,16 +321,9 @@ class DirectoryWriter(StagingWriter):
             )
 
     def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
-        """Commits, and removes replaced files.
+        """Commits the contents of ``.metadata`` and its index, and removes replaced files.
 
-        Args:
-            metadata: Content of ``.metadata``.
-            index: Content of its index.
-            files: Names of the data files.
-
-        Raises:
-            AlreadyExistsError: Another save has committed, and ``overwrite`` is false.
-            StorageError: The commit failed.
+        Raises AlreadyExistsError if another save has committed, and ``overwrite`` is false.
         """
         try:
             if self._hidden is not None:
@@ -416,9 +380,8 @@ class DirectoryWriter(StagingWriter):
     def _move_files(self, files: Collection[str]) -> None:
         """Moves the files from the hidden directory, which cannot get its name, to the other one.
 
-        Raises:
-            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
-            StorageError: A file cannot be moved, or another save has removed it.
+        Raises AlreadyExistsError if a checkpoint must stay there, and StorageError if a file cannot
+        be moved, or another save has removed it.
         """
         hidden = self._write_directory
         self._open_directory()

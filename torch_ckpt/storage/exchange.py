@@ -125,13 +125,9 @@ def can_exchange() -> bool:
 
 
 def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
-    """Assigns reads that several ranks want. The coordinator calls this function.
+    """Assigns reads that several ranks want, on the coordinator, which has the reads of each rank.
 
-    Args:
-        plans: The reads of each rank, in rank order.
-
-    Returns:
-        The assignment of each rank; ``None`` for a rank that is not in the exchange.
+    The assignment is ``None`` for a rank that is not in the exchange.
     """
     assignments: list[Assigned | None] = [None] * len(plans)
     willing = [rank for rank, plan in enumerate(plans) if plan.encoded is not None]
@@ -162,13 +158,7 @@ def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
 
 
 def pays(saved_nbytes: int, wanted_nbytes: int, ranks: int) -> bool:
-    """Returns whether an exchange saves enough reads to be worth its connections.
-
-    Args:
-        saved_nbytes: Bytes of reads that the exchange saves.
-        wanted_nbytes: Bytes that all ranks want together.
-        ranks: Number of ranks in the exchange.
-    """
+    """Returns whether an exchange saves enough of the wanted reads to be worth its connections."""
     min_saved_nbytes = max(_MIN_SAVED_NBYTES, wanted_nbytes // _MIN_SAVED_FRACTION)
     return saved_nbytes >= min_saved_nbytes and ranks <= _MAX_RANKS
 
@@ -188,19 +178,8 @@ def joined(
     """Joins an exchange for the block, and waits for the other ranks at the end of the block.
 
     If the block raises an error, this rank aborts the exchange by closing its connections. The
-    other ranks then fail as well.
-
-    Args:
-        assigned: Assignment of this rank.
-        fs: File system of the checkpoint.
-        budget_nbytes: Memory for pieces in flight, in bytes.
-        timeout_s: Deadline for one transfer, in seconds.
-
-    Yields:
-        The stream of the exchange, to pass to the load job.
-
-    Raises:
-        CancelledError: Another rank is unreachable or has aborted the exchange.
+    other ranks then fail as well: CancelledError. The budget is for pieces in flight, and the
+    deadline for one transfer.
     """
     timeout_ms = round(timeout_s * 1000)
     with contextlib.ExitStack() as stack:
@@ -223,11 +202,8 @@ def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     Stores and gloo wait without a deadline of this call, and do not notice that the load has
     failed. So a thread waits for them. It is left alone after the deadline.
 
-    Raises:
-        CancelledError: Another rank did not arrive in time.
-        CheckpointError: This rank cannot connect, or the system has too few threads.
-        CheckpointException: Another rank has raised an error.
-        RankTimeoutError: Another rank was late, stuck or gone.
+    Raises CancelledError if another rank did not arrive in time, CheckpointError if this rank
+    cannot connect, and CheckpointException or RankTimeoutError if another rank failed or was late.
     """
     call = current_call()
     limit_s = min(timeout_s, _CONNECT_TIMEOUT_S)
@@ -257,11 +233,9 @@ def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
 class _Connection:
     """An attempt to connect to the other ranks, in a thread of its own.
 
-    Attributes:
-        made: The process group of the exchange, or why there is none.
-        awaited: What the thread waits for.
-        is_abandoned: Whether the thread ends at its next step.
-        explained_s: Time after a failure, within which the end of another rank may explain it.
+    ``made`` is the process group of the exchange, or why there is none. ``awaited`` says what the
+    thread waits for, which ends at its next step once ``is_abandoned``. ``explained_s`` is the time
+    after a failure within which the end of another rank may explain it.
     """
 
     def __init__(self, assigned: Assigned, timeout: timedelta) -> None:
@@ -322,11 +296,7 @@ class _Connection:
 
 
 def _check_threads() -> None:
-    """Checks that threads can be started. Gloo ends the process or hangs if it cannot start one.
-
-    Raises:
-        CheckpointError: The system has too few threads.
-    """
+    """Checks that threads can be started. Gloo ends the process or hangs if it cannot start one."""
     done = threading.Event()
     threads = [threading.Thread(target=done.wait, daemon=True) for _ in range(_THREADS)]
     started = []

@@ -19,8 +19,7 @@ T = TypeVar("T")
 class FileJobs(Jobs[_native.FileJob]):
     """The jobs that write the files of one rank. If one fails, all end.
 
-    Args:
-        begun: Receives each job that has begun.
+    ``begun`` receives each job that has begun.
     """
 
     def __init__(self, begun: Callable[[_native.FileJob], None] | None = None) -> None:
@@ -39,13 +38,9 @@ class FileJobs(Jobs[_native.FileJob]):
 
 
 def in_threads(work: Callable[[int], T], count: int, jobs: FileJobs) -> list[T]:
-    """Calls ``work`` with each number below ``count``, each in a thread of its own.
+    """Calls ``work`` with each number below ``count``, each in a thread, and returns the results.
 
-    Returns:
-        The results, in order.
-
-    Raises:
-        BaseException: The first error. The jobs of the other threads were cancelled.
+    Raises the first error, after the jobs of the other threads were cancelled.
     """
     if count == 1:
         return [work(0)]
@@ -72,11 +67,7 @@ def in_threads(work: Callable[[int], T], count: int, jobs: FileJobs) -> list[T]:
 
 @contextlib.contextmanager
 def finished(job: _native.FileJob) -> Iterator[None]:
-    """Finishes a job at the end of the block, or aborts the job if the block raises an error.
-
-    Raises:
-        StorageError: The job could not be finished.
-    """
+    """Finishes a job at the end of the block, or aborts the job if the block raises an error."""
     try:
         yield
         job.finish()
@@ -98,24 +89,12 @@ def write_planned(
     sync: bool,
     niceness: int = 0,
 ) -> tuple[_native.SaveJob, list[tuple[int, int, int]]]:
-    """Writes a new file from its layout.
+    """Writes a new file from its layout, and removes it if that fails.
 
-    Args:
-        path: Path of the new file.
-        planned: Items and layout of the file.
-        write_tensors: Writes the tensors of the layout through the job.
-        append: Appends the item at a position, which only torch can store, and returns its offset
-            and length.
-        pool: I/O buffers.
-        direct: Whether to bypass the page cache.
-        sync: Whether to sync the file, so that it survives a power cut.
-        niceness: Niceness of the threads that write tensors, as nice(1).
-
-    Returns:
-        The finished job, and the position, offset and length of each pickled item.
-
-    Raises:
-        StorageError: The file could not be written, and was removed.
+    ``write_tensors`` writes the tensors of the layout through the job. ``append`` appends the item
+    at a position, which only torch can store, and returns its offset and length. ``direct``
+    bypasses the page cache. Returns the finished job, and the position, offset and length of each
+    pickled item.
     """
     fs, layout = path.file_system, planned.layout
     job = _native.SaveJob(fs, path.path, layout, pool, direct, sync, niceness)

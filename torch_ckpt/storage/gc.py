@@ -34,13 +34,11 @@ _RANK_METADATA = re.compile(r"__\d+\.metadata")
 
 @dataclass(frozen=True)
 class Found:
-    """The names in a directory when a save begins.
+    """The names in a directory, and the pending files of saves, when a save begins.
 
-    Attributes:
-        names: Names of files before any pending file was listed, and those of metadata also
-            thereafter. So the data files of a concurrent save are safe if it began later, or if it
-            has committed in between.
-        pending: The pending files of saves that have not committed.
+    ``names`` are those of files before any pending file was listed, and those of metadata also
+    thereafter. So the data files of a concurrent save are safe if it began later, or if it has
+    committed in between.
     """
 
     names: frozenset[str] = frozenset()
@@ -50,23 +48,13 @@ class Found:
 def pending_pattern(rank: int | None) -> str:
     """Returns the pattern of the pending files of saves whose data files a save may remove.
 
-    Args:
-        rank: The rank, if it commits without coordination; ``None`` if all ranks commit together.
+    The rank is ``None`` if all ranks commit together.
     """
     return rf"(__\d+)?{PENDING}" if rank is None else rf"(__{rank})?{PENDING}"
 
 
 def find(directory: Location, pending: str) -> Found:
-    """Lists a directory.
-
-    Args:
-        directory: The directory.
-        pending: Pattern of pending files.
-
-    Raises:
-        NotFoundError: The directory does not exist.
-        StorageError: The directory cannot be listed.
-    """
+    """Lists a directory. Raises NotFoundError if it does not exist."""
     names = frozenset(directory.names())
     # A save creates its pending file first. So a second listing has that of every save of which the
     # first one has a file, unless the save has ended.
@@ -80,8 +68,7 @@ def find(directory: Location, pending: str) -> Found:
 def end_saves(directory: Location, pending: Iterable[str]) -> bool:
     """Removes the pending files of other saves, which cannot commit from then on.
 
-    Returns:
-        Whether all of them existed. If not, another save may have committed meanwhile.
+    Returns whether all of them existed. If not, another save may have committed meanwhile.
     """
     all_existed = True
     for name in pending:
@@ -102,12 +89,8 @@ def collect_garbage(
 ) -> None:
     """Removes the files that no committed checkpoint refers to; called after a commit.
 
-    Args:
-        directory: The directory.
-        found: What it had before the save.
-        referenced: Data files of the committed checkpoint.
-        rank: As for :func:`stale_files`.
-        is_committed: Returns whether the caller's checkpoint is still the committed one.
+    ``found`` is what the directory had before the save. ``is_committed`` returns whether the
+    caller's checkpoint is still the committed one.
     """
     stale = stale_files(found.names, referenced, rank)
     pending = found.pending.intersection(stale)
@@ -118,13 +101,9 @@ def collect_garbage(
 
 
 def stale_files(found: Collection[str], referenced: Collection[str], rank: int | None) -> list[str]:
-    """Returns the names of files that no committed checkpoint refers to.
+    """Returns which of the files before the save no committed checkpoint refers to.
 
-    Args:
-        found: File names in the directory before the save began.
-        referenced: Data files of the committed checkpoint.
-        rank: The rank, if it committed without coordination; ``None`` if all ranks committed
-            together.
+    The rank is ``None`` if all ranks committed together.
     """
     if rank is None:
         own, prefixes = "", r"(__\d+)?"

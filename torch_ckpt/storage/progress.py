@@ -25,10 +25,8 @@ _BAR_INTERVAL_S = 0.2
 def is_first(ranks: int) -> bool:
     """Returns whether this rank logs a save or load, and shows its progress bar.
 
-    The coordinator of several ranks does. If each rank saves or loads alone, rank 0 does.
-
-    Args:
-        ranks: On the coordinator, the number of ranks that save or load together; 0 elsewhere.
+    The coordinator of several ranks does, where ``ranks`` is their number and 0 elsewhere. If each
+    rank saves or loads alone, rank 0 does.
     """
     import torch.distributed as dist  # Not above: torch-ckpt verify runs without torch.
 
@@ -54,16 +52,10 @@ class Phases:
         self._begun.append((phase, time.monotonic()))
 
     def end(self, done: str, nbytes: int, path: Location, *details: str, is_first: bool) -> None:
-        """Ends the last phase, and logs all phases since the previous call.
+        """Ends the last phase, and logs all phases since the previous call at level DEBUG.
 
-        Logs each phase at level DEBUG. The first rank also logs one line at level INFO.
-
-        Args:
-            done: What was done: ``"saved"`` or ``"loaded"``.
-            nbytes: Number of bytes.
-            path: The checkpoint.
-            *details: Further words for the INFO line.
-            is_first: Whether this rank logs for all ranks; see :func:`is_first`.
+        The first rank also logs one line at level INFO, with the details: what was ``done``,
+        ``"saved"`` or ``"loaded"``, and how many bytes.
         """
         end = time.monotonic()
         begun, self._begun = self._begun, []
@@ -85,13 +77,9 @@ def progress_bar(
 ) -> Iterator[None]:
     """Shows a progress bar if the block takes longer than 3 s.
 
-    Shows nothing unless ``sys.stderr`` is a terminal and tqdm is installed.
-
-    Args:
-        doing: What the block does: ``"saving"`` or ``"loading"``.
-        path: The checkpoint.
-        nbytes: Returns the number of bytes in all. Called in another thread, with a bar only.
-        done_nbytes: Returns the number of bytes that are done. Called in that thread as well.
+    Shows nothing unless ``sys.stderr`` is a terminal and tqdm is installed. ``doing`` is
+    ``"saving"`` or ``"loading"``. Another thread calls ``nbytes``, the bytes in all, and
+    ``done_nbytes``.
     """
     if not sys.stderr.isatty() or find_spec("tqdm") is None:
         yield

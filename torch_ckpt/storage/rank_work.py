@@ -37,9 +37,7 @@ class Unresolved:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The items that a rank writes.
-
-    All sequences are indexed by the position of the item.
+    """The items that a rank writes. All sequences are indexed by the position of the item.
 
     Attributes:
         work: The items, in columns.
@@ -88,14 +86,10 @@ def work_for(
     *,
     can_wait: Callable[[torch.Tensor | None], bool] | None = None,
 ) -> RankWork:
-    """Returns the work of a rank.
+    """Returns the work of a rank by its final plan.
 
-    Args:
-        plan: Final plan of the rank.
-        planner: Planner of the rank.
-        transforms: Stream transforms for all items.
-        can_wait: Returns whether a tensor can be written after the others. Called with ``None`` for
-            an object. If omitted, all items can wait.
+    ``can_wait`` returns whether a tensor, or ``None`` for an object, can be written after the
+    others. If omitted, all items can wait.
     """
     columns: Any = plan.items
     if (
@@ -113,14 +107,9 @@ def work_for(
 
 
 def split(work: RankWork, count: int | None) -> tuple[list[RankWork], list[RankWork]]:
-    """Splits the work of a rank into files of about the same size.
+    """Splits the work of a rank into ``count`` files of about the same size, or into one per item.
 
-    Args:
-        work: Work of the rank.
-        count: Number of files; one file per item if ``None``.
-
-    Returns:
-        The work for each file to write first, and the work for each other file.
+    Returns the work for each file to write first, and the work for each other file.
     """
     nbytes = work.work.nbytes
 
@@ -143,12 +132,9 @@ def _in_columns(
     transforms: _StorageWriterTransforms,
     can_wait: Callable[[torch.Tensor | None], bool],
 ) -> RankWork:
-    """Converts DCP's items to columns.
+    """Converts DCP's items to columns. Resolves every tensor: its dtype and sizes may differ.
 
-    The function resolves every tensor, since its dtype and sizes may differ from the plan.
-
-    Raises:
-        UnsupportedError: A shard under a stock planner differs in sizes from its box in the plan.
+    Raises UnsupportedError if a shard under a stock planner differs in sizes from its planned box.
     """
     may_resize = overrides(
         planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object")

@@ -47,14 +47,7 @@ def pending_names(count: int, save_id: str) -> list[str]:
 
 
 def begin_model(directory: Location, count: int, save_id: str) -> Location:
-    """Creates a model's files, empty. The ranks write to them.
-
-    Returns:
-        The pending file, which the commit renames.
-
-    Raises:
-        StorageError: A file cannot be created.
-    """
+    """Creates a model's files, empty, and returns the pending file, which the commit renames."""
     pending = pending_names(count, save_id)
     commit_name = pending[0] if count == 1 else _pending_index(save_id)
     for name in dict.fromkeys([commit_name, *pending]):
@@ -77,7 +70,7 @@ def _names(count: int, infix: str = "") -> list[str]:
 def publish_model(
     directory: Location, layout: ModelLayout, save_id: str, found: Found, *, sync: bool
 ) -> list[str]:
-    """Publishes the pending files of a model, and replaces a model in the directory.
+    """Publishes the pending files of a model, replaces the old model, and returns the new names.
 
     Requires: all ranks have written and synced their files.
 
@@ -89,21 +82,9 @@ def publish_model(
       3. If the old model had the other of the two names, that file is removed. So are the files of
          replaced models and of failed saves.
 
-    Args:
-        directory: Directory of the model.
-        layout: Layout of the files.
-        save_id: Id of the save, which is in the pending names.
-        found: What the directory had before the save.
-        sync: Whether to sync files and directories.
-
-    Returns:
-        The names of the new model's files, in order.
-
-    Raises:
-        NotFoundError: Another save was committed meanwhile, and has removed files of this one.
-        StorageError: A step failed. Before the rename in step 2, the old model stays and all files
-            of the new model are removed. After it, either model may be found, and no file is
-            removed.
+    Raises NotFoundError if another save was committed meanwhile, and has removed files of this one,
+    and StorageError if a step failed. Before the rename in step 2, the old model stays and all
+    files of the new model are removed. After it, either model may be found, and no file is removed.
     """
     pending = pending_names(len(layout.files), save_id)
     existing = set(directory.names())

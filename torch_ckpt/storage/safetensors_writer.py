@@ -66,11 +66,7 @@ _WAY_OUT = "save objects separately, for example with FastWriter"
 
 @dataclass(frozen=True)
 class _Ties:
-    """``SavePlan.storage_data`` of one rank, on the way to the coordinator.
-
-    Attributes:
-        groups: Groups of names that share one tensor.
-    """
+    """``SavePlan.storage_data`` of one rank for the coordinator: groups of names for one tensor."""
 
     groups: Sequence[Sequence[str]]
 
@@ -79,12 +75,8 @@ class _Ties:
 class _ModelPlan:
     """``SavePlan.storage_data`` of one rank.
 
-    Attributes:
-        layout: Encoded layout of all files.
-        save_id: The coordinator's save id, which is in the names of the files.
-        rank: The rank of this plan.
-        world_size: Number of ranks.
-        share: The ``storage_data`` that reassigns replicas to ranks.
+    ``layout`` is the encoded layout of all files. The names of the files have the coordinator's
+    ``save_id``. ``share`` is the ``storage_data`` that reassigns replicas to ranks.
     """
 
     layout: bytes
@@ -96,15 +88,7 @@ class _ModelPlan:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One item that a rank writes to a file: a box or the header.
-
-    Attributes:
-        file: Number of the file.
-        offset: Offset of the first byte in the file.
-        nbytes: Length in bytes.
-        item: The box; ``None`` for the header.
-        place: Place of the whole tensor; ``None`` for the header.
-    """
+    """A range of a file that a rank writes: a box, or the header, which has no item and no place."""
 
     file: int
     offset: int
@@ -483,11 +467,7 @@ class _PieceWriter:
 
 
 def _check_complete(layout: ModelLayout, results: Sequence[WriteResult]) -> None:
-    """Checks that the ranks have written all bytes of all files.
-
-    Raises:
-        CheckpointError: A file is incomplete.
-    """
+    """Checks that the ranks have written all bytes of all files."""
     missing = [file.nbytes for file in layout.files]
     for result in results:
         missing[result.storage_data] -= result.size_in_bytes

@@ -39,13 +39,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Location, prefix: str, *, trust_pickle: bool = False) -> Checkpoint:
-    """Opens the checkpoint whose metadata has this prefix.
-
-    Args:
-        directory: Directory of the checkpoint.
-        prefix: One of :func:`metadata_prefixes`.
-        trust_pickle: As for :func:`open_checkpoints`.
-    """
+    """Opens the checkpoint whose metadata has this prefix, one of :func:`metadata_prefixes`."""
     path = directory / f"{prefix}.metadata"
     metadata, index = open_committed(directory, prefix)
     if index is None:
@@ -60,15 +54,7 @@ def open_checkpoints(
 ) -> list[Checkpoint]:
     """Opens all checkpoints of a directory, or a file or directory of another format.
 
-    Args:
-        path: The directory or file.
-        trust_pickle: Whether pickles may contain any class and run any code.
-        rules: How the shards of model-parallel ranks make parameters, as text.
-
-    Raises:
-        NotFoundError: There is no checkpoint.
-        CorruptionError: A checkpoint is damaged.
-        UnsupportedError: The format is not supported, or a pickle requests a forbidden class.
+    The rules are text, as for :class:`FastReader`. Raises NotFoundError if there is no checkpoint.
     """
     if rules is None and (prefixes := metadata_prefixes(path)):
         return [open_checkpoint(path, prefix, trust_pickle=trust_pickle) for prefix in prefixes]
@@ -86,12 +72,7 @@ def open_checkpoints(
 def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoint:
     """Returns the checkpoint with entries; unpickles the metadata if the index has none.
 
-    Args:
-        checkpoint: The checkpoint.
-        trust_pickle: As for :func:`open_checkpoints`.
-
-    Raises:
-        UnsupportedError: The metadata is in a custom form of its planner.
+    Raises UnsupportedError if the metadata is in a custom form of its planner.
     """
     if checkpoint.entries is not None or checkpoint.metadata is None:
         return checkpoint

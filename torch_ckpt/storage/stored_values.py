@@ -34,24 +34,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class StoredValues:
-    """The values of an open checkpoint.
+    """The values of an open checkpoint of any format that :class:`FastReader` loads.
 
-    Args:
-        path: A checkpoint of any format that :class:`FastReader` loads.
-        prefix: Show only FQNs with this prefix, without it. If there are none, show all FQNs.
-        io: Memory budgets and I/O modes.
-        trust_pickle: Whether pickles may contain any class and run any code.
-        rules: As for :class:`FastReader`.
-
-    Attributes:
-        metadata: DCP's metadata of the checkpoint.
-        index: The engine's index; ``None`` if there is only the metadata.
-        has_prefix: Whether there are FQNs with the prefix.
-        names: Shown name -> FQN in the checkpoint.
-        why_oversized: Shown name -> why a tensor is not to be read: the files do not justify it.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read.
+    Only FQNs with the prefix are shown, without it; all if there are none (``has_prefix`` is
+    false). ``names`` is shown name -> FQN in the checkpoint. ``why_oversized`` is shown name -> why
+    a tensor is not to be read: the files do not justify it.
     """
 
     def __init__(

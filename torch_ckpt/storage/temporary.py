@@ -56,9 +56,7 @@ _NAME = re.compile(
 def temporary(target: Location, kind: str) -> Location:
     """Returns an unused location beside a target, which is in use as long as this object lives.
 
-    Args:
-        target: The file or directory that is to be written.
-        kind: One of the kinds above.
+    The kind is one of those above.
     """
     random, owner = (text.translate(_TO_LETTERS) for text in (secrets.token_hex(8), this_process()))
     name = f".{kind}.{_hash_of(target.name)}.{random}.{owner}"
@@ -82,18 +80,11 @@ def can_be_renamed_to(target: Location) -> bool:
 
 
 def remove_abandoned(directory: Location, target: str | None = None) -> list[str]:
-    """Removes the temporaries whose process is dead; ignores errors.
+    """Removes the temporaries of one target, or of all, whose process is dead; ignores errors.
 
     Whether a process of another machine, or of another container, is dead is unknown. Its
-    temporaries are removed 24 hours after their last write.
-
-    Args:
-        directory: The directory of the temporaries.
-        target: Name of a target; of all targets if ``None``. A replaced target can get its name
-            back only if its name is known.
-
-    Returns:
-        The names of the other temporaries.
+    temporaries are removed 24 hours after their last write. A replaced target can get its name back
+    only if its name is known. Returns the names of the other temporaries.
     """
     left: list[str] = []
     with contextlib.suppress(CheckpointError):
@@ -114,12 +105,8 @@ def remove_abandoned(directory: Location, target: str | None = None) -> list[str
 def end_partials(target: Location, found: Iterable[str]) -> None:
     """Removes the directories of other new checkpoints that were to get a target's name.
 
-    Those of processes that certainly live remain: such a save finds the target, and moves its files
-    there.
-
-    Args:
-        target: The directory that has the name now.
-        found: What :func:`remove_abandoned` returned before.
+    ``found`` is what :func:`remove_abandoned` returned before. Those of processes that certainly
+    live remain: such a save finds the target, and moves its files there.
     """
     wanted = (PARTIAL, _hash_of(target.name))
     for match in filter(None, map(_NAME.fullmatch, found)):

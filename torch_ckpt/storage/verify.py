@@ -36,11 +36,8 @@ _Advance = Callable[[int], None]
 class Report:
     """The result of a verification.
 
-    Attributes:
-        damage: Messages about damaged files and ranges.
-        fqns: FQNs of damaged tensors and objects.
-        doubts: Messages about properties that could not be verified.
-        nbytes: Number of bytes read.
+    ``damage`` has messages about damaged files and ranges, and ``doubts`` about properties that
+    could not be verified. ``fqns`` are those of damaged tensors and objects. ``nbytes`` were read.
     """
 
     damage: list[str] = field(default_factory=list)
@@ -56,18 +53,9 @@ def examine(
     trust_pickle: bool = False,
     rules: str | None = None,
 ) -> Report:
-    """Verifies every byte of a checkpoint and reports all damage.
+    """Verifies every byte of a checkpoint of any format and reports all damage.
 
-    Args:
-        path: A directory of DCP, or a file or directory of another format.
-        watch: Progress callback. Its arguments are the bytes checked so far and the total bytes.
-        trust_pickle: Whether pickles may contain any class and run any code.
-        rules: As for :class:`FastReader`.
-
-    Raises:
-        NotFoundError: There is no checkpoint.
-        StorageError: A file cannot be read.
-        UnsupportedError: The format is not supported.
+    ``watch`` is called with the bytes checked so far and the total bytes.
 
     Example::
 
@@ -164,20 +152,8 @@ def _report_unreadable(checkpoint: Checkpoint, report: Report) -> None:
 def check_whole(path: Location, *, trust_pickle: bool = False) -> None:
     """Checks that a checkpoint opens, and that its files exist with the right lengths.
 
-    Args:
-        path: Directory of the checkpoint.
-        trust_pickle: Whether pickles may contain any class and run any code.
-
-    Raises:
-        NotFoundError: The directory has no committed checkpoint.
-        CorruptionError: The metadata is damaged, or a file is missing or has another length.
-        StorageError: The disk or store failed.
-        UnsupportedError: A newer version wrote the checkpoint, or its metadata requests a forbidden
-            class or function.
-
-    Example::
-
-        check_whole(Location("run/step-100"))
+    Raises NotFoundError if none is committed, CorruptionError if it is not whole, and
+    UnsupportedError if this version cannot open it.
     """
     path = path.resolved()  # Once: a link in the path may move.
     try:
@@ -213,18 +189,7 @@ def _check_files(path: Location, trust_pickle: bool) -> None:
 def check_sound(path: Location, *, trust_pickle: bool = False) -> None:
     """Verifies every byte of a checkpoint, like ``torch-ckpt verify``, and raises on damage.
 
-    Args:
-        path: Directory of the checkpoint.
-        trust_pickle: Whether pickles may contain any class and run any code.
-
-    Raises:
-        NotFoundError: The directory has no committed checkpoint.
-        CorruptionError: The checkpoint is damaged.
-        StorageError: The disk or store failed.
-
-    Example::
-
-        check_sound(Location("run/step-100"))
+    Raises NotFoundError if none is committed, and CorruptionError if it is damaged.
     """
     path = path.resolved()  # Once: a link in the path may move.
     check_whole(path, trust_pickle=trust_pickle)

@@ -326,8 +326,7 @@ class FastWriter(DirectoryWriter):
     def _progress(self, nbytes: int) -> Iterator[FileJobs]:
         """Shows a progress bar on the first rank, unless the save is in the background.
 
-        Yields:
-            What receives the job of each file.
+        The value receives the job of each file.
         """
         call = current_call()
         jobs = FileJobs(None if call is None else call.cancel_on_failure)
@@ -427,16 +426,9 @@ class FastWriter(DirectoryWriter):
         finished: list[str],
         jobs: FileJobs,
     ) -> list[WriteResult]:
-        """Writes files, ``thread_count`` at a time.
+        """Writes files (name -> work), ``thread_count`` at a time, with ``nbytes`` in all.
 
         Adds the name of each complete file to ``finished``. A file that fails is removed.
-
-        Args:
-            files: File name -> work for the file.
-            nbytes: Total bytes of the rank's work.
-            planner: Planner of this rank.
-            finished: Receives names of complete files.
-            jobs: Receives the job of each file.
         """
         workers = min(self.thread_count, len(files))
         if workers == 0:

@@ -141,7 +141,7 @@ class _Sharding:
 
 @dataclass
 class Item:
-    """What is known of an item before its files are read: the file of each rank, and their number."""
+    """What is known of an item before its files are read. ``ranks`` is the number that saved."""
 
     files: dict[int, ItemFile]
     ranks: int
