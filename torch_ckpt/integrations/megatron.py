@@ -338,11 +338,9 @@ def _save_planner() -> FastSavePlanner:
 
 
 class _LoadPlanner(FastLoadPlanner):
-    """Loads what the checkpoint has of tensors that may have another shape there.
+    """Loads what the checkpoint has of tensors (``resized``) that may have another shape there.
 
-    Attributes:
-        resized: Keys of these tensors.
-        error: Why this rank has no state dict. All ranks exchange it.
+    ``error`` is why this rank has no state dict. All ranks exchange it.
     """
 
     def __init__(self) -> None:
@@ -383,9 +381,7 @@ def _within(shards: LocalShards, shape: torch.Size) -> LocalShards:
 class _Writer(FastWriter):
     """Writes files of a ``separation_hint``, and Megatron's plans.
 
-    Attributes:
-        separation_hint: Prefix of the keys in files of their own.
-        keeps_plans: Whether ``.metadata`` has the plans of all ranks.
+    ``keeps_plans`` says that ``.metadata`` has the plans of all ranks.
     """
 
     separation_hint: str | None = None
@@ -429,10 +425,7 @@ class _Writer(FastWriter):
 class _Reader(FastReader):
     """Opens a checkpoint once for the loads of one strategy.
 
-    Args:
-        path: Directory of the checkpoint.
-        opened: The last opened checkpoint, by its directory and the time of its commit.
-        **options: Arguments of :class:`FastReader`.
+    ``opened`` has the last opened checkpoint, by its directory and the time of its commit.
     """
 
     def __init__(self, path: Any, opened: dict[Any, Opened], **options: Any) -> None:
@@ -464,12 +457,6 @@ def replaced_strategies(
 
     Subclasses work as before. The ranks of Megatron's data-parallel group load together, if it is
     initialized.
-
-    Args:
-        timeout_s: Deadline of each exchange between ranks, in seconds.
-        io: Memory budgets and I/O modes.
-        verify: Whether to verify the bytes that are read.
-        trust_pickle: Whether objects may be of any class, and run any code.
     """
     savers: weakref.WeakKeyDictionary[Any, FastSaveStrategy] = weakref.WeakKeyDictionary()
     loaders: weakref.WeakKeyDictionary[Any, FastLoadStrategy] = weakref.WeakKeyDictionary()

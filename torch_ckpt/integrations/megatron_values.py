@@ -23,11 +23,7 @@ _ByKey = dict[str, list[Any]]  # Sharded tensors, or sharded objects, of each ke
 def values_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the values that this rank may write, by key.
 
-    Args:
-        sharded_state_dict: State dict of ``ShardedTensor`` and ``ShardedObject``.
-
-    Raises:
-        ValueError: A tensor has no data.
+    A tensor without data is a ValueError.
     """
     by_key, _, _ = _grouped(sharded_state_dict)
     state: dict[str, Any] = {}
@@ -49,14 +45,8 @@ def values_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
 class ShardedValues:
     """The values of a sharded state dict, whose tensors DCP loads in place.
 
-    Tensors without data are allocated on the CPU.
-
-    Args:
-        sharded_state_dict: State dict of ``ShardedTensor`` and ``ShardedObject``.
-
-    Attributes:
-        state: The values by key; for objects, a sequence that a load replaces.
-        resized: The shards that may have another shape in the checkpoint, by key.
+    Tensors without data are allocated on the CPU. ``state`` has the values by key; for objects, a
+    sequence that a load replaces. ``resized`` are shards that may have another shape when stored.
     """
 
     def __init__(self, sharded_state_dict: dict[str, Any]) -> None:

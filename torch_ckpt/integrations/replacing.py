@@ -13,15 +13,10 @@ __all__ = ["replacing"]
 
 @contextlib.contextmanager
 def replacing(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Replaces an attribute within a block, like ``mock.patch.object``.
+    """Replaces an attribute of a module or class within a block, like ``mock.patch.object``.
 
     Blocks may overlap, as those of several threads: the last one that has begun and not ended
     applies. After the last of them, the attribute has its first value again.
-
-    Args:
-        owner: Module or class with the attribute.
-        name: The attribute.
-        replacement: Its value within the block.
     """
     values = PROCESS.replaced.setdefault((owner, name), [getattr(owner, name)])
     values.append(replacement)

@@ -88,7 +88,7 @@ class _ModelPlan:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A range of a file that a rank writes: a box, or the header, which has no item and no place."""
+    """A range of a file that a rank writes: a box, or the header, without an item and a place."""
 
     file: int
     offset: int
