@@ -22,9 +22,7 @@ __all__ = ["Branches"]
 class Branches:
     """The branch on which this process saves. Owned by the coordinator of the run.
 
-    Args:
-        disk: The steps of the run.
-        retention: The metric that ranks them.
+    The metric of ``retention`` ranks the steps.
     """
 
     def __init__(self, disk: StepDirectories, retention: Retention) -> None:
@@ -37,10 +35,8 @@ class Branches:
     def restored(self, step: int, newest_in_memory: int, *, is_given: bool) -> None:
         """Records that this process continues a step.
 
-        Args:
-            step: The step.
-            newest_in_memory: The newest step in memory; the step if that is newer.
-            is_given: Whether the user gave the step. Otherwise it is the newest that loads.
+        ``newest_in_memory`` is the step itself if that is newer. ``is_given`` says that the user
+        gave the step. Otherwise it is the newest that loads.
         """
         newest = self._disk.newest_after(step)
         self._at, self._record = step, branch_of(self._disk.path(step))

@@ -36,16 +36,9 @@ class Preemption:
 
     Signals arrive at the ranks at different times, and some at one rank only. So the ranks exchange
     whether any has received one: after every step, or after at most 16 steps if these take less
-    than a second.
-
-    Args:
-        signals: The signals.
-        grace_s: Seconds between a signal and the end of the process.
-        state: Returns the state to save.
-        is_alone: Whether there are no other ranks. Then every step is checked.
-
-    Raises:
-        ValueError: ``grace_s`` is not a positive number of seconds.
+    than a second. Without other ranks (``is_alone``), every step is checked. ``grace_s`` is the
+    time between a signal and the end of the process, a positive number or a ValueError. ``state``
+    returns the state to save.
     """
 
     def __init__(
@@ -82,10 +75,8 @@ class Preemption:
     def catching(self) -> Iterator[None]:
         """Records the signals within the block, instead of what they would do.
 
-        If the block ends after a signal, and not by :meth:`end`, the signal is sent again.
-
-        Raises:
-            ValueError: This is not the main thread, or a signal cannot be handled.
+        If the block ends after a signal, and not by :meth:`end`, the signal is sent again. Raises
+        ValueError if this is not the main thread, or a signal cannot be handled.
         """
         owner = os.getpid()
         before: dict[int, Any] = {}
@@ -119,11 +110,9 @@ class Preemption:
     ) -> bool:
         """Returns whether any rank has received a signal, the same on all ranks.
 
-        Args:
-            step: The step that has ended, equal on all ranks; ``None`` before the first.
-            group: The ranks.
-            timeout_s: Seconds that this rank waits for the others, unless it has less left.
-            is_last: Whether the ranks exchange in any case.
+        The step is the one that has ended, equal on all ranks; ``None`` before the first. This rank
+        waits ``timeout_s`` for the others, unless it has less left. With ``is_last``, the ranks
+        exchange in any case.
         """
         step = -1 if step is None else step
         # After a step below the last exchange, the run has gone back.
@@ -143,11 +132,7 @@ class Preemption:
         return True
 
     def end(self) -> NoReturn:
-        """Ends the process with the status after the signal.
-
-        Raises:
-            SystemExit: Always.
-        """
+        """Ends the process by SystemExit with the status after the signal."""
         assert self.received is not None
         self.has_ended = True
         raise SystemExit(128 + self.received)

@@ -45,10 +45,8 @@ _AGAIN = "Try again when it has ended; a lease ends 300 s after the death of its
 class Removal:
     """The outcome of :func:`remove_directories`.
 
-    Attributes:
-        removed: The checkpoints that were removed.
-        leased: Those that remain, since a lease of them began meanwhile.
-        failures: Why a checkpoint remains, or is hidden from readers but not deleted.
+    ``leased`` remain, since a lease of them began meanwhile. ``failures`` say why a checkpoint
+    remains, or is hidden from readers but not deleted.
     """
 
     removed: list[Location] = field(default_factory=list)
@@ -79,22 +77,11 @@ def remove_directories(
     A reader that has already opened a checkpoint either finishes or raises
     :class:`~torch_ckpt.errors.NotFoundError`.
 
-    Args:
-        paths: Directories of the checkpoints, with one parent.
-        leased: Returns checkpoints that must remain. Called while no reader finds a checkpoint,
-            which is restored if it must remain.
-
-    Returns:
-        What happened to each checkpoint that another process has not removed.
-
-    Raises:
-        StorageError: The parent directory cannot be read or synced. The checkpoints are hidden from
-            readers, unless their leases are unknown; a later retention deletes them.
-
-    Example::
-
-        run = Location("run")
-        remove_directories([run / "step-100", run / "step-200"])
+    ``leased`` returns checkpoints that must remain. It is called while no reader finds a
+    checkpoint, which is restored if it must remain. A checkpoint that another process has removed
+    is not in the result. Raises StorageError if the parent cannot be read or synced. The
+    checkpoints are then hidden from readers, unless their leases are unknown; a later retention
+    deletes them.
     """
     outcome = Removal()
     hidden: list[_Hidden] = []
@@ -125,9 +112,8 @@ def remove_directories(
 def remove_directory(path: Location) -> None:
     """Removes one checkpoint; see :func:`remove_directories`.
 
-    Raises:
-        StorageError: The checkpoint cannot be hidden from readers, and is unchanged. Or it is
-            hidden, and a file cannot be deleted; a later retention retries that.
+    Raises StorageError if it cannot be hidden from readers, and is unchanged. Or it is hidden, and
+    a file cannot be deleted; a later retention retries that.
     """
     for error in remove_directories([path]).failures.values():
         raise error
@@ -135,12 +121,10 @@ def remove_directory(path: Location) -> None:
 
 @dataclass
 class _Hidden:
-    """A checkpoint that no reader finds any more.
+    """A checkpoint that no reader finds any more, by the old name of its directory.
 
-    Attributes:
-        path: Its directory, by its old name.
-        doomed: The directory by its new name; ``None`` if it cannot be renamed.
-        pending: Otherwise, each metadata file and the pending file that it has become.
+    ``doomed`` is the directory by its new name; ``None`` if it cannot be renamed. Then ``pending``
+    has each metadata file and the pending file that it has become.
     """
 
     path: Location
@@ -198,11 +182,7 @@ def _hide(path: Location) -> _Hidden:
 
 
 def removed_directories(directory: Location) -> Iterator[tuple[str, Location]]:
-    """Yields the former name and the directory of each interrupted removal.
-
-    Raises:
-        StorageError: The directory of the run cannot be read.
-    """
+    """Yields the former name and the directory of each interrupted removal."""
     with contextlib.suppress(NotFoundError):
         for name in directory.names():
             if name.startswith(_REMOVED):
@@ -212,12 +192,9 @@ def removed_directories(directory: Location) -> Iterator[tuple[str, Location]]:
 def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
     """Removes the small files of a failed save, and its directory if that is empty then.
 
-    Ignores errors: a later retention removes the rest.
-
-    Args:
-        path: Directory of the step, which no save uses any more.
-        of_agents: Whether to remove the files by which agents of several machines inform each
-            other of the failure. All of them must have read these.
+    No save uses it any more. Ignores errors: a later retention removes the rest. ``of_agents`` also
+    removes the files by which agents of several machines inform each other of the failure. All of
+    them must have read these.
     """
     with contextlib.suppress(CheckpointError):
         if metadata_prefixes(path):
@@ -233,16 +210,9 @@ def steps_after(
 ) -> tuple[int, list[int]]:
     """Returns the newest whole step up to a step, and the steps after it, the newest first.
 
-    Args:
-        directory: Directory of the run.
-        step: The newest step to retain.
-        check: Raises if a step is not whole; see :func:`check_whole`.
-
-    Raises:
-        CheckpointError: A lease protects one of the newer steps.
-        CorruptionError: No other step would remain that is whole.
-        NotFoundError: No other step would remain.
-        StorageError: The directory of the run cannot be read.
+    ``check`` raises if a step is not whole; see :func:`check_whole`. Raises CheckpointError if a
+    lease protects one of the newer steps, and CorruptionError or NotFoundError if no other step
+    would remain that is whole, or none at all.
     """
     what = f"cannot remove the steps of {directory} after step {step}"
     steps = listed_steps(directory)
@@ -274,16 +244,10 @@ def steps_after(
 
 
 def discard_from_memory(directory: Location, is_discarded: Callable[[int], bool]) -> set[int]:
-    """Discards steps from the memory of the run's agent on this machine, whether one runs or not.
+    """Discards steps from the memory of the run's agent on this machine, and returns them.
 
-    Otherwise the agent of the next training would restore them, or write them to disk.
-
-    Args:
-        directory: Directory of the run.
-        is_discarded: Whether to discard a step.
-
-    Returns:
-        The discarded steps.
+    It does so whether an agent runs or not. Otherwise the agent of the next training would restore
+    them, or write them to disk.
     """
     if directory.local_path is None:
         return set()
@@ -292,19 +256,11 @@ def discard_from_memory(directory: Location, is_discarded: Callable[[int], bool]
 
 
 def discard_after(directory: Location, step: int) -> list[int]:
-    """Removes from disk all steps of a run that are newer than a step, the newest first.
+    """Removes from disk all steps of a run that are newer than a step, and returns them.
 
-    Directories that are neither a checkpoint nor the remains of a save stay.
-
-    Args:
-        directory: Directory of the run.
-        step: The newest step to retain. :func:`steps_after` has found that one remains.
-
-    Returns:
-        The removed steps.
-
-    Raises:
-        CheckpointError: A lease protects a step, or a step cannot be removed. All others were.
+    The newest is removed first. :func:`steps_after` has found that a step remains. Directories that
+    are neither a checkpoint nor the remains of a save stay. Raises CheckpointError if a lease
+    protects a step, or a step cannot be removed. All others were.
     """
     steps = {directory / f"step-{each}": each for each in listed_steps(directory) if each > step}
     outcome = remove_directories(

@@ -12,17 +12,9 @@ __all__ = ["Retention"]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which steps of a run remain after a save.
+    """Which steps of a run remain after a save; the options are those of :class:`Run`.
 
-    Attributes:
-        keep_last: Number of newest whole steps to retain; all if ``None``.
-        keep_every: Also retain the steps that are multiples of this number.
-        keep_best: Also retain this number of steps with the best value of ``monitor``.
-        monitor: Name of the metric that ranks steps.
-        mode: Whether the smallest or the largest value is the best.
-
-    Raises:
-        ValueError: A number is not positive, the mode is unknown, or ``monitor`` is missing.
+    Raises ValueError if a number is not positive, the mode is unknown, or ``monitor`` is missing.
     """
 
     keep_last: int | None
@@ -46,15 +38,7 @@ class Retention:
         return [] if self.monitor is None else disk.best(self.monitor, self.mode, count)
 
     def apply(self, disk: StepDirectories, saved: int) -> None:
-        """Removes the steps that are not to be retained; called on one rank.
-
-        Args:
-            disk: The steps.
-            saved: The step that was just saved.
-
-        Raises:
-            StorageError: The directory of the run cannot be read.
-        """
+        """Removes the steps that are not to be retained after ``saved``; called on one rank."""
         disk.sweep()
         if self.keep_last is None and self.keep_best is None:
             return

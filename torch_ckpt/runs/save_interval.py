@@ -20,12 +20,10 @@ _PROFILED_STEPS = 10
 class SaveCost:
     """The measured cost of one save on one rank.
 
-    Attributes:
-        stopped_s: Time for which training stopped, in seconds: a whole synchronous save, or the
-            copy of an asynchronous save, plus the wait for the previous save.
-        slowed_s: Total slowdown of the steps during an asynchronous save, in seconds.
-        busy_s: Duration of the asynchronous save in the background, in seconds.
-        step_s: Duration of a step with no save in progress, in seconds.
+    Training stopped for ``stopped_s``: a whole synchronous save, or the copy of an asynchronous
+    one, plus the wait for the previous save. ``slowed_s`` is the total slowdown of the steps during
+    an asynchronous save, which lasted ``busy_s`` in the background. ``step_s`` is the duration of a
+    step with no save in progress.
     """
 
     stopped_s: float
@@ -34,16 +32,11 @@ class SaveCost:
     step_s: float
 
     def interval(self, share: float) -> int:
-        """Returns the number of steps after which the next save stays within a share of the time.
+        """Returns the number of steps, at least 1, after which the next save stays within a share.
 
-        ``k`` steps and a save last ``k * step_s + cost``; ``cost`` may be at most ``share`` of that
-        sum. The interval is also long enough for the background save to end before the next.
-
-        Args:
-            share: Share of the time of training and saving together; within (0, 1).
-
-        Returns:
-            At least 1.
+        ``k`` steps and a save last ``k * step_s + cost``; ``cost`` may be at most ``share``, within
+        (0, 1), of that sum. The interval is also long enough for the background save to end before
+        the next.
 
         Example::
 
@@ -60,14 +53,9 @@ class SaveSchedule:
     """The next step to save, equal on all ranks without communication.
 
     The schedule depends only on facts that are equal on all ranks: the steps at which saves were
-    attempted, and the intervals that the ranks agreed on.
-
-    Args:
-        every: Save each step that is a multiple of this number, whatever saves cost.
-        share: Share of the time of training and saving together that saves may cost; within (0, 1).
-
-    Raises:
-        ValueError: ``every`` is not positive, or ``share`` is out of range.
+    attempted, and the intervals that the ranks agreed on. With ``every``, its multiples are saved,
+    whatever saves cost. Otherwise saves may cost ``share``, within (0, 1), of the time of training
+    and saving together.
 
     Example::
 
@@ -133,12 +121,7 @@ class CostClock:
         self._busy_s = 0.0
 
     def step_ended(self, step: int, *, during_save: bool) -> None:
-        """Records the end of a step.
-
-        Args:
-            step: Number of completed steps.
-            during_save: Whether a background save is in progress.
-        """
+        """Records the end of a step. ``during_save`` says that a background save is in progress."""
         now = time.monotonic()
         if self._last is not None and step > self._last[0]:
             steps, seconds = step - self._last[0], now - self._last[1]
@@ -157,12 +140,7 @@ class CostClock:
     def saved(self, step: int, stopped_s: float) -> SaveCost:
         """Returns the cost of a save and restarts the measurement; called when training resumes.
 
-        Args:
-            step: Number of completed steps.
-            stopped_s: Time for which training stopped, in seconds.
-
-        Returns:
-            The cost of this save; the background times are those of the previous save.
+        Training stopped for ``stopped_s``. The background times are those of the previous save.
         """
         if self._free_steps:
             self._step_s = self._free_s / self._free_steps

@@ -41,16 +41,8 @@ class StepDirectories:
     """The steps of a run on disk, as a storage tier.
 
     :meth:`load` is called on all ranks, every other method on one rank, whose result the ranks
-    share.
-
-    Args:
-        directory: Directory of the run.
-        verify: How :meth:`steps` verifies a step: ``"quick"`` opens the step and checks the lengths
-            of its files; ``"full"`` also checks all bytes.
-        reader: Arguments for each :class:`FastReader`.
-
-    Attributes:
-        check: Raises if the checkpoint in a directory is not whole, as ``verify`` requires.
+    share. ``verify`` is as for :class:`Run`. ``check`` raises if the checkpoint in a directory is
+    not whole, as ``verify`` requires.
 
     Example::
 
@@ -95,7 +87,7 @@ class StepDirectories:
     def newest_after(self, step: int) -> int | None:
         """Returns the newest whole step after a step, by the lengths of its files.
 
-        Returns ``None`` as well if the directory cannot be read.
+        It is ``None`` as well if the directory cannot be read.
         """
         with contextlib.suppress(CheckpointError):
             for found in listed_steps(self.directory):
@@ -143,11 +135,6 @@ class StepDirectories:
 
         Of equal values, that of the earlier step is better. A step without the metric, or with a
         NaN, is never among the best.
-
-        Args:
-            monitor: Name of the metric.
-            mode: Whether the smallest or the largest value is the best.
-            count: Number of steps.
         """
         sign = 1 if mode == "min" else -1
         found = []
@@ -160,19 +147,10 @@ class StepDirectories:
     def retain(self, saved: int, *, last: int, every: int | None, best: Sequence[int] = ()) -> None:
         """Removes steps except the newest ``last``, the multiples of ``every`` and the best ones.
 
-        The step that was just saved always remains. So do newer steps, which belong to a branch
-        that the run has left, damaged steps that are newer than the oldest of the newest ``last``,
-        leased steps, and directories that are neither a checkpoint nor the remains of a save. Warns
-        once of each step that cannot be removed.
-
-        Args:
-            saved: The step that was just saved.
-            last: Number of whole steps to retain, the newest up to the saved one.
-            every: Committed steps that are multiples of this number remain.
-            best: Steps that remain for their metrics.
-
-        Raises:
-            StorageError: The directory of the run cannot be read.
+        ``last`` counts whole steps up to the one that was just saved, which always remains. So do
+        newer steps, which belong to a branch that the run has left, damaged steps that are newer
+        than the oldest of the newest ``last``, leased steps, and directories that are neither a
+        checkpoint nor the remains of a save. Warns once of each step that cannot be removed.
         """
         newest: list[int] = []
         old: list[int] = []
@@ -218,9 +196,6 @@ class StepDirectories:
         """Deletes the remains of interrupted removals, and expired leases.
 
         Warns once of each directory that cannot be deleted.
-
-        Raises:
-            StorageError: The directory of the run cannot be read or synced.
         """
         remains = list(removed_directories(self.directory))
         if remains:  # Their removal may have ended before the sync of their new names.

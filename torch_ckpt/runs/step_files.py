@@ -56,11 +56,7 @@ _REMAINS = re.compile(r"(__\d+)?\.metadata(\.[0-9a-f]{16})?\.tmp|\.agents-.*")
 
 
 def listed_steps(directory: Location) -> list[int]:
-    """Returns all directories with the name of a step, whole or not, the newest first.
-
-    Raises:
-        StorageError: The directory of the run cannot be read.
-    """
+    """Returns all directories with the name of a step, whole or not, the newest first."""
     try:
         names = directory.names()
     except NotFoundError:
@@ -70,11 +66,7 @@ def listed_steps(directory: Location) -> list[int]:
 
 
 def committed_steps(directory: Location) -> list[int]:
-    """Returns the steps with a committed checkpoint, whole or damaged, the newest first.
-
-    Raises:
-        StorageError: The directory of the run cannot be read.
-    """
+    """Returns the steps with a committed checkpoint, whole or damaged, the newest first."""
     steps = listed_steps(directory)
     return [step for step in steps if has_checkpoint(directory / f"step-{step}")]
 
@@ -83,11 +75,9 @@ def what_is_missing(step: Location) -> str:
     """Returns what the directory of a step lacks, if it has files but cannot have been left so.
 
     A save leaves a pending file, and agents leave files of their own, where it did not commit. If
-    there are neither these nor metadata, somebody may have copied the data files alone.
-
-    Returns:
-        A text for a message; empty for a checkpoint, whole or damaged, for the remains of a save,
-        and if the directory cannot be read.
+    there are neither these nor metadata, somebody may have copied the data files alone. The text is
+    empty for a checkpoint, whole or damaged, for the remains of a save, and if the directory cannot
+    be read.
     """
     try:
         names = step.names()  # Once: a save may commit meanwhile.
@@ -114,8 +104,7 @@ def what_is_missing(step: Location) -> str:
 def metrics_file(step: int, metrics: Mapping[str, float], monitor: str | None) -> dict[str, bytes]:
     """Returns the file with the metrics of a step, by name.
 
-    Raises:
-        ValueError: A value is no number, or ``monitor`` is missing.
+    Raises ValueError if a value is no number, or ``monitor`` is missing.
     """
     numbers = {name: float(value) for name, value in metrics.items()}
     if monitor is not None and monitor not in numbers:
@@ -124,14 +113,9 @@ def metrics_file(step: int, metrics: Mapping[str, float], monitor: str | None) -
 
 
 def write_small_files(step: Location, files: Mapping[str, bytes]) -> None:
-    """Writes the small files of a step, and removes old ones.
+    """Writes the ``SMALL_FILES`` of a step (contents by name), and removes old ones.
 
-    Args:
-        step: Directory of the step. Created if there are files.
-        files: Contents by name, each one of ``SMALL_FILES``.
-
-    Raises:
-        StorageError: A file cannot be written.
+    The directory is created if there are files.
     """
     for name in SMALL_FILES.difference(files):
         (step / name).discard()
@@ -174,21 +158,11 @@ def metrics_of(step: Location) -> dict[str, float]:
 
 @contextlib.contextmanager
 def lease(directory: Location, step: int) -> Iterator[Location]:
-    """Protects a step of a run from removal within the block.
+    """Protects a step of a run from removal within the block, which gets its directory.
 
     The lease is a file in the directory of the run. A thread renews it. After the death of the
-    process, it protects the step for another 300 s at most.
-
-    Args:
-        directory: Directory of the run.
-        step: The step.
-
-    Yields:
-        The directory of the step.
-
-    Raises:
-        NotFoundError: The step is not committed, or is being removed.
-        StorageError: The lease cannot be written.
+    process, it protects the step for another 300 s at most. Raises NotFoundError if the step is not
+    committed, or is being removed.
     """
     path = directory / f"step-{step}"
     if not has_checkpoint(path):

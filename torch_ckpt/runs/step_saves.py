@@ -43,20 +43,9 @@ _LOG = logging.getLogger("torch_ckpt")
 class StepSaves:
     """Saves steps, one at a time. All ranks call the same methods.
 
-    Args:
-        disk: The steps on disk.
-        group: The ranks.
-        process_group: The same ranks, for DCP; all if ``None``.
-        writer: Writer of all saves.
-        backend: Backend of background saves, if there are any.
-        retention: Which steps remain after a save.
-        boundary: Records each step that is stored.
-        clock: Records the duration of each background save.
-        timeout_s: Seconds that one rank waits for another.
-
-    Attributes:
-        saved: Number of steps that were committed.
-        branches: The branch of the run on which this process saves.
+    ``process_group`` has the ranks of ``group``, for DCP; all if ``None``. ``boundary`` records
+    each step that is stored, and ``clock`` the duration of each background save. ``saved`` is the
+    number of steps that were committed.
     """
 
     def __init__(
@@ -88,8 +77,7 @@ class StepSaves:
     def settle(self, timeout_s: float | None = None) -> None:
         """Waits for the background save, and reports its outcome.
 
-        Raises:
-            CheckpointError: The save failed, or is still in progress; the message names its step.
+        Raises a CheckpointError that names its step if it failed, or is still in progress.
         """
         pending = self._pending
         if pending is None:
@@ -115,14 +103,8 @@ class StepSaves:
     ) -> dict[str, bytes]:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
-        Args:
-            step: The step.
-            timeout_s: Seconds that one rank waits for another.
-            metrics: Metrics of the step. Those of the first rank count.
-            persist: Whether the step is to be on disk.
-
-        Returns:
-            The small files of the step, on the first rank.
+        Returns the small files of the step on the first rank, whose metrics count. ``persist`` says
+        that the step is to be on disk.
         """
         path = self._disk.path(step)
         files: dict[str, bytes] = {}
@@ -189,8 +171,7 @@ class StepSaves:
     ) -> str:
         """Saves the last completed step after an error of training, if possible.
 
-        Returns:
-            The outcome as text.
+        Returns the outcome as text.
         """
         with contextlib.suppress(CheckpointError):  # Then the step is not stored, and is saved now.
             self.settle(timeout_s)
@@ -202,14 +183,9 @@ class StepSaves:
         return f"{done}: {failure}" if failure else done
 
     def end_if_signalled(self, preemption: Preemption, *, is_last: bool = False) -> None:
-        """Ends the process if any rank has received a signal; first saves the last step.
+        """Saves the last step and ends the process by SystemExit, if any rank has received a signal.
 
-        Args:
-            preemption: The signals, and the state.
-            is_last: Whether the ranks exchange in any case, as their block ends.
-
-        Raises:
-            SystemExit: A rank has received a signal.
+        With ``is_last``, the ranks exchange in any case, as their block ends.
         """
         step, failure = self._boundary.step, None
 

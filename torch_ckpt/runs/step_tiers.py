@@ -47,8 +47,7 @@ class Tier(Protocol):
     def steps(self, reports: Sequence[Any]) -> Iterator[int]:
         """Returns the whole steps of the tier, the newest first. Called on one rank, for all.
 
-        Args:
-            reports: The reports of all ranks.
+        It has the reports of all ranks.
         """
         ...
 
@@ -73,12 +72,8 @@ class Tier(Protocol):
 class StepTiers:
     """Several tiers of one run. All ranks call its methods together.
 
-    Args:
-        tiers: The tiers. If several have the same step, the first counts.
-        group: The ranks.
-        process_group: The same ranks, for DCP; all if ``None``.
-        timeout_s: Seconds that one rank waits for another.
-        directory: Directory of the run, for messages.
+    If several tiers have the same step, the first counts. ``process_group`` has the ranks of
+    ``group``, for DCP; all if ``None``. The directory is that of the run, for messages.
 
     Example::
 
@@ -100,8 +95,7 @@ class StepTiers:
     def latest(self, *, first: Callable[[], None]) -> int | None:
         """Returns the newest whole step, equal on all ranks; ``None`` if there is none.
 
-        Args:
-            first: Called on each rank before.
+        ``first`` is called on each rank before.
         """
         found = self._group.decide(
             "finding the latest step",
@@ -121,11 +115,8 @@ class StepTiers:
     ) -> int | None:
         """Loads the newest sound step and returns it; ``None`` if no step was committed.
 
-        Args:
-            state: The state dict.
-            strict: As for :class:`FastLoadPlanner`.
-            first: Called on each rank before.
-            then: Called on the coordinator with the loaded step, twice. If it raises, all ranks do.
+        ``first`` is called on each rank before. ``then`` is called on the coordinator with the
+        loaded step, twice. If it raises, all ranks do.
         """
         before: tuple[int, int] | None = None
         failure: CheckpointException | None = None
@@ -158,16 +149,9 @@ class StepTiers:
     ) -> int:
         """Loads a step from the first tier that has the whole step, or else from the last.
 
-        Args:
-            step: The step.
-            state: The state dict.
-            strict: As for :class:`FastLoadPlanner`.
-            first: Called on each rank before. Returns the rank's step.
-            then: Called on the coordinator with the step, and the newest step of all tiers but the
-                last, which is the disk; the step again if it is newer. If it raises, all ranks do.
-
-        Returns:
-            The step.
+        Returns the step. ``first`` is called on each rank before, and returns the rank's step.
+        ``then`` is called on the coordinator with the step, and the newest step of all tiers but
+        the last, which is the disk; the step again if it is newer. If it raises, all ranks do.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[int, int]:
@@ -279,18 +263,7 @@ class StepTiers:
 
 
 def common_step(steps: list[int]) -> int:
-    """Returns the step of all ranks.
-
-    Args:
-        steps: The step of each rank.
-
-    Raises:
-        ValueError: The ranks are at different steps.
-
-    Example::
-
-        assert common_step([7, 7]) == 7
-    """
+    """Returns the step of all ranks. Raises ValueError if they are at different steps."""
     if len(set(steps)) > 1:
         other = next(rank for rank, step in enumerate(steps) if step != steps[0])
         raise ValueError(

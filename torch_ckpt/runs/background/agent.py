@@ -26,18 +26,11 @@ T = TypeVar("T")
 
 
 class AgentBackend:
-    """Saves through the agent.
+    """Saves through the agent of this machine. All ranks call the same methods.
 
     If the agent of any rank has too little memory, or cannot save the rank's state, all ranks save
-    without the agent from then on. All ranks call the same methods.
-
-    Args:
-        agent: Agent of this machine.
-        group: The ranks.
-        sync: Whether checkpoints must survive a power cut.
-        reader: Arguments for each :class:`SnapshotReader`.
-        make_fallback: Makes the backend that saves without the agent; all ranks call it at the
-            same time.
+    without the agent from then on. All ranks then call ``make_fallback`` at the same time. ``sync``
+    says that checkpoints must survive a power cut.
     """
 
     def __init__(
@@ -106,15 +99,8 @@ class AgentBackend:
     def _run_or_fall_back(self, work: Callable[[], T], undo: Callable[[], None]) -> T | None:
         """Calls ``work`` on all ranks; if the agent fails on any rank, all ranks fall back.
 
-        Args:
-            work: Called on this rank.
-            undo: Called on this rank if any rank failed.
-
-        Returns:
-            The result of ``work``; ``None`` if the ranks fell back.
-
-        Raises:
-            Exception: The error of a rank, if the fallback would fail too; raised on all ranks.
+        Each rank then calls ``undo``, and the result is ``None``. If the fallback would fail too,
+        the error of a rank is raised on all ranks.
         """
         result, failure = None, None
         try:
@@ -148,8 +134,7 @@ class AgentBackend:
 def _fallback_reason(failure: Exception | None) -> str:
     """Returns why the ranks must save without an agent; empty if they need not.
 
-    Raises:
-        Exception: The failure, if saving without an agent would fail too.
+    Raises the failure if saving without an agent would fail too.
     """
     if failure is None:
         return ""
@@ -186,17 +171,9 @@ def backend_for(
 ) -> ThreadBackend | AgentBackend | None:
     """Returns the backend of a run's background saves; ``None`` if saves are synchronous.
 
-    Args:
-        group: The ranks of the run.
-        process_group: The same ranks, as the user gave them.
-        writer: Writer of all saves; its path is the directory of the run.
-        asynchronous: Whether the run saves in the background.
-        agent: Whether the agent saves, or the options of the agent.
-        timeout_s: Seconds that a rank waits for another rank, or a save for a slot.
-        reader: Arguments for each :class:`SnapshotReader`.
-
-    Raises:
-        ValueError: ``agent`` is given, and saves are not asynchronous.
+    The path of ``writer`` is the directory of the run. ``timeout_s`` is how long a rank waits for
+    another rank, or a save for a slot. Raises ValueError if ``agent`` is given, and saves are not
+    asynchronous.
     """
     if not asynchronous:
         if agent:
@@ -243,8 +220,7 @@ def _start_agent(
 ) -> tuple[SnapshotAgent | None, str]:
     """Returns the agent, or ``None`` and the reason if any rank has no memory or no agent.
 
-    Raises:
-        Exception: A rank failed for another reason; raised on all ranks.
+    Any other error of a rank is raised on all ranks.
     """
     agent, failure = None, None
     try:

@@ -15,15 +15,10 @@ __all__ = ["BackgroundSave"]
 
 
 class BackgroundSave:
-    """A save in the background, and a callback that follows its success.
+    """A save in the background, and a callback that follows its success, in the background as well.
 
     :meth:`settle` reports the outcome of the save. The process waits for the save before it exits.
     The failure of a save that was not settled is reported as :class:`SaveFuture` reports it.
-
-    Args:
-        step: The saved step.
-        future: Future of the save.
-        then: Called in the background when the save has succeeded.
 
     Example::
 
@@ -54,16 +49,9 @@ class BackgroundSave:
         return not self._ended.done()
 
     def settle(self, timeout_s: float) -> float:
-        """Waits for the end of the save, and reports its outcome.
+        """Waits for the end of the save, and returns its duration in seconds.
 
-        Args:
-            timeout_s: Longest wait, in seconds.
-
-        Returns:
-            Duration of the save, in seconds.
-
-        Raises:
-            CheckpointError: The save failed, or is still in progress.
+        Raises CheckpointError if the save failed, or is still in progress after ``timeout_s``.
         """
         if not wait([self._ended], timeout_s).done:
             raise CheckpointError(

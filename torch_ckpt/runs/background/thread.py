@@ -17,13 +17,7 @@ __all__ = ["ThreadBackend"]
 
 
 class ThreadBackend:
-    """Saves with :func:`torch_ckpt.async_save`.
-
-    Args:
-        process_group: The ranks; all if ``None``.
-        timeout_s: Seconds that one rank waits for another.
-        writer: Writer of all saves.
-    """
+    """Saves with :func:`torch_ckpt.async_save`."""
 
     tiers: Sequence[Tier] = ()
     """Tiers with steps of this backend, other than the disk."""
