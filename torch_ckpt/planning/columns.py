@@ -30,33 +30,20 @@ def overrides(planner: object, kind: type, names: Iterable[str]) -> bool:
 
 
 def has_sharded_tensors(state_dict: dict[str, Any]) -> bool:
-    """Returns whether a flat state dict has a ``ShardedTensor``, which DCP would flatten.
-
-    Example::
-
-        assert not has_sharded_tensors({"w": torch.zeros(3)})
-    """
+    """Returns whether a flat state dict has a ``ShardedTensor``, which DCP would flatten."""
     return any(issubclass(kind, ShardedTensor) for kind in set(map(type, state_dict.values())))
 
 
 def table_of(
     state_dict: dict[str, Any], *, for_load: bool = False
 ) -> tuple[_native.ItemTable, list[Any]]:
-    """Lists the items of a flat state dict.
+    """Lists the items of a flat state dict, and the source tensor of each.
 
-    Args:
-        state_dict: Values by FQN.
-        for_load: Whether to list the boxes that the rank loads, rather than the items that it
-            writes. They differ for values with DCP's ``__create_write_items__``.
-
-    Returns:
-        The table of items, and the source tensor of each item. A source is ``None`` for an object,
-        and for a tensor that only DCP can resolve.
-
-    Raises:
-        ValueError: A table cannot represent a value.
-        TypeError: A table cannot represent a value.
-        UnsupportedError: DCP's box for a DTensor is not what its local tensor holds.
+    A source is ``None`` for an object, and for a tensor that only DCP can resolve. With
+    ``for_load``, the items are boxes that the rank loads. They differ from those that it writes for
+    values with DCP's ``__create_write_items__``. Raises ValueError or TypeError if a table cannot
+    represent a value, and UnsupportedError if DCP's box for a DTensor is not what its local tensor
+    holds.
 
     Example::
 
@@ -113,11 +100,8 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
 def _box_of(state_dict: dict[str, Any], tensor: DTensor) -> _tensor_view.ShardBox | None:
     """Returns the box of a DTensor's local shard; ``None`` if this rank is not in its mesh.
 
-    Called once for all DTensors of the same mesh, placements and sizes.
-
-    Raises:
-        ValueError: The DTensor is a partial sum.
-        UnsupportedError: The box is not what the local tensor holds.
+    Called once for all DTensors of the same mesh, placements and sizes. Raises ValueError if the
+    DTensor is a partial sum, and UnsupportedError if the box is not what the local tensor holds.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError("a partial DTensor has no box")

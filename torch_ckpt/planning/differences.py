@@ -23,13 +23,7 @@ def with_differences(
 ) -> Exception:
     """Returns DCP's error for a first difference, with a list of all differences.
 
-    Args:
-        error: The error of DCP's load planner.
-        state_dict: The flattened state dict of the load.
-        metadata: The metadata of the checkpoint.
-
-    Returns:
-        An error of the same class. The message begins with that of ``error``.
+    It has the same class, and its message begins with that of ``error``.
     """
     stored = metadata.state_dict_metadata
     missing = [fqn for fqn in state_dict if fqn not in stored]

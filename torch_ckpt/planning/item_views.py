@@ -44,13 +44,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GlobalPlanEntry:
-    """A global plan, as the coordinator caches it.
+    """A global plan, as the coordinator caches it, and the items of the ranks by digest.
 
-    Attributes:
-        plan: The global plan: the items that each rank writes.
-        paths: The distinct ``planner_data`` of the ranks, encoded.
-        generation: Identifier of this plan: 16 random bytes.
-        listed: The item lists of the ranks, by digest.
+    ``paths`` are the distinct ``planner_data`` of the ranks, encoded. ``generation`` identifies the
+    plan: 16 random bytes.
     """
 
     plan: _native.GlobalPlan
@@ -62,14 +59,10 @@ class GlobalPlanEntry:
 class PlannedItems(Sequence[WriteItem]):
     """``SavePlan.items`` of one rank.
 
-    A rank sends its items to the coordinator in the engine's encoding, or sends a token in place
-    of them. The coordinator returns an assignment: the numbers of the items that the rank writes.
-    Without the encoded items, the individual items are not accessible.
-
-    Args:
-        encoded: All items of the rank, encoded; ``None`` if only the rank itself has them.
-        assignment: The items that the rank writes, encoded; ``None`` for all.
-        work: The native equivalent, if it exists already.
+    A rank sends its items to the coordinator in the engine's encoding, or sends a token in place of
+    them. The coordinator returns an assignment: the numbers of the items that the rank writes,
+    ``None`` for all. Without the encoded items, the individual items are not accessible:
+    ``encoded`` is ``None`` if only the rank itself has them.
     """
 
     def __init__(
@@ -87,9 +80,8 @@ class PlannedItems(Sequence[WriteItem]):
     def work(self) -> _native.Work:
         """The items as a native table.
 
-        Raises:
-            CorruptionError: The assignment is for another list of items.
-            RuntimeError: The items are on another rank, or ``finish_plan`` was not called.
+        Raises CorruptionError if the assignment is for another list of items, and RuntimeError if
+        the items are on another rank, or ``finish_plan`` was not called.
         """
         if self._work is None:
             if self.encoded is None:
@@ -173,12 +165,9 @@ class ColumnItems(PlannedItems):
 class AssignedItems(PlannedItems):
     """The items that a rank writes, as the coordinator returns them.
 
-    Args:
-        encoded: All items that the rank listed, encoded. Not sent to the rank.
-        assignment: The items to write, encoded; ``None`` if the rank's cached work is valid.
-        token: The token that the rank sends in the next save of the same list.
-        equal: With an assignment, the items of the rank whose replicas are equal.
-        plan: The global plan. Not sent to the rank.
+    The encoded items, all that the rank listed, and the plan are not sent to the rank. Without an
+    assignment, the rank's cached work is valid; with one, ``equal`` are its items whose replicas
+    are equal. The rank sends the token in the next save of the same list.
     """
 
     def __init__(
@@ -215,11 +204,7 @@ def to_write_item(described: _native.WorkItem) -> WriteItem:
 
 
 class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """``Metadata.state_dict_metadata`` of a global plan.
-
-    Args:
-        plan: The global plan.
-    """
+    """``Metadata.state_dict_metadata`` of a global plan."""
 
     def __init__(self, plan: _native.GlobalPlan) -> None:
         self.plan = plan
@@ -254,8 +239,7 @@ class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetad
 class PlannedPaths(LazyMapping[str, tuple[str | int, ...]]):
     """``planner_data`` of one or several ranks: the paths of values in the nested state dict.
 
-    Args:
-        encoded: Results of :func:`_native.encode_paths`. The first one with an FQN has priority.
+    They are encoded by :func:`_native.encode_paths`. The first one with an FQN has priority.
     """
 
     def __init__(self, encoded: Sequence[bytes]) -> None:

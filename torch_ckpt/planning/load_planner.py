@@ -293,8 +293,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
     def _drop_tied(self, metadata: Metadata) -> bool:
         """Drops names that the checkpoint lacks, and that share the tensor of a stored name.
 
-        Returns:
-            Whether a name was dropped.
+        Returns whether a name was dropped.
         """
         stored = metadata.state_dict_metadata
         missing = {fqn for fqn in self.state_dict if fqn not in stored}

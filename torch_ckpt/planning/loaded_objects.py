@@ -18,8 +18,7 @@ __all__ = ["own_keys", "store_object", "store_value"]
 def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
     """Stores a loaded object where ``DefaultLoadPlanner`` does, but under the existing keys.
 
-    Raises:
-        ValueError: A mapping of the state dict cannot be changed.
+    Raises ValueError if a mapping of the state dict cannot be changed.
     """
     path: Sequence[str | int] = (fqn,)
     if planner.flatten_state_dict:
@@ -37,8 +36,7 @@ def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
 def store_value(state_dict: dict[str, Any], path: Sequence[str | int], value: object) -> None:
     """Stores a value at a path of DCP's metadata, under the state dict's own keys if it has them.
 
-    Raises:
-        TypeError: The container of the value cannot be changed.
+    Raises TypeError if the container of the value cannot be changed.
     """
     keys = own_keys(state_dict, path)
     if keys is None:
@@ -53,9 +51,7 @@ def store_value(state_dict: dict[str, Any], path: Sequence[str | int], value: ob
 def own_keys(state_dict: object, path: Sequence[str | int]) -> tuple[Any, ...] | None:
     """Returns the keys of a nested value; ``None`` if there is no such value.
 
-    Args:
-        state_dict: Nested mappings and lists.
-        path: The value's path as in DCP's metadata: keys of mappings as text, positions in lists.
+    The path is as in DCP's metadata: keys of mappings as text, positions in lists.
 
     Example::
 

@@ -21,16 +21,10 @@ class LocalShards(torch.Tensor):
 
     For frameworks with shardings of their own. Put it into the state dict of each rank, and save or
     load it with any DCP planner, writer and reader. It has the shape of the whole tensor, but only
-    the values of its boxes. Torch functions other than ``size``, ``dtype`` and the like raise an
-    error.
-
-    Args:
-        shape: Shape of the whole tensor.
-        boxes: The offsets of each box, and the tensor in it. The tensors have one dtype.
-        like: A tensor with the dtype and device of the whole tensor, if there are no boxes.
-
-    Attributes:
-        boxes: The boxes. Their tensors are those of the caller, detached.
+    the values of its boxes: the offsets of each, and the tensor in it, of one dtype. Torch
+    functions other than ``size``, ``dtype`` and the like raise an error. ``like`` has the dtype and
+    device of the whole tensor, if there are no boxes. The tensors of ``boxes`` are those of the
+    caller, detached.
     """
 
     boxes: list[tuple[torch.Size, torch.Tensor]]

@@ -47,12 +47,9 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True)
 class RankPlanEntry:
-    """A rank's cached work of an earlier save.
+    """A rank's cached work of an earlier save, and which of its items had equal replicas.
 
-    Attributes:
-        token: Identifies the global plan and the rank within it.
-        work: The items that the rank wrote.
-        equal: The items of the rank whose replicas were equal.
+    The token identifies the global plan and the rank within it.
     """
 
     token: bytes
@@ -120,11 +117,7 @@ class PlanCache:
             self._global.clear()
 
     def find(self, digest: bytes) -> RankPlanEntry | None:
-        """Removes and returns this rank's entry of a list; ``None`` if there is none.
-
-        Args:
-            digest: Digest of all inputs of the plan.
-        """
+        """Removes and returns this rank's entry for the digest of a list, or ``None``."""
         if is_replanning():
             return None
         with self._lock:
@@ -168,12 +161,7 @@ class PlanCache:
 
 
 def new_entry(plan: _native.GlobalPlan, listed: Sequence[ColumnItems]) -> GlobalPlanEntry:
-    """Returns the cache entry of a global plan, with a new identifier.
-
-    Args:
-        plan: The global plan.
-        listed: The item lists of all ranks, from which the plan was made.
-    """
+    """Returns the cache entry of a plan of the items of all ranks, with a new identifier."""
     paths = list(dict.fromkeys(items.paths for items in listed if items.paths is not None))
     # Without the digests of values, which are those of one save.
     lists = {
@@ -183,12 +171,7 @@ def new_entry(plan: _native.GlobalPlan, listed: Sequence[ColumnItems]) -> Global
 
 
 def token_of(entry: GlobalPlanEntry, rank: int) -> bytes:
-    """Returns the token of a rank's work: 20 bytes, of which the first 16 identify the plan.
-
-    Args:
-        entry: The global plan.
-        rank: The rank.
-    """
+    """Returns the token of a rank's work: 20 bytes, of which the first 16 identify the plan."""
     return entry.generation + rank.to_bytes(4, "little")
 
 

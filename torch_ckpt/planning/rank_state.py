@@ -193,12 +193,7 @@ class _Entries(dict[str, Any]):
         self.resize = resize
 
     def find(self, fqn: str, stored: Collection[str]) -> None:
-        """Replaces the entries by the stored entries that this rank must load.
-
-        Args:
-            fqn: FQN of the ``RankState``.
-            stored: All FQNs of the checkpoint.
-        """
+        """Replaces the entries by those of all ``stored`` FQNs that this rank must load."""
         own = _key(self.rank, self.world_size)
         keys = [own]
         if f"{fqn}.{own}" not in stored:
@@ -220,8 +215,8 @@ def _keys_to_load(
 ) -> list[str]:
     """Returns the stored keys that a rank loads if its own key is not stored.
 
-    Raises:
-        MismatchError: ``resize`` forbids a load on another number of ranks, or keys are missing.
+    Raises MismatchError if ``resize`` forbids a load on another number of ranks, or keys are
+    missing.
     """
     ranks_of: dict[int, set[int]] = {}
     for match in map(_KEY.fullmatch, keys):
@@ -261,21 +256,9 @@ def find_rank_states(
 ) -> list[str]:
     """Selects the stored states that each ``RankState`` of a state dict loads on this rank.
 
-    Args:
-        state_dict: The state dict that DCP passes to the planner; changed in place.
-        metadata: Metadata of the checkpoint.
-        is_flattened: Whether the planner flattens state dicts.
-
-    Returns:
-        The FQN of each ``RankState``.
-
-    Raises:
-        MismatchError: The stored states cannot be loaded on this number of ranks.
-        ValueError: There is a ``RankState``, and the planner does not flatten state dicts.
-
-    Example::
-
-        find_rank_states(state_dict, metadata, is_flattened=self.flatten_state_dict)
+    Changes the state dict that DCP passes to the planner, and returns the FQN of each
+    ``RankState``. Raises MismatchError if the stored states cannot be loaded on this number of
+    ranks, and ValueError if there is a ``RankState`` and the planner does not flatten state dicts.
     """
     check_rank_states(state_dict, is_flattened=is_flattened)
     if metadata is None:
@@ -287,20 +270,9 @@ def find_rank_states(
 
 
 def check_rank_states(state_dict: dict[str, Any], *, is_flattened: bool) -> None:
-    """Refuses a ``RankState`` if the planner does not flatten state dicts.
+    """Refuses a ``RankState`` by a ValueError if the planner does not flatten state dicts.
 
     Such a planner would save it as one object, as if all ranks had the same state.
-
-    Args:
-        state_dict: The state dict that DCP passes to the planner.
-        is_flattened: Whether the planner flattens state dicts.
-
-    Raises:
-        ValueError: There is a ``RankState``, and the planner does not flatten state dicts.
-
-    Example::
-
-        check_rank_states(state_dict, is_flattened=self.flatten_state_dict)
     """
     if not is_flattened:
         for fqn, _ in _entries_in(state_dict, ""):

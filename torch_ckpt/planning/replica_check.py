@@ -49,11 +49,7 @@ _LOG = logging.getLogger("torch_ckpt")
 
 
 def as_mode(value: str) -> CheckReplicas:
-    """Returns the option, if it is one.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Returns the option. Raises ValueError if it is none."""
     for mode in get_args(CheckReplicas):
         if value == mode:
             return mode  # type: ignore[no-any-return]
@@ -68,9 +64,7 @@ def numbers_of(equal: Iterable[EqualReplicas]) -> list[int]:
 def combined(digests: bytes, equal: Iterable[EqualReplicas]) -> bytes:
     """Returns the digests of a rank, combined for each replica set. See :func:`agree`.
 
-    Args:
-        digests: Digest of each item of the rank.
-        equal: The items whose replicas were equal when the plan was made.
+    ``equal`` are the items whose replicas were equal when the plan was made.
     """
     values = array.array("Q", digests)
     sets: dict[int, list[bytes]] = {}
@@ -87,8 +81,7 @@ def combined(digests: bytes, equal: Iterable[EqualReplicas]) -> bytes:
 def agree(answers: Iterable[bytes]) -> bool:
     """Returns whether all ranks of each replica set have combined equal values.
 
-    Args:
-        answers: The results of :func:`combined` of all ranks, for the same plan.
+    The answers are the results of :func:`combined` of all ranks, for the same plan.
     """
     found: dict[int, bytes] = {}
     return all(
@@ -99,13 +92,7 @@ def agree(answers: Iterable[bytes]) -> bool:
 
 
 def warn_of(differences: Sequence[Difference]) -> None:
-    """Warns of tensors whose replicas have different values.
-
-    The process warns once of the same set of FQNs.
-
-    Args:
-        differences: The tensors.
-    """
+    """Warns of tensors whose replicas have different values, once of the same set of FQNs."""
     fqns = frozenset(fqn for fqn, *_ in differences)
     if not fqns or fqns in PROCESS.warned_replicas:
         return

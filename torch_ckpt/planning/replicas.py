@@ -65,10 +65,8 @@ _WORKAROUND = "FastWriter(share_replicas=False) uses the planner's own assignmen
 class CutItem(WriteItem):
     """Some rows of a replicated tensor. Other ranks write the other rows.
 
-    Attributes:
-        whole: The planner's item, with all rows.
-        first_row: Index of the first row of this item within ``whole``.
-        is_listed: Whether the metadata already lists these rows, rather than ``whole``.
+    ``first_row`` is the index of the first one within ``whole``, the planner's item. ``is_listed``
+    says that the metadata already lists these rows, rather than ``whole``.
     """
 
     whole: WriteItem | None = None
@@ -100,14 +98,8 @@ class RankItems:
     """All items of a rank, as the rank sends them to the coordinator.
 
     They are stored as plain values in DCP's ``SavePlan.storage_data``, because a planner may cache
-    and pickle the plans.
-
-    Attributes:
-        rank: The rank.
-        ranks_per_node: The number of ranks on the rank's machine.
-        encoded: The items, encoded by :meth:`_native.ItemTable.encode`.
-        count: The number of items.
-        digests: The digest of the values of each item; ``None`` if they are not compared.
+    and pickle the plans. ``digests`` has the digest of the values of each item; ``None`` if they
+    are not compared.
     """
 
     rank: int
@@ -134,12 +126,10 @@ _ITEMS_ATTRIBUTE = "torch_ckpt_items"
 
 @dataclass
 class PlanChanges(_StoragePrefix):
-    """The differences between a rank's plan and the items that it writes.
+    """The differences between a rank's plan of ``item_count`` items and the items that it writes.
 
-    Attributes:
-        item_count: The number of items of the plan.
-        dropped: Positions of items that this rank does not write, or not with all rows.
-        added: Items that the rank writes in addition to the remaining ones.
+    ``dropped`` are positions of items that this rank does not write, or not with all rows. It
+    writes ``added`` in addition to the remaining ones.
     """
 
     item_count: int
@@ -153,13 +143,9 @@ def list_rank_items(
     planner: SavePlanner | None = None,
     check_replicas: CheckReplicas = "off",
 ) -> RankItems | None:
-    """Lists a rank's items; ``None`` if a table cannot represent one of them.
+    """Lists the items of a rank and its planner, ``None`` if that is unknown.
 
-    Args:
-        items: The items that the planner listed.
-        rank: The rank.
-        planner: The planner; ``None`` if it is unknown.
-        check_replicas: How to compare the values of replicas.
+    The result is ``None`` if a table cannot represent one of the items.
     """
     table = _native.ItemTable()
     try:
@@ -206,15 +192,9 @@ def ranks_per_node() -> int:
 
 
 def list_item(table: _native.ItemTable, item: WriteItem, *, is_opaque: bool = False) -> None:
-    """Adds an item to a table.
+    """Adds an item of a DCP planner to a table. Raises ValueError if it cannot represent the item.
 
-    Args:
-        table: The items of a rank.
-        item: An item of a DCP planner.
-        is_opaque: Whether only torch can serialize the tensor, so that it must not be cut.
-
-    Raises:
-        ValueError: A table cannot represent the item.
+    ``is_opaque`` says that only torch can serialize the tensor, so that it must not be cut.
     """
     data = item.tensor_data
     if data is None or data.chunk is None:
@@ -248,10 +228,7 @@ PICKLED_DTYPES = frozenset(
 def check_dtype(item: WriteItem) -> None:
     """Refuses a tensor whose dtype ``torch.save`` does not support, such as ``torch.int4``.
 
-    DCP's files store each tensor in the format of ``torch.save``.
-
-    Raises:
-        UnsupportedError: ``torch.save`` does not support the dtype.
+    DCP's files store each tensor in the format of ``torch.save``, so this is an UnsupportedError.
     """
     data = item.tensor_data
     if data is not None and data.properties.dtype not in PICKLED_DTYPES:
@@ -275,21 +252,14 @@ def are_sent(plans: Sequence[SavePlan]) -> bool:
 
 
 def share_out(plans: list[SavePlan], *, compare: bool) -> list[SavePlan]:
-    """Reassigns the replicas in a planner's plans, so that all ranks write about as much.
+    """Reassigns the replicas in the plans of all ranks, so that all ranks write about as much.
 
-    Returns the plans unchanged if DCP's plan caching is in use, because a rank may then write by a
-    cached plan that the coordinator did not receive. Warns of replicas whose values differ.
-
-    Args:
-        plans: The plans of all ranks.
-        compare: Whether a tensor stays whole unless its replicas are known to be equal.
-
-    Returns:
-        The plans, with :class:`PlanChanges` as ``storage_data``. Only tensors that the ranks
-        listed are reassigned. Objects, and items that the planner changed, stay unchanged.
-
-    Raises:
-        MismatchError: Ranks disagree on the dtype or sizes of a tensor.
+    Returns the plans with :class:`PlanChanges` as ``storage_data``. Only tensors that the ranks
+    listed are reassigned. Objects, and items that the planner changed, stay unchanged. So do all
+    plans if DCP's plan caching is in use, because a rank may then write by a cached plan that the
+    coordinator did not receive. With ``compare``, a tensor stays whole unless its replicas are
+    known to be equal. Warns of replicas whose values differ. Raises MismatchError if ranks disagree
+    on dtype or sizes.
     """
     lists = [items for plan in plans if (items := RankItems.beside(plan)) is not None]
     if (
@@ -344,8 +314,7 @@ def _box(fqn: str, chunk: ChunkStorageMetadata) -> _Box:
 def work_of(plan: SavePlan) -> list[WriteItem]:
     """Returns the items that a rank writes according to its final plan.
 
-    Raises:
-        CheckpointError: The planner changed the plan after the replicas were reassigned.
+    Raises CheckpointError if the planner changed the plan after the replicas were reassigned.
     """
     share = plan.storage_data
     if not isinstance(share, PlanChanges):
@@ -371,8 +340,7 @@ def item_nbytes(item: WriteItem) -> int:
 def merge_cuts(metadata: Metadata, cuts: Sequence[CutPiece]) -> None:
     """Replaces the planner's boxes in the metadata by the stored boxes, for tensors that were cut.
 
-    Raises:
-        CheckpointError: The stored rows of a tensor do not cover its box exactly once.
+    Raises CheckpointError if the stored rows of a tensor do not cover its box exactly once.
     """
     pieces: dict[_Box, list[ChunkStorageMetadata]] = {}
     for cut in cuts:

@@ -211,14 +211,10 @@ class FastSavePlanner(DefaultSavePlanner):
     def _made_plan(
         self, listed: Sequence[ColumnItems], sent: Sequence[ColumnItems]
     ) -> _native.GlobalPlan:
-        """Returns a new plan, and warns of replicas whose values differ.
+        """Returns a new plan of the lists of all ranks, and warns of replicas whose values differ.
 
-        Args:
-            listed: The lists of all ranks.
-            sent: What the ranks have sent: lists, or tokens in place of them.
-
-        Raises:
-            PlanUnknownError: Some ranks sent their values combined, for another plan.
+        The ranks have sent lists, or tokens in place of them. Raises PlanUnknownError if some sent
+        their values combined, for another plan.
         """
         values: list[bytes] = []
         if self._compares(sent):
@@ -240,8 +236,7 @@ class FastSavePlanner(DefaultSavePlanner):
     def _complete(self, listed: Sequence[ColumnItems]) -> list[ColumnItems]:
         """Returns the lists of all ranks, with digests replaced by the cached lists.
 
-        Raises:
-            PlanUnknownError: A list is not in the cache.
+        Raises PlanUnknownError if a list is not in the cache.
         """
         complete = [
             items if items.encoded is not None else self.plan_cache.listed(items.digest)
@@ -315,11 +310,8 @@ class FastSavePlanner(DefaultSavePlanner):
     def sources(self, items: Sequence[int]) -> list[Any] | None:
         """Returns the source tensors of items, as :meth:`resolve_data` would return them.
 
-        Args:
-            items: Numbers of the items, in the order in which they were listed.
-
-        Returns:
-            The sources; ``None`` if a subclass overrides how items are resolved.
+        The items are numbers in the order in which they were listed. The result is ``None`` if a
+        subclass overrides how items are resolved.
         """
         if overrides(self, FastSavePlanner, ("resolve_data", "lookup_object", "transform_object")):
             return None
@@ -342,8 +334,7 @@ class FastSavePlanner(DefaultSavePlanner):
     def list_items(self) -> ColumnItems:
         """Lists the items of this rank in columns, without the values of the tensors.
 
-        Raises:
-            NoColumnsError: A table cannot represent the state dict.
+        Raises NoColumnsError if a table cannot represent the state dict.
         """
         try:
             with cpu_as_default():

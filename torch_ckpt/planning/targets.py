@@ -21,14 +21,9 @@ _MOST = 20
 
 
 def check_targets(state_dict: dict[str, Any], fqns: Iterable[str]) -> None:
-    """Checks that the memory of tensors can be written.
+    """Checks that the memory of tensors of a flat state dict can be written.
 
-    Args:
-        state_dict: A flat state dict.
-        fqns: The names that are loaded.
-
-    Raises:
-        ValueError: Some tensors cannot be written. The message names them, and what to pass.
+    Raises a ValueError that names those that cannot, and what to pass.
     """
     names: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -48,16 +43,9 @@ def check_targets(state_dict: dict[str, Any], fqns: Iterable[str]) -> None:
 def allocated(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns tensors with memory for all tensors on the meta device, as DCP makes them.
 
-    They are on the current device of the process group, and on the CPU without one.
-
-    Args:
-        state_dict: A flat state dict.
-
-    Returns:
-        Name -> new tensor. Its elements are undefined.
-
-    Raises:
-        ValueError: A sharded tensor of another kind than ``DTensor`` is on the meta device.
+    They are on the current device of the process group, and on the CPU without one. Their elements
+    are undefined. Raises ValueError if a sharded tensor of another kind than ``DTensor`` is on the
+    meta device.
     """
     meta = {
         fqn: value

@@ -19,12 +19,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # The memory of a subclass is not a
 def tied_names(state_dict: dict[str, Any]) -> list[list[str]]:
     """Returns the groups of names whose tensors have the same memory, dtype and shape.
 
-    Args:
-        state_dict: A flat state dict.
-
-    Returns:
-        The groups of at least two names, each in the order of the state dict. Names of tensors
-        without elements on this rank are in no group.
+    Each has at least two names, in the order of the flat state dict. Names of tensors without
+    elements on this rank are in no group.
 
     Example::
 
@@ -53,16 +49,10 @@ def has_no_elements(value: object) -> bool:
 def common_ties(
     groups: Sequence[Sequence[Sequence[str]]], items: Sequence[PlannedItems]
 ) -> dict[str, str]:
-    """Returns the names that are tied on all ranks.
+    """Returns the names that are tied on all ranks: name -> the first name of its group.
 
-    A rank on which neither of two names has elements agrees that they are tied.
-
-    Args:
-        groups: The result of :func:`tied_names` on each rank.
-        items: All items of each rank.
-
-    Returns:
-        Name -> the first name of its group.
+    A rank on which neither of two names has elements agrees that they are tied. ``groups`` has the
+    result of :func:`tied_names` on each rank, and ``items`` all items of each rank.
     """
     firsts = [{name: group[0] for group in own for name in group} for own in groups]
     candidates = {name: first for own in firsts for name, first in own.items() if name != first}

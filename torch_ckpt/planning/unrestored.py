@@ -28,11 +28,10 @@ _HINT = "; an optimizer has no state before its first step: see docs/runs.md"
 class RequestedNames:
     """``LoadPlan.planner_data`` of one rank: the names that it requests.
 
-    Attributes:
-        missing: Requested names that the checkpoint lacks.
-        stored: Digest of all names of the checkpoint, in their order. In the memory of another
-            machine there are other names. Empty if the rank requests all of them.
-        flags: A byte for each name of the checkpoint: 1 if it is requested. Compressed.
+    ``missing`` are those that the checkpoint lacks. ``stored`` is a digest of all names of the
+    checkpoint, in their order, empty if the rank requests all of them: in the memory of another
+    machine there are other names. ``flags`` has a byte for each name of the checkpoint, 1 if it is
+    requested; compressed.
     """
 
     missing: Sequence[str]
@@ -45,12 +44,8 @@ class RequestedNames:
     ) -> RequestedNames:
         """Returns the names in a flat state dict.
 
-        If they are all names of the checkpoint, none of its names is read.
-
-        Args:
-            state_dict: The values by FQN.
-            metadata: Metadata of the checkpoint.
-            is_partial: Whether the checkpoint may lack some of the names.
+        With ``is_partial``, the checkpoint may lack some. If they are all names of the checkpoint,
+        none of its names is read.
         """
         stored = metadata.state_dict_metadata
         missing = [fqn for fqn in state_dict if fqn not in stored] if is_partial else []
@@ -62,10 +57,9 @@ class RequestedNames:
 
 @dataclass(frozen=True)
 class Unrestored:
-    """What a load of all ranks leaves.
+    """What a load of all ranks leaves of a checkpoint.
 
     Attributes:
-        path: The checkpoint.
         stored: Stored names that no rank requests. If no name with a first component is requested,
             the component and the number of its names.
         missing: Requested names that the checkpoint lacks, the first ones with a similar name.
@@ -88,12 +82,9 @@ class Unrestored:
         metadata: Metadata,
         is_counted: Callable[[str], bool],
     ) -> Unrestored:
-        """Returns what all ranks together leave.
+        """Returns what all ranks together leave, by the metadata that the coordinator has opened.
 
-        Args:
-            ranks: The names of each rank.
-            metadata: Metadata of the checkpoint, as the coordinator has opened it.
-            is_counted: Whether a stored name counts if no rank requests it.
+        ``is_counted`` says whether a stored name counts if no rank requests it.
         """
         requested, others = _split(ranks, metadata)
         stored = [name for name in others if is_counted(name)]
@@ -148,15 +139,9 @@ def scope_of(
 ) -> Callable[[str], bool]:
     """Returns a function of a stored name: whether it counts if no rank requests it.
 
-    A load of a part on purpose leaves whole keys at the top of the state dict. Checkpoints of other
-    programs have names of their own, which count in strict loads only.
-
-    Args:
-        state_dict: The nested state dict of the load.
-        metadata: Metadata of the checkpoint.
-        rank_states: FQNs of the ``RankState`` in the state dict. They choose what they load.
-        strict: As for :class:`FastLoadPlanner`.
-        is_whole: Whether keys at the top that the state dict lacks count as well.
+    A load of a part on purpose leaves whole keys at the top of the state dict, unless ``is_whole``.
+    Checkpoints of other programs have names of their own, which count in strict loads only. The
+    ``RankState`` of the state dict, whose FQNs are ``rank_states``, choose what they load.
     """
     if strict is False or (strict is None and is_foreign(metadata)):
         return lambda _: False

@@ -34,13 +34,8 @@ def value_digests(
     """Returns the digest of the values of each tensor: 8 bytes each.
 
     Equal values have equal digests, whatever their strides and devices are. Values are compared bit
-    for bit. Zeros stand for objects, for tensors that only torch can store, and for tensors
-    without memory.
-
-    Args:
-        sources: The tensors, and other values for objects.
-        mode: ``"sample"`` for digests of up to 8 KiB of each tensor, ``"full"`` for all bytes.
-        items: Positions of the tensors to read; the other digests are zeros. All if omitted.
+    for bit. Zeros stand for objects, for tensors that only torch can store, for tensors without
+    memory, and for all tensors but ``items``. ``"sample"`` reads up to 8 KiB of each tensor.
     """
     numbers = range(len(sources)) if items is None else list(items)
     chosen = [sources[number] for number in numbers]
@@ -103,13 +98,9 @@ def _digests_of_copies(tensors: Sequence[torch.Tensor], mode: CheckReplicas) -> 
 
 
 def samples_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the sampled bytes of tensors of one device, copied to the host at once.
+    """Returns the sampled bytes of strided tensors of one device, copied to the host at once.
 
-    Args:
-        tensors: Strided tensors.
-
-    Returns:
-        The bytes of each sample, as a 1-D tensor.
+    The bytes of each sample are a 1-D tensor.
     """
     blocks: list[torch.Tensor] = []  # Rows of equal length of long tensors.
     whole: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=tensors[0].device)]

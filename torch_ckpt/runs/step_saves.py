@@ -183,7 +183,7 @@ class StepSaves:
         return f"{done}: {failure}" if failure else done
 
     def end_if_signalled(self, preemption: Preemption, *, is_last: bool = False) -> None:
-        """Saves the last step and ends the process by SystemExit, if any rank has received a signal.
+        """Saves the last step and ends the process (SystemExit), if any rank has received a signal.
 
         With ``is_last``, the ranks exchange in any case, as their block ends.
         """

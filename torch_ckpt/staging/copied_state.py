@@ -40,12 +40,8 @@ class CopiedState(StateDictStager):
       tuples and other containers of Python are copied without the rest of their storages. Storages
       of tensors in other objects are copied whole, as by torch.
 
-    Attributes:
-        state: The copy. Complete after :meth:`build_wrappers`.
-        tensors: The tensors whose copies lack memory.
-
-    Raises:
-        Exception: The error of an object that cannot be copied.
+    The copy, ``state``, is complete after :meth:`build_wrappers`. The copies of ``tensors`` lack
+    memory. Raises the error of an object that cannot be copied.
     """
 
     def __init__(self, state_dict: dict[str, Any]) -> None:

@@ -27,16 +27,10 @@ class CopiedTensor(NamedTuple):
 class MemoryRun:
     """Memory of the training process that is copied at once, for one or several tensors.
 
-    The memory is a range of a storage. Or, if the elements of a tensor are far apart, only these
-    elements: the run is *packed*.
-
-    Attributes:
-        begin: First byte of the range, as an offset in the tensors' storage.
-        end: End of the range (exclusive), as an offset in the storage, in bytes.
-        number: Lowest position of its tensors in the list of all tensors.
-        tensors: The tensors in the range, each with its offset in the storage, in bytes. The
-            tensors of a packed run have the same elements.
-        is_packed: Whether only elements are copied.
+    The memory is the range ``[begin, end)`` of a storage, in bytes. Or, if the elements of a tensor
+    are far apart, only these elements: the run is *packed*, and all its tensors have the same
+    elements. ``tensors`` have their offsets in the storage in bytes; ``number`` is the lowest of
+    their positions in the list of all tensors.
     """
 
     begin: int
@@ -84,10 +78,7 @@ class MemoryRun:
 def copy_elements(live: torch.Tensor, memory: torch.Tensor, *, wait: bool = True) -> None:
     """Copies the elements of a tensor of any device, in row-major order, to bytes of host memory.
 
-    Args:
-        live: The tensor.
-        memory: The bytes.
-        wait: Whether to wait for a copy from another device.
+    With ``wait``, it waits for a copy from another device.
     """
     elements = memory.view(live.dtype).view(live.size())
     elements.copy_(live.detach(), non_blocking=not wait)
@@ -109,10 +100,8 @@ def runs_of(tensors: Iterable[CopiedTensor]) -> list[MemoryRun]:
     with gaps between their elements are packed instead.
 
     The runs are in the order of the tensors, which is the same in every save. Copies of tensors
-    without elements need no run; they are ready after this call.
-
-    Raises:
-        ValueError: The storage of a tensor is too small for the tensor.
+    without elements need no run; they are ready after this call. Raises ValueError if the storage
+    of a tensor is too small for it.
     """
     extents: list[_Extent] = []
     for number, tensor in enumerate(tensors):

@@ -12,7 +12,7 @@ __all__ = ["SaveDirectory"]
 
 
 class SaveDirectory:
-    """The directory of a writer's saves.
+    """The directory of a writer's saves, as it was ``given``, and ``absolute`` with its links.
 
     A link in its path may move while a save is in progress, and the process may change its working
     directory. Then one save must not write to two directories. So a relative path is that of the
@@ -21,13 +21,6 @@ class SaveDirectory:
 
     A save in the background begins in the call that requests it (:meth:`begin`), and enters the
     directory in another thread or process (:meth:`enter`).
-
-    Args:
-        path: The directory, as a path or URL.
-
-    Attributes:
-        given: The directory as it was passed.
-        absolute: The directory with an absolute path, in which links are not resolved.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -53,12 +46,7 @@ class SaveDirectory:
         self.given, self.absolute, self._begun = given, given.absolute(), None
 
     def begin(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Resolves the directory of a background save.
-
-        Args:
-            checkpoint_id: The directory, which the thread of the save sets; the present one if
-                ``None``.
-        """
+        """Resolves the directory of a background save: the one that its thread will set, if given."""
         given = self.given if checkpoint_id is None else Location(checkpoint_id)
         absolute = self.absolute if checkpoint_id is None else given.absolute()
         self._begun = _Begun(given, absolute, absolute.resolved(), threading.current_thread())

@@ -25,14 +25,10 @@ _PLAN_NBYTES = 16
 
 @dataclass(frozen=True)
 class Share:
-    """The items that a rank wrote in the last save.
+    """The items that a rank wrote in the last save of ``ranks``.
 
-    Attributes:
-        digest: Digest of all items that the rank listed.
-        plan: Identifier of the global plan: 16 bytes.
-        work: The items that the rank wrote.
-        equal: The items whose replicas were equal.
-        ranks: The ranks that saved.
+    ``digest`` is of all items that the rank listed, ``plan`` identifies the global plan (16 bytes),
+    and ``equal`` are the items whose replicas were equal.
     """
 
     digest: bytes
@@ -44,13 +40,11 @@ class Share:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a rank need not stage in a save.
+    """What a rank need not stage in a save: the ``id`` of each tensor that it does not write.
 
-    Attributes:
-        tensors: The ``id`` of each tensor that the rank does not write.
-        digest: Digest of all items that the rank listed.
-        values: The digest of the values of each item; ``None`` if they are not compared. The save
-            plans with them, because it cannot read tensors that were not staged.
+    ``digest`` is of all items that the rank listed, and ``values`` of the values of each item;
+    ``None`` if they are not compared. The save plans with them, because it cannot read tensors that
+    were not staged.
     """
 
     tensors: frozenset[int] = frozenset()
@@ -62,11 +56,8 @@ class LeftOut:
 class Sharing:
     """A save in which each rank stages only its share, if the shares of all ranks are still valid.
 
-    Attributes:
-        planner: The planner of the save.
-        decide: Returns on every rank what a function returns for the answers of all ranks. Every
-            rank calls it once, with its own answer.
-        ranks: The ranks that save.
+    ``decide`` returns on every rank what a function returns for the answers of all ranks. Every
+    rank calls it once, with its own answer.
     """
 
     planner: FastSavePlanner

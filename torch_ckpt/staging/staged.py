@@ -20,17 +20,10 @@ POLL_S = 0.01
 
 
 class Staged:
-    """The snapshot of one save.
+    """The snapshot of one save, which ``release`` returns to its stager.
 
     If ``max_host_nbytes`` is too small for all tensors, the snapshot has unstaged tensors: they are
     written first, directly from the memory of training.
-
-    Args:
-        address: Address of the snapshot.
-        nbytes: Size of the snapshot, in bytes.
-        name: Name of the snapshot, for messages.
-        has_unstaged: Whether there are unstaged tensors.
-        release: Returns the snapshot to its stager.
     """
 
     def __init__(
@@ -54,9 +47,8 @@ class Staged:
     def begin_save(self) -> bool:
         """Registers the current thread as the one that writes the snapshot.
 
-        Returns:
-            Whether the current thread is that thread. Another thread may call it later, to save
-            something else.
+        Returns whether the current thread is that thread. Another thread may call it later, to save
+        something else.
         """
         with self._thread_lock:
             if self._thread is None:
@@ -88,18 +80,16 @@ class Staged:
         return offset if 0 <= offset < self._nbytes else None
 
     def can_wait(self, source: torch.Tensor | None) -> bool:
-        """Returns whether an item with this source may be written after the unstaged tensors.
+        """Returns whether an item may be written after the unstaged tensors.
 
-        Args:
-            source: The source tensor of the item; ``None`` for an object.
+        Its source is ``None`` for an object.
         """
         return source is not None and (not source.numel() or self.offset_of(source) is not None)
 
     def unstaged_are_written(self) -> None:
         """Marks the unstaged tensors as written.
 
-        Raises:
-            CheckpointError: The tensors may have changed, because the wait for them was aborted.
+        Raises CheckpointError if they may have changed, because the wait for them was aborted.
         """
         self._unstaged_written.set()
         if self._aborted:
@@ -111,8 +101,7 @@ class Staged:
     def wait_for_unstaged(self, timeout_s: float) -> None:
         """Waits until the unstaged tensors are written, or the save has ended.
 
-        Raises:
-            CheckpointError: Neither happened within ``timeout_s``.
+        Raises CheckpointError if neither happened within ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         try:

@@ -28,11 +28,7 @@ class StagingWriter(StorageWriter):
     """A storage writer that also implements DCP's ``AsyncStager``.
 
     It registers the thread of each save, so that the stager can reclaim the memory when the thread
-    ends.
-
-    Args:
-        path: Directory of the checkpoint, as a path or URL.
-        stager: The stager; the process-wide one if ``None``.
+    ends. The stager is the process-wide one if ``None``.
     """
 
     io: IoOptions
@@ -69,12 +65,7 @@ class StagingWriter(StorageWriter):
         """Makes :meth:`stage` copy only this rank's share, if the shares are still valid.
 
         All ranks of the save enter the context, or none does. The ranks must plan one checkpoint
-        together, and threads must write it.
-
-        Args:
-            planner: The planner of the save.
-            decide: Returns on every rank what a function returns for the answers of all ranks.
-            ranks: The ranks of the save.
+        together, and threads must write it. ``decide`` is as for :class:`Sharing`.
         """
         if type(planner) is FastSavePlanner:
             self._sharing = Sharing(planner, decide, ranks)
@@ -86,10 +77,8 @@ class StagingWriter(StorageWriter):
     def begin_in_background(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Resolves links in the path of a save that another thread or process will carry out.
 
-        The save then writes to this directory alone, wherever the links lead meanwhile.
-
-        Args:
-            checkpoint_id: Directory of the save, if the save resets the writer to it.
+        The save then writes to this directory alone, wherever the links lead meanwhile. It is
+        ``checkpoint_id`` if the save resets the writer to it.
         """
         self._directory.begin(checkpoint_id)
 
