@@ -279,9 +279,8 @@ def _snapshot_stager(stages: Any) -> SnapshotStager | None:
 def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
     """Returns whether any rank would have to wait for an earlier save.
 
-    Raises:
-        CheckpointError: A rank would have to wait, and ``on_busy`` is ``"error"``.
-        ValueError: ``on_busy`` is unknown, or the stager is not a :class:`SnapshotStager`.
+    Raises CheckpointError if so and ``on_busy`` is ``"error"``, and ValueError if it is unknown, or
+    the stager is not a :class:`SnapshotStager`.
     """
     stager = _snapshot_stager(stages)
     if on_busy not in ("skip", "error") or stager is None:

@@ -137,9 +137,7 @@ class RankTimeoutError(CancelledError, TimeoutError):
 def listed_ranks(ranks: Sequence[int], most: int = 8) -> str:
     """Returns the start of a sentence about ranks: ``"rank 3 is"``, ``"ranks 3, 4 are"``.
 
-    Args:
-        ranks: The ranks, at least one.
-        most: How many ranks the text lists before it counts the others.
+    There is at least one. The text lists at most ``most`` before it counts the others.
     """
     if len(ranks) == 1:
         return f"rank {ranks[0]} is"

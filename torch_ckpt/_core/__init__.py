@@ -7,9 +7,7 @@ from types import ModuleType
 def __getattr__(name: str) -> ModuleType:
     """Imports ``_tensor_view``, which reads torch's own objects, if it fits this torch.
 
-    Raises:
-        ImportError: The module was built for another layout of these objects. The message names
-            both versions of torch.
+    Otherwise raises an ImportError that names both versions of torch.
     """
     if name != "_tensor_view":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,8 +46,7 @@ def to_properties(
 ) -> TensorProperties:
     """Returns DCP's properties of a tensor, given the engine's names of dtype and memory format.
 
-    Raises:
-        CorruptionError: Torch has no such dtype or memory format.
+    Raises CorruptionError if torch has no such dtype or memory format.
     """
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype) or memory_format not in MEMORY_FORMATS:

@@ -48,13 +48,8 @@ T = TypeVar("T")
 def unpickle(message: Buffer, sender: str) -> Any:
     """Returns the value that another rank has pickled.
 
-    Args:
-        message: The pickle.
-        sender: Who sent it, for messages, such as ``"rank 3"``.
-
-    Raises:
-        UnsupportedError: The pickle names a class or function that is not allowed.
-        Exception: Any error that ``pickle.loads`` raises on damage.
+    The sender is for messages, such as ``"rank 3"``. Raises UnsupportedError if the pickle names a
+    class or function that is not allowed, and what ``pickle.loads`` raises on damage.
     """
     unpickler = _Unpickler(io.BytesIO(message))
     unpickler.sender, unpickler.dtypes = sender, []
@@ -102,11 +97,7 @@ class _Unpickler(pickle.Unpickler):
     dtypes: list[weakref.ref[_Dtype]]  # Those that stand for a dtype of NumPy.
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the class or function of a name.
-
-        Raises:
-            UnsupportedError: The name is not allowed.
-        """
+        """Returns the class or function of a name. Raises UnsupportedError if it is not allowed."""
         full_name = f"{module}.{name}"
         value = _found(module, name)
         if value is not None and full_name not in _REPLACED and _is_allowed(value):

@@ -38,11 +38,7 @@ _FSYNCS = 5
 
 
 def directory(path: Location) -> Generator[Fact]:
-    """Yields facts on a directory. Leaves nothing there.
-
-    Args:
-        path: The directory. If it does not exist, its nearest parent is probed.
-    """
+    """Yields facts on a directory, or on its nearest parent that exists. Leaves nothing there."""
     existing = path
     while existing.is_missing() and existing.parent != existing:
         existing = existing.parent

@@ -55,9 +55,7 @@ def printable(name: str) -> str:
 def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Prints rows in aligned columns; with rich on a terminal, if it is installed.
 
-    Args:
-        rows: The cells of each row.
-        right: Numbers of the columns that align at the right.
+    ``right`` are the numbers of the columns that align at the right.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty() and find_spec("rich") is not None:

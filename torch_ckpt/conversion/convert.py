@@ -34,24 +34,13 @@ def convert(
     trust_pickle: bool = False,
     ties: bool = True,
 ) -> dict[str, str]:
-    """Converts a checkpoint of any format that :class:`FastReader` loads.
+    """Converts a checkpoint of any format that :class:`FastReader` loads to one of :data:`TARGETS`.
 
     Loads the tensors in pieces of at most 8 MiB, and verifies what has a checksum. The target
-    appears when it is complete.
-
-    Args:
-        source: The checkpoint to read.
-        target: The checkpoint to write.
-        to: Its format, one of :data:`TARGETS`.
-        prefix: Convert only names with this prefix, without it.
-        rules: As for :class:`FastReader`.
-        overwrite: Whether to replace a checkpoint at ``target``.
-        trust_pickle: Whether pickles may contain any class and run any code.
-        ties: Whether files of safetensors and ``torch.save`` have tied tensors once, as
-            :func:`find_ties` finds them.
-
-    Returns:
-        Name -> the name of the tensor that it shares in the target.
+    appears when it is complete. Only names with the prefix are converted, without it. ``overwrite``
+    replaces a checkpoint at ``target``. With ``ties``, files of safetensors and ``torch.save`` have
+    tied tensors once, as :func:`find_ties` finds them. Returns name -> the name of the tensor that
+    it shares in the target.
 
     Raises:
         AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false, or it
@@ -84,8 +73,7 @@ def convert(
 def _check_other_formats(target: Location, to: str) -> None:
     """Checks that a target directory has no checkpoint of another format, which would remain.
 
-    Raises:
-        AlreadyExistsError: It has one.
+    Raises AlreadyExistsError if it has one.
     """
     if not target.is_directory():
         return

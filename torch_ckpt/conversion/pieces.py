@@ -34,11 +34,7 @@ _Loaded = Future[dict[int, torch.Tensor]]
 class Piece:
     """A box of a tensor. Its elements are consecutive in row-major order.
 
-    Attributes:
-        number: Its number in the order of the conversion.
-        tensor: Number of its tensor in this order.
-        name: Name of the tensor.
-        box: Offsets and sizes.
+    ``number`` is its own in the order of the conversion, and ``tensor`` that of its tensor.
     """
 
     number: int
@@ -48,27 +44,13 @@ class Piece:
 
 
 class Source:
-    """The source of a conversion.
+    """The source of a conversion, a checkpoint of any format that :class:`FastReader` loads.
 
-    While one batch of pieces is written, a thread loads the next one.
-
-    Args:
-        path: A checkpoint of any format that :class:`FastReader` loads.
-        prefix: Convert only names with this prefix, without it.
-        rules: As for :class:`FastReader`.
-        trust_pickle: Whether pickles may contain any class and run any code.
-
-    Attributes:
-        tensors: Name -> the tensor, as it is pickled.
-        objects: Name -> object.
-        paths: Name -> keys from the root of the nested state dict.
-        ties: Name -> the first of the names that share its tensor; see :meth:`find_ties`.
-        loaded_nbytes: Bytes of the pieces that were taken so far.
-
-    Raises:
-        NotFoundError: There is no name with the prefix.
-        UnsupportedError: A tensor is far larger than the files of the checkpoint.
-        CheckpointError: The checkpoint cannot be read.
+    While one batch of pieces is written, a thread loads the next one. Only names with the prefix
+    are converted, without it; NotFoundError if there is none. ``tensors`` and ``objects`` are by
+    name, ``paths`` has the keys from the root of the nested state dict, and ``ties`` is name -> the
+    first of the names that share its tensor; see :meth:`find_ties`. ``loaded_nbytes`` counts the
+    pieces that were taken so far. Raises UnsupportedError if a tensor is far larger than the files.
     """
 
     def __init__(
@@ -129,11 +111,7 @@ class Source:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def find_ties(self) -> None:
-        """Sets :attr:`ties`, for formats that store a tied tensor once.
-
-        Raises:
-            CheckpointError: A tensor cannot be read.
-        """
+        """Sets :attr:`ties`, for formats that store a tied tensor once."""
         self.ties = find_ties(self._values)
 
     def cut(self, names: Sequence[str]) -> list[Piece]:
@@ -160,11 +138,7 @@ class Source:
         return self._pieces
 
     def take(self, number: int) -> torch.Tensor:
-        """Loads a piece. The caller owns its memory.
-
-        Raises:
-            CheckpointError: The piece cannot be read.
-        """
+        """Loads a piece. The caller owns its memory."""
         if number not in self._current:
             batch = self._batch_of[number]
             future = self._loaded.pop(batch, None) or self._load(batch)

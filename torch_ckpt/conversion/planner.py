@@ -30,9 +30,6 @@ class ConversionPlanner(LatePlanner):
 
     The order of the tensors is that of :class:`SafetensorsWriter` within a file, since the source
     loads them in the order of the plan.
-
-    Args:
-        source: The source.
     """
 
     def __init__(self, source: Source) -> None:

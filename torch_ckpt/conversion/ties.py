@@ -36,9 +36,6 @@ def find_ties(values: StoredValues) -> dict[str, str]:
 
     In a checkpoint of DCP, tensors are tied if they have the same dtype, sizes and bits, and are
     floating-point tensors of at least 1 KiB with at least 16 distinct values in a sample.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
     """
     names = values.names
     if values.index is not None and is_foreign(values.metadata):

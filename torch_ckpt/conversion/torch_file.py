@@ -29,10 +29,8 @@ _SMALL_NBYTES = 1 << 20
 def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
     """Writes a source as one file of ``torch.save``. Tied tensors share a storage.
 
-    Raises:
-        AlreadyExistsError: The file exists and ``overwrite`` is false, or it is a directory.
-        UnsupportedError: An object cannot be pickled.
-        StorageError: The file cannot be written.
+    Raises AlreadyExistsError if the file exists and ``overwrite`` is false, or it is a directory,
+    and UnsupportedError if an object cannot be pickled.
     """
     if target.is_directory():
         raise AlreadyExistsError(f"cannot write {target}: it is a directory")
@@ -56,11 +54,7 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
 
 
 def check_target(target: Location, overwrite: bool) -> None:
-    """Checks that there is no file or directory, unless it is to be overwritten.
-
-    Raises:
-        AlreadyExistsError: There is one.
-    """
+    """Raises AlreadyExistsError if there is a file or directory that is not to be overwritten."""
     try:
         names = target.parent.names()
     except NotFoundError:
@@ -70,11 +64,7 @@ def check_target(target: Location, overwrite: bool) -> None:
 
 
 def lay_out_value(value: Any, path: Location) -> ArchiveLayout:
-    """Lays out the file of a value.
-
-    Raises:
-        UnsupportedError: The value cannot be pickled.
-    """
+    """Lays out the file of a value. Raises UnsupportedError if it cannot be pickled."""
     try:
         return lay_out(value)
     except Exception as error:
@@ -84,16 +74,10 @@ def lay_out_value(value: Any, path: Location) -> ArchiveLayout:
 def write_files(
     source: Source, files: Sequence[tuple[Location, ArchiveLayout]], target: Location
 ) -> None:
-    """Writes and syncs new files, one after the other.
+    """Writes and syncs new files with pending tensors of a source, one after the other.
 
-    Args:
-        source: The source of their pending tensors.
-        files: Path and layout of each file.
-        target: The target of the conversion, for the progress bar.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-        StorageError: A file cannot be written. It may exist, incomplete.
+    The target is that of the conversion, for the progress bar. A file that cannot be written may
+    exist, incomplete.
     """
     pieces = source.cut([tensor.name for _, layout in files for _, tensor in layout.pending()])
     pieces_of: dict[int, list[Piece]] = {}  # By the number of the tensor in this order.

@@ -55,17 +55,13 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
 
     Each parameter of ``optim.param_groups`` gets a folder with its weights, in fp32, and its
     states. Other tensors of the model are buffers or frozen parameters. DeepSpeed stores them with
-    the model, and does not load them from a universal folder.
+    the model, and does not load them from a universal folder. The file ``latest_universal`` is
+    written beside the folder.
 
-    Also writes the file ``latest_universal`` beside the folder.
-
-    Raises:
-        AlreadyExistsError: The folder exists, and ``overwrite`` is false, or it is no universal
-            folder.
-        UnsupportedError: The names are others, or the format cannot have a value: weights of a
-            wider dtype than fp32, or a state that is neither a number nor as large as its
-            parameter.
-        StorageError: A file cannot be written.
+    Raises AlreadyExistsError if the folder exists and ``overwrite`` is false, or it is no universal
+    folder. Raises UnsupportedError if the names are others, or the format cannot have a value:
+    weights of a wider dtype than fp32, or a state that is neither a number nor as large as its
+    parameter.
     """
     remove_abandoned(target.parent, target.name)
     remove_abandoned(target.parent, _POINTER)
@@ -95,8 +91,7 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
 def _publish(unpublished: Location, target: Location) -> Location | None:
     """Gives a complete folder its name.
 
-    Returns:
-        Where the replaced folder is now; ``None`` if there was none.
+    Returns where the replaced folder is now; ``None`` if there was none.
     """
     replaced = None
     if not target.is_directory():
@@ -129,8 +124,7 @@ def _write_pointer(target: Location) -> None:
 def _check_replaced(source: Source, target: Location) -> None:
     """Checks that what is to be replaced is a universal folder without the source.
 
-    Raises:
-        AlreadyExistsError: It is something else.
+    Raises AlreadyExistsError if not.
     """
     if not target.is_directory():
         if target.is_file():
@@ -256,8 +250,7 @@ def _hints(fqn: str, sizes: Sequence[int]) -> dict[str, Any]:
 def _states(source: Source, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the optimizer's state: FQN -> name -> a tensor or a number.
 
-    Raises:
-        UnsupportedError: A state belongs to no parameter, or has another form.
+    Raises UnsupportedError if a state belongs to no parameter, or has another form.
     """
     states: dict[str, dict[str, Any]] = {fqn: {} for group in groups for fqn in group["params"]}
     for name, value in {**source.objects, **source.tensors}.items():

@@ -23,13 +23,9 @@ RESERVED_NBYTES = 128 << 20
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The limit of a group that leaves the least memory.
+    """The limit of a group that leaves the least memory, and the file with it.
 
-    Attributes:
-        nbytes: The limit.
-        free_nbytes: Memory below the limit that is not in use. The page cache of files counts as
-            free, because the kernel reclaims it.
-        file: The file with the limit.
+    The page cache of files counts as free, because the kernel reclaims it.
     """
 
     nbytes: int
@@ -69,9 +65,6 @@ def memory_limit(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
     """Returns the memory limit of this process; ``None`` if there is none or it is unknown.
 
     The groups of a process are its own and all above it that it can see: the limit of each counts.
-
-    Args:
-        proc: Directory of the process in ``/proc``.
     """
     found = [limit for folder, names in _groups(proc) if (limit := _limit_of(folder, names))]
     return min(found, key=lambda limit: limit.free_nbytes, default=None)

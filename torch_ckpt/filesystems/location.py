@@ -51,11 +51,7 @@ def register(scheme: str, file_system: _native.FileSystem) -> None:
 
 
 def can_reach(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path has no scheme, or is a URL of a registered scheme.
-
-    Args:
-        path: A path of this machine or a URL.
-    """
+    """Returns whether a path has no scheme, or is a URL of a registered scheme."""
     try:
         Location(path)
     except UnsupportedError:
@@ -67,14 +63,9 @@ class Location:
     """The name of a file or directory, together with its file system.
 
     The engine opens a location by its :attr:`file_system` and :attr:`path`. A location is not an
-    ``os.PathLike``, so that no code bypasses the file system.
-
-    Args:
-        path: A path of this machine, or a URL of a registered scheme.
-
-    Attributes:
-        file_system: The file system of the file.
-        path: Path within the file system; a :class:`pathlib.Path` for files of this machine.
+    ``os.PathLike``, so that no code bypasses the file system. Its path is a :class:`pathlib.Path`
+    for files of this machine. Methods raise NotFoundError if what they need does not exist, and
+    StorageError if an operation fails.
 
     Raises:
         UnsupportedError: The URL's scheme is not registered, or its text is that of a ``Path``,
@@ -179,11 +170,7 @@ class Location:
     # ---- Files ----
 
     def exists(self) -> bool:
-        """Returns whether the file exists.
-
-        Raises:
-            StorageError: The check failed, or the location is a directory.
-        """
+        """Returns whether the file exists. Raises StorageError if the location is a directory."""
         return self.file_system.exists(self.path)
 
     def is_missing(self) -> bool:
@@ -209,12 +196,7 @@ class Location:
         return False
 
     def nbytes(self) -> int:
-        """Returns the length of the file, in bytes.
-
-        Raises:
-            NotFoundError: The file does not exist.
-            StorageError: The file cannot be opened.
-        """
+        """Returns the length of the file, in bytes."""
         return self.file_system.read_range(self.path, 0, 0)[0]
 
     def modified_s(self) -> float | None:
@@ -233,33 +215,15 @@ class Location:
         return stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
     def read_range(self, offset: int, nbytes: int) -> tuple[int, bytes]:
-        """Reads a range of the file.
-
-        Returns:
-            The length of the file, and the bytes of the range up to the end of the file.
-
-        Raises:
-            NotFoundError: The file does not exist.
-            StorageError: The file cannot be read.
-        """
+        """Returns the length of the file, and the bytes of a range up to the end of the file."""
         return self.file_system.read_range(self.path, offset, nbytes)
 
     def read(self) -> bytes:
-        """Reads the whole file into memory. Suitable for small files.
-
-        Raises:
-            NotFoundError: The file does not exist.
-            StorageError: The file cannot be read.
-        """
+        """Reads the whole file into memory. Suitable for small files."""
         return self.read_range(0, 1 << 62)[1]
 
     def open(self) -> io.BufferedReader:
-        """Opens the file for reading, as a seekable binary stream.
-
-        Raises:
-            NotFoundError: The file does not exist.
-            StorageError: The file cannot be opened.
-        """
+        """Opens the file for reading, as a seekable binary stream."""
         return io.BufferedReader(_Stream(self), _BUFFER_NBYTES)
 
     @property
@@ -270,20 +234,13 @@ class Location:
     def write(self, contents: bytes, *, sync: bool, update: bool = False) -> None:
         """Writes a new file, or with ``update`` an empty one.
 
-        Raises:
-            NotFoundError: The file to update does not exist.
-            StorageError: The new file exists already, or the write failed. A failed write may leave
-                an incomplete file.
+        Raises StorageError if the new file exists already. A failed write may leave an incomplete
+        file.
         """
         self.file_system.write_file(self.path, contents, sync, update)
 
     def replace(self, contents: bytes, *, sync: bool) -> None:
-        """Writes a file, so that readers find the old contents or the new ones.
-
-        Raises:
-            NotFoundError: The directory of the file does not exist.
-            StorageError: The file cannot be written.
-        """
+        """Writes a file, so that readers find the old contents or the new ones."""
         pending = self.with_name(f"{PENDING}{secrets.token_hex(8)}")
         try:
             pending.write(contents, sync=sync)
@@ -293,23 +250,13 @@ class Location:
             raise
 
     def rename(self, to: Location) -> None:
-        """Renames the location within its file system, and replaces the target if it exists.
-
-        Raises:
-            NotFoundError: The location does not exist.
-            StorageError: The rename failed.
-        """
+        """Renames the location within its file system, and replaces the target if it exists."""
         self.file_system.rename(self.path, to.path)
 
     def exchange(self, other: Location) -> bool:
         """Exchanges two files or directories of one file system atomically.
 
-        Returns:
-            Whether the file system can do so. Otherwise nothing has changed.
-
-        Raises:
-            NotFoundError: One of the two does not exist.
-            StorageError: The exchange failed.
+        Returns whether the file system can do so. Otherwise nothing has changed.
         """
         try:
             self.file_system.exchange(self.path, other.path)
@@ -321,12 +268,7 @@ class Location:
         return True
 
     def remove(self) -> None:
-        """Removes a file or an empty directory.
-
-        Raises:
-            NotFoundError: The location does not exist.
-            StorageError: The removal failed.
-        """
+        """Removes a file or an empty directory."""
         self.file_system.remove(self.path)
 
     def discard(self) -> None:
@@ -337,35 +279,21 @@ class Location:
     # ---- Directories ----
 
     def create_directories(self) -> None:
-        """Creates the directory and its missing parents.
-
-        Raises:
-            StorageError: A directory cannot be created.
-        """
+        """Creates the directory and its missing parents."""
         self.file_system.create_directories(self.path)
 
     def names(self) -> list[str]:
-        """Returns the names in the directory, sorted.
-
-        Raises:
-            NotFoundError: The directory does not exist.
-            StorageError: The directory cannot be listed.
-        """
+        """Returns the names in the directory, sorted."""
         return self.file_system.list_directory(self.path)
 
     def sync(self) -> None:
-        """Syncs the directory, so that its names survive a power cut.
-
-        Raises:
-            StorageError: The sync failed.
-        """
+        """Syncs the directory, so that its names survive a power cut."""
         self.file_system.sync_directory(self.path)
 
     def remove_all(self) -> None:
         """Removes a file, or a directory and its contents. Safe if several processes do it at once.
 
-        Raises:
-            StorageError: A file or directory cannot be removed. All others are removed.
+        If a file or directory cannot be removed, all others are removed. None of them need exist.
         """
         try:
             self.remove()

@@ -46,7 +46,7 @@ class SaveDirectory:
         self.given, self.absolute, self._begun = given, given.absolute(), None
 
     def begin(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Resolves the directory of a background save: the one that its thread will set, if given."""
+        """Resolves the directory of a background save: the one that its thread sets, if given."""
         given = self.given if checkpoint_id is None else Location(checkpoint_id)
         absolute = self.absolute if checkpoint_id is None else given.absolute()
         self._begun = _Begun(given, absolute, absolute.resolved(), threading.current_thread())
