@@ -293,7 +293,7 @@ class Location:
     def remove_all(self) -> None:
         """Removes a file, or a directory and its contents. Safe if several processes do it at once.
 
-        If a file or directory cannot be removed, all others are removed. None of them need exist.
+        If a file or directory cannot be removed, all others are removed.
         """
         try:
             self.remove()

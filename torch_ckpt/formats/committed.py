@@ -71,12 +71,13 @@ def has_checkpoint(directory: Location) -> bool:
 
 
 def metadata_prefixes(directory: Location) -> list[str]:
-    """Returns the prefixes of all commit files, sorted: empty, or ``__0`` for rank 0's checkpoint.
+    """Returns the prefixes of all commit files in a directory, sorted.
 
     An index without metadata counts as well, unless its save has a pending file: its metadata has
     been lost. So a pending file is removed after the index of its save, or with it.
 
-    The list is empty for a file, and for a directory that does not exist.
+    A prefix is empty, or ``__0`` for the checkpoint of rank 0 alone. The list is empty for a file,
+    and for a directory that does not exist.
     """
     try:
         return prefixes_among([] if directory.is_file() else directory.names())
@@ -143,7 +144,7 @@ def committed_id(directory: Location, prefix: str = "") -> str | None:
 def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:
     """Returns whether a save is the committed one: of all ranks, or of the rank of a prefix alone.
 
-    Raises StorageError if that cannot be read.
+    Raises StorageError if that is unknown because the files cannot be read.
     """
     prefixes = metadata_prefixes(directory)
     is_mixed = "" in prefixes and len(prefixes) > 1

@@ -191,7 +191,8 @@ WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace, collections.Ordere
 def set_attributes(value: Any, state: Any) -> None:
     """Sets the attributes of an object of :data:`WITH_ATTRIBUTES`.
 
-    Raises ValueError if one takes the place of a method that Python or the class calls.
+    Raises ValueError if the state is not a dict of attributes, or one takes the place of a method
+    that Python or the class calls.
     """
     _require_type(dict, state)
     _require_type(str, *state)

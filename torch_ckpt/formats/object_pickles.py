@@ -51,8 +51,9 @@ __all__ = ["Refused", "load_object"]
 class Refused:
     """Takes the place of a value whose class or function is forbidden, or that cannot be made.
 
-    ``number`` is of the value in its pickle: keys of a dict have different texts by it. ``parts``
-    are what the pickle gives the value. ``error`` is why a value of an allowed class is not made.
+    ``number`` is the value's in its pickle, so that keys of a dict have different texts. ``parts``
+    are what the pickle gives the value. ``error`` is why a value of an allowed class cannot be
+    made.
     """
 
     def __init__(
