@@ -23,7 +23,7 @@ _ByKey = dict[str, list[Any]]  # Sharded tensors, or sharded objects, of each ke
 def values_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the values that this rank may write, by key.
 
-    A tensor without data is a ValueError.
+    Raises ValueError if a tensor has no data.
     """
     by_key, _, _ = _grouped(sharded_state_dict)
     state: dict[str, Any] = {}

@@ -37,7 +37,7 @@ class Preemption:
     Signals arrive at the ranks at different times, and some at one rank only. So the ranks exchange
     whether any has received one: after every step, or after at most 16 steps if these take less
     than a second. Without other ranks (``is_alone``), every step is checked. ``grace_s`` is the
-    time between a signal and the end of the process, a positive number or a ValueError. ``state``
+    time between a signal and the end of the process; ValueError unless it is positive. ``state``
     returns the state to save.
     """
 

@@ -192,9 +192,9 @@ def removed_directories(directory: Location) -> Iterator[tuple[str, Location]]:
 def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
     """Removes the small files of a failed save, and its directory if that is empty then.
 
-    No save uses it any more. Ignores errors: a later retention removes the rest. ``of_agents`` also
-    removes the files by which agents of several machines inform each other of the failure. All of
-    them must have read these.
+    Requires: no save uses the directory any more. Ignores errors: a later retention removes the
+    rest. ``of_agents`` also removes the files by which agents of several machines inform each other
+    of the failure. All of them must have read these.
     """
     with contextlib.suppress(CheckpointError):
         if metadata_prefixes(path):

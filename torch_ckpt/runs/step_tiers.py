@@ -45,9 +45,9 @@ class Tier(Protocol):
         ...
 
     def steps(self, reports: Sequence[Any]) -> Iterator[int]:
-        """Returns the whole steps of the tier, the newest first. Called on one rank, for all.
+        """Returns the whole steps of the tier, the newest first.
 
-        It has the reports of all ranks.
+        Called on one rank, for all, with the reports of all ranks.
         """
         ...
 

@@ -125,9 +125,9 @@ class DirectoryWriter(StagingWriter):
     def _find_directory(self) -> None:
         """Finds out where the save may write, on the rank that commits.
 
-        May raise AlreadyExistsError. Other ranks do not look up a directory that is not there yet:
-        the client of a network file system would remember that it is missing, after the commit on
-        another machine.
+        Other ranks do not look up a directory that is not there yet: the client of a network file
+        system would remember that it is missing, after the commit on another machine. Raises
+        AlreadyExistsError if a checkpoint is there that the save may not overwrite.
         """
         if not self._commits:
             return
@@ -138,7 +138,7 @@ class DirectoryWriter(StagingWriter):
             self._open_directory()
 
     def _open_directory(self) -> None:
-        """Creates and lists the directory of the checkpoint. May raise AlreadyExistsError."""
+        """Creates and lists the directory of the checkpoint. Raises as :meth:`_find_directory`."""
         if self.location.is_missing():
             self._created = self.location
         self.location.create_directories()

@@ -48,7 +48,7 @@ class Found:
 def pending_pattern(rank: int | None) -> str:
     """Returns the pattern of the pending files of saves whose data files a save may remove.
 
-    The rank is ``None`` if all ranks commit together.
+    ``rank`` is the one that commits without coordination; ``None`` if all ranks commit together.
     """
     return rf"(__\d+)?{PENDING}" if rank is None else rf"(__{rank})?{PENDING}"
 
@@ -103,7 +103,7 @@ def collect_garbage(
 def stale_files(found: Collection[str], referenced: Collection[str], rank: int | None) -> list[str]:
     """Returns which of the files before the save no committed checkpoint refers to.
 
-    The rank is ``None`` if all ranks committed together.
+    ``rank`` is the one that committed without coordination; ``None`` if all ranks did together.
     """
     if rank is None:
         own, prefixes = "", r"(__\d+)?"
