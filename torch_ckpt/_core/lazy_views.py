@@ -26,11 +26,9 @@ class LazyMapping(Mapping[_K, _V], Generic[_K, _V]):
         return ((key, self[key]) for key in self)
 
     def items(self) -> ItemsView[_K, _V]:
-        """Returns a view of the items, like ``dict.items``."""
         return _Items(self)
 
     def values(self) -> ValuesView[_V]:
-        """Returns a view of the values, like ``dict.values``."""
         return _Values(self)
 
     def copy(self) -> dict[_K, _V]:

@@ -126,7 +126,6 @@ class Destinations:
         return False
 
     def add(self, tensor: torch.Tensor, fqn: str) -> None:
-        """Adds the memory of a tensor."""
         storage, begin, end = _tensor_view.extent(tensor)
         if begin < end:
             bisect.insort(self._extents.setdefault(storage, []), (begin, end, fqn))

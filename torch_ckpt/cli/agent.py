@@ -15,7 +15,6 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "agent",
         help="run the agent of a run, which writes snapshots in memory to disk",

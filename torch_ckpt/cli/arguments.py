@@ -22,12 +22,10 @@ __all__ = [
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--json``."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_trust_pickle(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--trust-pickle``."""
     parser.add_argument(
         "--trust-pickle",
         action="store_true",

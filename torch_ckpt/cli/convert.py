@@ -15,7 +15,6 @@ _FORMATS = ("dcp", "safetensors", "torch", "universal")
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "convert",
         help="write a checkpoint of any format in another format",

@@ -21,7 +21,6 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "diff",
         help="compare two checkpoints, of any formats",

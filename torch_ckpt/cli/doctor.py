@@ -26,7 +26,6 @@ _GRACE_S = 0.5
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "doctor",
         help="print facts on this machine and a directory, for a bug report",

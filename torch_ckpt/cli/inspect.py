@@ -26,7 +26,6 @@ _RANK = re.compile(r"(?:__|(?:[a-z0-9]+_)?zero_pp_rank_)(\d+)_")
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "inspect",
         help="list the tensors, objects and files of a checkpoint",

@@ -19,7 +19,6 @@ _MOST_LISTED = 10
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "rm",
         help="remove the steps of a run that are newer than a step",

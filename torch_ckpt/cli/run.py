@@ -20,7 +20,6 @@ _SCRIPT_FAILED = 1  # As Python's own exit status after an exception.
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "run",
         help="run a Python script whose calls of DCP use this package",

@@ -42,7 +42,6 @@ def fail(error: object) -> int:
 
 
 def print_json(facts: Any) -> None:
-    """Prints facts as JSON."""
     json.dump(facts, sys.stdout, indent=1, allow_nan=False)
     print()
 

@@ -17,7 +17,6 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "verify",
         help="check every byte of a checkpoint",

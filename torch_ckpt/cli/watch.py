@@ -23,7 +23,6 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
     parser = commands.add_parser(
         "watch",
         help="run a command on each new step of a run, such as an evaluation",

@@ -56,7 +56,6 @@ def pending_name(save_id: str) -> str:
 
 
 def index_name(save_id: str) -> str:
-    """Returns the name of the index of a save."""
     return f".index.{save_id}"
 
 

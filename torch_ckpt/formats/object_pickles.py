@@ -213,7 +213,6 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         self._numbers = itertools.count()  # For refused values.
 
     def load(self) -> object:
-        """Returns the unpickled object."""
         try:
             value = super().load()
         except ExpansionError:

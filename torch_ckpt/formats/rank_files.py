@@ -112,13 +112,11 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of a tensor."""
         dtype: torch.dtype = self.value.dtype
         return dtype
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of a tensor."""
         return tuple(self.value.shape)
 
     def read(self) -> object:
@@ -174,7 +172,6 @@ class File:
 
     @property
     def path(self) -> Location:
-        """The path of the file."""
         return self.archive.path
 
     def at(self, *keys: str | int, kind: type | tuple[type, ...] = object) -> Any:

@@ -72,7 +72,6 @@ class Transpose(Operator):
     name = "transpose"
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor after this step."""
         return tensor.transpose(self.dim0, self.dim1).contiguous()
 
 
@@ -90,7 +89,6 @@ class Cast(Operator):
             raise ValueError(f"{self.dtype!r} is not a dtype of torch")
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor after this step."""
         return tensor.to(getattr(torch, self.dtype))
 
 

@@ -90,7 +90,6 @@ class Unique(Union):
     name = "unique"
 
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
         if len(shards) > 1:
             raise MismatchError(f"{fqn!r} is unique, but ranks {listed(shards)} have it")
         return _whole(shards)
@@ -100,7 +99,6 @@ class _OfEqualSizes(Union):
     """All ranks have the whole parameter."""
 
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
         if len(set(shards.values())) > 1:
             raise MismatchError(
                 f"{fqn!r} is {self.name}, but has sizes {_sizes_by_rank(shards)} on its ranks"
@@ -131,7 +129,6 @@ class Shard(Union):
     name = "shard"
 
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
         widths = _widths(fqn, shards, self.dim)
         first = next(iter(shards.values()))
         placed: list[Placed] = []
@@ -163,7 +160,6 @@ class Fused(Union):
             raise ValueError("widths of fused does not have a size of each parameter on each rank")
 
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
         count = len(shards)
         widths = self.widths
         if widths is None:
@@ -223,7 +219,6 @@ class Boxes(Union):
                 )
 
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """See :class:`Union`."""
         placed = [one for box in self.boxes if math.prod((one := Placed(*box)).sizes)]
         for one in placed:
             inside = one.rank in shards and fits(one.offsets, one.sizes, shards[one.rank])

@@ -34,7 +34,6 @@ class StepBoundary:
         self._begun = False
 
     def step_ended(self, step: int) -> None:
-        """Records the end of a step."""
         self.went_back(step)
         self.step, self._begun = step, False
 

@@ -62,7 +62,6 @@ class StepDirectories:
             self.check = functools.partial(check_sound, trust_pickle=trust_pickle)
 
     def path(self, step: int) -> Location:
-        """Returns the directory of a step."""
         return self.directory / f"step-{step}"
 
     def report(self) -> None:

@@ -183,7 +183,6 @@ class DirectoryWriter(StagingWriter):
         self._pending = self._create_pending()
 
     def _create_pending(self) -> Location:
-        """Creates the pending file."""
         pending = self.location / self._own_name(pending_name(self.save_id))
         pending.write(b"", sync=False)
         return pending

@@ -396,7 +396,6 @@ class _PieceWriter:
     jobs: FileJobs
 
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
-        """Writes the pieces of one file."""
         writer, model_file = self.writer, self.layout.files[file]
         path = writer.location / self.names[file]
         job = _native.SharedFileJob(

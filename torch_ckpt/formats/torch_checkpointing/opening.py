@@ -374,7 +374,6 @@ class _Local(Stored):
     """The part of a DTensor that a file has."""
 
     def read(self) -> object:
-        """See :class:`Stored`."""
         value = super().read()
         return value._local_tensor if isinstance(value, DTensor) else value
 
