@@ -92,9 +92,9 @@ class FastReader(StorageReader):
             without restriction. ``True`` also lifts the limits of what files may expand to.
         exchange: Whether one rank reads bytes that several ranks want and passes them on. The ranks
             then use connections of their own, outside the process group. ``"auto"``: if that saves
-            at least 16 MiB and 1/16 of all reads (as it does for replicas), and at most 256 ranks
-            share bytes. ``"off"``: never. A load without other ranks (``no_dist=True``) never
-            exchanges bytes.
+            at least 16 MiB and 1/16 of all reads from storage (as it does for replicas whose page
+            caches do not have all of the bytes), and at most 256 ranks share bytes. ``"off"``:
+            never. A load without other ranks (``no_dist=True``) never exchanges bytes.
         rules: How the shards of model-parallel ranks of a DeepSpeed checkpoint make parameters:
             :class:`torch_ckpt.formats.rules.Rules`, or their text. By default, as the checkpoint
             describes it.
