@@ -53,10 +53,7 @@ class Place:
     Attributes:
         run: 16 bytes that identify the run.
         session: 16 bytes that identify the ranks that started together; later sessions are greater.
-        rank: This rank.
-        world_size: Number of ranks.
         node: Number of this machine.
-        node_count: Number of machines.
         ranks_here: All ranks of this machine.
         run_id: The id of the run, if ``run`` is the directory of its steps.
     """
@@ -88,12 +85,7 @@ class Place:
 
 @dataclass(frozen=True)
 class AcquiredSlot:
-    """A slot for this rank to fill.
-
-    Attributes:
-        path: File of the slot.
-        has_waited: Whether the request waited for a free slot.
-    """
+    """A slot for this rank to fill. ``has_waited`` says that the request waited for a free slot."""
 
     path: Path
     has_waited: bool
@@ -103,21 +95,9 @@ class AgentClient:
     """Sends requests to the agent of this machine, one at a time. Owned by one thread.
 
     If the agent has died, the client starts another, which recovers its state from the slots. An
-    agent that does not answer within ``timeout_s``, because it is frozen, is lost.
-
-    Args:
-        run: Name of the run.
-        place: Identity of this rank.
-        options: Options of the agent.
-        timeout_s: Seconds that the client waits for each answer.
-
-    Attributes:
-        folder: Folder of the run's shared memory.
-        is_lost: Whether the agent is gone and no other could be started.
-
-    Raises:
-        CheckpointError: The agent rejected this rank.
-        StorageError: No agent answers.
+    agent that does not answer within ``timeout_s``, because it is frozen, is lost. So is one that
+    is gone, if no other could be started. Raises CheckpointError if the agent rejected this rank,
+    and StorageError if no agent answers.
     """
 
     def __init__(
@@ -141,26 +121,16 @@ class AgentClient:
         self._connect()
 
     def reserve(self, nbytes: int) -> None:
-        """Has the agent allocate both slots of this rank.
+        """Has the agent allocate both slots of this rank, of ``nbytes`` each.
 
-        Args:
-            nbytes: Size of each slot.
-
-        Raises:
-            StorageError: The tmpfs has too little space.
+        Raises StorageError if the tmpfs has too little space.
         """
         self._request(Kind.RESERVE, nbytes=nbytes)
 
     def acquire(self, sequence: int, nbytes: int, timeout_s: float) -> AcquiredSlot | None:
-        """Returns a slot to fill; ``None`` if no slot becomes free in time.
+        """Returns a slot for all items of the rank; ``None`` if none becomes free in time.
 
-        Args:
-            sequence: Number of the save.
-            nbytes: Size of a slot with all items of the rank.
-            timeout_s: Seconds to wait for a free slot.
-
-        Raises:
-            StorageError: The tmpfs has too little space.
+        Raises StorageError if the tmpfs has too little space.
         """
         answer = self._request(
             Kind.ACQUIRE,
@@ -190,17 +160,14 @@ class AgentClient:
     def persist(self, sequence: int) -> None:
         """Requests that a save of this session is persisted, and waits for its commit.
 
-        Raises:
-            CheckpointError: The save failed.
-            StorageError: The agent does not answer.
+        Raises CheckpointError if the save failed, and StorageError if the agent does not answer.
         """
         self._request(Kind.PERSIST, math.inf, sequence=sequence)
 
     def detach(self, *, drop: bool) -> None:
         """Reports the orderly end of this rank, and closes the connection.
 
-        Args:
-            drop: Whether the agent discards snapshots that are not on disk.
+        With ``drop``, the agent discards snapshots that are not on disk.
         """
         try:
             if not self.is_lost:
@@ -220,13 +187,10 @@ class AgentClient:
         return AgentClient(self._run, self.place, self._options, timeout_s=self._timeout_s)
 
     def _request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
-        """Returns the answer to a request.
+        """Returns the answer to a request, with these fields.
 
-        Args:
-            kind: Kind of the request.
-            within_s: Seconds to wait for the answer; the timeout of the client if ``None``. With
-                ``math.inf``, the client waits as long as the agent answers other requests.
-            **fields: Fields of the request.
+        It waits for the timeout of the client if ``within_s`` is ``None``. With ``math.inf``, it
+        waits as long as the agent answers other requests.
         """
         deadline = time.monotonic() + _START_S
         while True:

@@ -44,11 +44,9 @@ _WRITTEN = "written"
 
 @dataclass(frozen=True)
 class RunId:
-    """The id of a run, as its shared memory has it.
+    """The id of a run, as its shared memory has it: 16 hexadecimal digits.
 
-    Attributes:
-        id: 16 hexadecimal digits.
-        is_written: Whether the directory of the run has had the id.
+    ``is_written`` says that the directory of the run has had the id.
     """
 
     id: str
@@ -59,9 +57,6 @@ def id_in_directory(directory: Location) -> str | None:
     """Returns the id of the run that a directory belongs to; ``None`` if it has no id.
 
     A damaged file counts as no id: the next save writes it again.
-
-    Raises:
-        StorageError: The directory cannot be read.
     """
     try:
         found = (directory / _NAME).read().decode(errors="replace").strip()
@@ -80,11 +75,7 @@ def id_in_memory(folder: Path) -> RunId | None:
 
 
 def set_id(folder: Path, run_id: RunId) -> None:
-    """Stores the id of the run whose slots are in a folder.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Stores the id of the run whose slots are in a folder."""
     pending = folder / f"{_NAME}.tmp"
     try:
         pending.write_text(f"{run_id.id} {_WRITTEN if run_id.is_written else ''}\n")
@@ -96,15 +87,9 @@ def set_id(folder: Path, run_id: RunId) -> None:
 def agreed_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
     """Returns the id with which a run goes on or begins.
 
-    The ids in memory must have been read before this call. An agent may write the id meanwhile: it
-    marks the memory after the directory, so a mark that was read implies an id in the directory.
-
-    Args:
-        in_memory: The ids in the memory of all machines.
-        directory: Directory of the run.
-
-    Raises:
-        StorageError: The directory cannot be read.
+    The ids in the memory of all machines must have been read before this call. An agent may write
+    the id meanwhile: it marks the memory after the directory, so a mark that was read implies an id
+    in the directory.
     """
     found = id_in_directory(directory)
     if found is not None:
@@ -117,16 +102,9 @@ def agreed_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
 def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) -> None:
     """Checks that a directory is that of the run in memory, and writes the id if it is new.
 
-    Does nothing for memory without an id, as a :class:`SnapshotAgent` without a ``Run`` has it.
-
-    Args:
-        directory: Directory of the run.
-        folder: Folder of the run's shared memory.
-        may_recreate: Whether the run goes on in a new directory if its directory is gone.
-
-    Raises:
-        CheckpointError: The directory is gone, or belongs to another run.
-        StorageError: The id cannot be read or written.
+    Does nothing for memory (``folder``) without an id, as a :class:`SnapshotAgent` without a
+    ``Run`` has it. With ``may_recreate``, the run goes on in a new directory if its directory is
+    gone. Raises CheckpointError if it is gone otherwise, or belongs to another run.
     """
     own = id_in_memory(folder)
     if own is None:

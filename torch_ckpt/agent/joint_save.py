@@ -60,9 +60,7 @@ SHUTDOWN_WAIT_S = 30.0
 class _RemoteError(Exception):
     """A failure that another machine published.
 
-    Args:
-        failure: The published failure.
-        may_be_committed: Whether the save may be committed nevertheless.
+    ``may_be_committed`` says that the save may be committed nevertheless.
     """
 
     def __init__(self, failure: Failure, may_be_committed: bool) -> None:
@@ -82,16 +80,9 @@ class _Plan:
 class JointSave:
     """One save of several machines, on this machine. Owned by one thread, without the agent's lock.
 
-    Args:
-        memories: The slots of this machine, in order of rank.
-        io: I/O tuning.
-        threads: Number of files to write at a time.
-        check_replicas: How to compare replicas.
-        timeout_s: Seconds to wait for other machines.
-        is_shutting_down: Returns whether to wait for ``SHUTDOWN_WAIT_S`` at most.
-
-    Raises:
-        CheckpointError: A slot contains no snapshot, or the snapshot has no directory.
+    ``memories`` are the slots of this machine, in order of rank. ``timeout_s`` is the wait for
+    other machines. ``is_shutting_down`` returns whether to wait for ``SHUTDOWN_WAIT_S`` at most.
+    Raises CheckpointError if a slot contains no snapshot, or the snapshot has no directory.
     """
 
     def __init__(
@@ -148,11 +139,7 @@ class JointSave:
         return [] if self._plan is None else self._plan.plan.differences
 
     def begin(self) -> None:
-        """Publishes the item lists of this machine's ranks.
-
-        Raises:
-            StorageError: A file cannot be written.
-        """
+        """Publishes the item lists of this machine's ranks."""
         self._directory.create_directories()
         self._failed_before = self._failed_epoch(0)
         self._files.remove("failed")
@@ -167,13 +154,9 @@ class JointSave:
         self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
 
     def advance(self) -> bool:
-        """Advances the save without waiting for other machines.
+        """Advances the save without waiting for other machines. Returns whether it is committed.
 
-        Returns:
-            Whether the save is committed.
-
-        Raises:
-            CheckpointError: The save failed on some machine, or the deadline passed.
+        Raises CheckpointError if the save failed on some machine, or the deadline passed.
         """
         try:
             return self._advance()
@@ -365,11 +348,9 @@ class JointSave:
         self._files.clear()
 
     def _end_epoch(self, failure: Failure | None, *, retain_files: bool) -> None:
-        """Ends this machine's participation in the epoch.
+        """Ends this machine's participation in the epoch, and publishes the failure, if any.
 
-        Args:
-            failure: Failure to publish.
-            retain_files: Whether the data files remain, because they may be committed.
+        With ``retain_files``, the data files remain, because they may be committed.
         """
         if failure is not None:
             facts = {"epoch": self._epoch, "failure": failure, "unsure": self._may_be_committed}

@@ -43,13 +43,9 @@ Decision = Literal["all", "assign", "shares"]
 class Answer(NamedTuple):
     """What a rank tells the others before a save.
 
-    Attributes:
-        can_share: Whether the rank can copy a share.
-        is_assigned: Whether it knows its share.
-        node: Number of its machine.
-        values: The values of its replicas, combined.
-        differences: Replicas on its machine that had different values when shares were assigned,
-            of the first save with these shares.
+    ``can_share`` says that it can copy a share, and ``is_assigned`` that it knows its share.
+    ``values`` are those of its replicas, combined. ``differences`` are replicas on its machine that
+    had different values when shares were assigned, of the first save with these shares.
     """
 
     can_share: bool
@@ -82,17 +78,9 @@ class MachineShare:
     replicas. Otherwise, or if replicas that were equal differ, every rank copies all of its items.
     The ranks decide this in each save.
 
-    Args:
-        folder: Folder of the run's shared memory.
-        run: 16 bytes that identify the run.
-        rank: This rank.
-        node: Number of this machine.
-        check_replicas: How to compare replicas.
-
-    Attributes:
-        tensors: 16 bytes that identify the tensors of the rank in its last save.
-        sharing: 16 bytes that identify how the ranks of the machine divide their replicas;
-            ``NOT_SHARED`` if each copies all of its items.
+    ``tensors`` (16 bytes) identifies the tensors of the rank in its last save, and ``sharing`` (16
+    bytes) how the ranks of the machine divide their replicas; ``NOT_SHARED`` if each copies all of
+    its items.
     """
 
     def __init__(
@@ -156,8 +144,7 @@ class MachineShare:
     def assign(self) -> None:
         """Assigns shares from the slots of the save in which all ranks copied everything.
 
-        Raises:
-            StorageError: The slots of the previous save are gone.
+        Raises StorageError if the slots of the previous save are gone.
         """
         slots = whole_saves(complete_slots(self._folder, self._run)).get(self._copied_all, [])
         if not slots:

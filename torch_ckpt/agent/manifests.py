@@ -48,18 +48,8 @@ _POLL_S = 0.5
 class Manifests:
     """The files of one save, from the perspective of one machine.
 
-    Args:
-        run: 16 bytes that identify the run.
-        session: 16 bytes that identify the session.
-        sequence: Number of the save in its session.
-        node: Number of this machine.
-        node_count: Number of machines.
-        directory: Directory of the checkpoint.
-
-    Attributes:
-        node: Number of this machine.
-        node_count: Number of machines.
-        tag: Hexadecimal digits that identify the save in file names.
+    ``run`` and ``session`` have 16 bytes each, and ``sequence`` numbers the save in its session.
+    ``tag`` has hexadecimal digits that identify the save in file names.
     """
 
     def __init__(
@@ -88,20 +78,14 @@ class Manifests:
         return self.tag[:_TAG_DIGITS_IN_ID] + epoch[: _TAG_DIGITS - _TAG_DIGITS_IN_ID]
 
     def is_committed(self) -> bool:
-        """Returns whether an epoch of this save is committed.
-
-        Raises:
-            StorageError: The directory cannot be read.
-        """
+        """Returns whether an epoch of this save is committed."""
         found = committed_id(self.directory)
         return found is not None and found[:_TAG_DIGITS_IN_ID] == self.tag[:_TAG_DIGITS_IN_ID]
 
     def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Publishes a file of this machine; replaces an earlier file of this kind.
 
-        Raises:
-            NotFoundError: The directory does not exist.
-            StorageError: The file cannot be written.
+        Raises NotFoundError if the directory does not exist.
         """
         path = self._path(self.node, kind)
         temporary = path.with_name(f"{path.name}{_UNPUBLISHED}")
@@ -116,8 +100,7 @@ class Manifests:
     def get(self, node: int, kind: FileKind) -> tuple[dict[str, Any], list[bytes]] | None:
         """Returns the content of a machine's file; ``None`` if it is absent or damaged.
 
-        Raises:
-            UnsupportedError: An agent of another version wrote it.
+        Raises UnsupportedError if an agent of another version wrote it.
         """
         path = self._path(node, kind)
         try:
@@ -148,11 +131,7 @@ class Manifests:
         return bool(self._files())
 
     def abort(self, why: str) -> None:
-        """Publishes that this machine will never complete the save.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Publishes that this machine will never complete the save."""
         failure = self.failure_of(CheckpointError(why))
         self.put("failed", {"epoch": None, "failure": failure})
 

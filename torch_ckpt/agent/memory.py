@@ -85,9 +85,7 @@ def folder_of(run: bytes) -> Path:
 def open_folder(run: bytes) -> Path:
     """Returns the folder of a run; creates it if it does not exist.
 
-    Raises:
-        StorageError: The folder cannot be created. Or it belongs to another user, or other users
-            can access it.
+    Raises StorageError if it belongs to another user, or other users can access it.
     """
     folder = folder_of(run)
     for path in (folder.parent, folder):
@@ -160,8 +158,7 @@ def whole_saves(
 def sharing_of(headers: Sequence[_native.SlotHeader]) -> bytes:
     """Returns 16 bytes that identify how the ranks of a machine divide their replicas.
 
-    Args:
-        headers: Slot headers of all ranks of the machine, in order of rank.
+    The slot headers are of all ranks of the machine, in order of rank.
     """
     digest = hashlib.blake2b(digest_size=16)
     for header in headers:
@@ -181,15 +178,9 @@ def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[_native.SlotHeade
 
 
 def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool]) -> set[int]:
-    """Discards snapshots. An agent that writes one of them does not commit it.
+    """Discards the snapshots of steps that ``is_discarded`` names, and returns these steps.
 
-    Args:
-        folder: Folder of the run.
-        run: 16 bytes that identify the run.
-        is_discarded: Whether to discard the snapshot of a step.
-
-    Returns:
-        The steps of the discarded snapshots.
+    An agent that writes one of them does not commit it.
     """
     discarded = set()
     for _, _, path in found_slots(folder):
@@ -249,11 +240,7 @@ def _try_lock(descriptor: int, kind: int, folder: Path) -> bool:
 def remove_abandoned(own: Path) -> list[Path]:
     """Removes the memory of this user's other runs that no process has used for a day.
 
-    Args:
-        own: Folder of this run.
-
-    Returns:
-        The removed folders.
+    Returns the removed folders.
     """
     removed = []
     for folder in sorted(own.parent.iterdir()):

@@ -97,9 +97,8 @@ def encode(facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
 def decode(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     """Returns the facts and blobs of a message that :func:`encode` made.
 
-    Raises:
-        CorruptionError: The bytes are not a message.
-        UnsupportedError: The message has another version.
+    Raises CorruptionError if the bytes are not a message, and UnsupportedError if it has another
+    version.
     """
     return _decode_body(*_decode_head(data[: _HEAD.size]), data[_HEAD.size :])
 
@@ -135,21 +134,15 @@ def _decode_body(nbytes: int, crc: int, body: bytes) -> tuple[dict[str, Any], li
 
 
 def send(connection: socket.socket, kind: Kind, **fields: Any) -> None:
-    """Sends a message.
-
-    Raises:
-        OSError: The peer closed the connection.
-    """
+    """Sends a message. Raises OSError if the peer closed the connection."""
     connection.sendall(encode({"kind": kind, **fields}))
 
 
 def receive(connection: socket.socket) -> Message | None:
     """Returns the next message; ``None`` when the peer closed the connection.
 
-    Raises:
-        OSError: The connection broke.
-        CorruptionError: The bytes are not a message.
-        UnsupportedError: The message has another version.
+    Raises OSError if the connection broke, CorruptionError if the bytes are not a message, and
+    UnsupportedError if it has another version.
     """
     head = _read(connection, _HEAD.size)
     if head is None:
@@ -184,11 +177,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def raise_failure(failure: Failure) -> NoReturn:
-    """Raises the exception of another process.
-
-    Raises:
-        CheckpointError: Always.
-    """
+    """Raises the exception of another process: a CheckpointError."""
     name, text, errno = failure
     found = getattr(errors, name, None)
     is_ours = isinstance(found, type) and issubclass(found, CheckpointError)

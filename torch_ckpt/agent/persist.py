@@ -56,25 +56,13 @@ def persist(
     check_replicas: CheckReplicas = "sample",
     is_current: Callable[[], bool] = lambda: True,
 ) -> list[Difference]:
-    """Writes and commits a checkpoint of one snapshot of every rank.
+    """Writes and commits a checkpoint of one snapshot of every rank, in order of rank.
 
-    Warns of replicas with different values, each of which is stored whole from one rank.
-
-    Args:
-        snapshots: The snapshots of one save, in order of rank.
-        io: I/O tuning; all threads share its buffers.
-        threads: Number of files to write at a time.
-        check_replicas: How to compare replicas.
-        is_current: Returns whether the slots still contain these snapshots; called before the
-            commit.
-
-    Returns:
-        The replicas with different values.
-
-    Raises:
-        StorageError: A write failed. The new data files are removed, and the previous checkpoint
-            is unchanged.
-        CheckpointError: The snapshots do not form one save, or do not cover whole tensors.
+    Warns of replicas with different values, each of which is stored whole from one rank, and
+    returns them. All threads share the buffers of ``io``. ``is_current`` is called before the
+    commit: it returns whether the slots still contain these snapshots. Raises StorageError if a
+    write failed: the new data files are removed, and the previous checkpoint is unchanged. Raises
+    CheckpointError if the snapshots do not form one save, or do not cover whole tensors.
     """
     _check_one_save(snapshots)
     first = snapshots[0]
@@ -160,16 +148,8 @@ def write_shares(
 ) -> list[FileReport]:
     """Writes the share of each rank, and syncs the directory if the save requests it.
 
-    Args:
-        shares: Snapshot of each rank, and its encoded assignment.
-        directory: Directory of the checkpoint.
-        save_id: Id of the save.
-        written: Receives the name of each complete file.
-        io: I/O tuning; all threads share its buffers.
-        threads: Number of files to write at a time.
-
-    Raises:
-        StorageError: A write failed. The caller removes the files in ``written``.
+    A share is a snapshot and an encoded assignment. All threads share the buffers of ``io``.
+    ``written`` receives the name of each complete file; the caller removes these after an error.
     """
     threads = max(1, min(threads, len(shares)))
     pool_nbytes = max(2 * io.block_nbytes, io.buffer_nbytes // threads)
@@ -201,15 +181,9 @@ def snapshot_commit_files(
 ) -> tuple[bytes, bytes]:
     """Returns the metadata and the index of the files that all ranks have written.
 
-    Args:
-        plan: Plan of all ranks.
-        reports: Reports of all ranks.
-        save_id: Id of the save.
-        first: Any snapshot of the save; the facts about the save are equal in all of them.
-        paths: Paths of all snapshots in the nested state dicts.
-
-    Raises:
-        CheckpointError: The files do not cover whole tensors.
+    ``first`` is any snapshot of the save; the facts about the save are equal in all of them.
+    ``paths`` are those of all snapshots in the nested state dicts. Raises CheckpointError if the
+    files do not cover whole tensors.
     """
     directory = str(directory_of(first))
     unique_paths = None if first.paths is None else _unique(paths)
@@ -226,19 +200,12 @@ def publish(
     first: _native.StoredSnapshot,
     before: tuple[Found, str | None],
 ) -> None:
-    """Commits the written files, and removes the files that they replace.
+    """Commits the metadata and the index, and removes the files that they replace.
 
-    Args:
-        files: Metadata and index, from :func:`snapshot_commit_files`.
-        written: Name and length of each data file.
-        save_id: Id of the save.
-        first: Any snapshot of the save.
-        before: What :func:`found_before` returned before the save.
-
-    Raises:
-        CheckpointError: Another save was committed in the directory meanwhile. The written files
-            are removed.
-        StorageError: The commit failed; whether the checkpoint is committed is unknown.
+    ``written`` has name and length of each data file, ``first`` is any snapshot of the save, and
+    ``before`` is what :func:`found_before` returned before it. Raises CheckpointError if another
+    save was committed in the directory meanwhile: the written files are removed. After a
+    StorageError, it is unknown whether the checkpoint is committed.
     """
     directory = directory_of(first)
     found, id_before = before

@@ -56,15 +56,11 @@ T = TypeVar("T")
 
 
 class Agent:
-    """The server of one run on this machine.
+    """The server of one run, which 16 bytes identify, on this machine.
 
-    Args:
-        run: 16 bytes that identify the run.
-        folder: Folder of the run's shared memory.
-        options: Options of the agent until a rank registers.
-        first_within_s: Seconds to wait for a first trainer, if the memory contains no snapshot.
-        signals: Termination signals received so far. Once there is one, the agent persists the
-            newest complete snapshot and ends.
+    The options apply until a rank registers. The agent waits ``first_within_s`` for a first
+    trainer, if the memory contains no snapshot. ``signals`` are the termination signals received so
+    far. Once there is one, the agent persists the newest complete snapshot and ends.
     """
 
     def __init__(
@@ -106,8 +102,7 @@ class Agent:
     def serve(self) -> bool:
         """Serves trainers until all have detached, or none has been alive for ``linger_s``.
 
-        Returns:
-            Whether the memory can be removed: its snapshots are on disk or were discarded.
+        Returns whether the memory can be removed: its snapshots are on disk or were discarded.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = self.folder / "agent.socket"
@@ -472,14 +467,8 @@ def _is_active(trainer: RankProcess, pid: int) -> bool:
 def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None = None) -> int:
     """Runs the agent of a run in this process, unless the run has an agent on this machine.
 
-    Args:
-        run: 16 bytes that identify the run.
-        options: Options of the agent until a rank registers.
-        first_within_s: Seconds to wait for a first trainer, if the memory contains no snapshot;
-            ``None`` for ``options.linger_s``.
-
-    Returns:
-        The exit status of the process.
+    The options apply until a rank registers. ``first_within_s`` is ``options.linger_s`` if
+    ``None``. Returns the exit status of the process.
     """
     signals: list[int] = []
     # Installed before the folder exists: a default handler would leave the folder behind.

@@ -15,17 +15,12 @@ class RankProcess:
 
     The kernel reports the end of a process through a pidfd. Old kernels and some sandboxes refuse
     one: then ``/proc`` is polled. If that is impossible too, because the process is in another
-    namespace of process ids, the process counts as alive as long as it is connected.
+    namespace of process ids (its ``pid`` is 0), the process counts as alive as long as it is
+    connected.
 
-    Args:
-        rank: Rank of the process.
-        session: 16 bytes that identify the ranks that started together.
-        pid: Process id; 0 if the process is in another namespace.
-
-    Attributes:
-        has_detached: Whether the process has ended in good order, or is about to.
-        reached: Sequence of the save that the rank fills a slot for, or of its next save.
-        connections: Number of open connections.
+    ``session`` (16 bytes) identifies the ranks that started together. ``has_detached`` says that
+    the process has ended in good order, or is about to. ``reached`` is the sequence of the save
+    that the rank fills a slot for, or of its next save. ``connections`` counts the open ones.
     """
 
     def __init__(self, rank: int, session: bytes, pid: int) -> None:

@@ -51,17 +51,10 @@ class Saves:
     A restarted agent recovers the state from the slots and from two kinds of small files beside
     them: marks of saves on disk, and errors of failed saves.
 
-    Requires: the caller holds the lock of ``changed``, unless a method states otherwise.
-
-    Args:
-        folder: Folder of the run.
-        slots: Slots of the run.
-        changed: Notified when a save has ended.
-        options: Returns the present options of the agent.
-        is_shutting_down: Returns whether a save waits for a short time only; called without the
-            lock.
-        is_live: Returns whether trainers of the save live, or ended in good order; called without
-            the lock.
+    Requires: the caller holds the lock of ``changed``, which is notified when a save has ended,
+    unless a method states otherwise. ``options`` returns the present ones of the agent.
+    ``is_shutting_down`` returns whether a save waits for a short time only, and ``is_live`` whether
+    trainers of the save live, or ended in good order; both are called without the lock.
     """
 
     def __init__(

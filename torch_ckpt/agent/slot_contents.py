@@ -29,10 +29,8 @@ _THREADS = min(4, os.cpu_count() or 1)
 class Selection:
     """The share of a rank's items that the rank copies.
 
-    Attributes:
-        numbers: Numbers of the items in the rank's full list.
-        rows: First row and number of rows of each split item, by position in ``numbers``.
-        items: The selected items.
+    ``numbers`` are those of the items in the rank's full list. ``rows`` has first row and number of
+    rows of each split item, by position in ``numbers``.
     """
 
     numbers: Sequence[int]
@@ -43,19 +41,10 @@ class Selection:
 class SlotContents:
     """Items of a rank's state dict, and their offsets in a slot.
 
-    Args:
-        planner: Planner that listed the items.
-        listed: All items that the planner listed; ``items`` may be a subset.
-        items: Items to store in the slot.
-        sources: The tensor of each item; ``None`` for an object, and for a tensor that only DCP
-            can resolve.
-        pickled: Bytes of the items that are already pickled, by number.
-
-    Attributes:
-        items: Items to store in the slot.
-        digest: Digest of all listed items.
-        nbytes: Bytes of all items in the slot, padding included.
-        batch: The tensors.
+    ``items`` may be a subset of those that the planner listed, of which ``digest`` is. A source is
+    ``None`` for an object, and for a tensor that only DCP can resolve. ``pickled`` has the bytes of
+    items that are already pickled, by number. ``nbytes`` are those of all items in the slot,
+    padding included. ``batch`` has the tensors.
     """
 
     def __init__(
@@ -106,11 +95,7 @@ class SlotContents:
 
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> SlotContents:
-        """Returns all items of a state dict.
-
-        Raises:
-            UnsupportedError: The state dict has no columnar form.
-        """
+        """Returns all items of a state dict. Raises UnsupportedError if it has no columnar form."""
         planner = FastSavePlanner(enable_plan_caching=False)
         planner.set_up_planner(state_dicts_of(state_dict))
         try:

@@ -25,12 +25,9 @@ __all__ = ["SlotFile", "SlotScan", "Slots"]
 
 @dataclass
 class SlotFile:
-    """A slot of this machine.
+    """A slot of this machine. ``readers`` counts the saves in progress that read it.
 
-    Attributes:
-        path: File of the slot.
-        memory: The mapped file; ``None`` if it does not exist yet.
-        readers: Number of saves in progress that read the slot.
+    ``memory`` is the mapped file; ``None`` if it does not exist yet.
     """
 
     path: Path
@@ -49,14 +46,10 @@ class SlotFile:
 
 
 class SlotScan:
-    """The state of all slots at one moment; ranks may complete further slots meanwhile.
+    """The state of all complete slots at one moment; ranks may complete further slots meanwhile.
 
-    Args:
-        found: Headers and files of all complete slots.
-
-    Attributes:
-        complete: The slots of each save that all ranks of this machine have completed, in order of
-            rank. The saves are in order, the newest last.
+    ``complete`` has the slots of each save that all ranks of this machine have completed, in order
+    of rank. The saves are in order, the newest last.
     """
 
     def __init__(self, found: Iterable[tuple[_native.SlotHeader, SlotFile]]) -> None:
@@ -85,10 +78,7 @@ class Slots:
     """All slots of a run on this machine. Requires: the caller holds the agent's lock.
 
     Each slot's header describes its snapshot, so a restarted agent recovers all state from files.
-
-    Args:
-        folder: Folder of the run.
-        run: 16 bytes that identify the run; slots of other runs are ignored.
+    Slots of other runs, by their 16 bytes, are ignored.
     """
 
     def __init__(self, folder: Path, run: bytes) -> None:
@@ -117,8 +107,7 @@ class Slots:
     def check_filled(self, rank: int, session: bytes, path: Path) -> None:
         """Checks a slot that a rank has reported as filled.
 
-        Raises:
-            CheckpointError: The slot is not the rank's, or contains no complete snapshot.
+        Raises CheckpointError if it is not the rank's, or contains no complete snapshot.
         """
         slot = next((slot for slot in self._slots_of(rank) if slot.path == path), None)
         header = None if slot is None else slot.header
@@ -135,23 +124,17 @@ class Slots:
     def reserve(self, rank: int, nbytes: int) -> None:
         """Allocates both slots of a rank, so that no save waits for memory.
 
-        Raises:
-            StorageError: The tmpfs or the container's memory limit has too little space. Complete
-                snapshots remain.
+        Raises StorageError if the tmpfs or the container's memory limit has too little space.
+        Complete snapshots remain.
         """
         for slot in self._slots_of(rank):
             if slot.header is None and not slot.readers:
                 self._allocate(slot, nbytes)
 
     def release(self, ranks: Collection[int], is_done: Callable[[Save], bool]) -> bool:
-        """Removes the slots of former ranks whose snapshots are all on disk.
+        """Removes the slots of former ranks whose snapshots are all on disk (``is_done``).
 
-        Args:
-            ranks: The present ranks.
-            is_done: Whether a save is on disk.
-
-        Returns:
-            Whether any slots were removed.
+        Returns whether any were removed. ``ranks`` are the present ones.
         """
         gone = []
         for rank in set(self._slots).difference(ranks):
@@ -198,22 +181,12 @@ class Slots:
         is_pending: SavePredicate,
         is_awaited: SavePredicate,
     ) -> SlotFile | None:
-        """Clears a slot of a rank and returns it, for the rank to fill.
+        """Clears a slot of a rank and returns it, for the rank to fill; ``None`` if none is free.
 
         The slots of three saves are never free: the newest complete save, a save that other ranks
-        may still complete, and a save that is still to be persisted.
-
-        Args:
-            rank: Rank of the slot.
-            nbytes: Required size of the slot.
-            is_pending: Whether a complete save is still to be persisted.
-            is_awaited: Whether other ranks may still complete an incomplete save.
-
-        Returns:
-            The slot; ``None`` if no slot is free.
-
-        Raises:
-            StorageError: The tmpfs or the container's memory limit has too little space.
+        may still complete (``is_awaited``), and a complete save that is still to be persisted
+        (``is_pending``). Raises StorageError if the tmpfs or the container's memory limit has too
+        little space.
         """
         slot = self._find_free(rank, is_pending, is_awaited)
         if slot is not None:

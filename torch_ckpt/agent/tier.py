@@ -45,12 +45,7 @@ class _StepReader(SnapshotReader):
 
 
 class SnapshotTier:
-    """The steps of a run in the memory of its agent, as a storage tier.
-
-    Args:
-        agent: Agent of this machine.
-        reader: Arguments for each :class:`SnapshotReader`.
-    """
+    """The steps of a run in the memory of its agent, as a storage tier."""
 
     def __init__(self, agent: SnapshotAgent, *, reader: dict[str, Any] | None = None) -> None:
         self._agent = agent
@@ -89,10 +84,9 @@ class SnapshotTier:
     ) -> None:
         """Loads a step in place.
 
-        Raises:
-            CheckpointException: A rank raised. If the step is no longer in memory on a rank, its
-                error is a :class:`NotFoundError`. If a rank needs data that only another machine
-                has, every rank's error is a :class:`NotFoundError`.
+        Raises CheckpointException if a rank raised. If the step is no longer in memory on a rank,
+        its error is a :class:`NotFoundError`. If a rank needs data that only another machine has,
+        every rank's error is a :class:`NotFoundError`.
         """
         reader = _StepReader(self._agent, step, **self._reader)
         try:

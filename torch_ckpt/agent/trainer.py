@@ -57,12 +57,7 @@ OnBusy = Literal["wait", "skip", "error"]
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A save whose slot this rank has filled.
-
-    Attributes:
-        header: Header of the slot.
-        directory: Directory of the future checkpoint.
-    """
+    """A save whose slot this rank has filled, and the directory of the future checkpoint."""
 
     header: _native.SlotHeader
     directory: Location
@@ -518,11 +513,7 @@ def _find_place(
 ) -> Place:
     """Returns the identity of this rank; all ranks call this function.
 
-    Args:
-        run: Name of the run.
-        group: The ranks.
-        timeout_s: Seconds to wait for other ranks.
-        directory: Directory of the run, if it has one: then the run has an id.
+    If the run has a directory, it has an id.
     """
     name, rank = run_of(run), group.rank
 

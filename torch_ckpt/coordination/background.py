@@ -53,10 +53,7 @@ class SaveFuture(OwnFuture[T]):
     """A future of a background save, whose failure is reported if nobody reads it.
 
     The failure is printed to stderr and logged when the future is dropped, and at the latest when
-    the process exits.
-
-    Args:
-        failure: The beginning of the report, such as ``"step 4 was not saved"``.
+    the process exits. The report begins with ``failure``, such as ``"step 4 was not saved"``.
     """
 
     def __init__(self, failure: str) -> None:
@@ -113,11 +110,8 @@ atexit.register(_report_all)
 class Order:
     """The arguments of one save.
 
-    Attributes:
-        checkpoint_id: Directory of the checkpoint; ``None`` if the writer determines it.
-        writer: The storage writer; DCP chooses one if ``None``.
-        planner: The save planner.
-        use_collectives: Whether the ranks plan and commit one checkpoint together.
+    ``checkpoint_id`` is ``None`` if the writer determines the directory. DCP chooses the writer if
+    it is ``None``. With ``use_collectives``, the ranks plan and commit one checkpoint together.
     """
 
     checkpoint_id: str | os.PathLike[str] | None
@@ -143,16 +137,9 @@ class Order:
 def save_in_thread(
     order: Order, state: Any, call: Call, *, initializer: Callable[[], object] | None = None
 ) -> Future[Metadata]:
-    """Saves in a thread. The interpreter waits for the thread on exit.
+    """Saves in a thread, which calls ``initializer`` first. The interpreter waits for it on exit.
 
-    Args:
-        order: The arguments of the save.
-        state: The staged state dict, or a future of it.
-        call: The call of the group that saves.
-        initializer: The thread calls it first.
-
-    Returns:
-        A future of the metadata.
+    The state is the staged state dict, or a future of it.
     """
     return _started(order, initializer, order.carry_out, state, call)
 
@@ -163,20 +150,10 @@ def save_in_process(
     """Saves in a separate process of this rank, which the first save of a process group starts.
 
     The processes of all ranks form a process group of their own, of the same size. They save one
-    after the other, in the order of the calls, which is the same on all ranks.
-
-    Args:
-        order: The arguments of the save.
-        state: The staged state dict, or a future of it.
-        call: The call of the group that saves.
-        initializer: Called first by the thread that waits for the process.
-
-    Returns:
-        A future of the metadata.
-
-    Raises:
-        RankTimeoutError: A rank was late, stuck or gone.
-        CheckpointError: The process of a rank did not start.
+    after the other, in the order of the calls, which is the same on all ranks. The state is the
+    staged state dict, or a future of it. The thread that waits for the process calls
+    ``initializer`` first. Raises RankTimeoutError if a rank was late, stuck or gone, and
+    CheckpointError if a process did not start.
     """
     connections = call.group.connections
     process: _SaveProcess | None = PROCESS.save_processes.get(connections)
@@ -216,8 +193,7 @@ def _started(
 ) -> Future[Metadata]:
     """Starts a thread that calls ``initializer``, then ``function``.
 
-    Raises:
-        CheckpointError: The system has no more threads.
+    Raises CheckpointError if the system has no more threads.
     """
     path = order.checkpoint_id or getattr(order.writer, "checkpoint_id", None)
     future: SaveFuture[Metadata] = SaveFuture(f"the asynchronous save to {path} failed")
@@ -233,11 +209,10 @@ def _started(
 
 
 class SaveThread(threading.Thread):
-    """The thread of a background save.
+    """The thread of a background save, which ``is_saving`` until its save has ended.
 
-    Attributes:
-        is_saving: Whether its save has not ended. The thread itself may end later: a signal handler
-            that has interrupted a wait for the future may keep the lock of the future.
+    The thread itself may end later: a signal handler that has interrupted a wait for the future may
+    keep the lock of the future.
     """
 
     is_saving = True
@@ -273,8 +248,7 @@ def _end_save() -> None:
 def _wait_for(earlier: Future[Metadata] | None, call: Call) -> None:
     """Waits until the process has ended its earlier save.
 
-    Raises:
-        CheckpointError: The earlier save did not end within the timeout of this one.
+    Raises CheckpointError if it did not within the timeout of this one.
     """
     waiting = LongWait()
     while earlier is not None and not wait([earlier], _POLL_S).done:
@@ -289,10 +263,8 @@ def _wait_for(earlier: Future[Metadata] | None, call: Call) -> None:
 def _listening() -> socket.socket:
     """Returns a socket for the store of the processes. Other machines can reach it if possible.
 
-    A port that is only chosen, and not bound, may be taken by another program meanwhile.
-
-    Raises:
-        CheckpointError: The system cannot listen at any of its addresses.
+    A port that is only chosen, and not bound, may be taken by another program meanwhile. Raises
+    CheckpointError if the system cannot listen at any of its addresses.
     """
     hosts = own_addresses(_get_default_store() if dist.is_initialized() else None)
     failures = []
@@ -310,17 +282,10 @@ def _listening() -> socket.socket:
 class _SaveProcess:
     """A process that writes saves of this rank. It ends when this process ends.
 
-    Args:
-        address: Host and port of the store of the new process group.
-        listener: The socket of the store; ``None`` except on the coordinator.
-        call: The call of the group that saves.
-
-    Attributes:
-        last: Future of the save that began last.
-
-    Raises:
-        CheckpointError: The process did not start within the timeout of the call.
-        RankTimeoutError: Another rank was late, stuck or gone.
+    The address is that of the store of the new process group; only the coordinator has its
+    listener. ``last`` is the future of the save that began last. Raises CheckpointError if the
+    process did not start within the timeout of the call, and RankTimeoutError if another rank was
+    late, stuck or gone.
     """
 
     def __init__(
@@ -429,14 +394,11 @@ def _serve(
     rank: int,
     names: list[int],
 ) -> None:
-    """Runs saves in the process until the connection closes.
+    """Runs saves in the process until its connection to the training process closes.
 
-    Args:
-        connection: Connection to the training process.
-        address: Host and port of the store of the process group.
-        listener: The socket of the store; ``None`` except on the coordinator.
-        rank: The rank, as the group numbers it.
-        names: Global rank of each training process of the group.
+    The address is that of the store of the process group; only the coordinator has its listener.
+    ``rank`` is as the group numbers it, and ``names`` are the global ranks of the training
+    processes.
     """
     size = len(names)
     os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")

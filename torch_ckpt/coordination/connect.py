@@ -56,11 +56,8 @@ _KEEPALIVE = {
 class Deadline:
     """The end of a wait. There is none until somebody waits.
 
-    Attributes:
-        at: The end, as the monotonic clock shows it; infinite before somebody waits.
-        began: The begin of the wait.
-        timeout_s: The time from the begin of the wait to its end, in seconds.
-        phase: The phase that the wait ends, for messages.
+    ``at`` is the end by the monotonic clock, infinite before somebody waits. ``phase`` is the one
+    that the wait ends, for messages.
     """
 
     def __init__(self, phase: str) -> None:
@@ -90,12 +87,9 @@ class Deadline:
 class Neighbours:
     """The connections of a rank. Ranks are numbered as in the group.
 
-    Attributes:
-        parent: The parent's rank and the connection to it; ``None`` on the coordinator.
-        children: The connection to each child, by rank.
-        below: All ranks of each child's subtree, by the child's rank.
-        tree: The tree of the group; ``None`` except on the coordinator.
-        error: Why a neighbour is not connected; ``None`` if all are.
+    ``parent`` is its rank and the connection to it; ``None`` on the coordinator, which alone has
+    the ``tree``. ``below`` has all ranks of each child's subtree. ``error`` is why a neighbour is
+    not connected; ``None`` if all are.
     """
 
     parent: tuple[int, socket.socket] | None
@@ -117,21 +111,12 @@ def connect(
     A rank that ends after it has written its address is noticed: the system refuses connections to
     its port. That takes at most ten seconds, unless there are thousands of ranks.
 
-    Args:
-        store: A store that nothing else uses.
-        rank: This rank, as the group numbers it. Rank 0 is the coordinator.
-        names: Global rank of each rank of the group, for messages.
-        deadline: The end of this rank's wait for the others.
-        is_aborted: Returns whether this rank has stopped waiting because the store did not answer
-            in time.
-
-    Returns:
-        The connections. If a neighbour has ended or is unreachable, those of the others, and the
-        error for all of them.
-
-    Raises:
-        RankTimeoutError: A rank did not arrive in time, or has ended. Raised on all ranks.
-        RuntimeError: The store does not answer.
+    Nothing else uses the store. ``rank`` is as the group numbers it; 0 is the coordinator.
+    ``names`` are global ranks, for messages. ``is_aborted`` returns whether this rank has stopped
+    waiting because the store did not answer in time. If a neighbour has ended or is unreachable,
+    the result has the other connections, and the error for all of them. Raises RankTimeoutError on
+    all ranks if one did not arrive in time, or has ended, and RuntimeError if the store does not
+    answer.
     """
     waiting = _Waiting(store, names, rank, deadline, is_aborted)
     with contextlib.closing(_listening(store, waiting)) as listeners:
@@ -166,18 +151,10 @@ def connect(
 
 
 def refuse(store: Store, rank: int, names: Sequence[int], phase: str, reason: str) -> None:
-    """Raises an error on all ranks that connect, because this rank cannot.
+    """Raises a RankTimeoutError on all ranks that connect, because this rank cannot.
 
-    Args:
-        store: A store that nothing else uses.
-        rank: This rank, as the group numbers it.
-        names: Global rank of each rank of the group.
-        phase: The phase that a rank must finish before it connects.
-        reason: Why this rank cannot connect.
-
-    Raises:
-        RankTimeoutError: The error of all ranks.
-        RuntimeError: The store does not answer.
+    Nothing else uses the store. The phase is the one that a rank must finish before it connects.
+    Raises RuntimeError if the store does not answer.
     """
     text = f"rank {names[rank]} cannot connect to the other ranks: {reason}"
     waiting = _Waiting(store, names, rank, Deadline(phase), lambda: False)
@@ -427,8 +404,7 @@ def _accept(
 ) -> tuple[dict[int, socket.socket], RankTimeoutError | None]:
     """Accepts the connections of the children.
 
-    Returns:
-        The connection of each child, and an error if a child has ended or does not arrive in time.
+    Returns them, and an error if a child has ended or does not arrive in time.
     """
     children: dict[int, socket.socket] = {}
     while missing := sorted(expected - children.keys()):

@@ -30,16 +30,9 @@ __all__ = ["Connections", "store_of"]
 class Connections:
     """The connections of a rank, opened by the first call.
 
-    Args:
-        process_group: The ranks; ``None`` for a single process, which never connects.
-        rank: This rank, as the group numbers it.
-        names: Global rank of each rank of the group.
-
-    Attributes:
-        current: The thread that serves the connections; ``None`` before the first call.
-
-    Raises:
-        CheckpointError: The process group is that of the parent of this forked process.
+    The process group is ``None`` for a single process, which never connects. ``current`` is the
+    thread that serves the connections; ``None`` before the first call. Raises CheckpointError if
+    the process group is that of the parent of this forked process.
     """
 
     def __init__(
@@ -57,10 +50,9 @@ class Connections:
     def started(self, phase: str) -> Relay:
         """Returns the relay, and begins to connect if necessary.
 
-        Raises:
-            CheckpointError: A signal handler has interrupted the beginning in this thread. Or this
-                process is a forked child.
-            RankTimeoutError: The system has no more threads. Raised on all ranks.
+        Raises CheckpointError if a signal handler has interrupted the beginning in this thread, or
+        this process is a forked child. Raises RankTimeoutError on all ranks if the system has no
+        more threads.
         """
         if self._exclusive.is_forked:
             raise CheckpointError(FORKED)
@@ -89,8 +81,7 @@ class Connections:
     def relay(self, phase: str, timeout_s: float) -> Relay:
         """Returns the relay, after this rank has connected.
 
-        Raises:
-            RankTimeoutError: A rank did not connect in time, or the store does not answer.
+        Raises RankTimeoutError if a rank did not connect in time, or the store does not answer.
         """
         relay = self.started(phase)
         relay.deadline.begin(timeout_s, phase)

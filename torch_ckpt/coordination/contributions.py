@@ -47,11 +47,9 @@ class Contribution(NamedTuple):
 
 
 class RaisedError(Exception):
-    """Ranks have raised errors, which fail their call on all ranks.
+    """Ranks have raised errors in a phase, which fail their call on all ranks.
 
-    Attributes:
-        phase: The phase in which they raised.
-        failures: The encoded error of each rank that raised.
+    ``failures`` has the encoded error of each rank that raised.
     """
 
     def __init__(self, phase: str, failures: Mapping[int, Any]) -> None:

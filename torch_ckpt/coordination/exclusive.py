@@ -22,10 +22,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 class Exclusive:
-    """Exclusive use of an object.
-
-    Args:
-        name: Name of the object, for messages.
+    """Exclusive use of an object, which has a name for messages.
 
     Example::
 
@@ -48,13 +45,9 @@ class Exclusive:
     def use(self, activity: str, timeout_s: float) -> Iterator[None]:
         """Waits until no other thread uses the object, which is then used within the block.
 
-        Args:
-            activity: The activity, such as ``"save step 100"``, for messages.
-            timeout_s: Seconds to wait for other threads.
-
-        Raises:
-            CheckpointError: This thread uses the object already. Or another thread used it until
-                the timeout. Or this process is a forked child.
+        The activity is for messages, such as ``"save step 100"``. Raises CheckpointError if this
+        thread uses the object already, if another thread used it until the timeout, or if this
+        process is a forked child.
         """
         if self.is_forked:
             raise CheckpointError(
@@ -82,12 +75,9 @@ class Exclusive:
 
 
 def exclusive(activity: str) -> Callable[[M], M]:
-    """Makes a method use its object exclusively.
+    """Makes a method use its object exclusively. The activity is for messages.
 
     The object has an :class:`Exclusive` as ``_exclusive``, and ``timeout_s``.
-
-    Args:
-        activity: The activity, for messages.
     """
 
     def decorate(method: M) -> M:

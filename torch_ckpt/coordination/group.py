@@ -74,20 +74,11 @@ class Group:
     A group has connections of its own, which the first call opens. Messages have the number of
     their call. So a background save can run at the same time as training and other calls.
 
-    Args:
-        process_group: The ranks; ``None`` for a single process.
-        names: Names of the ranks in messages; their global ranks if ``None``.
-
-    Attributes:
-        connections: The connections of this rank, the same in all groups of one process group
-            (:meth:`series`).
-        rank: This rank, as the group numbers it. Rank 0 is the coordinator.
-        size: The number of ranks.
-        names: Name of each rank of the group: its global rank in the training processes.
-
-    Raises:
-        CheckpointError: The process group is that of the parent of this forked process.
-        ValueError: This process is not a rank of the process group.
+    The process group is ``None`` for a single process. ``rank`` is as the group numbers it; 0 is
+    the coordinator. ``names`` are those of the ranks in messages: by default, their global ranks in
+    the training processes. All groups of one process group have the same connections
+    (:meth:`series`). Raises CheckpointError if the process group is that of the parent of this
+    forked process, and ValueError if this process is not a rank of it.
 
     Example::
 
@@ -114,10 +105,9 @@ class Group:
     def call(self, timeout_s: float) -> Call:
         """Begins a call. All ranks must begin the same calls in the same order.
 
-        Raises:
-            CheckpointError: This process is a forked child of the rank.
-            RankTimeoutError: The system has no more threads. Raised on all ranks.
-            ValueError: ``timeout_s`` is not a positive number.
+        Raises CheckpointError if this process is a forked child of the rank, RankTimeoutError on
+        all ranks if the system has no more threads, and ValueError unless ``timeout_s`` is
+        positive.
         """
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is not a positive number of seconds")
@@ -129,13 +119,9 @@ class Group:
         return Call(self, next(self._calls), timeout_s)
 
     def connect(self) -> None:
-        """Begins to connect to the other ranks, without a wait.
+        """Begins to connect to the other ranks, without a wait. Raises as :meth:`call`.
 
         So the end of another process is noticed while this rank does not wait for it yet.
-
-        Raises:
-            CheckpointError: This process is a forked child of the rank.
-            RankTimeoutError: The system has no more threads. Raised on all ranks.
         """
         if self.size > 1:
             self.connections.started("beginning")
@@ -148,20 +134,11 @@ class Group:
         *,
         timeout_s: float,
     ) -> R:
-        """Computes a value on the coordinator from the values of all ranks.
+        """Computes a value on the coordinator from the values of all ranks, and returns it on each.
 
-        Args:
-            activity: Name of the activity, such as ``"measuring"``, for messages.
-            own: Returns this rank's value. Called on every rank.
-            decide: Computes the result from the list of all values. Called on the coordinator.
-            timeout_s: Seconds that this rank waits for the others.
-
-        Returns:
-            The result of ``decide``, on every rank.
-
-        Raises:
-            RankTimeoutError: A rank did not arrive in time.
-            BaseException: The error of ``own`` or ``decide``, on every rank.
+        The activity is for messages, such as ``"measuring"``. Every rank calls ``own`` for its
+        value, and the coordinator ``decide`` with the list of all. The error of either is raised on
+        every rank, and RankTimeoutError if a rank did not arrive within ``timeout_s``.
         """
         if self.size == 1:
             return decide([own()])
@@ -187,14 +164,10 @@ class Group:
 class Call:
     """One save, load or decision of a group, on one rank.
 
-    As a context manager, it fails the call on all ranks if the block raises on this rank. If a
-    rank is lost or misses the deadline, every exchange raises the same
-    :class:`~torch_ckpt.errors.RankTimeoutError` on all ranks.
-
-    Args:
-        group: The ranks.
-        number: Number of the call within the group.
-        timeout_s: Seconds that this rank waits for others in each exchange.
+    As a context manager, it fails the call on all ranks if the block raises on this rank. If a rank
+    is lost or misses the deadline, every exchange raises the same
+    :class:`~torch_ckpt.errors.RankTimeoutError` on all ranks. ``number`` is that of the call within
+    the group. This rank waits ``timeout_s`` for others in each exchange.
     """
 
     def __init__(self, group: Group, number: int, timeout_s: float) -> None:
@@ -229,12 +202,8 @@ class Call:
     ) -> R:
         """Calls ``own`` on every rank, and ``reduce`` with all results on the coordinator.
 
-        Returns:
-            This rank's element of the result of ``reduce``.
-
-        Raises:
-            CheckpointException: ``own`` or ``reduce`` raised an error. ``failures`` maps ranks to
-                their errors.
+        Returns this rank's element of the result of ``reduce``. Raises a CheckpointException, whose
+        ``failures`` maps ranks to their errors, if ``own`` or ``reduce`` raised.
         """
         return cast(R, self._reduced(step, own, reduce, scatters=True))
 
@@ -255,10 +224,7 @@ class Call:
     def decide(self, answer: bytes, decide: Callable[[Sequence[bytes]], bool], phase: str) -> bool:
         """Returns on every rank what ``decide`` returns on the coordinator.
 
-        Args:
-            answer: This rank's answer.
-            decide: Called with the answers of all ranks. Must not raise.
-            phase: Name of the phase, for messages.
+        It is called with the answers of all ranks, and must not raise. The phase is for messages.
         """
 
         def decided(answers: Sequence[Any]) -> bytes:
@@ -270,10 +236,8 @@ class Call:
         """Acquires the right to publish the checkpoint. Called by the coordinator.
 
         From then on, a rank that fails the call reports that the checkpoint may be committed.
-
-        Raises:
-            RankTimeoutError: A rank has failed the call, is lost or does not answer. The
-                checkpoint must not be published.
+        Raises RankTimeoutError if a rank has failed the call, is lost or does not answer. The
+        checkpoint must then not be published.
         """
         if not self._is_deciding or self.group.size == 1:
             return  # A rank that saves alone needs no permission to commit.
@@ -291,11 +255,9 @@ class Call:
     def raise_if_failed(self) -> None:
         """Raises the error of the call if a rank has failed it, or is gone.
 
-        For code that waits for other ranks without an exchange of this call.
-
-        Raises:
-            CheckpointException: A rank has raised an error.
-            RankTimeoutError: A rank was late, stuck or gone.
+        For code that waits for other ranks without an exchange of this call. The error is a
+        CheckpointException if a rank has raised, and a RankTimeoutError if one was late, stuck or
+        gone.
         """
         relay = self.group.connections.current
         error = None if relay is None else relay.error(self.number)
@@ -344,10 +306,8 @@ class Call:
     ) -> Any:
         """Sends a contribution to the coordinator, which calls ``decide`` with all contributions.
 
-        With ``is_error``, the contribution is an error, which fails the call on all ranks.
-
-        Returns:
-            This rank's answer.
+        Returns this rank's answer. With ``is_error``, the contribution is an error, which fails the
+        call on all ranks.
         """
         group, number = self.group, next(self._exchanges)
         if group.size == 1:
@@ -527,14 +487,9 @@ def group_of(
 ) -> Group:
     """Returns the group of a process group. The same process group always has the same group.
 
-    Args:
-        process_group: The ranks; all ranks if ``None``.
-        no_dist: Whether this process is a group of its own, as it is without
-            ``torch.distributed``.
-        names: Names of the ranks of a new group, as for :class:`Group`.
-
-    Raises:
-        ValueError: This process is not a rank of the process group.
+    It has all ranks if ``None``. With ``no_dist``, this process is a group of its own, as it is
+    without ``torch.distributed``. Raises ValueError if this process is not a rank of the process
+    group.
     """
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return Group(None)

@@ -30,28 +30,16 @@ _MOST_PENDING = 64  # Connections without the secret. A child's hello arrives wi
 
 
 def hello(secret: str, rank: int) -> bytes:
-    """Returns the first bytes that a rank sends to its parent.
-
-    Args:
-        secret: The parent's secret, as it is published.
-        rank: The rank that connects.
-    """
+    """Returns the first bytes that a rank sends to its parent, which has published the secret."""
     return _HELLO.pack(bytes.fromhex(secret), rank)
 
 
 class Listeners:
     """Sockets that listen at addresses of this machine, until :meth:`close`.
 
-    Args:
-        hosts: Addresses of this machine. Those that it does not have are left out.
-        rank: This rank's name, for messages.
-
-    Raises:
-        OSError: The system cannot listen at any of the addresses.
-
-    Attributes:
-        addresses: Host and port of each socket.
-        secret: What a rank must send after it has connected, in hexadecimal digits.
+    Hosts that this machine does not have are left out. Raises OSError if the system cannot listen
+    at any of them. ``rank`` is this rank's name, for messages. ``secret`` is what a rank must send
+    after it has connected, in hexadecimal digits.
     """
 
     def __init__(self, hosts: Iterable[str], rank: int) -> None:
@@ -91,18 +79,10 @@ class Listeners:
         self.addresses.append((host, listener.getsockname()[1]))
 
     def accepted(self, ranks: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
-        """Waits for connections of ranks.
+        """Waits, at most ``timeout_s``, for connections of the ranks that may connect.
 
-        Args:
-            ranks: The ranks that may connect.
-            timeout_s: Seconds to wait, at most.
-
-        Returns:
-            The connections of ranks that sent the secret, as soon as there is one; empty after
-            ``timeout_s``.
-
-        Raises:
-            OSError: The system has no more descriptors.
+        Returns those of ranks that sent the secret, as soon as there is one; empty after
+        ``timeout_s``. Raises OSError if the system has no more descriptors.
         """
         expected, end = set(ranks), time.monotonic() + timeout_s
         found: dict[int, socket.socket] = {}

@@ -25,12 +25,8 @@ FORKED = "a forked process is not a rank of its parent's group"
 class Loop(ABC):
     """Reads and writes messages, and runs posted functions, in the thread that calls :meth:`run`.
 
-    Other threads call only :meth:`post`, :meth:`submit` and :meth:`stop`.
-
-    Attributes:
-        peers: The connected neighbours.
-        stopped: Whether the loop must end.
-        lost: The error of all posted functions after a connection was lost; ``None`` before.
+    Other threads call only :meth:`post`, :meth:`submit` and :meth:`stop`. ``lost`` is the error of
+    all posted functions after a connection was lost; ``None`` before.
     """
 
     def __init__(self) -> None:
@@ -49,8 +45,7 @@ class Loop(ABC):
     def due(self) -> float | None:
         """Runs the timers that are due.
 
-        Returns:
-            Seconds until the next timer; ``None`` if there is none.
+        Returns the seconds until the next one; ``None`` without one.
         """
 
     @abstractmethod

@@ -81,22 +81,10 @@ def save(
 ) -> Metadata:
     """Saves a state dict, like DCP's ``state_dict_saver._save_state_dict``.
 
-    If any rank refers to a plan that the coordinator does not have, all ranks replan.
-
-    Args:
-        state_dict: A state dict without ``Stateful`` objects.
-        writer: The storage writer.
-        planner: The save planner; a ``DefaultSavePlanner`` if ``None``.
-        call: The call of the group that saves.
-        use_collectives: Whether the ranks plan and commit one checkpoint together.
-
-    Returns:
-        The metadata of the checkpoint.
-
-    Raises:
-        CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
-            class derives from ``BaseException``, not from ``Exception``.
-        RankTimeoutError: A rank was late, stuck or gone.
+    The state dict has no ``Stateful`` objects. If any rank refers to a plan that the coordinator
+    does not have, all ranks replan. With ``use_collectives``, the ranks plan and commit one
+    checkpoint together. Raises CheckpointException, a BaseException, if a rank raised an error, and
+    RankTimeoutError if a rank was late, stuck or gone.
     """
     chosen = planner or DefaultSavePlanner()
     group = call.group
@@ -164,16 +152,7 @@ def load(
 ) -> None:
     """Loads a state dict in place, like DCP's ``state_dict_loader._load_state_dict``.
 
-    Args:
-        state_dict: A state dict without ``Stateful`` objects.
-        reader: The storage reader.
-        planner: The load planner; a ``DefaultLoadPlanner`` if ``None``.
-        call: The call of the group that loads.
-
-    Raises:
-        CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
-            class derives from ``BaseException``, not from ``Exception``.
-        RankTimeoutError: A rank was late, stuck or gone.
+    The state dict has no ``Stateful`` objects. Raises as :func:`save`.
     """
     chosen = planner or DefaultLoadPlanner()
     group = call.group
@@ -214,11 +193,9 @@ def _check_same_call(plans: Sequence[SavePlan | LoadPlan], call: Call) -> None:
 
 
 def _metadata_of(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """Reads the metadata of the checkpoint.
+    """Reads the metadata of the checkpoint, and whether all ranks saved it together.
 
-    Returns:
-        The metadata, and whether it is of a checkpoint that all ranks saved together. If not, it
-        is the metadata of this rank's own save.
+    If not, it is the metadata of this rank's own save.
     """
     try:
         return reader.read_metadata(), True

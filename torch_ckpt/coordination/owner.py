@@ -21,13 +21,10 @@ def this_process() -> str:
 
 
 def is_dead(process: str) -> bool | None:
-    """Returns whether a process is dead.
+    """Returns whether a process is dead, by what :func:`this_process` returned in it.
 
     Returns ``None`` if that is unknown: the process is of another machine or another container, or
     the machine was restarted.
-
-    Args:
-        process: What :func:`this_process` returned in the process.
     """
     machine, pid, started = process.split("-")
     if machine != _machine():

@@ -21,9 +21,7 @@ _SILENT_S = 3.0  # A neighbour without an answer for this long is frozen, or doe
 class Peer:
     """The connection to a neighbour in the tree. Only one thread uses it.
 
-    Args:
-        rank: The neighbour's rank.
-        connection: A non-blocking socket to the neighbour.
+    The socket is non-blocking.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -72,8 +70,7 @@ class Peer:
     def write(self) -> None:
         """Sends as many bytes as the socket accepts without blocking.
 
-        Raises:
-            OSError: The connection is lost.
+        Raises OSError if the connection is lost.
         """
         while self._outgoing:
             views = [self._outgoing[i] for i in range(min(_MAX_VIEWS, len(self._outgoing)))]
@@ -91,11 +88,8 @@ class Peer:
     def read(self) -> Message | None:
         """Reads the bytes that have arrived.
 
-        Returns:
-            The next message once it is complete; ``None`` before.
-
-        Raises:
-            OSError: The connection is lost.
+        Returns the next message once it is complete; ``None`` before. Raises OSError if the
+        connection is lost.
         """
         while True:
             into = self._head if self._body is None else self._body

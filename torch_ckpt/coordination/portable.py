@@ -35,12 +35,7 @@ def pickled_values(values: Sequence[object]) -> list[bytes]:
 
 
 def unpickled(message: Buffer, rank: int) -> Any:
-    """Returns the value that a rank has pickled, or an error in DCP's form in its place.
-
-    Args:
-        message: The pickle.
-        rank: Name of the rank that sent it.
-    """
+    """Returns the value that a rank has pickled, or an error in DCP's form in its place."""
     try:
         return unpickle(message, f"rank {rank}")
     except UnsupportedError as error:
@@ -95,8 +90,7 @@ def _with_texts(value: T) -> T:
 def portable(value: T) -> T:
     """Returns the value, with errors that do not pickle replaced by errors that do.
 
-    Args:
-        value: An error, an error in DCP's form, or anything else, which is returned as it is.
+    It is an error, an error in DCP's form, or anything else, which is returned as it is.
     """
     if isinstance(value, CheckpointException):
         failures = {rank: portable(failure) for rank, failure in value.failures.items()}

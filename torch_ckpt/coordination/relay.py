@@ -59,17 +59,11 @@ class Relay(Loop):
     """The communication thread of one rank.
 
     Other threads use the attributes, and :meth:`late`, :meth:`error` and :meth:`is_uncommitted`.
-    They reach the other methods through :meth:`post` and :meth:`submit`.
-
-    Args:
-        store: Returns the store in which the ranks exchange their addresses.
-        rank: This rank, as the group numbers it. Rank 0 is the coordinator.
-        names: Global rank of each rank of the group.
-        phase: The phase that a rank must finish before it connects, for messages.
-        owner: The thread ends when this object has no references left.
-
-    Raises:
-        RuntimeError: The system has no more threads.
+    They reach the other methods through :meth:`post` and :meth:`submit`. ``store`` returns the
+    store in which the ranks exchange their addresses. ``rank`` is as the group numbers it; 0 is the
+    coordinator. ``names`` are global ranks. The phase is the one that a rank must finish before it
+    connects, for messages. The thread ends when ``owner`` has no references left. Raises
+    RuntimeError if the system has no more threads.
     """
 
     def __init__(
@@ -435,8 +429,7 @@ class Relay(Loop):
     def _fail_if_late(self, call: CallState, state: ExchangeState, now: float) -> float:
         """Fails a call after its deadline, on the coordinator.
 
-        Returns:
-            The time of the next check.
+        Returns the time of the next check.
         """
         assert self._tree is not None
         # Contributions sent before the deadline arrive by then.

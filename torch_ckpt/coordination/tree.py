@@ -21,8 +21,7 @@ FAN_OUT = 16
 class Tree:
     """The parents and children of the ranks of a group. Ranks are numbered as in the group.
 
-    Args:
-        parents: The parent of each rank, which is a lower rank; -1 for rank 0, the root.
+    The parent of a rank is a lower rank; -1 for rank 0, the root.
 
     Example::
 
@@ -34,19 +33,12 @@ class Tree:
 
     @classmethod
     def over(cls, nodes: Sequence[Hashable], *, fan_out: int) -> Tree:
-        """Builds the tree of a group.
+        """Builds the tree of a group from an identifier of each rank's node.
 
         The leader of a node is its lowest rank. A rank has at most ``fan_out`` children on its own
-        node. A leader has at most ``fan_out`` more children, which are leaders of other nodes. The
-        ranks below a rank are split evenly among its children, in runs of consecutive ranks,
-        because consecutive ranks are usually close in the network.
-
-        Args:
-            nodes: An identifier of each rank's node.
-            fan_out: Most children of a rank on its own node; at least 2.
-
-        Raises:
-            ValueError: ``fan_out`` is less than 2.
+        node, at least 2. A leader has at most ``fan_out`` more children, which are leaders of other
+        nodes. The ranks below a rank are split evenly among its children, in runs of consecutive
+        ranks, because consecutive ranks are usually close in the network.
         """
         if fan_out < 2:
             raise ValueError(f"{fan_out=} is less than 2")

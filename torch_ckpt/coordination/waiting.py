@@ -27,11 +27,7 @@ GRACE_S = 5.0
 
 
 class LongWait:
-    """The duration of a wait, and its log line.
-
-    Args:
-        level: Level of the line: a warning if the line names what is missing.
-    """
+    """The duration of a wait, and its log line: a warning if the line names what is missing."""
 
     def __init__(self, level: int = logging.WARNING) -> None:
         self._began, self._level = time.monotonic(), level
@@ -58,18 +54,11 @@ def result_of(
     timeout_s: float | None = None,
     is_named: bool = True,
 ) -> Any:
-    """Returns the result of a future.
+    """Returns the result of a future, or raises its error.
 
-    Args:
-        future: The future.
-        awaited: Returns what the wait is for, for the log.
-        timeout_s: Longest wait in seconds; ``None`` if another thread ends it in time.
-        is_named: Whether the log line is a warning, because it names what is missing. Otherwise it
-            is for information.
-
-    Raises:
-        TimeoutError: The future is not done within ``timeout_s``.
-        BaseException: The error of the future.
+    ``awaited`` returns what the wait is for, for the log: a warning if it ``is_named``, because it
+    names what is missing, and otherwise information. Raises TimeoutError after ``timeout_s``;
+    ``None`` if another thread ends the wait in time.
     """
     wait = LongWait(logging.WARNING if is_named else logging.INFO)
     first_s = LOG_S if timeout_s is None else min(LOG_S, timeout_s)
@@ -100,8 +89,7 @@ class OwnFuture(Future[T]):
 def submitted(executor: Executor, function: Callable[..., T], *arguments: Any) -> OwnFuture[T]:
     """Calls a function in a thread of an executor.
 
-    Raises:
-        CheckpointError: The system has no more threads.
+    Raises CheckpointError if the system has no more threads.
     """
     future: OwnFuture[T] = OwnFuture()
     work = [(function, arguments)]
