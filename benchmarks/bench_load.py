@@ -26,7 +26,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench_tree import print_table
-from load_contenders import CONTENDERS, ONE, OURS, REPLICATED, ROWS, SAVED, STOCK
+from load_contenders import (
+    BY_OWN_FILES,
+    CONTENDERS,
+    EXCHANGING,
+    ONE,
+    OURS,
+    REPLICATED,
+    ROWS,
+    SAVED,
+    STOCK,
+)
 from load_turns import (
     LOCAL,
     SPARE_MEMORY,
@@ -78,13 +88,30 @@ def _replicas(bench: Bench, storages: dict[str, Storage]) -> None:
                 *(bench, "replicas", storages[THROTTLED], ranks, REPLICATED, bench.options.gib)
             )
             with turns:
-                load_in_turns(turns, bench.contenders())
+                load_in_turns(turns, bench.contenders(BY_OWN_FILES))
 
 
 def _local(bench: Bench, storages: dict[str, Storage]) -> None:
     """Two of them, from the local disk, whose page cache they share."""
     with Turns(bench, "local", storages[LOCAL], 2, REPLICATED, bench.options.gib) as turns:
-        load_in_turns(turns, bench.contenders())
+        load_in_turns(turns, bench.contenders(BY_OWN_FILES))
+
+
+def _exchange(bench: Bench, storages: dict[str, Storage]) -> None:
+    """Replicas with and without an exchange, from the local disk."""
+    for ranks in bench.options.replicas:
+        with Turns(
+            bench, "exchange", storages[LOCAL], ranks, REPLICATED, bench.options.gib
+        ) as turns:
+            load_in_turns(turns, bench.contenders(EXCHANGING))
+
+
+def _cached(bench: Bench, storages: dict[str, Storage]) -> None:
+    """The same replicas, from the page cache."""
+    for ranks in bench.options.replicas:
+        scenario = ("cached", storages[LOCAL], ranks, REPLICATED, bench.options.gib)
+        with Turns(bench, *scenario, is_warm=True) as turns:
+            load_in_turns(turns, bench.contenders(EXCHANGING))
 
 
 PIPELINE = "pipeline: read_data alone"
@@ -146,6 +173,8 @@ class Scenario:
 
 SCENARIOS = {
     "replicas": Scenario(_replicas, REPLICATED, 1, frozenset([THROTTLED])),
+    "exchange": Scenario(_exchange, REPLICATED, 1, frozenset([LOCAL])),
+    "cached": Scenario(_cached, REPLICATED, 1, frozenset([LOCAL])),
     "local": Scenario(_local, REPLICATED, 1, frozenset([LOCAL])),
     "overlap": Scenario(_overlap, REPLICATED, 1, frozenset([THROTTLED, LOCAL])),
     "reshard": Scenario(_reshard, ROWS, SAVING_RANKS, frozenset([THROTTLED])),

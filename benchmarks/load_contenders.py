@@ -9,6 +9,8 @@ from machine import GIB
 OURS = "torch-ckpt"
 OURS_OFF = f"{OURS} without exchange"
 OURS_PLANNED = f"{OURS} with FastLoadPlanner"
+ON_STOCKS_FILES = f"{OURS} on dcp's files"
+ON_STOCKS_FILES_OFF = f"{ON_STOCKS_FILES} without exchange"
 STOCK = "dcp"
 
 SAVED = (OURS, STOCK, "torch.save", "safetensors")  # Formats, each in a folder of its name.
@@ -33,6 +35,8 @@ CONTENDERS = {
     OURS: Contender(OURS, temporary=0.4, shards=True),
     OURS_OFF: Contender(OURS, shards=True),
     OURS_PLANNED: Contender(OURS, temporary=0.4, shards=True),
+    ON_STOCKS_FILES: Contender(STOCK, temporary=0.4),
+    ON_STOCKS_FILES_OFF: Contender(STOCK),
     STOCK: Contender(STOCK, shards=True),
     "torch.load": Contender("torch.save", temporary=1.0),
     "torch.load-mmap": Contender("torch.save"),
@@ -40,6 +44,9 @@ CONTENDERS = {
     "fastsafetensors": Contender("safetensors", temporary=1.0),
     "runai": Contender("safetensors", temporary=0.5),
 }
+
+EXCHANGING = (OURS, OURS_OFF, ON_STOCKS_FILES, ON_STOCKS_FILES_OFF, STOCK)
+BY_OWN_FILES = [name for name in CONTENDERS if name not in (ON_STOCKS_FILES, ON_STOCKS_FILES_OFF)]
 
 # State dicts -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +80,11 @@ class Storage:
         else:
             make_cold(self.saved)
 
+    def make_warm(self) -> None:
+        """Fills the page cache, from the local disk."""
+        for file in self.saved.glob("*/*"):
+            file.read_bytes()
+
     def call(self, group: RankGroup, function: str, **arguments: Any) -> tuple[list[Any], int]:
         """Has all ranks do something; returns their answers, and the bytes read from storage."""
         before = self.disk.limit.read_nbytes() if self.disk else 0
@@ -117,7 +122,7 @@ class Bench:
         found = [value(sample) for sample in self.of(*row)]
         return statistics.median(found) if found else None
 
-    def contenders(self, names: list[str] | None = None) -> list[str]:
+    def contenders(self, names: Sequence[str] | None = None) -> list[str]:
         """Those that take part, of `names` where given."""
         return [name for name in self.options.contenders if names is None or name in names]
 
@@ -179,10 +184,18 @@ class Turns:
     """Ranks that load for one contender after another; where one fails, the ranks start anew."""
 
     def __init__(
-        self, bench: Bench, scenario: str, storage: Storage, ranks: int, kind: str, gib: float
+        self,
+        bench: Bench,
+        scenario: str,
+        storage: Storage,
+        ranks: int,
+        kind: str,
+        gib: float,
+        *,
+        is_warm: bool = False,
     ) -> None:
         self.bench, self.scenario, self.storage, self.ranks = bench, scenario, storage, ranks
-        self.kind, self.gib = kind, gib
+        self.kind, self.gib, self.is_warm = kind, gib, is_warm
         self.nbytes = nbytes_of(kind, gib)
         self.group = self._start()
 
@@ -218,7 +231,7 @@ class Turns:
     def load(
         self, contender: str, *, round_number: int, function: str = "load", gib: float | None = None
     ) -> Sample | None:
-        """One cold load by all ranks, checked in the first rounds; None, and why, if it fails."""
+        """One load by all ranks, checked in the first rounds; None, and why, if it fails."""
         gib = gib or self.gib
         arguments: dict[str, Any] = {
             "loader": contender,
@@ -244,7 +257,10 @@ class Turns:
     def _measure(
         self, name: str, round_number: int, function: str, gib: float, arguments: dict[str, Any]
     ) -> Sample:
-        self.storage.make_cold(self.group)
+        if self.is_warm:
+            self.storage.make_warm()
+        else:
+            self.storage.make_cold(self.group)
         if function != "read_raw":
             arguments = {"kind": self.kind, "gib": gib, **arguments}
         answers, read_nbytes = self.storage.call(self.group, function, **arguments)

@@ -16,7 +16,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from load_contenders import OURS, OURS_OFF, OURS_PLANNED, ROWS, STOCK, shapes
+from load_contenders import (
+    ON_STOCKS_FILES,
+    ON_STOCKS_FILES_OFF,
+    OURS,
+    OURS_OFF,
+    OURS_PLANNED,
+    ROWS,
+    STOCK,
+    shapes,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
@@ -211,6 +220,8 @@ LOADERS: dict[str, Callable[[State, Path], None]] = {
     OURS: _load_ours,
     OURS_OFF: functools.partial(_load_ours, exchange="off"),
     OURS_PLANNED: _load_ours_planned,
+    ON_STOCKS_FILES: _load_ours,
+    ON_STOCKS_FILES_OFF: functools.partial(_load_ours, exchange="off"),
     STOCK: _load_stock,
     "torch.load": functools.partial(_load_torch, mmap=False),
     "torch.load-mmap": functools.partial(_load_torch, mmap=True),
