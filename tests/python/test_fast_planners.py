@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import random
 from collections.abc import Iterator
@@ -28,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
 )
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 
+import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter
 from torch_ckpt._core import _tensor_view
 
@@ -266,3 +268,33 @@ def test_a_tensor_under_two_names_leaves_the_others_to_the_engine(tmp_path: Path
     assert sorted(set(left)) == ["tied", "w3"]
     for name, value in state.items():
         assert torch.equal(loaded[name], value)
+
+
+class _SeesPlans(DefaultLoadPlanner):
+    """Accesses the reads of all ranks."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        assert all(isinstance(item, ReadItem) for plan in global_plan for item in plan.items)
+        return super().create_global_plan(global_plan)
+
+
+@pytest.mark.parametrize("load_with", [dcp.load, torch_ckpt.load])
+@pytest.mark.parametrize("planner", [DefaultLoadPlanner, FastLoadPlanner, _SeesPlans])
+@pytest.mark.parametrize("writer", [FileSystemWriter, FastWriter])
+def test_reads_are_sent_only_if_a_planner_may_change_them(
+    tmp_path: Path, writer: Any, planner: Any, load_with: Any
+) -> None:
+    state = {f"w{i}": torch.full((3,), float(i)) for i in range(100)}
+    save(state, writer(tmp_path))
+    loaded = {name: torch.zeros(3) for name in state}
+    sent: list[bytes] = []
+
+    class Reader(FastReader):
+        def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+            plan = super().prepare_local_plan(plan)
+            sent.append(pickle.dumps(dataclasses.replace(plan, planner_data=None)))
+            return pickle.loads(sent[0])
+
+    load_with(loaded, storage_reader=Reader(tmp_path), planner=planner())
+    assert same(loaded, state)
+    assert (len(sent[0]) > 5000) == (planner is _SeesPlans)

@@ -33,7 +33,7 @@ __all__ = [
     "state_dicts_of",
 ]
 
-_MAX_FRAMES = 8  # Between a method of a writer and the function that saves.
+_MAX_FRAMES = 8  # Between a method of a writer or reader, and the function that saves or loads.
 
 
 class PlanUnknownError(CheckpointError):
@@ -43,27 +43,39 @@ class PlanUnknownError(CheckpointError):
 _replanning: ContextVar[bool] = ContextVar("torch_ckpt_replanning", default=False)
 
 
-_planner: ContextVar[SavePlanner | None] = ContextVar("torch_ckpt_planner", default=None)
+_planner: ContextVar[SavePlanner | LoadPlanner | None] = ContextVar(
+    "torch_ckpt_planner", default=None
+)
 
 
-def calling_planner() -> SavePlanner | None:
-    """Returns the planner of the save that calls this function; ``None`` if it is unknown.
+def calling_planner() -> SavePlanner | LoadPlanner | None:
+    """Returns the planner of the save or load that calls this function; ``None`` if unknown.
 
-    For the methods of a writer before the plans are exchanged. DCP passes the planner to a writer
-    only afterwards. Until then, it is a variable of DCP's function that calls the writer. A
-    caller must do without it.
+    For the methods of a writer or reader before the plans are exchanged. DCP passes the planner to
+    them only afterwards. Until then, it is a variable of DCP's function that calls them. A caller
+    must do without it.
     """
     if _planner.get() is not None:
         return _planner.get()
     frame = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         planner = frame.f_locals.get("planner")
-        if isinstance(planner, SavePlanner):
+        if isinstance(planner, SavePlanner | LoadPlanner):
             return planner
         if frame.f_back is None:
             break
         frame = frame.f_back
     return None
+
+
+@contextlib.contextmanager
+def _planned_by(planner: SavePlanner | LoadPlanner) -> Iterator[None]:
+    """Makes :func:`calling_planner` return a planner within the block."""
+    token = _planner.set(planner)
+    try:
+        yield
+    finally:
+        _planner.reset(token)
 
 
 def is_replanning() -> bool:
@@ -97,11 +109,8 @@ def save(
         chosen.set_up_planner(**arguments)  # type: ignore[arg-type]
         set_up: Any = writer.set_up_storage_writer
         _set_up(set_up, group.is_coordinator, rank=group.rank, use_collectives=use_collectives)
-        token = _planner.set(chosen)
-        try:
+        with _planned_by(chosen):
             return writer.prepare_local_plan(chosen.create_local_plan())
-        finally:
-            _planner.reset(token)
 
     def plan_for_all(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
@@ -166,7 +175,8 @@ def load(
         _set_up(
             set_up, metadata, group.is_coordinator, rank=group.rank, use_collectives=use_collectives
         )
-        return reader.prepare_local_plan(chosen.create_local_plan())
+        with _planned_by(chosen):
+            return reader.prepare_local_plan(chosen.create_local_plan())
 
     def plan_for_all(plans: list[LoadPlan]) -> list[LoadPlan]:
         _check_same_call(plans, call)

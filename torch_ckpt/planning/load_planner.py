@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-import pickle
-from collections import UserList
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -19,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import cpu_as_default, gc_paused
-from torch_ckpt._core.unpickling import allow_in_messages, unpickle
+from torch_ckpt._core.unpickling import allow_in_messages
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
@@ -30,7 +28,7 @@ from torch_ckpt.planning.targets import allocated, check_targets
 from torch_ckpt.planning.ties import has_no_elements, tied_names
 from torch_ckpt.planning.unrestored import RequestedNames, Unrestored, scope_of
 
-__all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "TravellingReads"]
+__all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "keeps_reads"]
 
 
 class PlannedReads(Sequence[ReadItem]):
@@ -80,50 +78,6 @@ class LocalReads(Sequence[ReadItem]):
         )
 
 
-class TravellingReads(UserList[ReadItem]):
-    """A rank's reads, pickled, in the plan that the rank sends to the coordinator.
-
-    They are unpickled on the first access. The coordinator receives the plans of all ranks, and
-    DCP's planners return them unchanged, so most reads are never unpickled there.
-    """
-
-    def __init__(self, items: Iterable[ReadItem] = ()) -> None:
-        self._items: list[ReadItem] | None = list(items)
-        self._pickled = b""
-        self._length = 0
-
-    @staticmethod
-    def of(items: Sequence[ReadItem]) -> TravellingReads:
-        """Pickles reads. The result is equal to ``list(items)``, also after a round trip."""
-        return _packed_reads(pickle.dumps(list(items)), len(items))
-
-    def are(self, sent: TravellingReads) -> bool:
-        """Returns whether these are the reads that were sent, never unpickled since."""
-        return self._items is None and self._pickled == sent._pickled
-
-    @property
-    def data(self) -> list[ReadItem]:
-        """The reads, unpickled. ``UserList`` implements all list operations on them."""
-        if self._items is None:
-            self._items = unpickle(self._pickled, "a rank")
-        return self._items
-
-    @data.setter
-    def data(self, items: list[ReadItem]) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return self._length if self._items is None else len(self._items)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._items is None:
-            return _packed_reads, (self._pickled, self._length)
-        return list, (self._items,)
-
-    def __copy__(self) -> TravellingReads:
-        return TravellingReads(self.data)
-
-
 def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
     fqn, is_object, offsets, number, box_offsets, dest, storage, lengths = described
     if is_object:
@@ -150,11 +104,12 @@ _LOG = logging.getLogger("torch_ckpt")
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan")
 
 
-@allow_in_messages
-def _packed_reads(pickled: bytes, length: int) -> TravellingReads:
-    reads = TravellingReads()
-    reads._items, reads._pickled, reads._length = None, pickled, length
-    return reads
+def keeps_reads(planner: object) -> bool:
+    """Returns whether a planner leaves the reads of each rank as that rank planned them."""
+    for kind in (FastLoadPlanner, DefaultLoadPlanner):
+        if isinstance(planner, kind):
+            return not overrides(planner, kind, ("create_global_plan", "finish_plan"))
+    return False
 
 
 class FastLoadPlanner(DefaultLoadPlanner):
@@ -332,13 +287,6 @@ class FastLoadPlanner(DefaultLoadPlanner):
             for line in lines:
                 _LOG.warning("%s", line)
         return [dataclasses.replace(plan, planner_data=None) for plan in plans]
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Restores this rank's reads in the plan that the coordinator returned."""
-        items: Any = new_plan.items
-        if isinstance(items, LocalReads) and self._reads is not None:
-            new_plan = dataclasses.replace(new_plan, items=cast(list[ReadItem], self._reads))
-        return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickles an object without restriction, and stores it under the state dict's own keys.

@@ -140,7 +140,7 @@ class PlanChanges(_StoragePrefix):
 def list_rank_items(
     items: Sequence[WriteItem],
     rank: int,
-    planner: SavePlanner | None = None,
+    planner: object = None,
     check_replicas: CheckReplicas = "off",
 ) -> RankItems | None:
     """Lists the items of a rank and its planner, ``None`` if that is unknown.
@@ -160,7 +160,7 @@ def list_rank_items(
     return RankItems(rank, ranks_per_node(), table.encode(), len(table), digests)
 
 
-def _value_of(item: WriteItem, planner: SavePlanner | None) -> torch.Tensor | None:
+def _value_of(item: WriteItem, planner: object) -> torch.Tensor | None:
     """Returns the tensor of an item in the planner's state dict; ``None`` if it is unknown.
 
     A planner may make another tensor from it when the item is written. Equal tensors make equal

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -22,6 +21,7 @@ from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.group import time_limit_s
+from torch_ckpt.coordination.orchestrate import calling_planner
 from torch_ckpt.errors import CheckpointError, NotFoundError, portable_errors
 from torch_ckpt.filesystems.location import Location, can_reach
 from torch_ckpt.formats.metadata import UnreadableMetadata
@@ -29,11 +29,7 @@ from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.formats.rules import Rules
 from torch_ckpt.options import IoOptions, Verification
-from torch_ckpt.planning.load_planner import (
-    LocalReads,
-    PlannedReads,
-    TravellingReads,
-)
+from torch_ckpt.planning.load_planner import LocalReads, PlannedReads, keeps_reads
 from torch_ckpt.storage.exchange import (
     Assigned,
     ExchangeMode,
@@ -149,8 +145,7 @@ class FastReader(StorageReader):
         self._contents: Contents | None = None  # Values that have no slice of their own.
         self._unreadable: Mapping[str, CheckpointError] = {}
         self._records: _native.Records | None = None
-        # The items of this rank's plan, and their replacement while the plan travels.
-        self._local_items: tuple[Sequence[ReadItem], Any] | None = None
+        self._reads: Any = None  # The reads of this rank's plan, if they are not sent.
         self._load: Load | None = None  # Set between planning and reading.
         self._phases = Phases("opening")
         self._ranks = 0  # Number of ranks that load together; 0 except on the coordinator.
@@ -166,7 +161,7 @@ class FastReader(StorageReader):
             "_index": None,
             "_contents": None,
             "_records": None,
-            "_local_items": None,
+            "_reads": None,
             "_load": None,
         }
 
@@ -286,12 +281,9 @@ class FastReader(StorageReader):
                 budget_nbytes=self.io.exchange_nbytes,
                 verify=bool(self.verify),
             )
-        if isinstance(items, PlannedReads):
-            items = LocalReads(len(items))
-        elif can_exchange():
-            with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError):
-                items = TravellingReads.of(items)  # Other items travel unchanged.
-        self._local_items = (plan.items, items)
+        self._reads = None
+        if isinstance(items, PlannedReads) or keeps_reads(calling_planner()):
+            self._reads, items = items, LocalReads(len(items))
         return dataclasses.replace(plan, items=items, storage_data=wanted)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -322,16 +314,9 @@ class FastReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan into the tensors of the state dict."""
         self._phases.begin("reading")
+        if isinstance(plan.items, LocalReads) and self._reads is not None:
+            plan.items, self._reads = self._reads, None  # The plan may be read again.
         items: Any = plan.items
-        if self._local_items is not None:
-            local, sent = self._local_items
-            if isinstance(items, LocalReads) or (
-                isinstance(items, TravellingReads)
-                and isinstance(sent, TravellingReads)
-                and items.are(sent)
-            ):
-                items = local
-        self._local_items = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(gc_paused())
             stack.enter_context(portable_errors())
