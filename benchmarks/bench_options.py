@@ -147,40 +147,48 @@ def _staging(directory: Path, gib: float, rounds: int) -> list[list[str]]:
     return rows
 
 
+def _settings(directory: Path, gib: float, rounds: int) -> list[list[str]]:
+    """Saves and loads with each setting in turn; rows of a table."""
+    state = large_state(gib)
+    found: dict[tuple[str, str], list[Usage]] = {}
+    turn = functools.partial(_turn, state=state, directory=directory / "checkpoint")
+    turn(DEFAULT)  # Warms up.
+    for number in range(rounds):
+        first = number % len(SETTINGS)
+        for setting in SETTINGS[first:] + SETTINGS[:first]:
+            for phase, usage in turn(setting).items():
+                found.setdefault((setting.name, phase), []).append(usage)
+    rows = [["", *(f"{phase}: s, min / median, CPU s" for phase in (SAVE, COLD, WARM))]]
+    for setting in SETTINGS:
+        cells = (_cell(found.get((setting.name, phase), [])) for phase in (SAVE, COLD, WARM))
+        rows.append([setting.name, *cells])
+    return rows
+
+
+TABLES = {
+    "settings": (_settings, "in one process, tensors of 32 MiB"),
+    "exchange": (_exchanges, f"by {RANKS} replicas, local disk"),
+    "staging": (_staging, "asynchronous saves, 3 in each process, one process for each round"),
+}
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to be measured")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", action="append", choices=list(TABLES), help="repeatable")
     args = parser.parse_args()
     silence()
     for name, value in describe(args.dir).items():
         print(f"{name}: {value}")
-    state = large_state(args.gib)
-    found: dict[tuple[str, str], list[Usage]] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-options-", dir=args.dir) as folder:
-        turn = functools.partial(_turn, state=state, directory=Path(folder) / "checkpoint")
-        turn(DEFAULT)  # Warms up.
-        for number in range(args.rounds):
-            first = number % len(SETTINGS)
-            for setting in SETTINGS[first:] + SETTINGS[:first]:
-                for phase, usage in turn(setting).items():
-                    found.setdefault((setting.name, phase), []).append(usage)
-    rows = [["", *(f"{phase}: s, min / median, CPU s" for phase in (SAVE, COLD, WARM))]]
-    for setting in SETTINGS:
-        cells = (_cell(found.get((setting.name, phase), [])) for phase in (SAVE, COLD, WARM))
-        rows.append([setting.name, *cells])
-    print(f"\n{args.gib:g} GiB, tensors of 32 MiB, {args.rounds} rounds\n")
-    print_table(rows)
-    with tempfile.TemporaryDirectory(prefix="bench-options-", dir=args.dir) as folder:
-        rows = _exchanges(Path(folder), args.gib, args.rounds)
-    print(f"\n{RANKS} replicas of {args.gib:g} GiB, local disk, {args.rounds} rounds\n")
-    print_table(rows)
-    with tempfile.TemporaryDirectory(prefix="bench-options-", dir=args.dir) as folder:
-        rows = _staging(Path(folder), args.gib, args.rounds)
-    print(f"\n{args.gib:g} GiB, asynchronous saves, 3 in each of {args.rounds} processes\n")
-    print_table(rows)
+    for name in args.only or TABLES:
+        rows_of, what = TABLES[name]
+        with tempfile.TemporaryDirectory(prefix="bench-options-", dir=args.dir) as folder:
+            rows = rows_of(Path(folder), args.gib, args.rounds)
+        print(f"\n{args.gib:g} GiB, {what}, {args.rounds} rounds\n")
+        print_table(rows)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ from torch_ckpt import (
 from torch_ckpt._core import _native
 from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.staging import stager as staging
+from torch_ckpt.storage import writer as writer_module
+from torch_ckpt.storage.data_file import write_data_file
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -232,6 +234,15 @@ def test_what_the_cap_leaves_is_written_before_async_save_returns(
     dcp.load(loaded, storage_reader=FastReader(tmp_path))
     for name, tensor in loaded.items():
         assert torch.equal(tensor, torch.ones(1 << 18)), name
+
+
+def test_training_does_not_wait_for_threads_of_low_priority(
+    world_of_one: None, tmp_path: Path
+) -> None:
+    writer = FastWriter(tmp_path, stager=SnapshotStager(max_host_nbytes=3 << 20))
+    with mock.patch.object(writer_module, "write_data_file", wraps=write_data_file) as written:
+        dcp.async_save(large_state(1.0), storage_writer=writer).result()
+    assert [call.kwargs["niceness"] for call in written.call_args_list] == [0, 10]
 
 
 def test_a_save_in_waves_that_fails_before_it_writes_does_not_hang(

@@ -86,6 +86,11 @@ class Staged:
         """
         return source is not None and (not source.numel() or self.offset_of(source) is not None)
 
+    @property
+    def blocks_training(self) -> bool:
+        """Whether unstaged tensors are not written yet, so that training waits."""
+        return self.has_unstaged and not self._unstaged_written.is_set()
+
     def unstaged_are_written(self) -> None:
         """Marks the unstaged tensors as written.
 

@@ -110,8 +110,10 @@ class StagingWriter(StorageWriter):
 
     @property
     def _niceness(self) -> int:
-        """Niceness of the threads that write. Staged tensors are written in the background."""
-        return 0 if self._staged is None else self.io.background_nice
+        """Niceness of the threads that write. Training does not wait for staged tensors."""
+        if self._staged is None or self._staged.blocks_training:
+            return 0
+        return self.io.background_nice
 
     def _begin_staged_save(self) -> None:
         """Registers the thread of a save. Called by the first method that DCP calls there."""
