@@ -28,6 +28,17 @@ from unittest import mock
 import torch.distributed as dist
 
 TIMEOUT_S = 60
+# What DTensor, Megatron, DeepSpeed and the tests import when they are first used takes seconds.
+PRELOADED = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch_ckpt.cli.main",
+    "torch_ckpt.runs.run",
+    "pytest",
+    "kills",
+]
 PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,10 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def fork_context() -> Any:
     """Where processes come from that have imported torch."""
     context = get_context("forkserver")
-    # What DTensor imports when it is first used takes seconds.
-    context.set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "kills"]
-    )
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
