@@ -80,6 +80,7 @@ def run_python(
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryFile("w+") as output:
         with mock.patch.dict(os.environ, rank_environment()):  # The server's, if it starts now.
+            environment = {**os.environ, **environment}
             process = fork_context().Process(
                 target=_be_python,
                 args=(words, str(folder), environment, reduction.DupFd(output.fileno())),

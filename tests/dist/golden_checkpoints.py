@@ -73,7 +73,8 @@ def main() -> None:
     """Writes them into a directory, which must be there."""
     os.chdir(sys.argv[1])  # Metadata have the path of the checkpoint.
     torch.set_num_threads(1)
-    mp.spawn(_write, args=(str(Path("store").absolute()),), nprocs=RANKS)
+    store = str(Path("store").absolute())
+    mp.start_processes(_write, args=(store,), nprocs=RANKS, start_method="fork")
     Path("store").unlink(missing_ok=True)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_runs import kill, output_of, running
+from example_runs import ROOT, kill, output_of, running
+from forks import run_python
 
 from torch_ckpt import FastReader, load
 
@@ -15,10 +16,15 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_single_process_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    whole = output_of("single_process.py", "--dir whole", folder=tmp_path)
-    output_of("single_process.py", "--stop-after 60", folder=tmp_path)
-    resumed = output_of("single_process.py", folder=tmp_path)
-    assert resumed == whole.replace("started from step 0", "started from step 60")
+    def train(*options: str) -> str:
+        script = ROOT / "examples/single_process.py"
+        done = run_python(script, *options, folder=tmp_path)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    whole = train("--dir", "whole")
+    train("--stop-after", "60")
+    assert train() == whole.replace("started from step 0", "started from step 60")
 
 
 @pytest.mark.slow

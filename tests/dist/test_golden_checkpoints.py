@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import golden_checkpoints
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forks import run_python
 from support.commit_files import index_file
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -72,8 +70,8 @@ def without_mark(index: bytes) -> bytes:
 
 def test_what_is_written_today_has_the_same_bytes(tmp_path: Path) -> None:
     script = Path(golden_checkpoints.__file__)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, script, tmp_path], check=True, timeout=120, env=environment)
+    done = run_python(script, tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stdout
     for path in sorted(GOLDEN.rglob("*")):
         if path.is_dir():
             continue

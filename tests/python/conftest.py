@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import ROOT
 from torch.distributed.checkpoint.logger import _dcp_logger
 
+SCRIPT_S = 120
 IMPORT_FOR_SECONDS = {"test_lightning.py", "test_trainer.py"}
 
 
@@ -47,31 +49,45 @@ def rng(seed: int) -> random.Random:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., str]:
-    """Runs a script in a process of its own and returns what it printed."""
+    """Runs a script in a process that has imported torch and torch_ckpt; returns what it prints."""
 
     def run(script: str, *arguments: object, **environment: str) -> str:
-        path = os.pathsep.join(
-            filter(
-                None,
-                [
-                    *map(str, (ROOT, ROOT / "tests", Path(__file__).parent)),
-                    os.environ.get("PYTHONPATH"),
-                ],
+        script = f"import warnings; warnings.simplefilter('ignore')\n{script}"
+        return printed(
+            forks.run_python(
+                "-c", script, *arguments, folder=tmp_path, timeout_s=SCRIPT_S, **environment
             )
         )
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}"
-        return done.stdout
 
     return run
+
+
+@pytest.fixture
+def run_new_python(tmp_path: Path) -> Callable[..., str]:
+    """Runs a script in an interpreter that has imported nothing; returns what it prints."""
+
+    def run(script: str, *arguments: object, **environment: str) -> str:
+        folders = [*map(str, (ROOT, ROOT / "tests", Path(__file__).parent))]
+        path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
+        return printed(
+            subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=SCRIPT_S,
+            )
+        )
+
+    return run
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    """What a script has printed, which has to succeed."""
+    assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}"
+    return done.stdout
 
 
 @pytest.fixture

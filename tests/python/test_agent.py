@@ -11,8 +11,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forks import run_python
 from support.states import blanked, random_state, same
 from waits import SOON_S, until
 
@@ -215,17 +214,10 @@ agent.stage({"a": torch.ones(1 << 18)}, run + "/1", step=1)
 """
 
 
-def run_trainer(script: str, *arguments: Any) -> tuple[int, str]:
+def run_trainer(script: str, run: Path, *arguments: Any) -> tuple[int, str]:
     """How a trainer of its own process ends, and what it says of that."""
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=SOON_S,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return done.returncode, done.stderr
+    done = run_python("-c", script, run, *arguments, folder=run.parent, timeout_s=SOON_S)
+    return done.returncode, done.stdout
 
 
 def test_a_save_comes_to_disk_whose_trainer_dies_before_it_says_that_it_is_complete(
@@ -753,13 +745,11 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
     save(agent, run, 1)
 
 
-def test_the_agent_does_without_torch() -> None:
-    script = (
+def test_the_agent_does_without_torch(run_new_python: Callable[..., str]) -> None:
+    run_new_python(
         "import sys; import torch_ckpt.agent.process, torch_ckpt.agent.client; "
         "assert 'torch' not in sys.modules"
     )
-    status, said = run_trainer(script)
-    assert status == 0, said
 
 
 def test_an_agent_without_trainers_ends_after_a_while(run: Path) -> None:

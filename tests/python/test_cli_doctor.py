@@ -93,9 +93,9 @@ def test_the_queue_of_threads_is_a_fact(
     assert "threads" in facts["write and sync"]
 
 
-def test_torch_is_not_needed(run_python: Callable[..., str], tmp_path: Path) -> None:
+def test_torch_is_not_needed(run_new_python: Callable[..., str], tmp_path: Path) -> None:
     assert (
-        run_python(
+        run_new_python(
             f"{COMMAND}print('torch' in sys.modules, status)", "doctor", tmp_path
         ).splitlines()[-1]
         == "False 0"

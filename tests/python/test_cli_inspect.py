@@ -178,12 +178,12 @@ print("\\nseen:", sorted(seen), "torch" in sys.modules)
 
 
 def test_neither_torch_nor_a_pickle_is_loaded_where_there_is_an_index(
-    state: dict[str, Any], run_python: Callable[..., str], tmp_path: Path
+    state: dict[str, Any], run_new_python: Callable[..., str], tmp_path: Path
 ) -> None:
     save(state, FastWriter(tmp_path / "ours"))
     save(state, FileSystemWriter(tmp_path / "stock"))
 
-    printed = run_python(WATCH, tmp_path / "ours", tmp_path / "stock").splitlines()
+    printed = run_new_python(WATCH, tmp_path / "ours", tmp_path / "stock").splitlines()
 
     assert [line for line in printed if line.startswith("seen")] == [
         "seen: [] False",

@@ -561,9 +561,9 @@ except BaseException as error:
 
 
 def test_an_array_keeps_no_tensor_from_loading_without_numpy(
-    tmp_path: Path, run_python: Callable[..., str]
+    tmp_path: Path, run_new_python: Callable[..., str]
 ) -> None:
     torch.save({"w": torch.ones(3), "extra": (np.float64(1),)}, tmp_path / "x.pt")
-    found = run_python(WITHOUT_NUMPY, tmp_path / "x.pt")
+    found = run_new_python(WITHOUT_NUMPY, tmp_path / "x.pt")
     assert "cannot load 'extra'" in found
     assert "No module named 'numpy" in found

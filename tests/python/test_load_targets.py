@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import ROOT, bits, differences, failure_of
+from checkpoints import bits, differences, failure_of
+from forks import run_python
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
 from torch.nn import Parameter
 
@@ -154,10 +153,7 @@ try:
 except BaseException as error:
     print(error)
 """
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
-    )  # fmt: skip
+    ended = run_python("-c", program, folder=tmp_path)
     assert ended.returncode == 0
     assert "cannot load 'w'" in ended.stdout
 
