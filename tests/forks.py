@@ -110,7 +110,9 @@ def _be_python(words: list[str], folder: str, environment: dict[str, str], outpu
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
-        traceback.print_exc()
+        raised = sys.exc_info()
+        sys.last_type, sys.last_value, sys.last_traceback = raised  # As an interpreter does.
+        sys.excepthook(*raised)
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
