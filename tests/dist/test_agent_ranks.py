@@ -24,7 +24,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_te
 from waits import until
 
 from torch_ckpt import FastReader, RankState, Run
-from torch_ckpt.agent import SnapshotAgent, SnapshotReader, trainer
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.coordination import addresses
 from torch_ckpt.errors import CancelledError, UnsupportedError
@@ -272,14 +272,14 @@ def test_slots_of_ranks_that_are_no_more_go(run: Path, memory: Path) -> None:
 def test_no_save_is_lost_that_a_rank_completes_while_the_agent_looks(
     pair: Ranks, run: Path, full: bool
 ) -> None:
-    pair.run(save_at_all_moments, run, 200 if full else 50, timeout_s=120)
+    pair.run(save_at_all_moments, run, 200 if full else 20, timeout_s=120)
 
 
 def save_with_little_memory(run: Path) -> None:
     """There is enough for the first rank, and not for the second."""
     numel = 1 << (23 if dist.get_rank() else 10)
     state = {f"of {dist.get_rank()}": torch.zeros(numel), **state_of(1)}
-    with Run(run, asynchronous=True, agent=True, timeout_s=SOON_S) as made:
+    with Run(run, asynchronous=True, agent=AgentOptions(linger_s=3), timeout_s=SOON_S) as made:
         is_told = dist.get_rank() == 0
         with pytest.warns(UserWarning, match="without") if is_told else contextlib.nullcontext():
             made.save(1, state)

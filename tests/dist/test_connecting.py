@@ -88,7 +88,10 @@ def test_an_address_of_a_silent_program_does_not_delay_the_others_for_long() -> 
         ends[rank] = connect.connect(store, rank, [0, 1], deadline, lambda: False)
 
     begin = time.monotonic()
-    with mock.patch.object(connect, "_listening", with_stranger):
+    with (
+        mock.patch.object(connect, "_listening", with_stranger),
+        mock.patch.object(connect, "_DIAL_S", 1.0),
+    ):
         first = threading.Thread(target=run, args=(0,))
         first.start()
         run(1)
@@ -118,6 +121,7 @@ def connect_beside_a_death(absent: int) -> RankTimeoutError | None:
     return caught.value
 
 
+@pytest.mark.slow
 def test_death_of_a_rank_that_has_forked_is_noticed_before_all_have_connected() -> None:
     with mortal_ranks(3, None, connect_beside_a_death, 2) as pipes:
         (error,) = answers([pipes[0]])

@@ -552,8 +552,9 @@ def test_a_rank_that_cannot_connect_says_what_may_help(monkeypatch: pytest.Monke
 @on_ranks(2)
 def test_ranks_wait_for_one_that_is_late_within_the_deadline(saved: Path) -> None:
     # Later than gloo is told to wait for connections.
-    planner = Deadly("sleep" if dist.get_rank() == 1 else "", LONG_TIMEOUT_S / 5 + 1)
-    load_in_time(Exchanging(saved, io=TINY), planner)
+    timeout_s = LONG_TIMEOUT_S / 2
+    planner = Deadly("sleep" if dist.get_rank() == 1 else "", timeout_s / 5 + 1)
+    load_in_time(Exchanging(saved, io=TINY), planner, timeout_s=timeout_s)
 
 
 def large_state(value: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

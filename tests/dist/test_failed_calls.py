@@ -91,7 +91,7 @@ def assert_holds(path: Path, version: int) -> None:
 @pytest.mark.thin("EIO")
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 def test_every_call_that_fails_leaves_the_old_checkpoint_or_the_new(
-    tmp_path: Path, number: int
+    tmp_path: Path, number: int, full: bool
 ) -> None:
     forks = Forks()
     old = tmp_path / "old"
@@ -99,7 +99,7 @@ def test_every_call_that_fails_leaves_the_old_checkpoint_or_the_new(
     whole = save(forks, shutil.copytree(old, tmp_path / "whole"), 2)
     assert whole.error is None
     commit = whole.calls.index("rename .metadata")
-    for fail, call in enumerate(whole.calls):
+    for fail, call in list(enumerate(whole.calls))[:: 1 if full else 3]:
         path = shutil.copytree(old, tmp_path / f"{fail}")
         seen = save(forks, path, 2, fail=fail, error=number)
         assert seen.calls[fail] == call

@@ -350,7 +350,7 @@ def fail_on_rank_1() -> None:
 
 def test_launcher_raises_the_traceback_of_a_rank_and_ends_those_that_wait_for_it() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 raised.*in fail_on_rank_1.*lost something"):
-        run_ranks(2, fail_on_rank_1)
+        run_ranks(2, fail_on_rank_1, grace_s=1)
 
 
 def wait_for_rank_1() -> None:

@@ -113,7 +113,8 @@ def test_a_save_sends_no_tensor_to_another_rank(path: Path) -> None:
     assert not sent
 
 
-@pytest.mark.parametrize("executor", list(AsyncCheckpointerType))
+@pytest.mark.thin("AsyncCheckpointerType.THREAD")
+@pytest.mark.parametrize("executor", list(AsyncCheckpointerType), ids=str)
 def test_an_asynchronous_save_stages_the_ranges(
     worlds: Worlds, tmp_path: Path, executor: AsyncCheckpointerType
 ) -> None:

@@ -500,7 +500,7 @@ def limits_of_a_save_in_the_background(path: Path, executor: str) -> list[str]:
     return [str(failure.failures[0][0]) for failure in failures]
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("executor", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_time_limit_goes_with_a_save_to_where_it_is_carried_out(
     worlds: Worlds, tmp_path: Path, executor: str
 ) -> None:

@@ -17,7 +17,7 @@ def test_a_few_kills_find_the_old_checkpoint_or_the_new(
     tmp_path: Path, seed: int, full: bool
 ) -> None:
     campaign = Campaign(tmp_path, seed)
-    kills = 20 if full else 8
+    kills = 20 if full else 4
     campaign.run(kills)
     assert not campaign.breaches, campaign.report()
     assert campaign.tally.total() == kills

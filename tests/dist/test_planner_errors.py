@@ -228,9 +228,8 @@ def test_ranks_that_write_their_columns_in_different_ways_do_not_commit_half(pat
     assert not (path / ".metadata").exists()
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("call", [dcp.async_save, torch_ckpt.async_save])
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 @on_ranks(2, timeout_s=120)
 def test_async_saves_with_our_planner_hold_the_values(path: Path, executor: str, call: Any) -> None:
     """Saves three steps with one planner, each while the next overwrites the tensors."""

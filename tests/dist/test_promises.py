@@ -31,7 +31,7 @@ from torch_ckpt.errors import RankTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 
-FREEZE_S = 6.0
+FREEZE_S = 4.0
 
 
 def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
@@ -74,6 +74,7 @@ def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
     return getattr(error, "may_be_committed", None), (path / ".metadata").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_that_is_sent_after_the_promise_says_that_the_checkpoint_may_exist(
     worlds: Worlds, tmp_path: Path
 ) -> None:

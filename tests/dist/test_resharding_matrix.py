@@ -56,6 +56,18 @@ ROUTES = {
 
 BY_NAME = {**READERS, "exchanging": Exchanging}
 
+FEW = [
+    *("fsdp_3", "fsdp_4", "hsdp_2x2", "tp_2", "fsdp_tp_2x2", "hsdp_tp_2x2x2"),
+    *("grid_2x3", "rows_of_rows_2x2", "replicated_columns_2x2"),
+    *("pp_2", "pp_3", "experts_4", "ddp_2"),
+]
+"""The layouts of a run that is not full: some of each kind, a prime number (`routes_of`)."""
+
+
+def layouts(full: bool) -> list[str]:
+    """The layouts whose pairs are tested."""
+    return list(LAYOUTS) if full else FEW
+
 
 def routes_of(saved: str, loaded: str, full: bool) -> list[str]:
     """The routes by which a pair is tested.
@@ -63,7 +75,7 @@ def routes_of(saved: str, loaded: str, full: bool) -> list[str]:
     In full, stock's planners load all pairs, and ours every third. Else every layout is saved and
     loaded once by each route.
     """
-    names = list(LAYOUTS)
+    names = layouts(full)
     row, column = names.index(saved), names.index(loaded)
     routes = []
     if full or column == (2 * row + 3) % len(names):
@@ -186,10 +198,10 @@ def differences(state: State) -> list[str]:
     return wrong
 
 
-def save_layouts(folder: Path) -> None:
+def save_layouts(folder: Path, full: bool) -> None:
     """Saves every layout, by every way to save."""
     matrix_layouts.meet()
-    for layout in LAYOUTS:
+    for layout in layouts(full):
         if dist.get_rank() >= LAYOUTS[layout].ranks:
             continue
         state = state_of(layout)
@@ -258,7 +270,7 @@ def load_damaged(kind: str, folder: Path, options: dict[str, Any]) -> tuple[str,
 def load_row(saved: str, folder: Path, options: dict[str, Any], full: bool) -> list[str]:
     """Loads what one layout saved into every layout; returns what this rank found wrong."""
     wrong = []
-    for layout in LAYOUTS:
+    for layout in layouts(full):
         if dist.get_rank() >= LAYOUTS[layout].ranks:
             continue
         for route in routes_of(saved, layout, full):
@@ -276,13 +288,17 @@ def load_row(saved: str, folder: Path, options: dict[str, Any], full: bool) -> l
 
 
 @pytest.fixture(scope="module")
-def checkpoints(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(
+    worlds: Worlds, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
     """One checkpoint of each layout, in a folder for each way to save."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    worlds.run(WORLD, save_layouts, folder, timeout_s=TIMEOUT_S)
+    full = bool(request.config.getoption("full"))
+    worlds.run(WORLD, save_layouts, folder, full, timeout_s=TIMEOUT_S)
     return folder
 
 
+@pytest.mark.thin(*FEW)
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_what_a_layout_saved_loads_into_every_layout(
     worlds: Worlds, checkpoints: Path, saved: str, full: bool
@@ -293,9 +309,11 @@ def test_what_a_layout_saved_loads_into_every_layout(
 
 
 @pytest.mark.parametrize("route", ["stock planners", "fast planners", "stock writer"])
-def test_checkpoints_of_all_layouts_have_the_same_names(checkpoints: Path, route: str) -> None:
+def test_checkpoints_of_all_layouts_have_the_same_names(
+    checkpoints: Path, route: str, full: bool
+) -> None:
     tensors, objects = unsharded()
-    for layout in LAYOUTS:
+    for layout in layouts(full):
         metadata = torch_ckpt.FastReader(checkpoints / route / layout).read_metadata()
         assert metadata.state_dict_metadata.keys() == tensors.keys() | objects.keys(), layout
 

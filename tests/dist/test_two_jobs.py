@@ -200,7 +200,7 @@ def test_jobs_that_race_leave_a_checkpoint_that_loads(
 ) -> None:
     forks = Forks()
     wrong = []
-    for number in range(200 if full else 6):
+    for number in range(200 if full else 4):
         wrong += race(forks, tmp_path / f"{number}", how, seed + number)
     assert not wrong, "\n".join(wrong)
 

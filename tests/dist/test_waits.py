@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_ckpt
 from torch_ckpt import FastWriter, Run
 from torch_ckpt.agent import SnapshotAgent
+from torch_ckpt.coordination import waiting
 from torch_ckpt.coordination.group import group_of
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.options import IoOptions
@@ -340,8 +341,9 @@ def test_a_long_wait_is_logged_with_what_it_is_for(path: Path) -> None:
     logger.addHandler(recorder)
     try:
         if dist.get_rank() == 1:
-            time.sleep(6)
-        group.call(AMPLE_S).barrier("planning")
+            time.sleep(2)
+        with mock.patch.object(waiting, "LOG_S", 1.0):
+            group.call(AMPLE_S).barrier("planning")
     finally:
         logger.removeHandler(recorder)
     if dist.get_rank() == 0:

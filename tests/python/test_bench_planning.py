@@ -11,17 +11,8 @@ import pytest
 from checkpoints import ROOT
 
 
-@pytest.mark.thin("small")
-@pytest.mark.parametrize(
-    "workload",
-    [
-        "small",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("coordinator", "replicas", "cached", "million")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["small", "coordinator", "replicas", "cached", "million"])
 def test_every_workload_runs_and_prints_its_tables(workload: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [

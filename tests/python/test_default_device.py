@@ -104,7 +104,13 @@ def save_by_agent(state: dict[str, Any], path: Path) -> None:
 WAYS = [save, save_by_dcp, save_in_thread, save_in_process, save_staged, save_in_run, save_by_agent]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.slow] * (way == save_in_process), id=way.__name__)
+        for way in WAYS
+    ],
+)
 def test_states_are_saved_and_loaded_under_it(
     way: Callable[..., None],
     on_meta: Callable[[], Any],

@@ -48,7 +48,8 @@ def blocks(language: str) -> Iterator[pytest.ParameterSet]:
             if line == f"```{language}" and not UNTRIED.fullmatch(lines[number - 1]):
                 end = lines.index("```", number)
                 code = "\n".join(lines[number + 1 : end]) + "\n"
-                marks = [pytest.mark.slow] if "torchrun" in code else []
+                is_slow = re.search(r"torchrun|python examples/start_to_finish", code)
+                marks = [pytest.mark.slow] if is_slow else []
                 yield pytest.param(code, id=f"{names(path)}:{number + 1}", marks=marks)
 
 

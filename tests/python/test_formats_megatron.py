@@ -84,7 +84,7 @@ def test_ranges_across_the_saved_ranges_load(planner: Any, full: bool) -> None:
         if not fqn.startswith(FLAT):
             continue
         flat = whole.flatten()
-        for begin, end in itertools.combinations(range(0, len(flat) + 1, 7 if full else 17), 2):
+        for begin, end in itertools.combinations(range(0, len(flat) + 1, 7 if full else 31), 2):
             part = torch.zeros(end - begin)
             state = {fqn: FlatShard(part, fqn, whole.shape, begin)}
             load(state, FastReader(GOLDEN), planner=planner())

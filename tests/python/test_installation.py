@@ -140,7 +140,8 @@ class RetainedPlanner(DefaultSavePlanner):
     """After a save, it still refers to the staged tensors."""
 
 
-@pytest.mark.parametrize("executor", list(AsyncCheckpointerType))
+@pytest.mark.thin("AsyncCheckpointerType.THREAD")
+@pytest.mark.parametrize("executor", list(AsyncCheckpointerType), ids=str)
 def test_a_planner_that_refers_to_staged_tensors_delays_no_later_save(
     state: dict[str, Any],
     tmp_path: Path,

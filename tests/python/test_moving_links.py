@@ -127,7 +127,8 @@ def save_installed(state: dict[str, Any], storage_writer: Any = None, **options:
         dcp.async_save(state, storage_writer=storage_writer, **options).result()
 
 
-IN_BACKGROUND = [dcp_async_save, save_in_thread, save_with_stager, save_in_process, save_installed]
+IN_PROCESS = pytest.param(save_in_process, marks=pytest.mark.slow, id="save_in_process")
+IN_BACKGROUND = [dcp_async_save, save_in_thread, save_with_stager, save_installed, IN_PROCESS]
 
 
 def assert_saved(link: Path, to: str, value: float, **others: float) -> None:
@@ -186,7 +187,7 @@ def test_a_model_is_published_in_the_directory_that_a_link_named(
     assert loads(link.with_name("a") / "model.safetensors", state_of(3)) == []
 
 
-@pytest.mark.parametrize("save", [dcp_save, save_in_thread, save_in_process])
+@pytest.mark.parametrize("save", [dcp_save, save_in_thread, IN_PROCESS])
 def test_each_save_of_a_writer_goes_where_the_link_leads_when_it_begins(
     save: Callable[..., None], link: Path, world_of_one: None
 ) -> None:
@@ -212,7 +213,7 @@ def test_a_save_whose_thread_never_ran_leaves_no_directory_behind(
 
 
 def test_saves_to_a_link_that_moves_all_the_time_lose_no_checkpoint(
-    link: Path, world_of_one: None
+    link: Path, world_of_one: None, full: bool
 ) -> None:
     ended = threading.Event()
 
@@ -224,7 +225,7 @@ def test_saves_to_a_link_that_moves_all_the_time_lose_no_checkpoint(
     moving = threading.Thread(target=move_on)
     moving.start()
     try:
-        for number in range(40):
+        for number in range(40 if full else 15):
             dcp_async_save(state_of(number), storage_writer=FastWriter(link))
             for name in ("a", "b"):
                 check_sound(Location(link.with_name(name)))

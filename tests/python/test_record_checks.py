@@ -165,7 +165,7 @@ def test_a_part_of_a_record_is_never_damaged_with_full_verification(
     path, state = saved
     wrong = refused = 0
     found = records(path)
-    for record in found if full else rng.sample(found, min(len(found), 4)):
+    for record in found if full else rng.sample(found, min(len(found), 2)):
         unflip = flipped(record, rng)
         for fqn, tensor in state.items():
             try:
@@ -286,13 +286,13 @@ def test_another_verification_is_an_error(tmp_path: Path) -> None:
 
 
 def test_ranges_of_flattened_megatron_tensors_are_checked(
-    tmp_path: Path, rng: random.Random
+    tmp_path: Path, rng: random.Random, full: bool
 ) -> None:
     path = Path(shutil.copytree(GOLDEN, tmp_path / "copy"))
     state = {fqn: value for fqn, value in full_state().items() if isinstance(value, torch.Tensor)}
     fqns = [fqn for fqn in state if fqn.startswith("optimizer.state.exp_avg.")]
     refused = 0
-    for record in records(path):
+    for record in records(path)[:: 1 if full else 4]:
         unflip = flipped(record, rng)
         for fqn in fqns:
             try:

@@ -470,6 +470,7 @@ def test_async_save_in_a_process_saves_fails_and_saves_again(
     assert loads(tmp_path / "2", state) == []
 
 
+@pytest.mark.thin("True")
 @pytest.mark.parametrize("stock", [False, True])
 def test_installed_reaches_the_process_of_async_save(
     stock: bool, background_process: None, state: dict[str, Any], tmp_path: Path
