@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forks import fork_context, rank_environment
 from ranks import PR_SET_PDEATHSIG, Worlds
 from states import assert_same, full_value, local_part, sharded
 from torch.distributed.checkpoint.api import CheckpointException
@@ -686,8 +687,7 @@ def mortal_ranks(size: int, store_on: int | None, *args: Any) -> Iterator[list[A
 
     The store is served by this process, as a launcher does, or by one of them.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch_ckpt.api"])
+    context = fork_context()
     port = get_free_port()
     if store_on is None:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -698,7 +698,8 @@ def mortal_ranks(size: int, store_on: int | None, *args: Any) -> Iterator[list[A
             process = context.Process(
                 target=be_rank, args=(rank, size, port, rank == store_on, theirs, *args)
             )
-            process.start()
+            with mock.patch.dict(os.environ, rank_environment()):  # The server's, if it starts now.
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
