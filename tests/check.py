@@ -11,11 +11,14 @@ need a CUDA device. ``wheel`` builds the wheel and the sdist, and tries them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +40,23 @@ def run(*command: str | Path, **env: str) -> None:
     print(f"    {time.monotonic() - begin:.1f} s", flush=True)
 
 
+@contextlib.contextmanager
+def beside(*command: str) -> Iterator[None]:
+    """Runs a command while others run, and shows its output then; ends the check if it fails."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield
+            status = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        print(f"==> {' '.join(command)}", output.read(), sep="\n", end="", flush=True)
+    if status:
+        sys.exit(f"failed ({status}): {command[0]}")
+
+
 def tool(name: str) -> str:
     """A program of this Python's environment, or of the system."""
     local = Path(sys.executable).parent / name
@@ -47,7 +67,7 @@ def tool(name: str) -> str:
 
 
 def check_style() -> None:
-    """Format, lint, types, arrows."""
+    """Format, lint, arrows."""
     cpp = sorted(
         p
         for folder in ("csrc", "tests/cpp", "tests/gpu", "fuzz", "benchmarks")
@@ -57,7 +77,6 @@ def check_style() -> None:
     run(tool("clang-format"), "--dry-run", "-Werror", *cpp)
     run(tool("ruff"), "format", "--check", *PYTHON_DIRECTORIES)
     run(tool("ruff"), "check", *PYTHON_DIRECTORIES)
-    run(sys.executable, "-m", "mypy")
     run(sys.executable, "tests/tidy.py")
 
 
@@ -185,8 +204,9 @@ def main() -> None:
     full = what == "full"
     os.environ["CHECK_BEGAN"] = str(time.time())
     check_style()
-    test_cpp()
-    test_seeds(20_000 if full else 2_000)
+    with beside(sys.executable, "-m", "mypy"):  # It uses one core.
+        test_cpp()
+        test_seeds(20_000 if full else 2_000)
     if full:
         os.environ.setdefault("TEST_SEED", "random")  # Other cases than those of every other run.
         check_clang_tidy()
