@@ -99,7 +99,7 @@ def test_a_save_within_a_save_at_every_call(
     template = tmp_path / "template"
     forks.call(save, template, 1, how)
     failed: list[str] = []
-    for number in itertools.count(0, 1) if full else itertools.count(seed % 4, 4):
+    for number in itertools.count(0, 1) if full else itertools.count(seed % 8, 8):
         path = tmp_path / f"{number}"
         if overwrites:
             shutil.copytree(template, path)
