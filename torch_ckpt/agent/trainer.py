@@ -142,8 +142,8 @@ class SnapshotAgent:
         directory = Location(run).resolved() if has_directory else None
         if directory is not None and directory.local_path is None:
             raise UnsupportedError(
-                f"cannot save to {directory} with an agent: it is another process, and the file "
-                "system of this URL is registered in the training process only"
+                f"cannot save to {directory} with an agent: ranks and agent compare the inode of a "
+                "run's directory, which must be a path of this machine and not a URL"
             )
         run = os.path.realpath(run)  # Once: a link in the path may move.
         self._place = _find_place(run, self._group, timeout_s, directory)
