@@ -102,8 +102,10 @@ void defer(TensorBatch& batch, const std::vector<int64_t>& positions) {
 
 void write(PlannedFile& file, SaveJob& job, int64_t begin, int64_t end) {
   if (begin < 0 || begin > end || end > file.laid_out()) throw py::index_error("no such tensors");
-  raise_if_error(nicely_without_gil(job.niceness(), [&] { return file.write(job, begin, end); }));
+  const Status status =
+      nicely_without_gil(job.niceness(), [&] { return file.write(job, begin, end); });
   file.release(begin, end);
+  raise_if_error(status);
 }
 
 }  // namespace

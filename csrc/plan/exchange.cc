@@ -318,7 +318,7 @@ Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
       const std::vector<int32_t> ranks = ranks_of(run.requesters);
       const int64_t readers = std::ranges::count_if(
           ranks, [&](int32_t rank) { return !wanted[static_cast<size_t>(rank)]->is_cached(); });
-      out.wanted_nbytes_ += run.range.nbytes() * std::ssize(ranks);
+      out.wanted_nbytes_ += run.range.nbytes() * readers;
       out.saved_nbytes_ += run.range.nbytes() * std::max<int64_t>(readers - 1, 0);
     }
     for (const Run& run : joined(std::move(runs))) {

@@ -74,11 +74,12 @@ class Exchange {
   static Result<Exchange> make(std::span<const WantedBytes* const> wanted,
                                std::span<const std::string> nodes, int64_t budget_nbytes);
 
-  // Bytes that are not read from storage, since another rank sends them. A rank that has all that it
-  // wants in its page cache saves none.
+  // Bytes that are not read from storage, since another rank sends them. A rank that has all that
+  // it wants in its page cache reads nothing from storage.
   int64_t saved_nbytes() const { return saved_nbytes_; }
 
-  // Total bytes that the ranks want, each rank counted separately.
+  // Bytes that the ranks would read from storage without the exchange, each rank counted
+  // separately.
   int64_t wanted_nbytes() const { return wanted_nbytes_; }
 
   // Returns whether a rank shares any wanted bytes with another rank.

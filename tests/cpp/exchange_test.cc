@@ -106,6 +106,7 @@ TEST(ExchangeTest, ARankThatHasAllInItsPageCacheSavesNoReads) {
     one = *WantedBytes::decode(one.encode());
   }
   EXPECT_EQ(share(wanted).saved_nbytes(), 64 * kMiB);
+  EXPECT_EQ(share(wanted).wanted_nbytes(), 2 * 64 * kMiB);
   for (WantedBytes& one : wanted) one.set_cached(true);
   EXPECT_EQ(share(wanted).saved_nbytes(), 0);
 }

@@ -106,6 +106,12 @@ def save_beside_a_rank_that_freezes_before_its_promise(path: Path, victim: int) 
         torch_ckpt.save(state, checkpoint_id=path / "1", timeout_s=FREEZE_S)
     assert time.monotonic() - begin < FREEZE_S + MARGIN_S
     assert not (path / "1" / ".metadata").exists()
+    relay = group_of(None).connections.current
+    assert relay is not None
+    errors = [call.error for call in relay.calls.values() if call.error is not None]
+    assert errors
+    for error in errors:  # The frames of a traceback would keep the state dict.
+        assert error.__traceback__ is None
     return failure_of(caught.value)
 
 

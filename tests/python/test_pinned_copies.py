@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import load, save
+from checkpoints import failure_of, load, save
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -49,3 +50,25 @@ def test_tensors_saved_through_pinned_memory_load_bit_for_bit(
     for name, tensor in state.items():
         found = loaded[name].reshape(-1).view(torch.uint8)
         assert torch.equal(found, tensor.reshape(-1).view(torch.uint8)), name
+
+
+def test_an_error_keeps_no_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved: list[str | None] = []
+
+    class Failing(Temporaries):
+        def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+            resolved.append(write_item.index.fqn)
+            if resolved.count("w9") == 2:  # The second time is for the copy.
+                raise RuntimeError("cannot resolve 'w9'")
+            return super().resolve_data(write_item)
+
+    monkeypatch.setattr(data_file, "_PINNED_NBYTES", 1 << 12)
+    monkeypatch.setattr(data_file, "_copies_by_engine", lambda _: True)
+    state = {f"w{i}": torch.ones(1 << 10) for i in range(10)}
+
+    error = failure_of(save, state, FastWriter(tmp_path), planner=Failing())
+
+    assert "'w9'" in str(error)
+    left = [one for one in gc.get_objects() if type(one) is data_file._PinnedCopies]
+    assert left, "the frames of the error are gone"
+    assert all(one._snapshot is None and not one._tensors for one in left)

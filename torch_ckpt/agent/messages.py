@@ -124,6 +124,8 @@ def _decode_body(nbytes: int, crc: int, body: bytes) -> tuple[dict[str, Any], li
         blobs = []
         at = 0
         for length in lengths:
+            if length < 0:
+                raise ValueError("a part has a negative length")
             blobs.append(rest[at : at + length])
             at += length
         if at != len(rest) or not isinstance(facts, dict):

@@ -237,7 +237,7 @@ class Agent:
                     with self._changed:
                         trainer.connections -= 1
                         self._changed.notify_all()
-            except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            except Exception as error:
                 send(connection, Kind.ERROR, failure=failure_of(error))
 
     def _answer(self, trainer: RankProcess, message: Message) -> Message:

@@ -249,8 +249,8 @@ class Call:
                 claim, lambda: "the promises of all ranks", timeout_s=self.timeout_s + GRACE_S
             )
         except Exception as error:
-            self._shared_error = error if isinstance(error, RankTimeoutError) else self.fail(error)
-            raise self._shared_error from None
+            failed = error if isinstance(error, RankTimeoutError) else self.fail(error)
+            raise self._as_shared(failed) from None
 
     def raise_if_failed(self) -> None:
         """Raises the error of the call if a rank has failed it, or is gone.

@@ -140,8 +140,11 @@ class Loop(ABC):
 
     def _run_posted(self) -> None:
         self._woken.read(4096)
-        while self._posted:
-            function, arguments = self._posted.popleft()
+        while True:
+            try:
+                function, arguments = self._posted.popleft()
+            except IndexError:  # Another thread may empty the queue meanwhile.
+                return
             try:
                 function(*arguments)
             except BaseException as error:

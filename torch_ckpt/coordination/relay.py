@@ -84,11 +84,11 @@ class Relay(Loop):
         self._pinged = 0.0
         self._parent: Peer | None = None
         self._children: dict[int, Peer] = {}
+        self.end = weakref.finalize(owner, self.stop)
+        """Ends the thread, even before it is connected."""
         threading.Thread(
             target=self._connect_and_run, args=(store,), name="torch_ckpt-group", daemon=True
         ).start()
-        self.end = weakref.finalize(owner, self.stop)
-        """Ends the thread, even before it is connected."""
 
     def late(self, number: int, exchange: int) -> list[int]:
         """Returns the ranks whose contributions are missing. Called by the coordinator."""

@@ -140,35 +140,39 @@ def _write_tensors(
     """
     begin = retained_nbytes = 0
     pinned = _PinnedCopies()
-    for number in planned.copied:
-        position = planned.position(number)
-        source = work.sources[position]
-        tensor = (
-            _resolve_tensor(planner, work.item(position))
-            if isinstance(source, Unresolved)
-            else source
-        )
-        assert tensor is not None
-        rows = planned.rows(number)
-        part = tensor.detach() if rows is None else tensor.detach().narrow(0, *rows)
-        if _copies_by_engine(part):
-            if not pinned.has_room(part):
-                pinned.put_all(planned)
-                planned.write(job, begin, number)
-                begin, retained_nbytes = number, 0
-            pinned.add(number, part)
-            continue
-        copy = to_plain(part)
-        planned.put(number, _tensor_view.view(copy, "", writable=False))
-        retained_nbytes += (
-            copy.untyped_storage().nbytes()
-        )  # A view of rows references the whole storage.
-        if retained_nbytes >= max_retained_nbytes:
-            pinned.put_all(planned)
-            planned.write(job, begin, number + 1)
-            begin, retained_nbytes = number + 1, 0
-    pinned.put_all(planned)
-    planned.write(job, begin, len(planned))
+
+    def write_until(end: int) -> None:
+        nonlocal begin, retained_nbytes
+        pinned.put_all(planned)
+        planned.write(job, begin, end)
+        begin, retained_nbytes = end, 0
+
+    try:
+        for number in planned.copied:
+            position = planned.position(number)
+            source = work.sources[position]
+            tensor = (
+                _resolve_tensor(planner, work.item(position))
+                if isinstance(source, Unresolved)
+                else source
+            )
+            assert tensor is not None
+            rows = planned.rows(number)
+            part = tensor.detach() if rows is None else tensor.detach().narrow(0, *rows)
+            if _copies_by_engine(part):
+                if not pinned.has_room(part):
+                    write_until(number)
+                pinned.add(number, part)
+                continue
+            copy = to_plain(part)
+            planned.put(number, _tensor_view.view(copy, "", writable=False))
+            # A view of rows references the whole storage.
+            retained_nbytes += copy.untyped_storage().nbytes()
+            if retained_nbytes >= max_retained_nbytes:
+                write_until(number + 1)
+        write_until(len(planned))
+    finally:
+        pinned.clear()  # The frames of an error may live long.
 
 
 def _copies_by_engine(tensor: torch.Tensor) -> bool:
@@ -217,6 +221,10 @@ class _PinnedCopies:
             elements = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
             copy = elements.view(tensor.size()) if position in copied else to_plain(tensor)
             planned.put(number, _tensor_view.view(copy, "", writable=False))
+
+    def clear(self) -> None:
+        """Frees the memory, and forgets the tensors."""
+        self._snapshot, self._tensors = None, []
 
     def _memory(self, nbytes: int) -> _native.Snapshot:
         found = self._snapshot
