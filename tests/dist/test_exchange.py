@@ -305,11 +305,25 @@ def test_a_group_exchanges_among_itself_and_a_lone_rank_not_at_all(saved: Path) 
     load_all(Exchanging(saved), no_dist=True)
 
 
+@contextlib.contextmanager
+def connected_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Otherwise a rank may fail, and hang up, while another one connects."""
+    connect = torch_ckpt.storage.exchange._connect
+
+    def connect_together(*args: Any) -> Any:
+        connected = connect(*args)
+        dist.barrier(group)
+        return connected
+
+    with unittest.mock.patch.object(torch_ckpt.storage.exchange, "_connect", connect_together):
+        yield
+
+
 def load_copies(paths: list[Path], faulty: int, by: str) -> tuple[float, dict[int, str]]:
     """Loads each rank's own copy, and then that of rank 0, which is sound again."""
     began = time.monotonic()
     reader = Exchanging(paths[dist.get_rank()], io=TINY)
-    with passed_on(by), pytest.raises(CheckpointException) as caught:
+    with passed_on(by), connected_together(), pytest.raises(CheckpointException) as caught:
         dcp.load(state_of("of no version"), storage_reader=reader)
     took_s = time.monotonic() - began
     kinds = {rank: type(error).__name__ for rank, (error, _) in caught.value.failures.items()}
@@ -337,16 +351,9 @@ def load_damaged_as_group(paths: list[Path]) -> None:
     if dist.get_rank() not in (1, 3):
         return
     reader = Exchanging(paths[dist.get_rank() == 3], io=TINY)
-    connect = torch_ckpt.storage.exchange._connect
-
-    def connect_together(*args: Any) -> Any:
-        connected = connect(*args)
-        dist.barrier(group)  # Else a rank may fail, and hang up, while the other one connects.
-        return connected
-
     with (
         passed_on("wire"),
-        unittest.mock.patch.object(torch_ckpt.storage.exchange, "_connect", connect_together),
+        connected_together(group),
         pytest.raises(CheckpointException) as caught,
     ):
         dcp.load(state_of("of no version"), storage_reader=reader, process_group=group)
