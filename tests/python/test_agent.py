@@ -648,8 +648,11 @@ def test_memory_that_nobody_has_gone_on_with_for_a_day_is_removed(tmp_path: Path
     for folder in (old, young):
         slot_path(folder, 0, 0).write_bytes(b"memory")
     day = time.time() - 25 * 3600
-    os.utime(slot_path(old, 0, 0), (day, day))
+    for path in (slot_path(old, 0, 0), old):
+        os.utime(path, (day, day))
+    starting = open_folder(run_of(tmp_path / "starting"))  # It is empty, until its agent locks it.
     assert remove_abandoned(own) == [old]
+    assert starting.exists()
     assert not old.exists()
     assert young.exists()
 
@@ -661,7 +664,7 @@ def test_memory_that_is_filled_now_is_not_a_day_old(
         assert agent.stage(state_of(step), run / str(step), step=step, persist=False) is not None
     folder = folder_of(run_of(run))
     day = time.time() - 25 * 3600
-    for path in folder.iterdir():
+    for path in (*folder.iterdir(), folder):
         os.utime(path, (day, day))
     assert agent.stage(state_of(2), run / "2", step=2, persist=False) is not None
     kill_agent(run)

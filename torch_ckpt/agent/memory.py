@@ -245,7 +245,8 @@ def remove_abandoned(own: Path) -> list[Path]:
     removed = []
     for folder in sorted(own.parent.iterdir()):
         with contextlib.suppress(OSError):
-            last_use = max((p.stat().st_mtime for p in folder.iterdir()), default=0.0)
+            # A folder of a run that is starting may still be empty.
+            last_use = max(p.stat().st_mtime for p in (folder, *folder.iterdir()))
             if folder == own or time.time() - last_use < _ABANDONED_S:
                 continue
             with agent_lock(folder) as is_ours:
