@@ -745,6 +745,12 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
         answer = receive(connection)
         assert answer["kind"] == Kind.ERROR
         assert "belongs to another run" in answer["failure"][1]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(path))
+        connection.settimeout(SOON_S)
+        send(connection, Kind.HELLO, run=run_of(run).hex(), session="", rank=float("inf"))
+        answer = receive(connection)
+        assert answer["kind"] == Kind.ERROR
     save(agent, run, 1)
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import struct
+import zlib
 from pathlib import Path
 from typing import get_args
 
@@ -63,6 +64,13 @@ def test_a_message_is_received_as_it_was_sent() -> None:
         assert (caught.value.args[0], caught.value.errno) == (f"cannot create {path}", 28)
         ours.close()
         assert receive(theirs) is None
+
+
+def test_a_message_with_a_part_of_negative_length_is_damaged() -> None:
+    body = b"[{}, [-1, 3]]\nab"
+    head = struct.pack("<4sHQI", b"TCAG", 6, len(body), zlib.crc32(body))
+    with pytest.raises(CorruptionError, match="negative length"):
+        decode(head + body)
 
 
 @pytest.mark.parametrize("version", [4, 5, 7])

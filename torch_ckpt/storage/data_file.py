@@ -136,7 +136,7 @@ def _write_tensors(
     """Writes tensors through the engine, in the order of the layout.
 
     Some tensors need a copy (of a device tensor, or of a temporary). Copies are written and freed
-    in batches of ``max_retained_nbytes``, those of CUDA tensors in batches of their own size.
+    in batches of ``max_retained_nbytes``, those of CUDA tensors in batches of ``_PINNED_NBYTES``.
     """
     begin = retained_nbytes = 0
     pinned = _PinnedCopies()
@@ -229,7 +229,7 @@ class _PinnedCopies:
     def _memory(self, nbytes: int) -> _native.Snapshot:
         found = self._snapshot
         if found is None or found.nbytes < nbytes:
-            # A small state needs less than a whole batch. A second batch is probably a whole one.
+            # The only batch of a small state needs less. If there is another one, batches are full.
             usual = 1 if found is None else _PINNED_NBYTES
             del found
             self._snapshot = None  # Free it before the allocation.

@@ -48,7 +48,7 @@ _MIN_SAVED_NBYTES = 16 << 20
 """Minimum bytes of reads that an exchange must save."""
 
 _MIN_SAVED_FRACTION = 16
-"""An exchange must save at least 1/16 of the bytes that all ranks want."""
+"""An exchange must save at least 1/16 of the bytes that all ranks would read from storage."""
 
 _POLL_S = 0.2
 """Interval at which a rank that waits for others reads whether the load has failed."""

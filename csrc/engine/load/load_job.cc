@@ -99,7 +99,7 @@ Status LoadJob::check(std::span<const StoredSlice> slices) {
 
 Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors) {
   WantedBytes out;
-  out.set_cached(true);  // Until a range is not.
+  out.set_cached(true);  // Until a range is found that is not.
   LoadResult result;
   RETURN_IF_ERROR(
       state_->release_on_error(run_batches(tensors, {}, {}, nullptr, false, &out, &result)));
