@@ -336,8 +336,8 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (way["writer"] == "fast" or way["stager"] == "of the process")
         and (way["writer"] == "fast" or way["then"] == "")
         and (way["call"] != "stage" or (is_ours and way["stager"] != "with a cap"))
-        # Stock's stager fails for some DTensors: "invalid python storage".
-        and (is_ours or is_alone or "async" not in way["call"])
+        # Stock's stager fails for sparse tensors and some DTensors, and drops attributes.
+        and (is_ours or "async" not in way["call"])
         and (is_alone or way["planner"] != "cutting")
         and (way["call"] != "run, agent" or way["files"] in ("one", "three"))
         and (way["directory"] == "one for each save" or way["ends"] == "in turn")
