@@ -27,6 +27,7 @@ import pytest
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from support.store_proxy import StoreProxy
 from support.store_server import SeaweedFS
 
 from torch_ckpt.agent.memory import has_agent
@@ -155,3 +156,13 @@ def store_url(store_server: SeaweedFS, monkeypatch: pytest.MonkeyPatch, tmp_path
     for name, value in store_server.environment().items():
         monkeypatch.setenv(name, value)
     return f"s3://{store_server.bucket}/{tmp_path.name}"
+
+
+@pytest.fixture
+def store_proxy(
+    store_server: SeaweedFS, store_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> Iterator[StoreProxy]:
+    """A proxy before the S3 server, which the environment names in the server's place."""
+    with StoreProxy(store_server.endpoint, seed=seed) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import subprocess
 import sys
 import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
+import obstore
 import pytest
 from checkpoints import ROOT
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, GenericError
 from obstore.store import S3Store, from_url
+from support.store_proxy import Fault, StoreProxy
 from support.store_server import JuiceFS, SeaweedFS, answers
 
 
@@ -45,6 +53,7 @@ def test_a_killed_server_starts_again_with_what_it_acknowledged(
 STARTS_ON_A_THREAD = """
 import sys, threading
 from pathlib import Path
+from support.store_proxy import Fault, StoreProxy
 from support.store_server import StoreServer, answers
 
 
@@ -102,3 +111,136 @@ def test_juicefs_ignores_the_conditions_of_a_put(
         store.put("a", b"second", mode="create")
         store.put("a", b"third", mode={"e_tag": "another"})
         assert bytes(store.get("a").bytes()) == b"third"
+
+
+CONTENT = os.urandom(300_000)
+ONCE = {"retry_config": {"max_retries": 0}}
+
+
+@pytest.fixture
+def once(store_proxy: StoreProxy, store_url: str) -> S3Store:
+    """A client behind the proxy that tries once; the object "a" has 300,000 bytes."""
+    store = from_url(store_url, **ONCE)
+    store.put("a", CONTENT)
+    store_proxy.forget()
+    return store
+
+
+@pytest.mark.parametrize("status", [403, 429, 503])
+def test_the_proxy_answers_in_the_servers_place(
+    once: S3Store, store_proxy: StoreProxy, status: int
+) -> None:
+    store_proxy.add(Fault("status", status=status, times=1))
+    with pytest.raises(
+        Exception, match=f"{status} .*{'AccessDenied' if status == 403 else 'Slow'}"
+    ):
+        once.put("b", CONTENT)
+    with pytest.raises(FileNotFoundError):
+        once.head("b")
+    refused, asked = store_proxy.requests
+    assert (refused.kind, refused.status, refused.sent) == ("put", status, len(CONTENT))
+    assert (asked.kind, asked.status, asked.faults) == ("head", 404, [])
+
+
+@pytest.mark.parametrize("kind", ["reset", "lose"])
+def test_the_proxy_resets_before_or_after_the_server_has_done_it(
+    once: S3Store, store_proxy: StoreProxy, kind: str
+) -> None:
+    store_proxy.add(Fault(kind, requests=("put",)))
+    with pytest.raises(GenericError, match="error sending request"):
+        once.put("b", CONTENT)
+    if kind == "lose":
+        assert bytes(once.get("b").bytes()) == CONTENT
+    else:
+        with pytest.raises(FileNotFoundError):
+            once.get("b")
+
+
+@pytest.mark.parametrize("kind", ["cut", "truncate"])
+def test_the_proxy_ends_a_connection_in_the_middle_of_an_answer(
+    once: S3Store, store_proxy: StoreProxy, store_url: str, kind: str
+) -> None:
+    store_proxy.add(Fault(kind, times=2, at=0.4))
+    with pytest.raises(GenericError, match="body error"):
+        once.get_range("a", start=0, end=200_000)
+    assert store_proxy.requests[0].received == 80_000
+    assert bytes(from_url(store_url).get_range("a", start=0, end=200_000)) == CONTENT[:200_000]
+
+
+def test_the_proxy_ends_a_truncated_answer_without_a_reset(
+    once: S3Store, store_proxy: StoreProxy
+) -> None:
+    url = obstore.sign(once, "GET", "a", timedelta(minutes=1))
+    for kind, error in (("truncate", http.client.IncompleteRead), ("cut", ConnectionResetError)):
+        store_proxy.add(Fault(kind, times=1))
+        with urllib.request.urlopen(url) as answer, pytest.raises(error):
+            answer.read()
+
+
+def test_the_proxy_shortens_and_flips_without_a_trace(
+    once: S3Store, store_proxy: StoreProxy
+) -> None:
+    store_proxy.add(Fault("shorten", times=1, at=0.4), Fault("flip", skip=1, at=0.9))
+    assert bytes(once.get_range("a", start=0, end=100_000)) == CONTENT[:40_000]
+    flipped = bytes(once.get_range("a", start=0, end=100_000))
+    assert [i for i in range(100_000) if flipped[i] != CONTENT[i]] == [90_000]
+    assert (flipped[90_000] ^ CONTENT[90_000]).bit_count() == 1
+
+
+def test_the_proxy_delays_and_stalls(once: S3Store, store_proxy: StoreProxy) -> None:
+    for kind in ("delay", "stall"):
+        store_proxy.add(Fault(kind, seconds=0.2, times=1))
+        begin = time.monotonic()
+        assert bytes(once.get("a").bytes()) == CONTENT
+        assert time.monotonic() - begin > 0.2
+
+
+def test_the_proxy_is_down_for_a_while(
+    once: S3Store, store_proxy: StoreProxy, store_url: str
+) -> None:
+    store_proxy.down_for(0.3)
+    with pytest.raises(GenericError, match="error sending request"):
+        once.get("a")
+    assert bytes(from_url(store_url).get("a").bytes()) == CONTENT  # By retries.
+
+
+def test_a_share_of_the_requests_depends_on_the_seed_alone(
+    store_server: SeaweedFS, store_url: str
+) -> None:
+    def refused(seed: int) -> list[bool]:
+        fault = Fault("status", share=0.3)
+        with StoreProxy(store_server.endpoint, seed=seed, faults=(fault,)) as proxy:
+            store = from_url(store_url, endpoint=proxy.endpoint, **ONCE)
+            for key in map(str, range(100)):
+                with contextlib.suppress(GenericError):
+                    store.put(key, b"")
+            return [request.status == 503 for request in proxy.requests]
+
+    assert 10 < sum(refused(1)) < 50
+    assert refused(1) == refused(1) != refused(2)
+
+
+def test_the_proxy_counts_requests_by_kind(once: S3Store, store_proxy: StoreProxy) -> None:
+    content = os.urandom(20 << 20)
+    once.put("big", content, chunk_size=8 << 20)
+    assert store_proxy.counts("big$") == {"create": 1, "part": 3, "complete": 1}
+    assert store_proxy.bytes_written() == len(content)
+    assert bytes(once.get_range("big", start=1000, end=9 << 20)) == content[1000 : 9 << 20]
+    assert store_proxy.bytes_read("big$") == (9 << 20) - 1000
+    assert store_proxy.requests[-1].range == f"bytes=1000-{(9 << 20) - 1}"
+    store_proxy.forget()
+    once.copy("a", "b")
+    once.put("c", b"", mode="create")
+    assert store_proxy.requests[-1].condition == "*"
+    assert len(once.list_with_delimiter()["objects"]) == 4
+    once.delete(["a", "b"])
+    with pytest.raises(RuntimeError, match="mine"):
+        once.put("d", raises_after([content[: 8 << 20]]))
+    assert store_proxy.counts() >= Counter(
+        ["copy", "put", "list", "delete many", "create", "abort"]
+    )
+
+
+def raises_after(pieces: list[bytes]) -> Iterator[bytes]:
+    yield from pieces
+    raise RuntimeError("mine")
