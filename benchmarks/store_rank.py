@@ -1,0 +1,174 @@
+"""One rank of bench_store.py: saves to an S3 server and loads from it, by each contender.
+
+The raw contender is the ceiling: it knows no checkpoints, and moves the same bytes by the same
+client. Each rank puts the bytes of its tensors into one object in parts of 8 MiB, 8 in flight, and
+gets them back by ranges of 8 MiB, 16 in flight, into its tensors.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from load_rank import Answer, Rank, serve
+from machine import MIB
+from rank_loads import State, empty, fill, local_rows
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+OURS, RAW = "torch-ckpt", "raw obstore"
+FSSPEC, CONNECTOR = "FsspecWriter, s3fs", "s3torchconnector"
+SMALL, LARGE = "small", "large"
+PART = 8 * MIB
+UPLOADS, DOWNLOADS = 8, 16
+REGION = "us-east-1"
+
+
+def make_writer(contender: str, url: str) -> StorageWriter:
+    """A contender's writer, with its defaults."""
+    if contender == OURS:
+        from torch_ckpt import FastWriter
+
+        return FastWriter(url)
+    if contender == FSSPEC:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        return FsspecWriter(url)
+    from s3torchconnector import S3ClientConfig
+    from s3torchconnector.dcp import S3StorageWriter
+
+    config = S3ClientConfig(force_path_style=True)
+    return S3StorageWriter(region=REGION, path=url, s3client_config=config)
+
+
+def make_reader(contender: str, url: str) -> StorageReader:
+    """A contender's reader, with its defaults."""
+    if contender == OURS:
+        from torch_ckpt import FastReader
+
+        return FastReader(url)
+    if contender == FSSPEC:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+        return FsspecReader(url)
+    from s3torchconnector import S3ClientConfig
+    from s3torchconnector.dcp import S3StorageReader
+
+    config = S3ClientConfig(force_path_style=True)
+    return S3StorageReader(region=REGION, path=url, s3client_config=config)
+
+
+# The ceiling -----------------------------------------------------------------------------------
+
+
+def flat_bytes(state: State) -> list[torch.Tensor]:
+    """What this rank has of each tensor, as bytes."""
+    return [local_rows(tensor)[0].view(-1).view(torch.uint8) for tensor in state.values()]
+
+
+def raw_object(url: str) -> tuple[Any, str]:
+    """The bucket of a URL, and the key of this rank's object."""
+    from obstore.store import S3Store
+
+    parts = urlsplit(url)
+    return S3Store(parts.netloc), f"{parts.path.strip('/')}/{dist.get_rank()}"
+
+
+def raw_save(state: State, url: str) -> None:
+    """Puts the bytes of all tensors, one after another, into one object of this rank."""
+    store, key = raw_object(url)
+
+    def pieces() -> Iterator[memoryview]:
+        for flat in flat_bytes(state):
+            whole = memoryview(flat.numpy())
+            yield from (whole[begin : begin + PART] for begin in range(0, len(whole), PART))
+
+    store.put(key, pieces(), chunk_size=PART, max_concurrency=UPLOADS)
+
+
+def raw_load(state: State, url: str) -> None:
+    """Gets them back, and copies each range to the tensors that it lies in."""
+    store, key = raw_object(url)
+    tensors = flat_bytes(state)
+    ends = list(itertools.accumulate(tensor.numel() for tensor in tensors))
+
+    def get(begin: int) -> None:
+        end = min(begin + PART, ends[-1])
+        found = torch.frombuffer(store.get_range(key, start=begin, end=end), dtype=torch.uint8)
+        number, at = bisect.bisect_right(ends, begin), begin
+        while at < end:
+            until = min(ends[number], end)
+            first = ends[number] - tensors[number].numel()
+            part = found[at - begin : until - begin]
+            tensors[number][at - first : until - first].copy_(part)
+            number, at = number + 1, until
+
+    with ThreadPoolExecutor(DOWNLOADS) as threads:
+        list(threads.map(get, range(0, ends[-1], PART)))
+
+
+# The rank --------------------------------------------------------------------------------------
+
+
+class StoreRank(Rank):
+    """What one process keeps between calls: the tensors that it saves and loads into."""
+
+    @functools.lru_cache(1)  # noqa: B019  # One rank lives as long as its process.
+    def _state(self, kind: str, gib: float, tensors: int) -> State:
+        """Filled tensors: of load_contenders.py, or this rank's own, many small or one large."""
+        if kind in (SMALL, LARGE):
+            each = int(gib * 2**30) // self.options["count"] // tensors // 16 * 16
+            count, nbytes = (tensors, each) if kind == SMALL else (1, each * tensors)
+            names = (f"rank{self.options['rank']}.{number}" for number in range(count))
+            state = {name: torch.zeros(nbytes, dtype=torch.uint8) for name in names}
+        else:
+            state = empty(kind, gib)
+        fill(state)
+        return state
+
+    def nbytes(self, kind: str, gib: float, tensors: int = 1) -> int:
+        """Bytes of this rank's tensors."""
+        return sum(flat.numel() for flat in flat_bytes(self._state(kind, gib, tensors)))
+
+    def save_to(
+        self, contender: str, url: str, kind: str, gib: float, tensors: int = 1
+    ) -> Answer:
+        """Saves with the others; the store has acknowledged it when it is done."""
+        state = self._state(kind, gib, tensors)
+        if contender == RAW:
+            return self._measure(lambda: raw_save(state, url))
+        return self._measure(lambda: dcp.save(state, storage_writer=make_writer(contender, url)))
+
+    def load_from(
+        self,
+        contender: str,
+        url: str,
+        kind: str,
+        gib: float,
+        tensors: int = 1,
+        alone: bool = False,
+    ) -> Answer:
+        """Loads with the others, or the first rank alone; requires the bits to be as saved."""
+        state = self._state(kind, gib, tensors)
+        run: Callable[[], None]
+        if alone and self.options["rank"]:
+            return self._measure(lambda: None)
+        for tensor in state.values():
+            tensor.zero_()
+        if contender == RAW:
+            run = functools.partial(raw_load, state, url)
+        else:
+            reader = functools.partial(make_reader, contender, url)
+            run = lambda: dcp.load(state, storage_reader=reader(), no_dist=alone)  # noqa: E731
+        return self._measure(run, state)
+
+
+if __name__ == "__main__":
+    serve(StoreRank)
