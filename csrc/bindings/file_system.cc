@@ -82,12 +82,14 @@ void commit_checkpoint(FileSystem& fs, const std::filesystem::path& directory,
                        const std::string& metadata_name, const std::string& index_name,
                        const py::bytes& metadata, const py::bytes& index,
                        const std::string& save_id, const std::vector<std::string>& data_files,
-                       bool sync, const std::optional<std::filesystem::path>& rename_to) {
+                       bool sync, const std::optional<std::filesystem::path>& rename_to,
+                       const std::string& replaced) {
   const Commit what = {.directory = directory.string(),
                        .names = {metadata_name, index_name},
                        .metadata = as_bytes(static_cast<std::string_view>(metadata)),
                        .index = as_bytes(static_cast<std::string_view>(index)),
                        .save_id = save_id,
+                       .replaced = replaced,
                        .data_files = data_files,
                        .sync = sync};
   raise_if_error(without_gil([&] {
@@ -151,7 +153,21 @@ void bind_file_system(py::module_& module) {
       .def("read_archive", &read_archive_of, py::arg("path"))
       .def("commit", &commit_checkpoint, py::arg("directory"), py::arg("metadata_name"),
            py::arg("index_name"), py::arg("metadata"), py::arg("index"), py::arg("save_id"),
-           py::arg("data_files"), py::arg("sync"), py::arg("rename_to") = py::none());
+           py::arg("data_files"), py::arg("sync"), py::arg("rename_to") = py::none(),
+           py::arg("replaced") = "")
+      .def(
+          "version",
+          [](FileSystem& fs, const std::filesystem::path& path) {
+            return value_or_raise(without_gil([&] { return fs.version(path.string()); }));
+          },
+          py::arg("path"))
+      .def_property_readonly(
+          "publishes_by_condition",
+          [](const FileSystem& fs) { return fs.traits().publishes_by_condition; })
+      .def_property_readonly("writes_at_offsets",
+                             [](const FileSystem& fs) { return fs.traits().writes_at_offsets; })
+      .def_property_readonly("has_folders",
+                             [](const FileSystem& fs) { return fs.traits().has_folders; });
   module.def("local_file_system", &local_file_system, py::return_value_policy::reference);
 }
 

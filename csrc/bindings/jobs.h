@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -33,6 +34,18 @@ auto nicely_without_gil(int niceness, Work&& work) {
   return without_gil([&] { return run_at_niceness(niceness, std::forward<Work>(work)); });
 }
 
+// Deletes an object without the GIL. The destructor of a job waits for requests in flight, and a
+// request to a store needs the GIL.
+template <typename T>
+struct DeleteWithoutGil {
+  void operator()(T* object) const {
+    const pybind11::gil_scoped_release unlocked;
+    delete object;
+  }
+};
+template <typename T>
+using UnlockedPtr = std::unique_ptr<T, DeleteWithoutGil<T>>;
+
 // Queue, direct, registered_buffers, reasons.
 using PyIoMode = std::tuple<std::string, bool, bool, std::vector<std::string>>;
 PyIoMode to_python(const IoMode& mode);
@@ -49,6 +62,7 @@ pybind11::bytes to_bytes(const BlockSums& sums);
 void bind_exchange(pybind11::module_& module);
 void bind_file_system(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
+void bind_object_store(pybind11::module_& module);
 void bind_save_job(pybind11::module_& module);
 void bind_snapshot(pybind11::module_& module);
 void bind_load_job(pybind11::module_& module);

@@ -36,18 +36,19 @@ StoredSlice to_slice(const PySlice& slice) {
   return {file, offset, nbytes, name};
 }
 
-std::unique_ptr<LoadJob> make(FileSystem& fs, const std::filesystem::path& directory,
-                              std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
-                              int64_t block_nbytes, int threads, bool direct, bool verify,
-                              std::shared_ptr<Records> records) {
+UnlockedPtr<LoadJob> make(FileSystem& fs, const std::filesystem::path& directory,
+                          std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
+                          int64_t block_nbytes, int threads, bool direct, bool verify,
+                          std::shared_ptr<Records> records) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,
                                .threads = threads,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .verify = verify,
                                .records = std::move(records)};
-  return value_or_raise(without_gil(
+  auto job = value_or_raise(without_gil(
       [&] { return LoadJob::make(fs, directory.string(), options, std::move(index)); }));
+  return UnlockedPtr<LoadJob>(job.release());
 }
 
 // File -> offset, length and CRC-32 of each record.
@@ -192,7 +193,7 @@ void bind_load_job(py::module_& module) {
       });
   py::class_<Records, std::shared_ptr<Records>>(module, "Records")
       .def(py::init(&make_records), py::arg("full"), py::arg("by_file"));
-  py::class_<LoadJob>(module, "LoadJob")
+  py::class_<LoadJob, UnlockedPtr<LoadJob>>(module, "LoadJob")
       .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
            py::arg("verify"), py::arg("records") = nullptr, py::keep_alive<1, 2>())

@@ -110,6 +110,7 @@ PYBIND11_MODULE(_native, module) {
   bind_exchange(module);
   bind_file_system(module);
   bind_index(module);
+  bind_object_store(module);
   bind_save_job(module);
   bind_snapshot(module);
   bind_load_job(module);

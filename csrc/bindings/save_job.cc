@@ -30,12 +30,12 @@ std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
 }
 
 // py::keep_alive (below) extends the lifetime of `fs` and `pool` to that of the job.
-std::unique_ptr<SaveJob> start(FileSystem& fs, const std::filesystem::path& path,
-                               const Layout& layout, BufferPool& pool, bool direct, bool sync,
-                               int niceness) {
+UnlockedPtr<SaveJob> start(FileSystem& fs, const std::filesystem::path& path, const Layout& layout,
+                           BufferPool& pool, bool direct, bool sync, int niceness) {
   const SaveOptions options = save_options(direct, sync, niceness);
-  return value_or_raise(
+  auto job = value_or_raise(
       without_gil([&] { return SaveJob::start(fs, path.string(), layout, pool, options); }));
+  return UnlockedPtr<SaveJob>(job.release());
 }
 
 PyExtent append(SaveJob& job, const py::buffer& buffer) {
@@ -61,14 +61,14 @@ void bind_save_job(py::module_& module) {
   py::class_<BufferPool>(module, "BufferPool")
       .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"))
       .def_property_readonly("nbytes", [](const BufferPool& pool) { return ssize(pool.arena()); });
-  py::class_<FileJob>(module, "FileJob")
+  py::class_<FileJob, UnlockedPtr<FileJob>>(module, "FileJob")
       .def("finish",
            [](FileJob& job) { raise_if_error(without_gil([&] { return job.finish(); })); })
       .def("abort", [](FileJob& job) { without_gil([&] { job.abort(); }); })
       .def("cancel", &FileJob::cancel)
       .def_property_readonly("done_nbytes", &FileJob::submitted_nbytes)
       .def_property_readonly("mode", [](const FileJob& job) { return to_python(job.mode()); });
-  py::class_<SaveJob, FileJob>(module, "SaveJob")
+  py::class_<SaveJob, FileJob, UnlockedPtr<SaveJob>>(module, "SaveJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("layout"), py::arg("pool"),
            py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0, py::keep_alive<1, 2>(),
            py::keep_alive<1, 5>())

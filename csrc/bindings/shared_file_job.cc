@@ -15,12 +15,13 @@ namespace torch_ckpt {
 namespace {
 
 // py::keep_alive (below) extends the lifetime of `fs` and `pool` to that of the job.
-std::unique_ptr<SharedFileJob> start(FileSystem& fs, const std::filesystem::path& path,
-                                     int64_t file_nbytes, BufferPool& pool, bool direct, bool sync,
-                                     int niceness) {
+UnlockedPtr<SharedFileJob> start(FileSystem& fs, const std::filesystem::path& path,
+                                 int64_t file_nbytes, BufferPool& pool, bool direct, bool sync,
+                                 int niceness) {
   const SaveOptions options = save_options(direct, sync, niceness);
-  return value_or_raise(without_gil(
+  auto job = value_or_raise(without_gil(
       [&] { return SharedFileJob::start(fs, path.string(), file_nbytes, pool, options); }));
+  return UnlockedPtr<SharedFileJob>(job.release());
 }
 
 void write(SharedFileJob& job,
@@ -48,7 +49,7 @@ void put(SharedFileJob& job, int64_t offset, const py::buffer& buffer) {
 }  // namespace
 
 void bind_shared_file_job(py::module_& module) {
-  py::class_<SharedFileJob, FileJob>(module, "SharedFileJob")
+  py::class_<SharedFileJob, FileJob, UnlockedPtr<SharedFileJob>>(module, "SharedFileJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("file_nbytes"),
            py::arg("pool"), py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0,
            py::keep_alive<1, 2>(), py::keep_alive<1, 5>())

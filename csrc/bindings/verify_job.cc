@@ -14,14 +14,15 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-std::unique_ptr<VerifyJob> make(FileSystem& fs, const std::filesystem::path& directory,
-                                std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
-                                int64_t block_nbytes, int threads, bool direct) {
+UnlockedPtr<VerifyJob> make(FileSystem& fs, const std::filesystem::path& directory,
+                            std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
+                            int64_t block_nbytes, int threads, bool direct) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,
                                .threads = threads,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered};
-  return value_or_raise(VerifyJob::make(fs, directory.string(), std::move(index), options));
+  auto job = value_or_raise(VerifyJob::make(fs, directory.string(), std::move(index), options));
+  return UnlockedPtr<VerifyJob>(job.release());
 }
 
 std::vector<std::pair<int64_t, int64_t>> check(VerifyJob& job, int64_t file, int64_t begin,
@@ -37,7 +38,7 @@ std::vector<std::pair<int64_t, int64_t>> check(VerifyJob& job, int64_t file, int
 }  // namespace
 
 void bind_verify_job(py::module_& module) {
-  py::class_<VerifyJob>(module, "VerifyJob")
+  py::class_<VerifyJob, UnlockedPtr<VerifyJob>>(module, "VerifyJob")
       .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
            py::keep_alive<1, 2>())

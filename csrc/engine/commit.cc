@@ -43,6 +43,17 @@ Status commit(FileSystem& fs, const Commit& what) {
     (void)fs.remove(index);
     for (const std::string& name : what.data_files) (void)fs.remove(path(name));
   };
+  if (fs.traits().publishes_by_condition) {
+    Status status = write_file(fs, index, what.index, what.sync);
+    const bool may_be_published = status.ok();
+    if (status.ok()) status = fs.publish(path(what.names.metadata), what.metadata, what.replaced);
+    // Only a false condition says for certain that nothing was published.
+    if (!status.ok() && (!may_be_published || status.error_number() == EEXIST)) {
+      remove_index_and_data();
+    }
+    (void)fs.remove(metadata);
+    return status;
+  }
   const auto prepare = [&]() -> Status {
     RETURN_IF_ERROR(write_files(fs, what, index, metadata, OpenMode::kUpdate));
     return sync_entries(fs, what);

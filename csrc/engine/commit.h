@@ -36,6 +36,9 @@ struct Commit {
   Bytes metadata;
   Bytes index;          // Belongs to `metadata`: states its save id, length and checksum.
   std::string save_id;  // Makes the names of each save unique.
+  // The version of the metadata when the save began, which it replaces. For a file system that
+  // publishes by condition.
+  std::string replaced = {};
   // Names in `directory` of the data files that the metadata refers to. Removed on an error, if the
   // commit certainly did not happen.
   std::span<const std::string> data_files = {};
@@ -52,10 +55,14 @@ struct Commit {
 //      and the folders above it, since the caller may have created them just before.
 //   2. Renames the metadata to its final name, which is the commit. Syncs the directory again.
 //
+// A file system that publishes by condition gets the index, and then the metadata under its final
+// name, if that still has the version `replaced`: the commit. The pending file is then removed.
+//
 // On an error the former checkpoint stays committed, and the index, metadata and data files of this
 // save are removed. Exception: if the sync in step 2 fails, or the rename fails but may have
 // happened, either checkpoint may be committed, and no file is removed.
-// Errors: kNotFound if another save has removed the pending metadata; kStorage.
+// Errors: kNotFound if another save has removed the pending metadata; kStorage, with EEXIST if
+// another one was committed meanwhile.
 Status commit(FileSystem& fs, const Commit& what);
 
 // Publishes a new checkpoint by renaming its directory to `to`, which is in the same parent.

@@ -16,9 +16,6 @@
 namespace torch_ckpt {
 namespace {
 
-// Reading this many unwanted bytes is cheaper than another request.
-constexpr int64_t kMaxGap = int64_t{32} << 10;
-
 // Ranges with a destination and at least this length get a request of their own, in place if
 // possible.
 constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
@@ -77,7 +74,7 @@ struct ReadStream::Work {
   Status status;  // The first error; guarded by mutex.
 
   Work(std::span<const WantedRange> ranges, const ConsumeRange& consumer, int64_t max_nbytes,
-       const std::atomic<bool>& is_cancelled)
+       int64_t max_gap, const std::atomic<bool>& is_cancelled)
       : wanted(ranges), consume(consumer), cancelled_by_caller(is_cancelled) {
     std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a request.
     for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
@@ -92,16 +89,17 @@ struct ReadStream::Work {
       std::byte* in_place = want.device->is_host() ? want.destination : nullptr;
       tasks.push_back({want.file, want.range, at, at + 1, in_place});
     }
-    for (const auto& [file, indices] : shared) add_shared(file, indices, max_nbytes);
+    for (const auto& [file, indices] : shared) add_shared(file, indices, max_nbytes, max_gap);
   }
 
-  void add_shared(File* file, const std::vector<int64_t>& indices, int64_t max_nbytes) {
+  void add_shared(File* file, const std::vector<int64_t>& indices, int64_t max_nbytes,
+                  int64_t max_gap) {
     std::vector<ByteRange> ranges;
     ranges.reserve(indices.size());
     for (const int64_t i : indices) {
       ranges.push_back(checkable_range(wanted[static_cast<size_t>(i)]));
     }
-    const Reads reads = coalesce(ranges, max_nbytes, kMaxGap);
+    const Reads reads = coalesce(ranges, max_nbytes, max_gap);
     const auto base = static_cast<int64_t>(order.size());
     for (const int64_t i : reads.order) order.push_back(indices[static_cast<size_t>(i)]);
     for (const Read& read : reads.reads) {
@@ -221,7 +219,7 @@ int64_t ReadStream::max_range_nbytes(const FileSums* sums) const {
 }
 
 Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {
-  Work work(wanted, consume, max_range_nbytes(), cancelled_);
+  Work work(wanted, consume, max_range_nbytes(), fs_.traits().max_gap_nbytes, cancelled_);
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
   if (lanes == 0) return ok_status();

@@ -28,11 +28,29 @@ std::string parent_directory(std::string_view path) {
   return std::string(without_trailing_slashes(path.substr(0, std::max<size_t>(slash, 1))));
 }
 
+const Traits& FileSystem::traits() const {
+  static const Traits traits;
+  return traits;
+}
+
 Status FileSystem::exchange(const std::string& one, const std::string& other) {
   return errno_status(ENOSYS, str_cat("cannot exchange ", one, " and ", other));
 }
 
+Status FileSystem::put(const std::string& path, Bytes, OpenMode) {
+  return errno_status(ENOSYS, str_cat("cannot write ", path, " at once"));
+}
+
+Result<std::string> FileSystem::version(const std::string& path) {
+  return errno_status(ENOSYS, str_cat("cannot tell the version of ", path));
+}
+
+Status FileSystem::publish(const std::string& path, Bytes, const std::string&) {
+  return errno_status(ENOSYS, str_cat("cannot publish ", path, " by a condition"));
+}
+
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync, OpenMode mode) {
+  if (!fs.traits().writes_at_offsets) return fs.put(path, bytes, mode);
   ASSIGN_OR_RETURN(const auto file, fs.open(path, mode, Caching::kBuffered));
   const auto queue = fs.make_queue(1);
   // IoRequest has one mutable memory field for both directions. A write only reads it.

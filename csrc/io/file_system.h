@@ -23,7 +23,8 @@ namespace torch_ckpt {
 
 enum class OpenMode {
   kRead,    // The file must exist.
-  kCreate,  // The file must not exist: data files and temporary files have unique names.
+  kCreate,  // The file must not exist: data files and temporary files have unique names. A store
+            // of streams may replace one that does.
   kUpdate,  // The file must exist. Several processes may write it concurrently.
 };
 
@@ -68,6 +69,26 @@ class File {
 
   // Sets the file size to `nbytes`.
   virtual Status truncate(int64_t nbytes) = 0;
+
+  // Makes writes in flight to a stream fail soon, and removes what it has written. Any thread may
+  // call it. No effect on other files.
+  virtual void abandon() {}
+};
+
+// What a file system can do. The engine decides from these traits, and not from what it is.
+struct Traits {
+  // Whether `publish` replaces a file only if that is still the one that the caller knows.
+  // Otherwise `rename` publishes a file.
+  bool publishes_by_condition = false;
+  // Whether a file can be written at any offset, several times, and read meanwhile. Otherwise a new
+  // file is a stream: each write begins where an earlier one ends, some are complete only with
+  // kSync, and kSync ends the file, which then appears. `offset` of the kSync is its length.
+  bool writes_at_offsets = true;
+  // Whether a folder exists by itself. Otherwise it is a prefix of names: every folder exists, and
+  // is empty if no name begins with it.
+  bool has_folders = true;
+  // Reading so many unwanted bytes is cheaper than another request.
+  int64_t max_gap_nbytes = int64_t{32} << 10;
 };
 
 // An I/O request.
@@ -77,13 +98,14 @@ class File {
 // OK if it returns every byte up to the current end of the file. The rest of `memory` is then
 // unspecified. There is no exception if alignment() is 1.
 //
-// kSync covers the writes that `wait` returned before the kSync was submitted.
+// kSync covers the writes that `wait` returned before the kSync was submitted, and of a stream
+// those before its offset.
 struct IoRequest {
   enum class Kind { kRead, kWrite, kSync };
 
   Kind kind;
   File* file;                          // Must outlive the request.
-  int64_t offset = 0;                  // Ignored by kSync.
+  int64_t offset = 0;                  // Ignored by kSync, except that of a stream.
   MutableBytes memory = {};            // Target of a read, source of a write; outlives the request.
   Caching caching = Caching::kDirect;  // kDirect requires alignment to file->alignment().
   uint64_t tag = 0;                    // Caller-defined; returned in `IoDone`.
@@ -135,6 +157,8 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
 
+  virtual const Traits& traits() const;
+
   virtual Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
                                              Caching caching) = 0;
 
@@ -163,6 +187,18 @@ class FileSystem {
   // Exchanges two files or directories atomically.
   // Errors: errno ENOSYS or EINVAL if the file system has no such operation.
   virtual Status exchange(const std::string& one, const std::string& other);
+
+  // Writes a whole file, durably, if it does not write at offsets. With kCreate, no file may exist
+  // there. Readers find no incomplete one.
+  // Errors: kStorage with EEXIST.
+  virtual Status put(const std::string& path, Bytes bytes, OpenMode mode);
+
+  // Returns a text that differs for a file that replaces this one; an empty one if there is none.
+  // Only if it publishes by condition.
+  virtual Result<std::string> version(const std::string& path);
+
+  // Writes a whole file if its version is this one. Errors: kStorage with EEXIST if it is not.
+  virtual Status publish(const std::string& path, Bytes bytes, const std::string& version);
 };
 
 // Returns the parent directory of `path`: "a" for "a/b" and "a/b/", "." for "b", "/" for "/b".

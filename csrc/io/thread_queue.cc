@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -18,19 +19,19 @@ namespace {
 
 constexpr int kMaxThreads = 8;  // More threads gain nothing on one disk.
 
-IoDone carry_out(const IoRequest& request) {
+Status call_system(const IoRequest& request) {
   Transfer transfer(request);
   std::optional<Status> status = transfer.finished_at_once();
   while (!status) status = transfer.advance(perform(transfer.next()));
-  return IoDone{request.tag, *std::move(status)};
+  return *std::move(status);
 }
 
 class ThreadQueue : public IoQueue {
  public:
-  ThreadQueue(int depth, std::string reason) : depth_(std::max(depth, 1)) {
-    mode_.name = "threads";
-    mode_.reason = std::move(reason);
-    start_threads();
+  ThreadQueue(int depth, int max_threads, QueueMode mode,
+              std::function<Status(const IoRequest&)> carry_out)
+      : depth_(std::max(depth, 1)), mode_(std::move(mode)), carry_out_(std::move(carry_out)) {
+    start_threads(std::min(depth_, max_threads));
   }
 
   ~ThreadQueue() override {
@@ -41,7 +42,7 @@ class ThreadQueue : public IoQueue {
     work_.notify_all();
     for (std::thread& thread : threads_) thread.join();
     // Requests remain only if no thread could be started.
-    for (const IoRequest& request : waiting_) carry_out(request);
+    for (const IoRequest& request : waiting_) (void)carry_out_(request);
   }
 
   const QueueMode& mode() const override { return mode_; }
@@ -69,7 +70,8 @@ class ThreadQueue : public IoQueue {
     if (in_flight_ == 0) return done_;
     std::unique_lock lock(mutex_);
     if (threads_.empty() && finished_.empty()) {
-      finished_.push_back(carry_out(waiting_.front()));
+      const IoRequest& request = waiting_.front();
+      finished_.push_back({request.tag, carry_out_(request)});
       waiting_.pop_front();
     }
     news_.wait(lock, [&] { return !finished_.empty(); });
@@ -79,13 +81,13 @@ class ThreadQueue : public IoQueue {
   }
 
  private:
-  void start_threads() {
+  void start_threads(int count) {
     sigset_t all;
     sigset_t before;
     ::sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);  // A new thread inherits the mask.
     try {
-      for (int i = 0; i < std::min(depth_, kMaxThreads); ++i) {
+      for (int i = 0; i < count; ++i) {
         threads_.emplace_back([this] { serve(); });
       }
     } catch (const std::system_error&) {
@@ -106,7 +108,7 @@ class ThreadQueue : public IoQueue {
       const IoRequest request = waiting_.front();
       waiting_.pop_front();
       lock.unlock();
-      IoDone done = carry_out(request);
+      IoDone done{request.tag, carry_out_(request)};
       lock.lock();
       finished_.push_back(std::move(done));
       news_.notify_one();
@@ -115,6 +117,7 @@ class ThreadQueue : public IoQueue {
 
   const int depth_;
   QueueMode mode_;
+  const std::function<Status(const IoRequest&)> carry_out_;
 
   // Used only by the owner of the queue.
   int in_flight_ = 0;
@@ -131,8 +134,14 @@ class ThreadQueue : public IoQueue {
 
 }  // namespace
 
+std::unique_ptr<IoQueue> make_thread_queue(int depth, int max_threads, QueueMode mode,
+                                           std::function<Status(const IoRequest&)> carry_out) {
+  return std::make_unique<ThreadQueue>(depth, max_threads, std::move(mode), std::move(carry_out));
+}
+
 std::unique_ptr<IoQueue> make_thread_queue(int depth, std::string reason) {
-  return std::make_unique<ThreadQueue>(depth, std::move(reason));
+  QueueMode mode = {.name = "threads", .reason = std::move(reason)};
+  return make_thread_queue(depth, kMaxThreads, std::move(mode), call_system);
 }
 
 }  // namespace torch_ckpt

@@ -1,8 +1,9 @@
 #pragma once
 
-// A queue that runs plain system calls on a few threads, for kernels without usable io_uring. Made
-// by `PosixFileSystem::make_queue`.
+// A queue that carries out each request in one of its threads: plain system calls, for kernels
+// without usable io_uring, or the requests of a store. Made by `make_queue` of a file system.
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -10,8 +11,14 @@
 
 namespace torch_ckpt {
 
-// `reason` is the reason not to use io_uring, for `QueueMode`. A depth below 1 counts as 1. The
+// Makes a queue with at most so many threads, which begin requests in the order of their
+// submission. `carry_out` returns when a request is complete. A depth below 1 counts as 1. The
 // threads block all signals, so that the threads of the host program handle them.
+std::unique_ptr<IoQueue> make_thread_queue(int depth, int max_threads, QueueMode mode,
+                                           std::function<Status(const IoRequest&)> carry_out);
+
+// Makes a queue of system calls on files of the operating system. `reason` is the reason not to use
+// io_uring.
 std::unique_ptr<IoQueue> make_thread_queue(int depth, std::string reason);
 
 }  // namespace torch_ckpt

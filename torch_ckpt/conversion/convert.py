@@ -50,6 +50,8 @@ def convert(
         CheckpointError: The source cannot be read, or the target cannot be written.
     """
     target = target.absolute()
+    if to != "dcp":
+        target.check_writes_at_offsets(f"a checkpoint of format {to}")
     _check_other_formats(target, to)
     is_torchs = source.is_file() and is_archive(source.read_range(0, 4)[1])
     if to == "torch" and not prefix and is_torchs:

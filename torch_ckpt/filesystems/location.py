@@ -20,6 +20,7 @@ from typing import Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.object_store import file_system_of
 from torch_ckpt.process_state import PROCESS
 
 __all__ = ["PENDING", "Location", "can_reach", "register"]
@@ -96,12 +97,18 @@ class Location:
     def _become(self, scheme: str, path: PurePath) -> None:
         self._scheme = scheme
         self.path = path
-        if scheme and scheme not in PROCESS.file_systems:
-            raise UnsupportedError(
-                f"cannot reach {self}: no file system is registered for {scheme}://; register one "
-                "with torch_ckpt.filesystems.location.register"
-            )
-        self.file_system = PROCESS.file_systems[scheme] if scheme else _native.local_file_system()
+        if not scheme:
+            self.file_system = _native.local_file_system()
+            return
+        if scheme not in PROCESS.file_systems:
+            store = file_system_of(scheme)
+            if store is None:
+                raise UnsupportedError(
+                    f"cannot reach {self}: no file system is registered for {scheme}://; register "
+                    "one with torch_ckpt.filesystems.location.register"
+                )
+            PROCESS.file_systems[scheme] = store
+        self.file_system = PROCESS.file_systems[scheme]
 
     def _with(self, path: PurePath) -> Location:
         other = Location.__new__(Location)
@@ -201,13 +208,19 @@ class Location:
 
     def modified_s(self) -> float | None:
         """Returns the time of the last write, in seconds since 1970; ``None`` if it is unknown."""
+        if isinstance(self.file_system, _native.StoreFileSystem):
+            with contextlib.suppress(CheckpointError):
+                return self.file_system.modified_s(self.path)
+            return None
         try:
             return None if self.local_path is None else self.local_path.stat().st_mtime
         except OSError:
             return None
 
-    def identity(self) -> tuple[int, ...] | None:
+    def identity(self) -> tuple[int, ...] | str | None:
         """Returns a value that differs for a file that replaces this one; ``None`` if unknown."""
+        if self.file_system.publishes_by_condition:
+            return self.file_system.version(self.path) or None
         try:
             stat = None if self.local_path is None else self.local_path.stat()
         except OSError:
@@ -241,6 +254,9 @@ class Location:
 
     def replace(self, contents: bytes, *, sync: bool) -> None:
         """Writes a file, so that readers find the old contents or the new ones."""
+        if not self.file_system.writes_at_offsets:
+            self.write(contents, sync=sync, update=True)
+            return
         pending = self.with_name(f"{PENDING}{secrets.token_hex(8)}")
         try:
             pending.write(contents, sync=sync)
@@ -248,6 +264,15 @@ class Location:
         except BaseException:
             pending.discard()
             raise
+
+    def check_writes_at_offsets(self, what: str) -> None:
+        """Raises UnsupportedError if ``what`` cannot be written here, since it needs offsets."""
+        if not self.file_system.writes_at_offsets:
+            raise UnsupportedError(
+                f"cannot write {what} to {self}: that takes writes at offsets of a file, and this "
+                "store takes whole files only; write it to a disk, and copy it, or save in the "
+                "format of DCP"
+            )
 
     def rename(self, to: Location) -> None:
         """Renames the location within its file system, and replaces the target if it exists."""
@@ -295,6 +320,9 @@ class Location:
 
         If a file or directory cannot be removed, all others are removed.
         """
+        if isinstance(self.file_system, _native.StoreFileSystem):
+            self.file_system.remove_all(self.path)
+            return
         try:
             self.remove()
             return

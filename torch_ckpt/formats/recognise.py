@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
@@ -55,15 +55,16 @@ def _open(
                 f"cannot load {path} with rules: it is not a checkpoint of DeepSpeed"
             )
         return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle, rules=rules)
-    if path.is_file():
+    try:  # First, since each question about a path is a request to a store.
+        return open_dcp(path, prefix, verify=bool(verify), trust_pickle=trust_pickle)
+    except (NotFoundError, StorageError) as error:
+        is_file = path.is_file()
+        if not is_file and (prefix or not isinstance(error, NotFoundError)):
+            raise
+    if is_file:
         if prefix:  # Only a DCP directory can have metadata of single ranks.
             raise NotFoundError(f"cannot load the checkpoint of one rank from {path}: it is a file")
         return _open_file(path, verify=verify, trust_pickle=trust_pickle)
-    try:
-        return open_dcp(path, prefix, verify=bool(verify), trust_pickle=trust_pickle)
-    except NotFoundError:
-        if prefix:
-            raise
     return _open_directory(path, verify=verify, trust_pickle=trust_pickle)
 
 

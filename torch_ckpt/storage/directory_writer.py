@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import os
 import socket
 import warnings
@@ -139,10 +140,10 @@ class DirectoryWriter(StagingWriter):
 
     def _open_directory(self) -> None:
         """Creates and lists the directory of the checkpoint. Raises as :meth:`_find_directory`."""
-        if self.location.is_missing():
+        if self.location.file_system.has_folders and self.location.is_missing():
             self._created = self.location
         self.location.create_directories()
-        self._found = find(self.location, self._pending_pattern)
+        self._found = find(self.location, self._pending_pattern, self._own_name(_METADATA))
         self._check_may_replace(self._found.names)
         if not self._committed_names.isdisjoint(self._found.names) and not self.rank:
             warnings.warn(
@@ -307,6 +308,10 @@ class DirectoryWriter(StagingWriter):
         """
         names = self._write_directory.names()
         self._check_may_replace(names)
+        # A store may ignore the condition of the commit.
+        is_marked = self._pending is None or self._pending.name in names
+        if not is_marked and self.location.file_system.publishes_by_condition:
+            raise self._ended_by_other()
         # Check each file by name as well: a network file system may return a stale listing.
         unlisted = set(files).difference(names)
         missing = sorted(name for name in unlisted if not (self._write_directory / name).exists())
@@ -361,7 +366,12 @@ class DirectoryWriter(StagingWriter):
                 sorted(files),
                 self.sync_files,
                 None if self._hidden is None else self.location.path,
+                self._found.version,
             )
+        except StorageError as error:
+            if error.errno == errno.EEXIST and self.location.file_system.publishes_by_condition:
+                raise self._ended_by_other() from error
+            raise
         except NotFoundError as error:
             # A network file system may have committed, lost the reply, and asked for it again.
             if self._other_save() != self.save_id:

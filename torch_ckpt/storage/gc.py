@@ -38,11 +38,13 @@ class Found:
 
     ``names`` are those of files before any pending file was listed, and those of metadata also
     thereafter. So the data files of a concurrent save are safe if it began later, or if it has
-    committed in between.
+    committed in between. ``version`` is that of the metadata, on a file system that publishes by
+    condition.
     """
 
     names: frozenset[str] = frozenset()
     pending: frozenset[str] = frozenset()
+    version: str = ""
 
 
 def pending_pattern(rank: int | None) -> str:
@@ -53,8 +55,14 @@ def pending_pattern(rank: int | None) -> str:
     return rf"(__\d+)?{PENDING}" if rank is None else rf"(__{rank})?{PENDING}"
 
 
-def find(directory: Location, pending: str) -> Found:
-    """Lists a directory. Raises NotFoundError if it does not exist."""
+def find(directory: Location, pending: str, metadata: str = ".metadata") -> Found:
+    """Lists a directory. Raises NotFoundError if it does not exist.
+
+    ``metadata`` is the name of the metadata of the save.
+    """
+    version = ""
+    if directory.file_system.publishes_by_condition:
+        version = directory.file_system.version((directory / metadata).path)
     names = frozenset(directory.names())
     # A save creates its pending file first. So a second listing has that of every save of which the
     # first one has a file, unless the save has ended.
@@ -62,15 +70,17 @@ def find(directory: Location, pending: str) -> Found:
     return Found(
         names.union(filter(_METADATA.fullmatch, later)),
         frozenset(filter(re.compile(pending).fullmatch, later)),
+        version,
     )
 
 
 def end_saves(directory: Location, pending: Iterable[str]) -> bool:
     """Removes the pending files of other saves, which cannot commit from then on.
 
-    Returns whether all of them existed. If not, another save may have committed meanwhile.
+    Returns whether all of them existed. If not, another save may have committed meanwhile. That is
+    unknown on a store, which does not say whether there was a file.
     """
-    all_existed = True
+    all_existed = not directory.file_system.publishes_by_condition
     for name in pending:
         try:
             (directory / name).remove()

@@ -157,6 +157,7 @@ class SafetensorsWriter(FastWriter):
             check_replicas=check_replicas,
             stager=stager,
         )
+        self._directory.given.check_writes_at_offsets("safetensors")
         if max_shard_nbytes < 1:
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes

@@ -9,6 +9,8 @@ namespace {
 // Tag of a write from memory outside the pool. The tag of any other write is its block index.
 constexpr uint64_t kInPlace = ~uint64_t{0};
 
+constexpr uint64_t kSync = kInPlace - 1;  // Tag of a sync.
+
 }  // namespace
 
 FileJob::FileJob(FileSystem& fs, std::string path, BufferPool& pool, const SaveOptions& options)
@@ -63,7 +65,7 @@ Status FileJob::wait_for_some() {
   for (const IoDone& done : queue_->wait()) {
     if (done.tag == kInPlace) {
       --in_place_;
-    } else {
+    } else if (done.tag != kSync) {
       pool_.release(static_cast<int>(done.tag));
     }
     if (first.ok()) first = done.status;
@@ -79,15 +81,25 @@ Status FileJob::wait_for_all() {
   return check_cancelled();
 }
 
-Status FileJob::sync() {
-  if (!options_.sync) return ok_status();
-  const IoRequest request = {.kind = IoRequest::Kind::kSync, .file = file_.get()};
+Status FileJob::complete(std::optional<int64_t> nbytes) {
+  const bool is_stream = !fs_.traits().writes_at_offsets;
+  // The last writes to a stream are complete only once it has ended.
+  if (!is_stream) {
+    RETURN_IF_ERROR(wait_for_all());
+    if (nbytes) RETURN_IF_ERROR(file_->truncate(*nbytes));
+    if (!options_.sync) return ok_status();
+  }
+  while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
+  const IoRequest request = {.kind = IoRequest::Kind::kSync,
+                             .file = file_.get(),
+                             .offset = nbytes.value_or(0),
+                             .tag = kSync};
   queue_->submit({&request, 1});
-  for (const IoDone& done : queue_->wait()) RETURN_IF_ERROR(done.status);
-  return ok_status();
+  return wait_for_all();
 }
 
 bool FileJob::stop_writes() {
+  if (file_) file_->abandon();
   // Other jobs use the blocks of the pool next, so no write from them may be in flight.
   while (queue_ && queue_->in_flight() > 0) (void)wait_for_some();
   if (block_ != kNoBlock) pool_.release(block_);

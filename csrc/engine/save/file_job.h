@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/block_sums.h"
@@ -73,8 +74,9 @@ class FileJob {
   // Whether a write from memory outside the pool is in flight.
   bool is_writing_in_place() const { return in_place_ > 0 && queue_->in_flight() > 0; }
   Status wait_for_some();
-  // Syncs the file if the options request it. Requires: no write is in flight.
-  Status sync();
+  // Waits for all writes, sets the length of the file if it is given, and syncs the file if the
+  // options request it. A stream needs its length.
+  Status complete(std::optional<int64_t> nbytes);
   // Waits for all submitted writes, and ignores their errors. Returns whether a file was open.
   bool stop_writes();
   // Closes the file and releases the pool. A finished job may live on, for its progress, while

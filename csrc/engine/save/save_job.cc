@@ -117,8 +117,9 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
 bool SaveJob::can_write_in_place(const LiveTensor& tensor) const {
   const int64_t alignment = file_->alignment();
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
-  return tensor.device == &cpu_device() && cursor_ % alignment == 0 &&
-         address % static_cast<uintptr_t>(alignment) == 0;
+  // A stream holds the memory of its last writes until more bytes follow.
+  return fs_.traits().writes_at_offsets && tensor.device == &cpu_device() &&
+         cursor_ % alignment == 0 && address % static_cast<uintptr_t>(alignment) == 0;
 }
 
 // Submits writes from the tensor's memory, and returns the CRC-32 of the bytes.
@@ -214,9 +215,7 @@ Status SaveJob::finish() {
   RETURN_IF_ERROR(check_open());
   RETURN_IF_ERROR(fail(put_zeros_until(end_)));
   if (block_ != kNoBlock) RETURN_IF_ERROR(fail(submit_window()));
-  RETURN_IF_ERROR(fail(wait_for_all()));
-  RETURN_IF_ERROR(fail(file_->truncate(end_)));
-  RETURN_IF_ERROR(fail(sync()));
+  RETURN_IF_ERROR(fail(complete(end_)));
   sums_ = summer_.finish();
   finished_ = true;
   release();

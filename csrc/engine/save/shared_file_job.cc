@@ -185,7 +185,7 @@ Status SharedFileJob::finish() {
   RETURN_IF_ERROR(check_open());
   RETURN_IF_ERROR(fail(write_window()));
   RETURN_IF_ERROR(fail(wait_for_all()));
-  RETURN_IF_ERROR(fail(sync()));
+  RETURN_IF_ERROR(fail(complete(std::nullopt)));
   finished_ = true;
   release();
   return ok_status();

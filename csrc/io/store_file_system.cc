@@ -1,0 +1,185 @@
+#include "io/store_file_system.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "io/thread_queue.h"
+#include "io/upload.h"
+
+namespace torch_ckpt {
+namespace {
+
+// The first bytes of a file that is opened for small reads arrive with its length. Most metadata
+// and indexes are shorter.
+constexpr int64_t kStartNbytes = int64_t{1} << 20;
+
+// A request costs about as much as the bytes that arrive meanwhile.
+constexpr int64_t kMaxGapNbytes = int64_t{1} << 20;
+
+// An object that is read, or a new one.
+class StoreFile final : public File {
+ public:
+  // For an object that exists.
+  StoreFile(ObjectStore& store, std::string path, ObjectStore::Found found)
+      : store_(store), path_(std::move(path)), found_(std::move(found)) {}
+  // For a new one.
+  StoreFile(ObjectStore& store, std::string path)
+      : store_(store), path_(std::move(path)), upload_(std::make_unique<Upload>(store, path_)) {}
+
+  const std::string& path() const override { return path_; }
+  Result<int64_t> size() const override { return found_.nbytes; }
+  int64_t alignment() const override { return 1; }
+  const std::string& fallback_reason() const override { return no_reason_; }
+  bool is_resident(int64_t offset, int64_t nbytes) const override {
+    return offset + nbytes <= ssize(found_.start);
+  }
+
+  Status read(int64_t offset, MutableBytes memory) override {
+    if (upload_) return errno_status(EBADF, str_cat("cannot read the new file ", path_));
+    if (offset < 0 || ssize(memory) > found_.nbytes - offset) {
+      return corruption("cannot read ", memory.size(), " bytes at ", offset, " of ", path_,
+                        ": the file ends at ", found_.nbytes);
+    }
+    if (memory.empty()) return ok_status();
+    if (offset + ssize(memory) <= ssize(found_.start)) {
+      std::memcpy(memory.data(), found_.start.data() + offset, memory.size());
+      return ok_status();
+    }
+    return store_.get(path_, offset, memory);
+  }
+
+  Status write(int64_t offset, Bytes bytes) override {
+    if (!upload_) return errno_status(EBADF, str_cat("cannot write the stored file ", path_));
+    return upload_->write(offset, bytes);
+  }
+
+  Status preallocate(int64_t nbytes) override {
+    if (!upload_) return errno_status(EBADF, str_cat("cannot write the stored file ", path_));
+    upload_->expect(nbytes);
+    return ok_status();
+  }
+
+  Status truncate(int64_t) override {
+    return errno_status(EINVAL, str_cat("cannot truncate ", path_, ": it is a stream"));
+  }
+
+  Status finish(int64_t nbytes) {
+    if (!upload_) return ok_status();  // The store has it.
+    RETURN_IF_ERROR(upload_->finish(nbytes));
+    found_.nbytes = nbytes;
+    return ok_status();
+  }
+
+  void abandon() override {
+    if (upload_) upload_->abandon();
+  }
+
+ private:
+  ObjectStore& store_;
+  const std::string path_;
+  ObjectStore::Found found_;
+  const std::string no_reason_;
+  const std::unique_ptr<Upload> upload_;  // Of a new object.
+};
+
+Status carry_out(const IoRequest& request) {
+  auto& file = static_cast<StoreFile&>(*request.file);
+  switch (request.kind) {
+    case IoRequest::Kind::kRead:
+      return file.read(request.offset, request.memory);
+    case IoRequest::Kind::kWrite:
+      return file.write(request.offset, request.memory);
+    case IoRequest::Kind::kSync:
+      return file.finish(request.offset);
+  }
+  return internal_error("a request of an unknown kind on ", file.path());
+}
+
+}  // namespace
+
+const Traits& StoreFileSystem::traits() const {
+  static const Traits traits = {.publishes_by_condition = true,
+                                .writes_at_offsets = false,
+                                .has_folders = false,
+                                .max_gap_nbytes = kMaxGapNbytes};
+  return traits;
+}
+
+Result<std::unique_ptr<File>> StoreFileSystem::open(const std::string& path, OpenMode mode,
+                                                    Caching caching) {
+  if (mode == OpenMode::kUpdate) {
+    return unsupported("cannot write at offsets of ", path, ": an object store writes whole files");
+  }
+  if (mode == OpenMode::kCreate) return std::unique_ptr<File>(new StoreFile(*store_, path));
+  auto found = store_->find(path, caching == Caching::kBuffered ? kStartNbytes : 0);
+  if (found.status().code() == StatusCode::kNotFound && is_folder(path)) {
+    return errno_status(EISDIR, str_cat("cannot open ", path));
+  }
+  if (!found.ok()) return found.status();
+  return std::unique_ptr<File>(new StoreFile(*store_, path, *std::move(found)));
+}
+
+bool StoreFileSystem::is_folder(const std::string& path) {
+  const auto names = store_->list(path);
+  return names.ok() && !names->empty();
+}
+
+Result<double> StoreFileSystem::modified_s(const std::string& path) {
+  ASSIGN_OR_RETURN(const auto found, store_->find(path, 0));
+  return found.modified_s;
+}
+
+Status StoreFileSystem::create_directories(const std::string&) { return ok_status(); }
+Status StoreFileSystem::sync_directory(const std::string&) { return ok_status(); }
+
+Result<std::vector<std::string>> StoreFileSystem::list_directory(const std::string& path) {
+  ASSIGN_OR_RETURN(auto names, store_->list(path));
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+Status StoreFileSystem::rename(const std::string& from, const std::string& to) {
+  const Status copied = store_->copy(from, to);
+  if (copied.code() == StatusCode::kNotFound && is_folder(from)) {
+    return errno_status(EOPNOTSUPP, str_cat("cannot rename the folder ", from));
+  }
+  RETURN_IF_ERROR(copied);
+  return store_->remove(from);
+}
+
+Status StoreFileSystem::remove(const std::string& path) { return store_->remove(path); }
+
+std::unique_ptr<IoQueue> StoreFileSystem::make_queue(int depth) {
+  return make_thread_queue(depth, depth, {.name = "requests", .reason = ""}, carry_out);
+}
+
+Status StoreFileSystem::put(const std::string& path, Bytes bytes, OpenMode mode) {
+  return put_if(path, bytes,
+                {mode == OpenMode::kCreate ? Condition::Kind::kAbsent : Condition::Kind::kNone});
+}
+
+Result<std::string> StoreFileSystem::version(const std::string& path) {
+  auto found = store_->find(path, 0);
+  if (found.status().code() == StatusCode::kNotFound) return std::string();
+  if (!found.ok()) return found.status();
+  return std::move(found->version);
+}
+
+Status StoreFileSystem::publish(const std::string& path, Bytes bytes, const std::string& version) {
+  using Kind = Condition::Kind;
+  return put_if(path, bytes, {version.empty() ? Kind::kAbsent : Kind::kVersion, version});
+}
+
+// A client repeats a request whose answer was lost. If the store had carried it out, the condition
+// is false by then, and the object has these bytes.
+Status StoreFileSystem::put_if(const std::string& path, Bytes bytes, const Condition& condition) {
+  Status status = store_->put(path, bytes, condition);
+  if (status.error_number() != EEXIST) return status;
+  const auto found = store_->find(path, ssize(bytes) + 1);
+  const bool is_ours = found.ok() && std::ranges::equal(found->start, bytes);
+  return is_ours ? ok_status() : status;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,187 @@
+"""Whole runs on object stores: saves, loads, runs and commands, by a real S3 server and fsspec."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.store_server import SeaweedFS
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from torch_ckpt import FastReader, FastSavePlanner, FastWriter, Run, SafetensorsWriter
+from torch_ckpt.cli.main import main
+from torch_ckpt.errors import NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    with SeaweedFS(tmp_path_factory.mktemp("store")) as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "memory"])
+def folder(
+    request: pytest.FixtureRequest,
+    server: SeaweedFS,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> str:
+    """URL of a folder of a store: of an S3 server, or of fsspec's memory."""
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    name = tmp_path.name.replace("[", "-").replace("]", "")
+    return f"s3://{server.bucket}/{name}" if request.param == "s3" else f"memory://tests/{name}"
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder. SeaweedFS still lists folders that have become empty."""
+    place = Location(folder)
+    return [name for name in place.names() if (place / name).is_file() or (place / name).names()]
+
+
+def state_of(step: int, rows: int = 300) -> dict[str, Any]:
+    return {"w": torch.full((rows, 7), float(step)), "b": torch.arange(5) + step, "step": step}
+
+
+def assert_of(state: dict[str, Any], step: int) -> None:
+    rows = len(state["w"])
+    torch.testing.assert_close(state, state_of(step, rows), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [300, 1_000_000])  # One request, and four parts.
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_replaces_the_former_one(folder: str, asynchronous: bool, rows: int) -> None:
+    path = f"{folder}/step"
+    for step in (1, 2):
+        if asynchronous:
+            dcp.async_save(state_of(step, rows), storage_writer=FastWriter(path)).result()
+        else:
+            writer = FastWriter(path, thread_count=2)
+            dcp.save(state_of(step, rows), storage_writer=writer)
+            assert "requests" in str(writer.io_mode)
+        names = Location(path).names()
+        assert len([name for name in names if name.endswith(".distcp")]) == 2 - asynchronous
+        assert [name[:6] for name in names if not name.endswith(".distcp")] == [".index", ".metad"]
+        loaded = state_of(-1, rows)
+        dcp.load(loaded, storage_reader=FastReader(path))
+        assert_of(loaded, step)
+    with pytest.raises(CheckpointException, match=f"AlreadyExistsError.*{path}"):
+        torch_ckpt.save(state_of(3), storage_writer=FastWriter(path, overwrite=False))
+
+
+def test_a_run_saves_removes_and_restores(folder: str) -> None:
+    with Run(f"{folder}/run", keep_last=2, asynchronous=True, verify="full") as run:
+        for step in range(4):
+            run.save(step, state_of(step), metrics={"loss": 1.0 / (step + 1)})
+        run.wait()
+        loaded = state_of(-1)
+        assert run.restore(loaded) == 3
+        assert_of(loaded, 3)
+        with run.lease(2) as leased:
+            assert leased == f"{folder}/run/step-2"
+            run.save(4, state_of(4), metrics={"loss": 0.0})
+            run.wait()
+    assert names_in(f"{folder}/run") == ["step-2", "step-3", "step-4"]
+    with Run(f"{folder}/run", keep_last=2) as run:
+        run.save(5, state_of(5))
+    assert names_in(f"{folder}/run") == ["step-4", "step-5"]
+    assert main(["ls", f"{folder}/run"]) == 0
+    assert main(["rm", f"{folder}/run", "--after", "4", "--yes"]) == 0
+    assert names_in(f"{folder}/run") == ["step-4"]
+
+
+def test_commands_read_a_store(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"{folder}/step"
+    torch_ckpt.save(state_of(1), storage_writer=FastWriter(path))
+    for command in ("verify", "inspect"):
+        assert main([command, path]) == 0
+    assert "w" in capsys.readouterr().out
+    assert main(["convert", path, f"{folder}/other", "--to", "dcp"]) == 0
+    assert main(["diff", path, f"{folder}/other"]) == 0
+    loaded = state_of(-1)
+    dcp.load(loaded, storage_reader=FastReader(f"{folder}/other"))
+    assert_of(loaded, 1)
+
+
+def test_what_is_not_there_is_told(folder: str) -> None:
+    with pytest.raises(CheckpointException, match=f"no checkpoint.*{folder}/step"):
+        dcp.load(state_of(1), storage_reader=FastReader(f"{folder}/step"))
+    with pytest.raises(NotFoundError, match=re.escape(f"{folder}/file")):
+        Location(f"{folder}/file").read()
+
+
+def test_a_location_reaches_its_object(folder: str) -> None:
+    place = Location(folder) / "of" / "locations"
+    assert place.names() == []
+    file = place / "file"
+    file.write(b"0123456789", sync=True)
+    file.write(b"0123456789", sync=True)  # As a client repeats a request whose answer was lost.
+    with pytest.raises(StorageError, match="EEXIST|another one"):
+        file.write(b"", sync=False)
+    assert (file.is_file(), place.is_file(), place.is_directory()) == (True, False, True)
+    assert (file.read(), file.read_range(8, 5), file.nbytes()) == (b"0123456789", (10, b"89"), 10)
+    file.replace(b"other", sync=True)
+    assert abs(Location(str(file)).modified_s() - file.modified_s()) < 1  # type: ignore[operator]
+    file.rename(place / "second")
+    (place / "empty").write(b"", sync=True)
+    assert (place / "empty").read() == b""
+    (place / "deep" / "third").write(b"3", sync=True)
+    assert place.names() == ["deep", "empty", "second"]
+    with pytest.raises(StorageError):
+        place.rename(Location(folder) / "elsewhere")
+    (place / "second").remove()
+    (place / "second").discard()
+    place.remove_all()
+    assert names_in(str(place)) == []
+
+
+def test_what_needs_writes_at_offsets_is_refused_at_once(folder: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"cannot write safetensors to {folder}"):
+        SafetensorsWriter(folder)
+    torch_ckpt.save(state_of(1), storage_writer=FastWriter(f"{folder}/step"))
+    for form in ("safetensors", "torch", "universal"):
+        assert main(["convert", f"{folder}/step", f"{folder}/new", "--to", form]) != 0
+    assert Location(f"{folder}/new").names() == []
+
+
+def test_of_two_saves_at_once_one_commits(folder: str) -> None:
+    """The other one says so, whichever commits first."""
+    for first in (0, 1):
+        path = f"{folder}/step-{first}"
+        torch_ckpt.save(state_of(0), storage_writer=FastWriter(path))
+        writers = [_Held(path), _Held(path)]
+        states = [state_of(1), state_of(2)]
+        for writer, state in zip(writers, states, strict=True):
+            writer.begin(state)
+        writers[first].commit()
+        with pytest.raises(StorageError, match="another save"):
+            writers[1 - first].commit()
+        loaded = state_of(-1)
+        dcp.load(loaded, storage_reader=FastReader(path))
+        assert_of(loaded, first + 1)
+        assert len(Location(path).names()) == 3
+
+
+class _Held(FastWriter):
+    """A writer whose save stops before its commit."""
+
+    def begin(self, state: dict[str, Any]) -> None:
+        planner = FastSavePlanner()
+        planner.set_up_planner(state, is_coordinator=True)
+        self.set_up_storage_writer(True)
+        plan = self.prepare_local_plan(planner.create_local_plan())
+        plans, self.metadata = planner.create_global_plan([plan])
+        plan = self.prepare_global_plan(plans)[0]
+        self.results = self.write_data(planner.finish_plan(plan), planner).wait()
+
+    def commit(self) -> None:
+        self.finish(self.metadata, [self.results])

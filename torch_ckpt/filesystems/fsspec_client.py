@@ -1,0 +1,167 @@
+"""A client of any store that ``fsspec`` knows. It is slow, and has no conditional writes."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from typing_extensions import Buffer
+
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+
+try:
+    import fsspec
+except ImportError as error:
+    raise UnsupportedError("fsspec is not installed") from error
+
+__all__ = ["FsspecClient", "is_known"]
+
+_log = logging.getLogger("torch_ckpt")
+_METADATA = re.compile(r"(__\d+)?\.metadata")
+
+
+def is_known(scheme: str) -> bool:
+    """Returns whether ``fsspec`` has a client for a scheme."""
+    return scheme in fsspec.available_protocols()
+
+
+class FsspecClient:
+    """Implements :class:`torch_ckpt.filesystems.object_store.ObjectStore`."""
+
+    def __init__(self, scheme: str) -> None:
+        self._scheme = scheme
+        self._lock = threading.Lock()
+        self._opened: Any = None
+
+    def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
+        with self._naming("find", path):
+            info = self._store.info(self._key(path))
+            if info["type"] == "directory":
+                raise FileNotFoundError(path)
+            nbytes = int(info["size"])
+            start = min(start_nbytes, nbytes)
+            contents = self.get(path, 0, start) if start else b""
+            return nbytes, _version(info), self._modified_s(path), contents
+
+    def get(self, path: str, offset: int, nbytes: int) -> Buffer:
+        with self._naming(f"read {nbytes} bytes at {offset} of", path):
+            found: bytes = self._store.cat_file(
+                self._key(path), start=offset, end=offset + nbytes
+            )
+            return found
+
+    def put(self, path: str, contents: Buffer, version: str | None) -> None:
+        with self._naming("write", path):
+            if version is not None and self._version_of(path) != version:
+                raise StorageError(
+                    f"cannot write {self._url(path)}: another one was written meanwhile",
+                    errno.EEXIST,
+                )
+            self._make_folder(path)
+            self._store.pipe_file(self._key(path), bytes(contents))
+
+    def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
+        with self._naming("write", path):
+            self._make_folder(path)
+            with self._store.open(self._key(path), "wb", block_size=part_nbytes) as file:
+                try:
+                    for window in windows:
+                        file.write(bytes(window))
+                        del window
+                except BaseException:
+                    with contextlib.suppress(Exception):
+                        file.discard()
+                    raise
+
+    def list(self, path: str) -> list[str]:
+        with self._naming("list", path):
+            try:
+                found = self._store.ls(self._key(path), detail=False, refresh=True)
+            except FileNotFoundError:
+                return []
+        here = self._key(path).strip("/")
+        return [one.rstrip("/").rpartition("/")[2] for one in found if one.strip("/") != here]
+
+    def copy(self, source: str, target: str) -> None:
+        with self._naming("copy", source):
+            if self._store.isdir(self._key(source)):
+                raise FileNotFoundError(source)
+            self._store.cp_file(self._key(source), self._key(target))
+
+    def remove(self, path: str) -> None:
+        with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
+            self._store.rm_file(self._key(path))
+
+    def remove_all(self, path: str) -> None:
+        with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
+            for one in self._store.find(self._key(path)):
+                if _METADATA.fullmatch(one.rpartition("/")[2]):
+                    self._store.rm_file(one)
+            self._store.rm(self._key(path), recursive=True)
+
+    @property
+    def _store(self) -> Any:
+        with self._lock:
+            if self._opened is None:
+                _log.warning(
+                    "%s:// is reached through fsspec, which is slow, and cannot tell whether two "
+                    "jobs write one file",
+                    self._scheme,
+                )
+                # Listings that are remembered hide what other processes write.
+                self._opened = fsspec.filesystem(self._scheme, use_listings_cache=False)
+            return self._opened
+
+    def _key(self, path: str) -> str:
+        key: str = self._store._strip_protocol(self._url(path))
+        return key
+
+    def _make_folder(self, path: str) -> None:
+        folder = self._key(path).rpartition("/")[0]
+        if folder:
+            with contextlib.suppress(NotImplementedError):
+                self._store.makedirs(folder, exist_ok=True)
+
+    def _version_of(self, path: str) -> str:
+        try:
+            return _version(self._store.info(self._key(path)))
+        except FileNotFoundError:
+            return ""
+
+    def _modified_s(self, path: str) -> float:
+        try:
+            modified: datetime.datetime = self._store.modified(self._key(path))
+        except (NotImplementedError, FileNotFoundError):
+            return time.time()  # As if it was written now: what is old by it may be removed.
+        return modified.timestamp()
+
+    def _url(self, path: str) -> str:
+        return f"{self._scheme}://{path}"
+
+    @contextlib.contextmanager
+    def _naming(self, what: str, path: str) -> Iterator[None]:
+        """Names the operation and the URL in errors of the library."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFoundError(f"cannot {what} {self._url(path)}: there is none") from error
+        except Exception as error:
+            number = getattr(error, "errno", None) or errno.EIO
+            reason = f"{type(error).__name__}: {error}"
+            raise StorageError(f"cannot {what} {self._url(path)}: {reason}", number) from error
+
+
+def _version(info: Any) -> str:
+    for name in ("ETag", "etag", "version_id", "generation", "mtime", "created", "LastModified"):
+        if info.get(name) is not None:
+            return f"{name}={info[name]}"
+    return f"size={info['size']}"

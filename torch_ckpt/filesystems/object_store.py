@@ -1,0 +1,103 @@
+"""Object stores: what a client of a store must do, and the file system over it.
+
+The clients are Python libraries, which are imported when a URL of their scheme is first used:
+``obstore`` for S3, Google Cloud Storage, Azure and HTTP, and ``fsspec`` for any other scheme that
+it knows. Credentials, endpoints, regions and proxies are those of the library's own configuration.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from typing_extensions import Buffer
+
+from torch_ckpt._core import _native
+from torch_ckpt.errors import UnsupportedError
+
+__all__ = ["ObjectStore", "file_system_of", "object_store"]
+
+OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
+"""Schemes that ``obstore`` serves."""
+
+
+class ObjectStore(Protocol):
+    """A client of a store, as the engine calls it, from any thread.
+
+    A path begins with the name of the bucket. Methods raise NotFoundError if there is no object,
+    and StorageError with an ``errno`` if the store refuses or fails. A message names the URL.
+    """
+
+    def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
+        """Returns what is known of an object, in one request.
+
+        That is its length, its version, when it was written (seconds since 1970, by the clock of
+        the store), and its first bytes.
+        """
+
+    def get(self, path: str, offset: int, nbytes: int) -> Buffer:
+        """Returns the bytes of a range."""
+
+    def put(self, path: str, contents: Buffer, version: str | None) -> None:
+        """Writes an object in one request.
+
+        The version is that of the object to replace, or empty if there must be none. ``None``
+        replaces any. Raises StorageError with ``EEXIST`` if it is another one.
+        """
+
+    def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
+        """Writes an object in parts, while its bytes arrive.
+
+        A window is released as soon as no reference to it is left. If the iterator raises an error,
+        so does this method, and there is no object.
+        """
+
+    def list(self, path: str) -> list[str]:
+        """Returns the names of the objects and folders in a folder."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Copies an object within the store."""
+
+    def remove(self, path: str) -> None:
+        """Removes an object, if there is one."""
+
+    def remove_all(self, path: str) -> None:
+        """Removes all objects in a folder and its folders, those of metadata first."""
+
+
+def object_store(scheme: str, **options: Any) -> _native.FileSystem:
+    """Returns the file system of a store with other options than those of the environment.
+
+    Pass it to :func:`~torch_ckpt.filesystems.location.register`, in each process. By default, a
+    store has the options that its client finds in the environment.
+
+    Args:
+        scheme: ``"s3"``, ``"gs"`` or ``"az"``.
+        **options: Options of ``obstore.store.from_url``, such as ``endpoint`` or ``region``.
+
+    Raises:
+        UnsupportedError: The client is not installed.
+
+    Example::
+
+        register("s3", object_store("s3", endpoint="https://storage.example.com"))
+    """
+    from torch_ckpt.filesystems.obstore_client import ObstoreClient
+
+    return _native.StoreFileSystem(ObstoreClient(scheme, options))
+
+
+def file_system_of(scheme: str) -> _native.FileSystem | None:
+    """Returns the file system of a scheme; ``None`` if nothing serves it.
+
+    Raises UnsupportedError if the client of the scheme is not installed.
+    """
+    if scheme in OBSTORE_SCHEMES:
+        return object_store(scheme)
+    try:
+        from torch_ckpt.filesystems.fsspec_client import FsspecClient, is_known
+    except UnsupportedError:
+        return None
+    return _native.StoreFileSystem(FsspecClient(scheme)) if is_known(scheme) else None

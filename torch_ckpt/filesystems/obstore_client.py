@@ -1,0 +1,245 @@
+"""A client of S3, Google Cloud Storage and Azure: the library ``obstore``."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from typing_extensions import Buffer
+
+from torch_ckpt.errors import NotFoundError, StorageError, UnsupportedError
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import from_url
+except ImportError as error:
+    raise UnsupportedError(
+        "cannot reach an object store: obstore is not installed; pip install 'torch-ckpt[stores]'"
+    ) from error
+
+__all__ = ["ObstoreClient"]
+
+_log = logging.getLogger("torch_ckpt")
+
+_UPLOADS = 8
+"""Parts of one file in flight."""
+
+_TIMEOUT = "120s"
+"""How long one request may take, with its bytes."""
+
+_FIRST_TIMEOUT = "5s"
+"""How long the first request to a bucket may take. A name or a credential that is wrong fails it,
+and later ones are repeated for minutes."""
+
+_CLIENT_OPTIONS = (
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only"),
+    *("pool_idle_timeout", "pool_max_idle_per_host", "proxy_url", "timeout", "user_agent"),
+)
+
+_QUERY = re.compile(r"\?[^\s\"')]*")  # Of a signed URL.
+_METADATA = re.compile(r"(__\d+)?\.metadata")
+
+
+class ObstoreClient:
+    """Implements :class:`torch_ckpt.filesystems.object_store.ObjectStore`."""
+
+    def __init__(self, scheme: str, options: dict[str, Any]) -> None:
+        self._scheme = scheme
+        self._options = options
+        self._buckets: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._conditional: dict[str, bool] = {}  # Bucket -> whether it respects conditions.
+
+    def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
+        store, key = self._locate(path)
+        with self._naming("find", path):
+            if start_nbytes:
+                with contextlib.suppress(exceptions.GenericError):  # The object may be empty.
+                    got = obstore.get(store, key, options={"range": (0, start_nbytes)})
+                    return *_facts(got.meta), got.bytes()
+            meta = obstore.head(store, key)
+            if start_nbytes and meta["size"]:
+                start = obstore.get_range(store, key, start=0, end=min(start_nbytes, meta["size"]))
+                return *_facts(meta), start
+            return *_facts(meta), b""
+
+    def get(self, path: str, offset: int, nbytes: int) -> Buffer:
+        store, key = self._locate(path)
+        with self._naming(f"read {nbytes} bytes at {offset} of", path):
+            return obstore.get_range(store, key, start=offset, length=nbytes)
+
+    def put(self, path: str, contents: Buffer, version: str | None) -> None:
+        store, key = self._locate(path)
+        mode: Any = "overwrite" if version is None else json.loads(version) if version else "create"
+        bucket = path.partition("/")[0]
+        with self._naming("write", path):
+            if version is None or self._conditional.get(bucket) is False:
+                obstore.put(store, key, contents, use_multipart=False)
+                return
+            try:
+                obstore.put(store, key, contents, mode=mode)
+            except (exceptions.NotSupportedError, NotImplementedError):
+                self._ignores_conditions(bucket)
+                obstore.put(store, key, contents, use_multipart=False)
+                return
+            if bucket not in self._conditional:
+                self._probe_conditions(bucket, store, key, contents)
+
+    def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
+        store, key = self._locate(path)
+        with self._naming("write", path):
+            obstore.put(
+                *(store, key, windows),
+                use_multipart=True,
+                chunk_size=part_nbytes,
+                max_concurrency=_UPLOADS,
+            )
+
+    def list(self, path: str) -> list[str]:
+        store, key = self._locate(path)
+        with self._naming("list", path):
+            found = obstore.list_with_delimiter(store, prefix=key or None)
+        paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
+        # Programs mark a folder by an empty object of its own name.
+        return [path.rpartition("/")[2] for path in paths if path.strip("/") != key]
+
+    def copy(self, source: str, target: str) -> None:
+        store, key = self._locate(source)
+        if source.partition("/")[0] != target.partition("/")[0]:
+            raise UnsupportedError(f"cannot rename {self._url(source)} to {self._url(target)}")
+        with self._naming("copy", source):
+            obstore.copy(store, key, self._locate(target)[1])
+
+    def remove(self, path: str) -> None:
+        store, key = self._locate(path)
+        with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
+            obstore.delete(store, key)
+
+    def remove_all(self, path: str) -> None:
+        store, key = self._locate(path)
+        with self._naming("remove", path):
+            keys = [one["path"] for chunk in obstore.list(store, prefix=key) for one in chunk]
+            metadata = [key for key in keys if _METADATA.fullmatch(key.rpartition("/")[2])]
+            for some in (metadata, sorted(set(keys).difference(metadata))):
+                if some:
+                    obstore.delete(store, some)
+
+    def _locate(self, path: str) -> tuple[Any, str]:
+        """Returns the store of the bucket of a path, and the key."""
+        bucket, _, key = path.strip("/").partition("/")
+        with self._lock:
+            store = self._buckets.get(bucket)
+            if store is None:
+                store = self._buckets[bucket] = self._connect(bucket)
+        return store, key
+
+    def _connect(self, bucket: str) -> Any:
+        """Returns the store of a bucket, after a first request to it.
+
+        Raises StorageError if there is no such bucket, or no way to it.
+        """
+        url = self._url(bucket)
+        if not bucket:
+            raise StorageError(f"cannot reach {url}: it names no bucket", errno.EINVAL)
+        options = dict(self._options)
+        client_options = {
+            "connect_timeout": _FIRST_TIMEOUT,
+            **_client_options_of_environment(self._scheme),
+            **options.pop("client_options", {}),
+        }
+        retries = {
+            "max_retries": 2,
+            "retry_timeout": datetime.timedelta(seconds=5),
+            "backoff": _backoff(max_s=1),
+        }
+        with self._naming("reach", bucket):
+            first: Any = from_url(
+                url,
+                **options,
+                client_options={**client_options, "timeout": _FIRST_TIMEOUT},
+                retry_config=retries,
+            )
+            try:
+                obstore.get(first, ".torch_ckpt-is-there-a-bucket")
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error) or "BucketNotFound" in str(error):
+                    raise StorageError(
+                        f"cannot reach {url}: there is no such bucket", errno.ENODEV
+                    ) from None
+            except exceptions.PermissionDeniedError:
+                pass  # Some stores answer so for an object that is not there.
+            return from_url(
+                url,
+                **{"retry_config": {"backoff": _backoff(max_s=10)}, **options},
+                client_options={"timeout": _TIMEOUT, **client_options},
+            )
+
+    def _probe_conditions(self, bucket: str, store: Any, key: str, contents: Buffer) -> None:
+        """Finds out whether a bucket respects conditions, by an object that is there by now."""
+        try:
+            obstore.put(store, key, contents, mode="create")
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            self._conditional[bucket] = True
+        else:
+            self._ignores_conditions(bucket)
+
+    def _ignores_conditions(self, bucket: str) -> None:
+        self._conditional[bucket] = False
+        _log.warning(
+            "the store of %s ignores conditions of writes: if two jobs save the same checkpoint at "
+            "the same time, it may have files of both; let one job write a directory",
+            self._url(bucket),
+        )
+
+    def _url(self, path: str) -> str:
+        return f"{self._scheme}://{path}"
+
+    @contextlib.contextmanager
+    def _naming(self, what: str, path: str) -> Iterator[None]:
+        """Names the operation and the URL in errors of the library."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if isinstance(error, NotFoundError):
+                raise
+            raise NotFoundError(f"cannot {what} {self._url(path)}: there is none") from error
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise StorageError(
+                f"cannot {what} {self._url(path)}: another one was written meanwhile", errno.EEXIST
+            ) from error
+        except (exceptions.BaseError, ValueError) as error:
+            denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
+            number = errno.EACCES if isinstance(error, denied) else errno.ETIMEDOUT
+            # Debug details repeat the message, and quote the answer of the server.
+            message = _QUERY.sub("", str(error).partition("Debug source")[0]).strip()
+            raise StorageError(f"cannot {what} {self._url(path)}: {message}", number) from None
+
+
+def _client_options_of_environment(scheme: str) -> dict[str, Any]:
+    """Returns the options of HTTP that obstore reads from the environment, such as AWS_ALLOW_HTTP.
+
+    It ignores these if it is given any.
+    """
+    prefix = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_"}.get(scheme, "AZURE_")
+    named = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_OPTIONS}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _facts(meta: Any) -> tuple[int, str, float]:
+    """Returns an object's length, the mode of a write that replaces it, and when it was written."""
+    known = {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
+    return meta["size"], json.dumps(known), meta["last_modified"].timestamp()
+
+
+def _backoff(max_s: int) -> dict[str, Any]:
+    begin, most = datetime.timedelta(milliseconds=100), datetime.timedelta(seconds=max_s)
+    return {"init_backoff": begin, "max_backoff": most, "base": 2}
