@@ -152,7 +152,9 @@ def count_requests(bench: Bench) -> None:
                     for task, function in ((SAVE, "save_to"), (LOAD, "load_from")):
                         bench.delay(0)
                         answers = group.call(function, contender=contender, url=url, **what)
-                        bench.add(answers, link="counted", kind=kind, task=task, contender=contender)
+                        bench.add(
+                            answers, link="counted", kind=kind, task=task, contender=contender
+                        )
 
 
 def count_bytes(bench: Bench) -> None:
@@ -185,7 +187,9 @@ def count_bytes(bench: Bench) -> None:
 
 def rates(bench: Bench, link: str, task: str, contender: str, other: str) -> float | None:
     """How many times as fast a contender was as another: the median of the rounds' ratios."""
-    mine = {s["round"]: s["seconds"] for s in bench.found(link=link, task=task, contender=contender)}
+    mine = {
+        s["round"]: s["seconds"] for s in bench.found(link=link, task=task, contender=contender)
+    }
     theirs = {s["round"]: s["seconds"] for s in bench.found(link=link, task=task, contender=other)}
     both = (mine.keys() & theirs.keys()) - {-1}
     return statistics.median(theirs[n] / mine[n] for n in both) if both else None
@@ -193,9 +197,7 @@ def rates(bench: Bench, link: str, task: str, contender: str, other: str) -> flo
 
 def time_rows(bench: Bench) -> list[list[str]]:
     """A row for each link, task and contender."""
-    rows = [
-        ["link", "task", "contender", "s, min / median", "MB/s", "to raw", "CPU s", "RSS +MiB"]
-    ]
+    rows = [["link", "task", "contender", "s, min / median", "MB/s", "to raw", "CPU s", "RSS +MiB"]]
     nbytes = nbytes_of(ROWS, bench.options.gib)
     for link in (DIRECT, DELAYED):
         for task in (SAVE, LOAD):
@@ -245,7 +247,10 @@ def bars(bench: Bench) -> list[Bar]:
     """What is asked of torch-ckpt."""
 
     def more_requests(task: str) -> float | None:
-        found = {kind: bench.found(link="counted", task=task, contender=OURS, kind=kind) for kind in (SMALL, LARGE)}
+        found = {
+            kind: bench.found(link="counted", task=task, contender=OURS, kind=kind)
+            for kind in (SMALL, LARGE)
+        }
         if not all(found.values()):
             return None
         totals = {kind: sum(samples[0]["requests"].values()) for kind, samples in found.items()}
@@ -262,7 +267,9 @@ def bars(bench: Bench) -> list[Bar]:
     for task in (SAVE, LOAD):
         what = f"{task}, requests of many tensors beyond those of large ones"
         asked.append(Bar(what, more_requests(task), MORE_REQUESTS, ""))
-    asked.append(Bar("read by a rank that wants a quarter", share_read(bench, OURS, ROWS), 0.27, "x"))
+    asked.append(
+        Bar("read by a rank that wants a quarter", share_read(bench, OURS, ROWS), 0.27, "x")
+    )
     read = share_read(bench, OURS, REPLICATED)
     return [*asked, Bar(f"read by {REPLICAS} replicas in all", read, 1.02, "x")]
 

@@ -137,9 +137,7 @@ class StoreRank(Rank):
         """Bytes of this rank's tensors."""
         return sum(flat.numel() for flat in flat_bytes(self._state(kind, gib, tensors)))
 
-    def save_to(
-        self, contender: str, url: str, kind: str, gib: float, tensors: int = 1
-    ) -> Answer:
+    def save_to(self, contender: str, url: str, kind: str, gib: float, tensors: int = 1) -> Answer:
         """Saves with the others; the store has acknowledged it when it is done."""
         state = self._state(kind, gib, tensors)
         if contender == RAW:

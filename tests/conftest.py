@@ -31,6 +31,7 @@ from support.store_proxy import StoreProxy
 from support.store_server import SeaweedFS
 
 from torch_ckpt.agent.memory import has_agent
+from torch_ckpt.process_state import PROCESS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -155,6 +156,7 @@ def store_url(store_server: SeaweedFS, monkeypatch: pytest.MonkeyPatch, tmp_path
     """A place on the S3 server that is this test's alone; the environment names the server."""
     for name, value in store_server.environment().items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(PROCESS, "file_systems", {})  # Clients know the environment of their time.
     return f"s3://{store_server.bucket}/{tmp_path.name}"
 
 

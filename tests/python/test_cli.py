@@ -287,7 +287,7 @@ def test_verify_names_tensors_that_a_former_writer_may_have_stored_wrongly(tmp_p
         (["verify", "{empty}"], "no checkpoint is committed in {empty}"),
         (["inspect", "{empty}"], "no checkpoint is committed in {empty}"),
         (["verify", "{empty}/nowhere"], "{empty}/nowhere"),
-        (["ls", "s3://bucket/run"], "no file system is registered for s3://"),
+        (["ls", "nowhere://bucket/run"], "no file system is registered for nowhere://"),
         (["run", "--timeout", "-5", "script.py"], "--timeout: invalid seconds value: '-5'"),
         (["run", "--no-verify"], "a script is missing"),
         (["diff", "--atol", "-1", "a", "b"], "--atol: invalid tolerance value: '-1'"),

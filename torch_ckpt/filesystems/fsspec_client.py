@@ -52,9 +52,7 @@ class FsspecClient:
 
     def get(self, path: str, offset: int, nbytes: int) -> Buffer:
         with self._naming(f"read {nbytes} bytes at {offset} of", path):
-            found: bytes = self._store.cat_file(
-                self._key(path), start=offset, end=offset + nbytes
-            )
+            found: bytes = self._store.cat_file(self._key(path), start=offset, end=offset + nbytes)
             return found
 
     def put(self, path: str, contents: Buffer, version: str | None) -> None:

@@ -151,6 +151,7 @@ class ObstoreClient:
         if not bucket:
             raise StorageError(f"cannot reach {url}: it names no bucket", errno.EINVAL)
         options = dict(self._options)
+        connect: Any = from_url  # Its options depend on the scheme.
         client_options = {
             "connect_timeout": _FIRST_TIMEOUT,
             **_client_options_of_environment(self._scheme),
@@ -162,7 +163,7 @@ class ObstoreClient:
             "backoff": _backoff(max_s=1),
         }
         with self._naming("reach", bucket):
-            first: Any = from_url(
+            first = connect(
                 url,
                 **options,
                 client_options={**client_options, "timeout": _FIRST_TIMEOUT},
@@ -177,7 +178,7 @@ class ObstoreClient:
                     ) from None
             except exceptions.PermissionDeniedError:
                 pass  # Some stores answer so for an object that is not there.
-            return from_url(
+            return connect(
                 url,
                 **{"retry_config": {"backoff": _backoff(max_s=10)}, **options},
                 client_options={"timeout": _TIMEOUT, **client_options},

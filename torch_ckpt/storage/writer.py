@@ -79,8 +79,8 @@ class FastWriter(DirectoryWriter):
     find no new checkpoint at ``path``. After a crash, the previous checkpoint is still there.
 
     Args:
-        path: Directory of the checkpoint, on storage that every rank can reach. May be a
-            URL of a :func:`registered <torch_ckpt.filesystems.location.register>` scheme.
+        path: Directory of the checkpoint, on storage that every rank can reach. May be a URL of a
+            store, such as ``s3://bucket/run/step-100``.
             A relative path is that of the present working directory. Links in the path are resolved
             once for each save, when it begins. A missing directory appears with the commit, where
             the file system renames directories. To write other files there before the commit,
