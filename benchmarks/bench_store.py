@@ -52,6 +52,7 @@ CONTENDERS = {
     OURS: "obstore",
 }  # And the package that each needs.
 SAVE, LOAD = "save", "load"
+FUNCTIONS = {SAVE: "save_to", LOAD: "load_from"}  # Of store_rank.py.
 DIRECT, DELAYED = "direct", "delayed"
 MORE_REQUESTS = 4  # Of many tensors: what an index that is longer by 1 MB may cost.
 
@@ -111,8 +112,12 @@ class Bench:
 
     def found(self, **facts: Any) -> list[Sample]:
         """The samples with these facts, without those of the round that does not count."""
-        wanted = facts.items()
-        return [s for s in self.samples if wanted <= {**s, "requests": None}.items()]
+        return [
+            sample
+            for sample in self.samples
+            if sample.get("round", 0) >= 0
+            and all(sample.get(name) == value for name, value in facts.items())
+        ]
 
 
 # Measuring -------------------------------------------------------------------------------------
@@ -130,14 +135,13 @@ def time_in_turns(bench: Bench) -> None:
             shift = number % len(options.contenders)
             turns = options.contenders[shift:] + options.contenders[:shift]
             for link, group in ((DIRECT, direct), (DELAYED, delayed)):
-                bench.delay(options.delay_ms / 1000 if link == DELAYED else 0)
                 for contender in turns:
                     facts = {"link": link, "contender": contender, "round": number}
                     with bench.bucket() as url:
-                        answers = group.call("save_to", contender=contender, url=url, **what)
-                        bench.add(answers, task=SAVE, **facts)
-                        answers = group.call("load_from", contender=contender, url=url, **what)
-                        bench.add(answers, task=LOAD, **facts)
+                        for task, function in FUNCTIONS.items():
+                            bench.delay(options.delay_ms / 1000 if link == DELAYED else 0)
+                            answers = group.call(function, contender=contender, url=url, **what)
+                            bench.add(answers, task=task, **facts)
 
 
 def count_requests(bench: Bench) -> None:
@@ -149,7 +153,7 @@ def count_requests(bench: Bench) -> None:
             what = {"kind": kind, "gib": options.count_mib * MIB / GIB, "tensors": each}
             for contender in options.contenders:
                 with bench.bucket() as url:
-                    for task, function in ((SAVE, "save_to"), (LOAD, "load_from")):
+                    for task, function in FUNCTIONS.items():
                         bench.delay(0)
                         answers = group.call(function, contender=contender, url=url, **what)
                         bench.add(
@@ -191,7 +195,7 @@ def rates(bench: Bench, link: str, task: str, contender: str, other: str) -> flo
         s["round"]: s["seconds"] for s in bench.found(link=link, task=task, contender=contender)
     }
     theirs = {s["round"]: s["seconds"] for s in bench.found(link=link, task=task, contender=other)}
-    both = (mine.keys() & theirs.keys()) - {-1}
+    both = mine.keys() & theirs.keys()
     return statistics.median(theirs[n] / mine[n] for n in both) if both else None
 
 
@@ -203,7 +207,6 @@ def time_rows(bench: Bench) -> list[list[str]]:
         for task in (SAVE, LOAD):
             for contender in bench.options.contenders:
                 samples = bench.found(link=link, task=task, contender=contender)
-                samples = [sample for sample in samples if sample["round"] >= 0]
                 seconds = [sample["seconds"] for sample in samples]
                 median = statistics.median(seconds)
                 times = rates(bench, link, task, contender, RAW)
@@ -247,14 +250,13 @@ def bars(bench: Bench) -> list[Bar]:
     """What is asked of torch-ckpt."""
 
     def more_requests(task: str) -> float | None:
-        found = {
-            kind: bench.found(link="counted", task=task, contender=OURS, kind=kind)
+        small, large = (
+            bench.found(link="counted", task=task, contender=OURS, kind=kind)
             for kind in (SMALL, LARGE)
-        }
-        if not all(found.values()):
+        )
+        if not small:
             return None
-        totals = {kind: sum(samples[0]["requests"].values()) for kind, samples in found.items()}
-        return float(totals[SMALL] - totals[LARGE])
+        return float(sum(small[0]["requests"].values()) - sum(large[0]["requests"].values()))
 
     asked = []
     for link, least in ((DIRECT, 0.9), (DELAYED, 0.8)):
@@ -328,8 +330,10 @@ def main() -> None:
     try:
         with SeaweedFS(directory) as server, StoreProxy(server.endpoint) as proxy:
             bench = Bench(options, server, proxy)
-            for measure in (time_in_turns, count_requests, count_bytes):
-                measure(bench)
+            time_in_turns(bench)
+            count_requests(bench)
+            if options.contenders != [RAW]:
+                count_bytes(bench)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     print_found(bench)

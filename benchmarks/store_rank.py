@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -133,10 +133,6 @@ class StoreRank(Rank):
         fill(state)
         return state
 
-    def nbytes(self, kind: str, gib: float, tensors: int = 1) -> int:
-        """Bytes of this rank's tensors."""
-        return sum(flat.numel() for flat in flat_bytes(self._state(kind, gib, tensors)))
-
     def save_to(self, contender: str, url: str, kind: str, gib: float, tensors: int = 1) -> Answer:
         """Saves with the others; the store has acknowledged it when it is done."""
         state = self._state(kind, gib, tensors)
@@ -155,16 +151,17 @@ class StoreRank(Rank):
     ) -> Answer:
         """Loads with the others, or the first rank alone; requires the bits to be as saved."""
         state = self._state(kind, gib, tensors)
-        run: Callable[[], None]
         if alone and self.options["rank"]:
             return self._measure(lambda: None)
         for tensor in state.values():
             tensor.zero_()
-        if contender == RAW:
-            run = functools.partial(raw_load, state, url)
-        else:
-            reader = functools.partial(make_reader, contender, url)
-            run = lambda: dcp.load(state, storage_reader=reader(), no_dist=alone)  # noqa: E731
+
+        def run() -> None:
+            if contender == RAW:
+                raw_load(state, url)
+            else:
+                dcp.load(state, storage_reader=make_reader(contender, url), no_dist=alone)
+
         return self._measure(run, state)
 
 

@@ -36,6 +36,15 @@ def test_a_client_reaches_the_server_by_environment_alone(store_url: str) -> Non
         S3Store("another").put("a", content)
 
 
+def test_a_client_without_keys_asks_nobody_outside_for_some(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(GenericError, match=r"http://127.0.0.1:1/latest/api/token"):
+        from_url(store_url, retry_config={"max_retries": 0}).get("a")
+
+
 @pytest.mark.slow
 def test_a_killed_server_starts_again_with_what_it_acknowledged(
     store_url: str, store_server: SeaweedFS

@@ -115,7 +115,9 @@ class StoreServer:
             "AWS_REGION": "us-east-1",
             "AWS_DEFAULT_REGION": "us-east-1",  # Of botocore.
             "AWS_ALLOW_HTTP": "true",  # Of obstore, which else refuses an address without TLS.
+            # Where there are no keys, nobody asks the metadata service of the machine for some.
             "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1",  # Of obstore, which ignores the other.
             "NO_PROXY": "127.0.0.1",
         }
 
