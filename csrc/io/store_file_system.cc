@@ -15,8 +15,8 @@ namespace {
 // and indexes are shorter.
 constexpr int64_t kStartNbytes = int64_t{1} << 20;
 
-// A request costs about as much as the bytes that arrive meanwhile.
-constexpr int64_t kMaxGapNbytes = int64_t{1} << 20;
+// A request costs about as much as the bytes that arrive meanwhile, but they also cost bandwidth.
+constexpr int64_t kMaxGapNbytes = int64_t{256} << 10;
 
 // An object that is read, or a new one.
 class StoreFile final : public File {

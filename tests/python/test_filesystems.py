@@ -157,7 +157,9 @@ def test_a_file_url_is_a_path_of_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [FastWriter, SafetensorsWriter, FastReader, Run])
 def test_a_scheme_that_nobody_has_registered_is_refused(make: Any) -> None:
-    with pytest.raises(UnsupportedError, match=re.escape("cannot reach nowhere://bucket/run: no file")):
+    with pytest.raises(
+        UnsupportedError, match=re.escape("cannot reach nowhere://bucket/run: no file")
+    ):
         make("nowhere://bucket/run")
 
 

@@ -36,6 +36,9 @@ _UPLOADS = 8
 _TIMEOUT = "120s"
 """How long one request may take, with its bytes."""
 
+_RETRY_S = 180.0
+"""For how long a request that the store does not answer is repeated."""
+
 _FIRST_TIMEOUT = "5s"
 """How long the first request to a bucket may take. A name or a credential that is wrong fails it,
 and later ones are repeated for minutes."""
@@ -157,17 +160,14 @@ class ObstoreClient:
             **_client_options_of_environment(self._scheme),
             **options.pop("client_options", {}),
         }
-        retries = {
-            "max_retries": 2,
-            "retry_timeout": datetime.timedelta(seconds=5),
-            "backoff": _backoff(max_s=1),
-        }
+        few = _retries(5, max_retries=2)
+        retries = _retries(_RETRY_S, max_retries=1000)  # As many as there is time for.
         with self._naming("reach", bucket):
             first = connect(
                 url,
                 **options,
                 client_options={**client_options, "timeout": _FIRST_TIMEOUT},
-                retry_config=retries,
+                retry_config=few,
             )
             try:
                 obstore.get(first, ".torch_ckpt-is-there-a-bucket")
@@ -180,7 +180,7 @@ class ObstoreClient:
                 pass  # Some stores answer so for an object that is not there.
             return connect(
                 url,
-                **{"retry_config": {"backoff": _backoff(max_s=10)}, **options},
+                **{"retry_config": retries, **options},
                 client_options={"timeout": _TIMEOUT, **client_options},
             )
 
@@ -241,6 +241,10 @@ def _facts(meta: Any) -> tuple[int, str, float]:
     return meta["size"], json.dumps(known), meta["last_modified"].timestamp()
 
 
-def _backoff(max_s: int) -> dict[str, Any]:
-    begin, most = datetime.timedelta(milliseconds=100), datetime.timedelta(seconds=max_s)
-    return {"init_backoff": begin, "max_backoff": most, "base": 2}
+def _retries(seconds: float, *, max_retries: int) -> dict[str, Any]:
+    begin, most = datetime.timedelta(milliseconds=100), datetime.timedelta(seconds=10)
+    return {
+        "max_retries": max_retries,
+        "retry_timeout": datetime.timedelta(seconds=seconds),
+        "backoff": {"init_backoff": begin, "max_backoff": most, "base": 2},
+    }

@@ -1,0 +1,159 @@
+"""Several ranks on an object store: saves, resharding loads, runs, and errors that all ranks get."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Worlds
+from support.store_proxy import Fault, StoreProxy
+from support.store_server import SECRET_KEY, SeaweedFS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import torch_ckpt
+from torch_ckpt import FastReader, FastWriter, Run
+from torch_ckpt.process_state import PROCESS
+
+pytestmark = pytest.mark.timeout(150)
+
+ROWS = 700_001  # Of 20 bytes: a file of 2 ranks has several parts, and no two shards are equal.
+TIMEOUT_S = 60
+
+
+@contextlib.contextmanager
+def store(variables: dict[str, str]) -> Iterator[None]:
+    """On a rank: the variables name the store."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    PROCESS.file_systems.clear()  # A client knows the environment in which it was made.
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        PROCESS.file_systems.clear()
+
+
+def state_of(step: int, rows: int = ROWS) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(rows * 5.0).reshape(rows, 5) + step
+    replica = torch.arange(2_000_000, dtype=torch.int32) + step
+    return {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "replica": replica, "step": step}
+
+
+def differences(state: dict[str, Any], step: int, rows: int = ROWS) -> list[str]:
+    expected = state_of(step, rows)
+    found = []
+    for name, value in state.items():
+        wanted = expected[name]
+        if isinstance(value, DTensor):
+            value, wanted = value.to_local(), wanted.to_local()
+        if not (torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted):
+            found.append(name)
+    return found
+
+
+def save(variables: dict[str, str], path: str, step: int) -> None:
+    with store(variables):
+        dcp.save(state_of(step), storage_writer=FastWriter(path))
+
+
+def load(variables: dict[str, str], path: str, step: int) -> list[str]:
+    with store(variables):
+        state = state_of(-1)
+        torch_ckpt.load(state, storage_reader=FastReader(path))
+        return differences(state, step)
+
+
+def test_ranks_save_and_others_load(
+    worlds: Worlds, store_server: SeaweedFS, store_url: str
+) -> None:
+    variables = store_server.environment()
+    worlds.run(2, save, variables, f"{store_url}/step", 1, timeout_s=TIMEOUT_S)
+    for ranks in (3, 1):
+        found = worlds.run(ranks, load, variables, f"{store_url}/step", 1, timeout_s=TIMEOUT_S)
+        assert found == [[]] * ranks
+
+
+def train(variables: dict[str, str], path: str) -> list[str]:
+    with store(variables), Run(path, asynchronous=True, keep_last=2, timeout_s=TIMEOUT_S) as run:
+        for step in range(4):
+            run.save(step, state_of(step, 1000))
+        run.wait()
+        state = state_of(-1, 1000)
+        assert run.restore(state) == 3
+        return differences(state, 3, 1000)
+
+
+def test_ranks_of_a_run_resume(worlds: Worlds, store_server: SeaweedFS, store_url: str) -> None:
+    found = worlds.run(
+        2, train, store_server.environment(), f"{store_url}/run", timeout_s=TIMEOUT_S
+    )
+    assert found == [[], []]
+
+
+def failure(variables: dict[str, str], path: str) -> tuple[str, float]:
+    """What a rank gets from a save, and after how many seconds."""
+    began = time.monotonic()
+    with store(variables):
+        try:
+            torch_ckpt.save(state_of(1, 10), storage_writer=FastWriter(path), timeout_s=TIMEOUT_S)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "nothing", 0.0
+
+
+WRONG = {
+    "secret": ({"AWS_SECRET_ACCESS_KEY": "wrong-secret"}, "s3://checkpoints"),
+    "bucket": ({}, "s3://no-such-bucket"),
+    "host": ({"AWS_ENDPOINT_URL": "http://no-such-host.invalid:9"}, "s3://checkpoints"),
+    "port": ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "s3://checkpoints"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_told_to_all_ranks_soon(
+    worlds: Worlds, store_server: SeaweedFS, store_url: str, what: str
+) -> None:
+    changed, bucket = WRONG[what]
+    variables = {**store_server.environment(), **changed}
+    url = f"{bucket}/{store_url.rpartition('/')[2]}"
+    for text, seconds in worlds.run(2, failure, variables, url, timeout_s=TIMEOUT_S):
+        assert bucket in text, text
+        assert "StorageError" in text, text
+        assert "wrong-secret" not in text
+        assert SECRET_KEY not in text
+        assert seconds < 10
+
+
+def save_in_background(variables: dict[str, str], folder: str) -> None:
+    with store(variables):
+        dcp.save(state_of(1), storage_writer=FastWriter(f"{folder}/first"))
+        state = state_of(2)
+        future = torch_ckpt.async_save(state, storage_writer=FastWriter(f"{folder}/second"))
+        assert not future.done()
+        state["replica"].zero_()  # Training goes on.
+        future.result()
+
+
+def test_training_goes_on_while_the_network_is_down(
+    worlds: Worlds, store_server: SeaweedFS, store_url: str
+) -> None:
+    """And the save succeeds once it is back."""
+    with StoreProxy(store_server.endpoint) as proxy:
+        down = Fault("reset", path="/second/", times=12)
+        proxy.faults.append(down)
+        variables = store_server.environment(proxy.endpoint)
+        worlds.run(2, save_in_background, variables, store_url, timeout_s=TIMEOUT_S)
+    assert down.met == 12
+    variables = store_server.environment()
+    found = worlds.run(2, load, variables, f"{store_url}/second", 2, timeout_s=TIMEOUT_S)
+    assert found == [[], []]
