@@ -1,4 +1,4 @@
-"""Several ranks on an object store: saves, resharding loads, runs, and errors that all ranks get."""
+"""Several ranks on an object store: saves, resharding loads, runs, errors that all ranks get."""
 
 from __future__ import annotations
 

@@ -89,6 +89,9 @@ def mount_of(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _renames(folder: Location) -> Generator[Fact]:
+    if folder.file_system.publishes_by_condition:
+        yield "commit", "by one write on a condition, as on every store", ""
+        return
     one, other = folder / "one", folder / "other"
     one.create_directories()
     try:
@@ -134,7 +137,7 @@ def _syncs(folder: Location) -> Generator[Fact]:
     directory_s = time.monotonic() - begin
     slow = "slow: each commit waits for several of these" if statistics.median(times) > 0.1 else ""
     yield (
-        "fsync",
+        "fsync" if folder.file_system.writes_at_offsets else "a write",
         f"{1e3 * statistics.median(times):.1f} ms for a new file of 4 KiB, "
         f"{1e3 * directory_s:.1f} ms for a directory",
         slow,

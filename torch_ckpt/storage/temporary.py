@@ -117,6 +117,9 @@ def end_partials(target: Location, found: Iterable[str]) -> None:
 def remove_temporary(path: Location) -> None:
     """Removes a temporary; ignores errors. Its process then finds it missing, never damaged."""
     with contextlib.suppress(CheckpointError):
+        if not path.file_system.has_folders:
+            path.remove_all()
+            return
         doomed = temporary(path, _REMOVED)
         path.rename(doomed)
         doomed.remove_all()
