@@ -162,6 +162,14 @@ class FileSystem {
   virtual Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
                                              Caching caching) = 0;
 
+  // Opens a file to read, which has this length by what the caller knows of it. A store needs no
+  // request then, and a file that is missing or shorter fails the reads.
+  virtual Result<std::unique_ptr<File>> open_known(const std::string& path, int64_t nbytes,
+                                                   Caching caching) {
+    (void)nbytes;
+    return open(path, OpenMode::kRead, caching);
+  }
+
   // Creates directory `path` and all missing parents. Syncs the parent of each created directory.
   virtual Status create_directories(const std::string& path) = 0;
 

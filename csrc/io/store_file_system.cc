@@ -121,6 +121,13 @@ Result<std::unique_ptr<File>> StoreFileSystem::open(const std::string& path, Ope
   return std::unique_ptr<File>(new StoreFile(*store_, path, *std::move(found)));
 }
 
+Result<std::unique_ptr<File>> StoreFileSystem::open_known(const std::string& path, int64_t nbytes,
+                                                          Caching) {
+  ObjectStore::Found known;
+  known.nbytes = nbytes;
+  return std::unique_ptr<File>(new StoreFile(*store_, path, std::move(known)));
+}
+
 bool StoreFileSystem::is_folder(const std::string& path) {
   const auto names = store_->list(path);
   return names.ok() && !names->empty();

@@ -23,6 +23,8 @@ class StoreFileSystem : public FileSystem {
 
   Result<std::unique_ptr<File>> open(const std::string& path, OpenMode mode,
                                      Caching caching) override;
+  Result<std::unique_ptr<File>> open_known(const std::string& path, int64_t nbytes,
+                                           Caching caching) override;
   Status create_directories(const std::string& path) override;
   Result<std::vector<std::string>> list_directory(const std::string& path) override;
   // Copies the object, then removes the old one: between the two, both exist.

@@ -45,12 +45,17 @@ struct LoadJob::State {
     if (!is_inside_directory(slice.file)) {
       return corruption("cannot read ", describe(slice), ": the file is outside the checkpoint");
     }
-    auto file = fs.open(directory + "/" + slice.file, OpenMode::kRead, options.caching);
+    const std::string path = directory + "/" + slice.file;
+    std::unique_ptr<const FileSums> sums;
+    if (index != nullptr) {
+      ASSIGN_OR_RETURN(sums, index->sums(slice));
+    }
+    auto file = sums ? fs.open_known(path, sums->file_nbytes, options.caching)
+                     : fs.open(path, OpenMode::kRead, options.caching);
     if (!file.ok()) return with_slice(file.status(), slice);
     ASSIGN_OR_RETURN(const int64_t nbytes, (*file)->size());
     OpenFile open{std::move(*file), nbytes, nullptr};
-    if (index == nullptr) return open;
-    ASSIGN_OR_RETURN(auto sums, index->sums(slice));
+    if (!sums) return open;
     if (sums->file_nbytes != nbytes) {
       return corruption("cannot read ", describe(slice), ": the file is ", nbytes,
                         " bytes long, and the index states ", sums->file_nbytes);
