@@ -45,10 +45,11 @@ Status commit(FileSystem& fs, const Commit& what) {
   };
   if (fs.traits().publishes_by_condition) {
     Status status = write_file(fs, index, what.index, what.sync);
-    const bool may_be_published = status.ok();
-    if (status.ok()) status = fs.publish(path(what.names.metadata), what.metadata, what.replaced);
-    // Only a false condition says for certain that nothing was published.
-    if (!status.ok() && (!may_be_published || status.error_number() == EEXIST)) {
+    const bool has_index = status.ok();
+    if (has_index) status = fs.publish(path(what.names.metadata), what.metadata, what.replaced);
+    if (!status.ok()) {
+      // Only a false condition says for certain that nothing was published.
+      if (has_index && status.error_number() != EEXIST) return status;
       remove_index_and_data();
     }
     (void)fs.remove(metadata);

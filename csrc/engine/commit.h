@@ -59,8 +59,9 @@ struct Commit {
 // name, if that still has the version `replaced`: the commit. The pending file is then removed.
 //
 // On an error the former checkpoint stays committed, and the index, metadata and data files of this
-// save are removed. Exception: if the sync in step 2 fails, or the rename fails but may have
-// happened, either checkpoint may be committed, and no file is removed.
+// save are removed. Exception: if the sync in step 2 fails, or the rename or the conditional write
+// fails but may have happened, either checkpoint may be committed, and no file is removed. The
+// pending file of a conditional write then stays, too: by it, a later save finds the files.
 // Errors: kNotFound if another save has removed the pending metadata; kStorage, with EEXIST if
 // another one was committed meanwhile.
 Status commit(FileSystem& fs, const Commit& what);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "io/thread_queue.h"
@@ -37,10 +38,10 @@ class StoreFile final : public File {
   }
 
   Status read(int64_t offset, MutableBytes memory) override {
-    if (upload_) return errno_status(EBADF, str_cat("cannot read the new file ", path_));
-    if (offset < 0 || ssize(memory) > found_.nbytes - offset) {
-      return corruption("cannot read ", memory.size(), " bytes at ", offset, " of ", path_,
-                        ": the file ends at ", found_.nbytes);
+    if (upload_) return errno_status(EBADF, failure("cannot read ", offset, memory));
+    if (ssize(memory) > found_.nbytes - offset) {
+      return corruption(failure("cannot read ", offset, memory), ": the file ends at ",
+                        found_.nbytes);
     }
     if (memory.empty()) return ok_status();
     if (offset + ssize(memory) <= ssize(found_.start)) {
@@ -50,13 +51,16 @@ class StoreFile final : public File {
     return store_.get(path_, offset, memory);
   }
 
-  Status write(int64_t offset, Bytes bytes) override {
-    if (!upload_) return errno_status(EBADF, str_cat("cannot write the stored file ", path_));
-    return upload_->write(offset, bytes);
+  Status write(int64_t offset, Bytes bytes) override { return write(offset, bytes, 1); }
+
+  // One of `in_flight` writes at a time.
+  Status write(int64_t offset, Bytes bytes, int in_flight) {
+    if (!upload_) return errno_status(EBADF, failure("cannot write ", offset, bytes));
+    return upload_->write(offset, bytes, in_flight);
   }
 
   Status preallocate(int64_t nbytes) override {
-    if (!upload_) return errno_status(EBADF, str_cat("cannot write the stored file ", path_));
+    if (!upload_) return errno_status(EBADF, str_cat("cannot preallocate ", path_));
     upload_->expect(nbytes);
     return ok_status();
   }
@@ -77,6 +81,10 @@ class StoreFile final : public File {
   }
 
  private:
+  std::string failure(const char* what, int64_t offset, Bytes bytes) const {
+    return str_cat(what, bytes.size(), " bytes at ", offset, " of ", path_);
+  }
+
   ObjectStore& store_;
   const std::string path_;
   ObjectStore::Found found_;
@@ -84,17 +92,24 @@ class StoreFile final : public File {
   const std::unique_ptr<Upload> upload_;  // Of a new object.
 };
 
-Status carry_out(const IoRequest& request) {
-  auto& file = static_cast<StoreFile&>(*request.file);
+Status carry_out(const IoRequest& request, int in_flight) {
+  auto* file = dynamic_cast<StoreFile*>(request.file);
+  if (file == nullptr) {
+    return internal_error("a request names no file of the file system that made its queue");
+  }
+  if (!range_within(request.offset, ssize(request.memory), std::numeric_limits<int64_t>::max())) {
+    return invalid_argument("cannot access ", request.memory.size(), " bytes at ", request.offset,
+                            " of ", file->path(), ": no file has such a range");
+  }
   switch (request.kind) {
     case IoRequest::Kind::kRead:
-      return file.read(request.offset, request.memory);
+      return file->read(request.offset, request.memory);
     case IoRequest::Kind::kWrite:
-      return file.write(request.offset, request.memory);
+      return file->write(request.offset, request.memory, in_flight);
     case IoRequest::Kind::kSync:
-      return file.finish(request.offset);
+      return file->finish(request.offset);
   }
-  return internal_error("a request of an unknown kind on ", file.path());
+  return internal_error("a request of an unknown kind on ", file->path());
 }
 
 }  // namespace
@@ -183,10 +198,19 @@ Status StoreFileSystem::publish(const std::string& path, Bytes bytes, const std:
 // is false by then, and the object has these bytes.
 Status StoreFileSystem::put_if(const std::string& path, Bytes bytes, const Condition& condition) {
   Status status = store_->put(path, bytes, condition);
+  if (status.code() == StatusCode::kNotFound && condition.kind == Condition::Kind::kVersion) {
+    status = errno_status(EEXIST, str_cat("cannot replace ", path, ": it was removed meanwhile"));
+  }
   if (status.error_number() != EEXIST) return status;
   const auto found = store_->find(path, ssize(bytes) + 1);
-  const bool is_ours = found.ok() && std::ranges::equal(found->start, bytes);
-  return is_ours ? ok_status() : status;
+  if (found.status().code() == StatusCode::kNotFound) return status;
+  if (!found.ok()) {
+    return Status(found.status().code(),
+                  str_cat("cannot tell whether this process has written ", path, ": ",
+                          found.status().message()),
+                  found.status().error_number());
+  }
+  return std::ranges::equal(found->start, bytes) ? ok_status() : status;
 }
 
 }  // namespace torch_ckpt

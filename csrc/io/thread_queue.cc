@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -19,7 +18,7 @@ namespace {
 
 constexpr int kMaxThreads = 8;  // More threads gain nothing on one disk.
 
-Status call_system(const IoRequest& request) {
+Status call_system(const IoRequest& request, int /*in_flight*/) {
   Transfer transfer(request);
   std::optional<Status> status = transfer.finished_at_once();
   while (!status) status = transfer.advance(perform(transfer.next()));
@@ -28,8 +27,7 @@ Status call_system(const IoRequest& request) {
 
 class ThreadQueue : public IoQueue {
  public:
-  ThreadQueue(int depth, int max_threads, QueueMode mode,
-              std::function<Status(const IoRequest&)> carry_out)
+  ThreadQueue(int depth, int max_threads, QueueMode mode, CarryOut carry_out)
       : depth_(std::max(depth, 1)), mode_(std::move(mode)), carry_out_(std::move(carry_out)) {
     start_threads(std::min(depth_, max_threads));
   }
@@ -42,7 +40,7 @@ class ThreadQueue : public IoQueue {
     work_.notify_all();
     for (std::thread& thread : threads_) thread.join();
     // Requests remain only if no thread could be started.
-    for (const IoRequest& request : waiting_) (void)carry_out_(request);
+    for (const IoRequest& request : waiting_) (void)carry_out(request);
   }
 
   const QueueMode& mode() const override { return mode_; }
@@ -71,7 +69,7 @@ class ThreadQueue : public IoQueue {
     std::unique_lock lock(mutex_);
     if (threads_.empty() && finished_.empty()) {
       const IoRequest& request = waiting_.front();
-      finished_.push_back({request.tag, carry_out_(request)});
+      finished_.push_back({request.tag, carry_out(request)});
       waiting_.pop_front();
     }
     news_.wait(lock, [&] { return !finished_.empty(); });
@@ -98,6 +96,10 @@ class ThreadQueue : public IoQueue {
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
+  Status carry_out(const IoRequest& request) const {
+    return carry_out_(request, std::max(static_cast<int>(threads_.size()), 1));
+  }
+
   // The main loop of one thread. Returns only if no request is waiting, so every request is
   // executed.
   void serve() {
@@ -108,7 +110,7 @@ class ThreadQueue : public IoQueue {
       const IoRequest request = waiting_.front();
       waiting_.pop_front();
       lock.unlock();
-      IoDone done{request.tag, carry_out_(request)};
+      IoDone done{request.tag, carry_out(request)};
       lock.lock();
       finished_.push_back(std::move(done));
       news_.notify_one();
@@ -117,12 +119,12 @@ class ThreadQueue : public IoQueue {
 
   const int depth_;
   QueueMode mode_;
-  const std::function<Status(const IoRequest&)> carry_out_;
+  const CarryOut carry_out_;
 
   // Used only by the owner of the queue.
   int in_flight_ = 0;
   std::vector<IoDone> done_;
-  std::vector<std::thread> threads_;
+  std::vector<std::thread> threads_;  // Complete before the first request.
 
   std::mutex mutex_;  // Guards the members below.
   std::condition_variable work_;
@@ -135,7 +137,7 @@ class ThreadQueue : public IoQueue {
 }  // namespace
 
 std::unique_ptr<IoQueue> make_thread_queue(int depth, int max_threads, QueueMode mode,
-                                           std::function<Status(const IoRequest&)> carry_out) {
+                                           CarryOut carry_out) {
   return std::make_unique<ThreadQueue>(depth, max_threads, std::move(mode), std::move(carry_out));
 }
 

@@ -11,11 +11,14 @@
 
 namespace torch_ckpt {
 
+// Returns when a request is complete. The queue carries out `in_flight` requests at a time.
+using CarryOut = std::function<Status(const IoRequest&, int in_flight)>;
+
 // Makes a queue with at most so many threads, which begin requests in the order of their
-// submission. `carry_out` returns when a request is complete. A depth below 1 counts as 1. The
-// threads block all signals, so that the threads of the host program handle them.
+// submission. A depth below 1 counts as 1. The threads block all signals, so that the threads of
+// the host program handle them.
 std::unique_ptr<IoQueue> make_thread_queue(int depth, int max_threads, QueueMode mode,
-                                           std::function<Status(const IoRequest&)> carry_out);
+                                           CarryOut carry_out);
 
 // Makes a queue of system calls on files of the operating system. `reason` is the reason not to use
 // io_uring.

@@ -3,9 +3,12 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <deque>
 #include <optional>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 namespace torch_ckpt {
 namespace {
@@ -20,26 +23,72 @@ int64_t part_nbytes(int64_t object_nbytes) {
   return std::max(kMinPartNbytes, align_up(least, int64_t{1} << 20));
 }
 
+// What the writer, the client and the leases of windows share.
+struct Upload::State {
+  explicit State(const std::string& object) : path(object) {}
+
+  // Returns the error of a call. Requires: the lock.
+  Status status() const {
+    if (is_done && !result.ok()) return result;
+    if (is_abandoned) return cancelled("the upload of ", path, " was abandoned");
+    return ok_status();
+  }
+
+  const std::string path;
+  std::mutex mutex;  // Guards the members below.
+  std::condition_variable changed;
+  std::vector<std::byte> small;  // The bytes of an object that may fit one part.
+  std::deque<Window> windows;    // Those that the client has not pulled yet.
+  int64_t end = 0;               // End of all bytes that were passed on.
+  int64_t copied_nbytes = 0;     // Copies of bytes in memory.
+  bool is_complete = false;      // No more windows follow.
+  bool is_drained = false;       // The client has found that out.
+  bool is_abandoned = false;
+  bool is_done = false;  // The client has returned.
+  Status result;         // What it returned.
+};
+
+// Bytes that were copied, the lease of a window. The maker counts them.
+struct Upload::Copy {
+  Copy(std::shared_ptr<State> shared, std::vector<std::byte> copied)
+      : state(std::move(shared)), bytes(std::move(copied)) {}
+  ~Copy() {
+    const std::lock_guard lock(state->mutex);
+    state->copied_nbytes -= ssize(bytes);
+    state->changed.notify_all();
+  }
+  Copy(const Copy&) = delete;
+  Copy& operator=(const Copy&) = delete;
+
+  const std::shared_ptr<State> state;
+  const std::vector<std::byte> bytes;
+};
+
 // What the client pulls from.
 class Upload::Source final : public Windows {
  public:
-  explicit Source(Upload& upload) : upload_(upload) {}
+  explicit Source(State& state) : state_(state) {}
 
   Result<std::optional<Window>> next() override {
-    std::unique_lock lock(upload_.mutex_);
-    upload_.changed_.wait(lock, [&] {
-      return upload_.is_abandoned_ || upload_.is_complete_ || !upload_.windows_.empty();
-    });
-    if (upload_.is_abandoned_) return cancelled("the upload of ", upload_.path_, " was abandoned");
-    if (upload_.windows_.empty()) return std::optional<Window>();
-    std::optional<Window> window(std::move(upload_.windows_.front()));
-    upload_.windows_.pop_front();
+    std::unique_lock lock(state_.mutex);
+    state_.changed.wait(
+        lock, [&] { return state_.is_abandoned || state_.is_complete || !state_.windows.empty(); });
+    if (state_.is_abandoned) return state_.status();
+    if (state_.windows.empty()) {
+      state_.is_drained = true;
+      return std::optional<Window>();
+    }
+    std::optional<Window> window(std::move(state_.windows.front()));
+    state_.windows.pop_front();
     return window;
   }
 
  private:
-  Upload& upload_;
+  State& state_;
 };
+
+Upload::Upload(ObjectStore& store, std::string path)
+    : store_(store), path_(std::move(path)), state_(std::make_shared<State>(path_)) {}
 
 Upload::~Upload() {
   abandon();
@@ -48,92 +97,118 @@ Upload::~Upload() {
 
 void Upload::expect(int64_t nbytes) { expected_nbytes_ = nbytes; }
 
-void Upload::start() {
+void Upload::start(int64_t window_nbytes, int in_flight) {
+  has_started_ = true;
+  // Every window lies in one part, so that its memory waits for this part only.
+  part_nbytes_ = align_up(part_nbytes(expected_nbytes_), window_nbytes);
+  copies_ = part_nbytes_ / window_nbytes > in_flight;
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // A new thread inherits the mask.
-  has_started_ = true;
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
-    is_done_ = true;
-    status_ = errno_status(error.code().value(), str_cat("cannot start to upload ", path_));
+    state_->is_done = true;
+    state_->result = errno_status(error.code().value(), str_cat("cannot start to upload ", path_));
+    state_->changed.notify_all();
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Upload::run() {
-  Source source(*this);
-  Status status = store_.put_stream(path_, part_nbytes(expected_nbytes_), source);
+  Source source(*state_);
+  Status status = store_.put_stream(path_, part_nbytes_, source);
   std::deque<Window> unused;  // Their leases take the lock.
   {
-    const std::lock_guard lock(mutex_);
-    if (status.ok() && !is_complete_) {
-      status = internal_error("the client has written ", path_, " before its end");
+    const std::lock_guard lock(state_->mutex);
+    if (status.ok() && !state_->is_drained) {
+      status = internal_error("the client has finished ", path_, " before its end");
     }
-    status_ = std::move(status);
-    is_done_ = true;
-    unused.swap(windows_);
+    state_->result = std::move(status);
+    state_->is_done = true;
+    unused.swap(state_->windows);
+    state_->changed.notify_all();
   }
-  changed_.notify_all();
 }
 
-Status Upload::state() const {
-  if (is_done_ && !status_.ok()) return status_;
-  if (is_abandoned_) return cancelled("the upload of ", path_, " was abandoned");
+Status Upload::write(int64_t offset, Bytes bytes, int in_flight) {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  state.changed.wait(lock, [&] { return state.end == offset || !state.status().ok(); });
+  RETURN_IF_ERROR(state.status());
+  if (state.is_complete) return internal_error("cannot write ", path_, ": it has ended");
+  if (bytes.empty()) return ok_status();
+  if (!has_started_) {
+    const int64_t most = part_nbytes(expected_nbytes_);
+    if (expected_nbytes_ <= most && state.end + ssize(bytes) <= most) {
+      state.small.insert(state.small.end(), bytes.begin(), bytes.end());
+      state.end += ssize(bytes);
+      state.changed.notify_all();
+      return ok_status();
+    }
+    if (!state.small.empty()) {
+      const auto copy = std::make_shared<Copy>(state_, std::move(state.small));
+      state.copied_nbytes += ssize(copy->bytes);
+      state.windows.push_back({copy->bytes, copy});
+    }
+    start(ssize(bytes), in_flight);
+    RETURN_IF_ERROR(state.status());
+  }
+  return copies_ ? pass_copy(std::move(lock), bytes) : pass(std::move(lock), bytes);
+}
+
+// Passes the writer's own memory.
+Status Upload::pass(std::unique_lock<std::mutex> lock, Bytes bytes) {
+  State& state = *state_;
+  bool is_released = false;
+  const auto release = [&](void*) {
+    const std::lock_guard lease_lock(state.mutex);
+    is_released = true;
+    state.changed.notify_all();  // With the lock: this call returns once it has it.
+  };
+  state.windows.push_back({bytes, std::shared_ptr<void>(&state, release)});
+  state.end += ssize(bytes);
+  state.changed.notify_all();
+  state.changed.wait(lock, [&] { return is_released; });  // If the client fails, by `run`.
+  return state.status();
+}
+
+Status Upload::pass_copy(std::unique_lock<std::mutex> lock, Bytes bytes) {
+  State& state = *state_;
+  // The client holds less than a part that waits for more. It releases the rest without more.
+  state.changed.wait(
+      lock, [&] { return state.copied_nbytes < 2 * part_nbytes_ || !state.status().ok(); });
+  RETURN_IF_ERROR(state.status());
+  lock.unlock();  // No other write passes before `end` has moved.
+  auto copy = std::make_shared<Copy>(state_, std::vector<std::byte>(bytes.begin(), bytes.end()));
+  lock.lock();
+  state.copied_nbytes += ssize(bytes);
+  state.windows.push_back({copy->bytes, std::move(copy)});
+  state.end += ssize(bytes);
+  state.changed.notify_all();
   return ok_status();
 }
 
-Status Upload::write(int64_t offset, Bytes bytes) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return end_ == offset || !state().ok(); });
-  if (!has_started_) {
-    const int64_t most = part_nbytes(expected_nbytes_);
-    if (expected_nbytes_ <= most && end_ + ssize(bytes) <= most) {
-      small_.insert(small_.end(), bytes.begin(), bytes.end());
-      end_ += ssize(bytes);
-      changed_.notify_all();
-      return ok_status();
-    }
-    start();
-    if (!small_.empty()) {
-      const auto owned = std::make_shared<std::vector<std::byte>>(std::move(small_));
-      windows_.push_back({*owned, owned});
-    }
-  }
-  RETURN_IF_ERROR(state());
-  bool is_released = false;
-  const auto release = [&](void*) {
-    const std::lock_guard lease_lock(mutex_);
-    is_released = true;
-    changed_.notify_all();  // With the lock: this call returns once it has it.
-  };
-  windows_.push_back({bytes, std::shared_ptr<void>(this, release)});
-  end_ += ssize(bytes);
-  changed_.notify_all();
-  changed_.wait(lock, [&] { return is_released; });  // If the client fails, by `run`.
-  return state();
-}
-
 Status Upload::finish(int64_t nbytes) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return end_ == nbytes || !state().ok(); });
-  RETURN_IF_ERROR(state());
-  is_complete_ = true;
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  state.changed.wait(lock, [&] { return state.end == nbytes || !state.status().ok(); });
+  RETURN_IF_ERROR(state.status());
+  state.is_complete = true;
   if (!has_started_) {
     lock.unlock();
-    return store_.put(path_, small_, {});
+    return store_.put(path_, state.small, {});
   }
-  changed_.notify_all();
-  changed_.wait(lock, [&] { return is_done_ || is_abandoned_; });
-  return state();
+  state.changed.notify_all();
+  state.changed.wait(lock, [&] { return state.is_done || state.is_abandoned; });
+  return state.status();
 }
 
 void Upload::abandon() {
-  const std::lock_guard lock(mutex_);
-  is_abandoned_ = true;
-  changed_.notify_all();
+  const std::lock_guard lock(state_->mutex);
+  state_->is_abandoned = true;
+  state_->changed.notify_all();
 }
 
 }  // namespace torch_ckpt

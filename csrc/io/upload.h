@@ -5,18 +5,17 @@
 //
 // A client of a store pulls the bytes, in its own thread. The writer pushes them, from the threads
 // of a queue. A write returns once the client no longer needs its memory, so the memory in flight
-// is what the writer has in flight, and nothing is copied. Only an object that fits one part is
-// copied, and written in one request at its end.
+// is what the writer has in flight, and nothing is copied.
+//
+// A client holds a part until all its bytes are there. If the writer has less memory than a part,
+// its bytes are copied, and at most two parts of copies are in memory. An object that fits one part
+// is copied, too, and written in one request at its end.
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "base/bytes.h"
 #include "base/status.h"
@@ -30,7 +29,7 @@ int64_t part_nbytes(int64_t object_nbytes);
 class Upload {
  public:
   // Requires: `store` outlives the upload.
-  Upload(ObjectStore& store, std::string path) : store_(store), path_(std::move(path)) {}
+  Upload(ObjectStore& store, std::string path);
   ~Upload();  // Abandons an upload that has not finished.
   Upload(const Upload&) = delete;
   Upload& operator=(const Upload&) = delete;
@@ -39,39 +38,38 @@ class Upload {
   // Requires: no byte was written.
   void expect(int64_t nbytes);
 
-  // Passes bytes to the client, after all bytes before `offset`, and waits until the client has
-  // released them. The client may hold up to a part until more bytes arrive, or the end.
-  // Several threads may call it. Requires: the offsets are those of a file without gaps.
-  Status write(int64_t offset, Bytes bytes);
+  // Passes bytes to the client, after all bytes before `offset`, and waits until their memory is
+  // not in use. The last writes return when `finish` has ended the object.
+  // Several threads may call it, `in_flight` at a time. Requires: the offsets are those of a file
+  // without gaps; all writes but the last have one length.
+  Status write(int64_t offset, Bytes bytes, int in_flight);
 
   // Waits for all bytes before `nbytes`, ends the object, and waits until the store has it.
   Status finish(int64_t nbytes);
 
-  // Makes every call fail from now on, also those that wait.
+  // Makes every call fail from now on, also those that wait. A write still waits for the client to
+  // release its memory.
   void abandon();
 
  private:
+  struct State;
+  struct Copy;
   class Source;
 
-  void start();
+  void start(int64_t window_nbytes, int in_flight);  // Requires: the lock.
   void run();
-  Status state() const;  // Requires: the lock.
+  Status pass(std::unique_lock<std::mutex> lock, Bytes bytes);
+  Status pass_copy(std::unique_lock<std::mutex> lock, Bytes bytes);
 
   ObjectStore& store_;
   const std::string path_;
+  const std::shared_ptr<State> state_;  // Shared with copies, which a client may release later.
   int64_t expected_nbytes_ = 0;
-  std::thread thread_;  // The client's.
-
-  mutable std::mutex mutex_;  // Guards the members below.
-  std::condition_variable changed_;
-  std::vector<std::byte> small_;  // The bytes of an object that may fit one part.
-  std::deque<Window> windows_;    // Those that the client has not pulled yet.
-  int64_t end_ = 0;               // End of all bytes that were passed on.
-  bool is_complete_ = false;      // No more windows follow.
-  bool is_abandoned_ = false;
+  // Written by the first `write` that does not fit one request, with the lock.
   bool has_started_ = false;
-  bool is_done_ = false;  // The client has returned.
-  Status status_;         // What it returned.
+  bool copies_ = false;
+  int64_t part_nbytes_ = 0;
+  std::thread thread_;  // The client's.
 };
 
 }  // namespace torch_ckpt

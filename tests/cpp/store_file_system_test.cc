@@ -1,0 +1,147 @@
+// What a store does beyond the contract of file systems (file_system_contract_test.cc).
+
+#include "io/store_file_system.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <string>
+#include <vector>
+
+#include "engine/read_stream.h"
+#include "support/deadline.h"
+#include "support/memory_file_system.h"
+#include "support/memory_object_store.h"
+#include "support/read_file.h"
+#include "support/status_matchers.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Kind = StoreCall::Kind;
+
+constexpr char kPath[] = "bucket/a";
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+TEST(StoreFileSystemTest, ASmallFileIsOpenedAndReadInOneRequest) {
+  MemoryStoreFileSystem fs;
+  fs.store.set(kPath, "metadata");
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs, kPath));
+  EXPECT_EQ(as_text(bytes), "metadata");
+  EXPECT_EQ(fs.store.calls().size(), 1u);
+}
+
+TEST(StoreFileSystemTest, AFolderIsNoFile) {
+  MemoryStoreFileSystem fs;
+  fs.store.set("bucket/folder/a", "a");
+  EXPECT_EQ(read_file(fs, "bucket/folder").status().error_number(), EISDIR);
+  EXPECT_EQ(fs.rename("bucket/folder", "bucket/other").error_number(), EOPNOTSUPP);
+  ASSERT_OK_AND_ASSIGN(const auto names, fs.list_directory("bucket"));
+  EXPECT_THAT(names, ElementsAre("folder"));
+  ASSERT_OK_AND_ASSIGN(const auto none, fs.list_directory("bucket/empty"));
+  EXPECT_TRUE(none.empty());
+}
+
+TEST(StoreFileSystemTest, ARenameThatFailsLosesNoFile) {
+  for (int64_t n = 0; n < 2; ++n) {
+    for (const bool is_carried_out : {false, true}) {
+      MemoryStoreFileSystem fs;
+      fs.store.set("bucket/from", "a");
+      fs.store.fail_call(n, errno_status(ETIMEDOUT, "no answer"), is_carried_out);
+      EXPECT_EQ(fs.rename("bucket/from", "bucket/to").error_number(), ETIMEDOUT);
+      EXPECT_TRUE(fs.store.contents("bucket/from") == "a" || fs.store.contents("bucket/to") == "a");
+    }
+  }
+}
+
+TEST(StoreFileSystemTest, VersionsTellFilesApart) {
+  MemoryStoreFileSystem fs;
+  ASSERT_OK_AND_ASSIGN(const std::string none, fs.version(kPath));
+  EXPECT_EQ(none, "");
+  ASSERT_OK(fs.publish(kPath, as_bytes("one"), none));
+  ASSERT_OK_AND_ASSIGN(const std::string one, fs.version(kPath));
+  ASSERT_OK(fs.publish(kPath, as_bytes("two"), one));
+  EXPECT_EQ(fs.publish(kPath, as_bytes("three"), one).error_number(), EEXIST);
+  EXPECT_EQ(fs.publish(kPath, as_bytes("three"), none).error_number(), EEXIST);
+  EXPECT_EQ(fs.store.contents(kPath), "two");
+  fs.store.fail_call(0, errno_status(EACCES, "the store refuses"));
+  EXPECT_EQ(fs.version(kPath).status().error_number(), EACCES);
+  // Some stores answer so where there is none to replace.
+  ASSERT_OK(fs.remove(kPath));
+  fs.store.fail_call(0, errno_status(ENOENT, "there is none"));
+  EXPECT_EQ(fs.publish(kPath, as_bytes("three"), one).error_number(), EEXIST);
+}
+
+// As a client repeats a request whose answer was lost.
+TEST(StoreFileSystemTest, AFileWithTheSameBytesIsTheOneThatWasWritten) {
+  MemoryStoreFileSystem fs;
+  ASSERT_OK(fs.put(kPath, as_bytes("ours"), OpenMode::kCreate));
+  EXPECT_OK(fs.put(kPath, as_bytes("ours"), OpenMode::kCreate));
+  for (const std::string other : {"our", "ours and more", "theirs", ""}) {
+    EXPECT_EQ(fs.put(kPath, as_bytes(other), OpenMode::kCreate).error_number(), EEXIST) << other;
+  }
+  EXPECT_OK(fs.put(kPath, as_bytes("theirs"), OpenMode::kUpdate));
+}
+
+// EEXIST says that another one was written. Whether it was, is unknown.
+TEST(StoreFileSystemTest, AFileThatCannotBeComparedIsNotSaidToBeOfOthers) {
+  MemoryStoreFileSystem fs;
+  fs.store.set(kPath, "theirs");
+  fs.store.fail_call(1, errno_status(ETIMEDOUT, "no answer"));
+  const Status status = fs.put(kPath, as_bytes("ours"), OpenMode::kCreate);
+  EXPECT_EQ(status.error_number(), ETIMEDOUT);
+  EXPECT_THAT(status.message(), HasSubstr(kPath));
+}
+
+TEST(StoreFileSystemTest, AStreamTakesOneWriteAtATimeFromOneThread) {
+  const Deadline deadline;
+  MemoryStoreFileSystem fs;
+  const std::vector<std::byte> bytes = random_bytes(20 * kMiB, 1);
+  ASSERT_OK_AND_ASSIGN(const auto file, fs.open(kPath, OpenMode::kCreate, Caching::kDirect));
+  ASSERT_OK(file->preallocate(ssize(bytes)));
+  for (int64_t at = 0; at < ssize(bytes); at += kMiB) {
+    ASSERT_OK(file->write(at, slice(Bytes(bytes), at, kMiB)));
+  }
+  const auto queue = fs.make_queue(1);
+  const IoRequest sync = {
+      .kind = IoRequest::Kind::kSync, .file = file.get(), .offset = ssize(bytes)};
+  queue->submit({&sync, 1});
+  ASSERT_OK(queue->wait().front().status);
+  EXPECT_TRUE(fs.store.contents(kPath) == as_text(bytes));
+}
+
+// Reads across a gap that costs less than a request.
+TEST(StoreFileSystemTest, AReadStreamJoinsRangesByTheGapOfItsFileSystem) {
+  const std::vector<std::byte> bytes = random_bytes(4 * kMiB, 1);
+  const auto requests = [&](FileSystem& fs, const std::string& path, int64_t gap) {
+    const auto file = std::move(*fs.open(path, OpenMode::kRead, Caching::kDirect));
+    const auto stream = std::move(*ReadStream::make(fs, 16 * kMiB, 4 * kMiB, 1));
+    const int64_t next = kMiB + gap;
+    const std::vector<WantedRange> wanted = {{.file = file.get(), .range = {0, kMiB}},
+                                             {.file = file.get(), .range = {next, next + 4096}}};
+    EXPECT_OK(stream->run(wanted, [&](int64_t index, Bytes got, Unpacking&) {
+      const ByteRange& range = wanted[static_cast<size_t>(index)].range;
+      EXPECT_TRUE(std::ranges::equal(got, slice(Bytes(bytes), range.begin, range.nbytes())));
+      return ok_status();
+    }));
+  };
+  MemoryStoreFileSystem fs;
+  fs.store.set(kPath, as_text(bytes));
+  requests(fs, kPath, kMiB);
+  EXPECT_EQ(fs.store.count(Kind::kGet), 1);
+  requests(fs, kPath, kMiB + 4096);
+  EXPECT_EQ(fs.store.count(Kind::kGet), 3);
+  MemoryFileSystem disk;
+  disk.put(kPath, as_text(bytes));
+  requests(disk, kPath, 32 << 10);
+  EXPECT_EQ(disk.count(Operation::Kind::kRead), 1);
+  requests(disk, kPath, kMiB);
+  EXPECT_EQ(disk.count(Operation::Kind::kRead), 3);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
