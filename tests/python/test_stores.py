@@ -133,10 +133,18 @@ def test_a_location_reaches_its_object(folder: str) -> None:
 def test_what_needs_writes_at_offsets_is_refused_at_once(folder: str) -> None:
     with pytest.raises(UnsupportedError, match=f"cannot write safetensors to {folder}"):
         SafetensorsWriter(folder)
-    torch_ckpt.save(state_of(1), storage_writer=FastWriter(f"{folder}/step"))
-    for form in ("safetensors", "torch", "universal"):
-        assert main(["convert", f"{folder}/step", f"{folder}/new", "--to", form]) != 0
-    assert Location(f"{folder}/new").names() == []
+
+
+def test_a_conversion_to_another_format_goes_by_a_local_directory(folder: str) -> None:
+    tensors = {"w": torch.randn(3000, 1000), "b": torch.arange(5)}
+    torch_ckpt.save(tensors, storage_writer=FastWriter(f"{folder}/step"))
+    for form, name in (("safetensors", "model"), ("torch", "model.pt")):
+        target = f"{folder}/{form}/{name}"
+        assert main(["convert", f"{folder}/step", target, "--to", form]) == 0
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        dcp.load(loaded, storage_reader=FastReader(target))
+        torch.testing.assert_close(loaded, tensors, rtol=0, atol=0)
+        assert main(["convert", f"{folder}/step", target, "--to", form, "--overwrite"]) != 0
 
 
 def test_of_two_saves_at_once_one_commits(folder: str) -> None:

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt.api import save
 from torch_ckpt.conversion.pieces import IO, Source
 from torch_ckpt.conversion.planner import ConversionPlanner
+from torch_ckpt.conversion.store_target import write_to_store
 from torch_ckpt.conversion.torch_file import write_torch_file
 from torch_ckpt.conversion.universal import write_universal
 from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
@@ -44,14 +45,12 @@ def convert(
 
     Raises:
         AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false, or it
-            is of another format.
+            is of another format, or ``target`` is on a store and the format is not DCP's.
         NotFoundError: There is no checkpoint at ``source``, or no name with the prefix.
         UnsupportedError: The target's format cannot have a value of the source.
         CheckpointError: The source cannot be read, or the target cannot be written.
     """
     target = target.absolute()
-    if to != "dcp":
-        target.check_writes_at_offsets(f"a checkpoint of format {to}")
     _check_other_formats(target, to)
     is_torchs = source.is_file() and is_archive(source.read_range(0, 4)[1])
     if to == "torch" and not prefix and is_torchs:
@@ -63,6 +62,9 @@ def convert(
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
         if ties and to in _WITH_TIES:
             values.find_ties()
+        if to != "dcp" and not target.file_system.writes_at_offsets:
+            write_to_store(target, lambda local: TARGETS[to](values, local, False))
+            return values.ties
         try:
             TARGETS[to](values, target, overwrite)
         except BaseException:

@@ -33,6 +33,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _FILE_URL = re.compile(r"file:(?://(?:localhost)?(?=/)|(?!//))(/.*)", re.DOTALL)
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*", re.DOTALL)
 
+_UPLOAD_NBYTES = 8 << 20  # What is uploaded in one request.
 _BUFFER_NBYTES = 16 << 10  # Buffer size of an open file. Callers read few, scattered records.
 
 
@@ -270,9 +271,21 @@ class Location:
         if not self.file_system.writes_at_offsets:
             raise UnsupportedError(
                 f"cannot write {what} to {self}: that takes writes at offsets of a file, and this "
-                "store takes whole files only; write it to a disk, and copy it, or save in the "
-                "format of DCP"
+                "store takes whole files only; save with FastWriter, and convert with torch-ckpt"
             )
+
+    def upload(self, source: Location) -> None:
+        """Writes this file of a store from a local file."""
+        assert isinstance(self.file_system, _native.StoreFileSystem)
+        nbytes = source.nbytes()
+        if nbytes <= _UPLOAD_NBYTES:
+            self.write(source.read(), sync=True, update=True)
+            return
+        pieces = (
+            source.read_range(offset, _UPLOAD_NBYTES)[1]
+            for offset in range(0, nbytes, _UPLOAD_NBYTES)
+        )
+        self.file_system.put_stream(self.path, nbytes, pieces)
 
     def rename(self, to: Location) -> None:
         """Renames the location within its file system, and replaces the target if it exists."""

@@ -12,7 +12,12 @@ _MIN_BLOCK_NBYTES = 64 << 10
 
 
 def buffer_pools(
-    pools: list[_native.BufferPool], count: int, nbytes: int, io: IoOptions, copy_ahead: int
+    pools: list[_native.BufferPool],
+    count: int,
+    nbytes: int,
+    io: IoOptions,
+    copy_ahead: int,
+    file_system: _native.FileSystem,
 ) -> list[_native.BufferPool]:
     """Returns one buffer pool for each of ``count`` threads, which write ``nbytes`` together.
 
@@ -24,6 +29,8 @@ def buffer_pools(
     # A thread needs two blocks, so blocks are smaller if many threads share the budget.
     block_nbytes = max(_MIN_BLOCK_NBYTES, min(io.block_nbytes, budget_nbytes // 2 // 4096 * 4096))
     pool_nbytes = useful_buffer_nbytes(nbytes // count, budget_nbytes, block_nbytes)
+    if not file_system.writes_at_offsets:  # A store takes many parts at a time, each of two blocks.
+        pool_nbytes = max(2 * block_nbytes, min(budget_nbytes, nbytes // count))
     if len(pools) == count and all(pool.nbytes >= pool_nbytes for pool in pools):
         return pools
     pools.clear()  # Frees the old buffers before the new ones are allocated.

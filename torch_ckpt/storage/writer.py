@@ -463,7 +463,10 @@ class FastWriter(DirectoryWriter):
             )
 
     def _prepare_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
-        self._pools = buffer_pools(self._pools, count, nbytes, self.io, self.per_thread_copy_ahead)
+        self._pools = buffer_pools(
+            *(self._pools, count, nbytes, self.io, self.per_thread_copy_ahead),
+            self.location.file_system,
+        )
         return self._pools
 
 

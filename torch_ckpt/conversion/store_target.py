@@ -1,0 +1,43 @@
+"""Conversions to a store that takes whole files only: by way of a temporary local directory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+
+from torch_ckpt.errors import AlreadyExistsError
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["write_to_store"]
+
+_LAST = (".index.json", "latest_universal")
+"""Ends of the names of files that point to others."""
+
+
+def write_to_store(target: Location, write: Callable[[Location], None]) -> None:
+    """Writes a target to a temporary directory by ``write``, and then uploads its files.
+
+    The directory is that of Python's ``tempfile``, which ``TMPDIR`` sets. Files that point to
+    others are uploaded last, so a reader that begins with these finds all or nothing. Raises
+    AlreadyExistsError if there is anything at the target: no file of a store can be replaced
+    together with another one.
+    """
+    if target.is_file() or target.names():
+        raise AlreadyExistsError(
+            f"cannot write {target}: it exists, and a store cannot replace several files at once; "
+            "choose another target, or remove it first"
+        )
+    with tempfile.TemporaryDirectory(prefix="torch_ckpt-convert-") as folder:
+        local = Location(folder)
+        write(local / target.name)
+        files = sorted(_files(local, ""), key=lambda file: file.endswith(_LAST))
+        for file in files:
+            (target.parent / file).upload(local / file)
+
+
+def _files(folder: Location, prefix: str) -> Iterator[str]:
+    for name in (folder / prefix).names():
+        if (folder / prefix / name).is_directory():
+            yield from _files(folder, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}"
