@@ -131,13 +131,13 @@ TEST(StoreFileSystemTest, AReadStreamJoinsRangesByTheGapOfItsFileSystem) {
   };
   MemoryStoreFileSystem fs;
   fs.store.set(kPath, as_text(bytes));
-  requests(fs, kPath, kMiB);
+  requests(fs, kPath, fs.traits().max_gap_nbytes);
   EXPECT_EQ(fs.store.count(Kind::kGet), 1);
-  requests(fs, kPath, kMiB + 4096);
+  requests(fs, kPath, fs.traits().max_gap_nbytes + 4096);
   EXPECT_EQ(fs.store.count(Kind::kGet), 3);
   MemoryFileSystem disk;
   disk.put(kPath, as_text(bytes));
-  requests(disk, kPath, 32 << 10);
+  requests(disk, kPath, disk.traits().max_gap_nbytes);
   EXPECT_EQ(disk.count(Operation::Kind::kRead), 1);
   requests(disk, kPath, kMiB);
   EXPECT_EQ(disk.count(Operation::Kind::kRead), 3);
