@@ -57,10 +57,12 @@ class IoOptions:
         if self.exchange_nbytes < 4 << 20:
             raise ValueError(f"exchange_nbytes={self.exchange_nbytes} is less than 4 MiB")
 
-    @property
-    def block_nbytes(self) -> int:
-        """Size of one buffer, and of the longest I/O request, in bytes. Two fit in the budget."""
-        return min(4 << 20, self.buffer_nbytes // 2 // 4096 * 4096)
+    def block_nbytes(self, file_system: _native.FileSystem) -> int:
+        """Returns the size of one buffer, and of the longest I/O request, in bytes.
+
+        It is that of the file system, but two fit in the budget.
+        """
+        return min(file_system.request_nbytes, self.buffer_nbytes // 2 // 4096 * 4096)
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,8 @@ void bind_file_system(py::module_& module) {
           [](const FileSystem& fs) { return fs.traits().publishes_by_condition; })
       .def_property_readonly("writes_at_offsets",
                              [](const FileSystem& fs) { return fs.traits().writes_at_offsets; })
+      .def_property_readonly("request_nbytes",
+                             [](const FileSystem& fs) { return fs.traits().request_nbytes; })
       .def_property_readonly("has_folders",
                              [](const FileSystem& fs) { return fs.traits().has_folders; });
   module.def("local_file_system", &local_file_system, py::return_value_policy::reference);

@@ -87,6 +87,8 @@ struct Traits {
   // Whether a folder exists by itself. Otherwise it is a prefix of names: every folder exists, and
   // is empty if no name begins with it.
   bool has_folders = true;
+  // Longer requests gain nothing.
+  int64_t request_nbytes = int64_t{4} << 20;
   // Reading so many unwanted bytes is cheaper than another request.
   int64_t max_gap_nbytes = int64_t{32} << 10;
 };

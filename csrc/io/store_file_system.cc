@@ -118,6 +118,7 @@ const Traits& StoreFileSystem::traits() const {
   static const Traits traits = {.publishes_by_condition = true,
                                 .writes_at_offsets = false,
                                 .has_folders = false,
+                                .request_nbytes = part_nbytes(0),
                                 .max_gap_nbytes = kMaxGapNbytes};
   return traits;
 }

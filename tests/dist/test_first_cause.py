@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
+from torch_ckpt._core._native import local_file_system
 from torch_ckpt.errors import CorruptionError, StorageError
 from torch_ckpt.filesystems.location import register
 from torch_ckpt.options import IoOptions
@@ -48,7 +49,7 @@ PROMPT_S = 3.0  # One second, on a machine that is busy.
 SLOW_S = 12.0  # How long the slow rank takes if nobody stops it.
 NUMEL = 1 << 22
 IO = IoOptions(buffer_nbytes=512 << 10, exchange_nbytes=4 << 20)
-PAUSE_MS = round(1000 * SLOW_S / (4 * NUMEL / IO.block_nbytes))
+PAUSE_MS = round(1000 * SLOW_S / (4 * NUMEL / IO.block_nbytes(local_file_system())))
 
 needs_recorder = pytest.mark.skipif(
     not list(RECORDER.glob("recorder*.so")), reason="tests/check.py builds the module recorder"

@@ -152,10 +152,11 @@ def write_shares(
     ``written`` receives the name of each complete file; the caller removes these after an error.
     """
     threads = max(1, min(threads, len(shares)))
-    pool_nbytes = max(2 * io.block_nbytes, io.buffer_nbytes // threads)
+    block_nbytes = io.block_nbytes(directory.file_system)
+    pool_nbytes = max(2 * block_nbytes, io.buffer_nbytes // threads)
 
     def write_every(first: int) -> list[FileReport]:
-        pool = _native.BufferPool(pool_nbytes, io.block_nbytes)
+        pool = _native.BufferPool(pool_nbytes, block_nbytes)
         reports = []
         for number in range(first, len(shares), threads):
             report = _write(*shares[number], directory, save_id, pool, io, jobs)

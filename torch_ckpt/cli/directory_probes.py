@@ -158,7 +158,8 @@ def _transfers(folder: Location) -> Generator[Fact]:
         raise StorageError(
             f"a quarter of the free space and memory, {limit} bytes, is too little for the test"
         )
-    pool = _native.BufferPool(io.buffer_nbytes, io.block_nbytes)
+    block_nbytes = io.block_nbytes(folder.file_system)
+    pool = _native.BufferPool(io.buffer_nbytes, block_nbytes)
     nbytes, seconds, path = _FIRST_NBYTES, 0.0, folder / "data"
     while True:  # Twice as many bytes, until they take long enough.
         begin = time.monotonic()
@@ -173,7 +174,7 @@ def _transfers(folder: Location) -> Generator[Fact]:
     yield "O_DIRECT", "usable" if mode.direct else f"not used ({why or 'unknown'})", means
     yield "write and sync", _rate(nbytes, seconds, str(mode)), ""
     job = _native.LoadJob(
-        *(folder.file_system, folder.path, None, io.buffer_nbytes, io.block_nbytes),
+        *(folder.file_system, folder.path, None, io.buffer_nbytes, block_nbytes),
         *(READ_THREADS, io.direct, False),
     )
     begin, done = time.monotonic(), 0

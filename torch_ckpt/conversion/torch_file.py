@@ -83,7 +83,7 @@ def write_files(
     pieces_of: dict[int, list[Piece]] = {}  # By the number of the tensor in this order.
     for piece in pieces:
         pieces_of.setdefault(piece.tensor, []).append(piece)
-    pool = _native.BufferPool(IO.buffer_nbytes, IO.block_nbytes)
+    pool = _native.BufferPool(IO.buffer_nbytes, IO.block_nbytes(target.file_system))
     number = 0
 
     def written(tensor: PendingTensor) -> list[Piece]:

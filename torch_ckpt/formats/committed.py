@@ -79,7 +79,8 @@ def metadata_prefixes(directory: Location) -> list[str]:
     and for a directory that does not exist.
     """
     try:
-        return prefixes_among([] if directory.is_file() else directory.names())
+        is_file = directory.file_system.has_folders and directory.is_file()
+        return prefixes_among([] if is_file else directory.names())
     except NotFoundError:
         return []
 

@@ -27,22 +27,26 @@ def buffer_pools(
     """
     budget_nbytes = copy_ahead if copy_ahead != STOCK_COPY_AHEAD else io.buffer_nbytes // count
     # A thread needs two blocks, so blocks are smaller if many threads share the budget.
-    block_nbytes = max(_MIN_BLOCK_NBYTES, min(io.block_nbytes, budget_nbytes // 2 // 4096 * 4096))
-    pool_nbytes = useful_buffer_nbytes(nbytes // count, budget_nbytes, block_nbytes)
-    if not file_system.writes_at_offsets:  # A store takes many parts at a time, each of two blocks.
-        pool_nbytes = max(2 * block_nbytes, min(budget_nbytes, nbytes // count))
+    block_nbytes = max(
+        _MIN_BLOCK_NBYTES, min(io.block_nbytes(file_system), budget_nbytes // 2 // 4096 * 4096)
+    )
+    pool_nbytes = useful_buffer_nbytes(nbytes // count, budget_nbytes, block_nbytes, file_system)
     if len(pools) == count and all(pool.nbytes >= pool_nbytes for pool in pools):
         return pools
     pools.clear()  # Frees the old buffers before the new ones are allocated.
     return [_native.BufferPool(pool_nbytes, block_nbytes) for _ in range(count)]
 
 
-def useful_buffer_nbytes(data_nbytes: int, budget_nbytes: int, block_nbytes: int) -> int:
+def useful_buffer_nbytes(
+    data_nbytes: int, budget_nbytes: int, block_nbytes: int, file_system: _native.FileSystem
+) -> int:
     """Returns the best total size of buffers for ``data_nbytes`` of data: at least two blocks.
 
-    Buffers beyond a quarter of the data cost more time to allocate than they save.
+    On a disk, buffers beyond a quarter of the data cost more time to allocate than they save. On a
+    store, requests wait for answers, and more of them at a time save more.
     """
-    return max(2 * block_nbytes, min(budget_nbytes, data_nbytes // 4))
+    part = 1 if not file_system.writes_at_offsets else 4
+    return max(2 * block_nbytes, min(budget_nbytes, data_nbytes // part))
 
 
 def retained_nbytes_limit(io: IoOptions) -> int:

@@ -109,13 +109,14 @@ class Load:
         self._requests = None if isinstance(items, PlannedReads) else _Requests(source, items)
         column_nbytes = items.reads.nbytes if isinstance(items, PlannedReads) else 0
         nbytes = column_nbytes if self._requests is None else self._requests.nbytes
-        io = source.io
+        io, file_system = source.io, source.directory.file_system
+        block_nbytes = io.block_nbytes(file_system)
         self.job = _native.LoadJob(
-            source.directory.file_system,
+            file_system,
             source.directory.path,
             source.index,
-            useful_buffer_nbytes(nbytes, io.buffer_nbytes, io.block_nbytes),
-            io.block_nbytes,
+            useful_buffer_nbytes(nbytes, io.buffer_nbytes, block_nbytes, file_system),
+            block_nbytes,
             READ_THREADS,
             io.direct,
             source.verify,

@@ -72,11 +72,13 @@ def can_be_renamed_to(target: Location) -> bool:
     stripes or permissions, or may hold it open. It cannot if this process must not list the parent,
     since it could then neither sync the parent nor find what dead processes have left.
     """
+    if not target.file_system.renames_directories(target.parent.path):
+        return False
     try:
         target.parent.names()
     except CheckpointError:
         return False
-    return target.is_missing() and target.file_system.renames_directories(target.parent.path)
+    return target.is_missing()
 
 
 def remove_abandoned(directory: Location, target: str | None = None) -> list[str]:

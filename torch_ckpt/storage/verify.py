@@ -231,7 +231,7 @@ def _check_blocks(
         directory.path,
         index,
         io.buffer_nbytes,
-        io.block_nbytes,
+        io.block_nbytes(directory.file_system),
         READ_THREADS,
         io.direct,
     )
@@ -299,7 +299,7 @@ def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -
         directory.path,
         None,
         io.buffer_nbytes,
-        io.block_nbytes,
+        io.block_nbytes(directory.file_system),
         READ_THREADS,
         io.direct,
         True,
