@@ -25,6 +25,9 @@ class IoOptions:
     stored one, or that are on another device, are assembled whole, a few at a time. Rows that
     arrive from other ranks are assembled in ranges of up to 4 MiB.
 
+    A save to a store writes each file in parts of 8 MiB, or 1/5,000 of the file. Where the buffers
+    of a thread hold less than one part, up to two parts of a file are in memory besides.
+
     Attributes:
         buffer_nbytes: Budget for the I/O buffers of one writer or reader on one rank, in bytes; at
             least 512 KiB. It bounds the data in flight, in addition to the tensors themselves.

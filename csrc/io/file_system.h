@@ -181,6 +181,7 @@ class FileSystem {
   // Renames a file atomically: a reader sees the old or the new file under `to`. The rename
   // survives a power cut only after `sync_directory` of the parent of `to`.
   virtual Status rename(const std::string& from, const std::string& to) = 0;
+  // A file system that publishes by condition may return OK if there is no file.
   virtual Status remove(const std::string& path) = 0;
   virtual Status sync_directory(const std::string& path) = 0;
 

@@ -71,8 +71,9 @@ class FsspecClient:
             with self._store.open(self._key(path), "wb", block_size=part_nbytes) as file:
                 try:
                     for window in windows:
-                        file.write(bytes(window))
-                        del window
+                        contents = bytes(window)
+                        del window  # Frames of an error may live on, and the save waits for it.
+                        file.write(contents)
                 except BaseException:
                     with contextlib.suppress(Exception):
                         file.discard()

@@ -16,7 +16,7 @@ namespace torch_ckpt {
 // Ends the program if a test is not over in time: a deadlock must not stop the suite in silence.
 class Deadline {
  public:
-  explicit Deadline(int seconds = 60) : thread_([this, seconds] { watch(seconds); }) {}
+  explicit Deadline(int seconds = 300) : thread_([this, seconds] { watch(seconds); }) {}
   ~Deadline() {
     {
       const std::lock_guard lock(mutex_);

@@ -1,0 +1,66 @@
+"""A client of fsspec that fails in the middle of an upload."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from torch_ckpt import FastWriter
+from torch_ckpt._core import _native
+from torch_ckpt.filesystems.fsspec_client import FsspecClient
+from torch_ckpt.filesystems.location import register
+
+pytestmark = pytest.mark.timeout(30, method="thread")  # A hang would be in C++.
+
+
+class _FailingFile:
+    """Fails as clients do that run a loop of their own, such as s3fs.
+
+    Their exception is in a cycle with its traceback, so all frames of the traceback live on.
+    """
+
+    def __enter__(self) -> _FailingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, _contents: bytes) -> None:
+        result = [OSError("the store is gone")]
+        raise result[0]
+
+    def discard(self) -> None:
+        pass
+
+
+class _FailingStore(MemoryFileSystem):  # type: ignore[misc]
+    protocol = "failing"
+    cachable = False
+
+    def open(self, path: str, *args: Any, **options: Any) -> Any:
+        return _FailingFile() if path.endswith(".distcp") else super().open(path, *args, **options)
+
+
+@pytest.fixture
+def without_gc() -> Iterator[None]:
+    fsspec.register_implementation("failing", _FailingStore, clobber=True)
+    register("failing", _native.StoreFileSystem(FsspecClient("failing")))
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+@pytest.mark.usefixtures("without_gc")
+def test_a_failed_upload_returns_its_memory() -> None:
+    state = {"w": torch.zeros(20 << 20, dtype=torch.uint8)}
+    with pytest.raises(CheckpointException, match="the store is gone"):
+        torch_ckpt.save(state, storage_writer=FastWriter("failing://tests/step"))
