@@ -25,7 +25,9 @@ class _Process:
     """The process-wide state.
 
     Attributes:
-        file_systems: Registered file systems, by URL scheme. Owner: ``filesystems/location``.
+        file_systems: File systems by URL scheme; ``None`` if a process without it refuses it.
+            Owner: ``filesystems/location``.
+        registered: The schemes of registered file systems. Owner: ``filesystems/location``.
         groups: Groups of ranks, by process group. Owner: ``coordination/group``.
         save_processes: The process that writes asynchronous saves of type ``PROCESS``, by the
             connections of a group. Owner: ``coordination/background``.
@@ -56,6 +58,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.file_systems: dict[str, Any] = {}
+        self.registered: set[str] = set()
         self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.save_processes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.save_futures: weakref.WeakSet[Any] = weakref.WeakSet()

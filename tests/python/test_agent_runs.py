@@ -303,9 +303,11 @@ def test_saves_go_on_where_the_shared_memory_was_removed(run: Path) -> None:
     assert steps_of(run) == ["step-1", "step-2"]
 
 
-def test_a_run_at_a_url_saves_without_an_agent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_saves_without_an_agent_where_that_does_not_know_its_scheme(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(PROCESS.file_systems, "same-disk", _native.local_file_system())
-    with pytest.warns(UserWarning, match=r"without an agent: .*same-disk://.*not a URL"):
+    with pytest.warns(UserWarning, match=r"without an agent: .*no file system .* same-disk://"):
         training = torch_ckpt.Run(f"same-disk://{run}", asynchronous=True, agent=True)
     training.save(1, {"w": torch.ones(10)})
     training.close()

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import re
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +17,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, Run, SafetensorsWriter
+from torch_ckpt._core import _native
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, persist
+from torch_ckpt.agent.memory import complete_slots, folder_of, has_agent, run_of
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import NotFoundError, StorageError, UnsupportedError
-from torch_ckpt.filesystems.location import Location
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.location import Location, register
+from torch_ckpt.process_state import PROCESS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -179,3 +192,166 @@ class _Held(FastWriter):
 
     def commit(self) -> None:
         self.finish(self.metadata, [self.results])
+
+
+# ---- The agent, and saves in another process ----
+
+on_s3 = pytest.mark.parametrize("folder", ["s3"], indirect=True)
+"""Processes do not share fsspec's memory."""
+
+with_agent = pytest.mark.usefixtures("memory")
+
+IN_MEMORY = AgentOptions(persist_on_failure=False)
+"""An agent that leaves steps in memory alone when training fails."""
+
+TRAINING = """
+import os, signal, sys, torch, torch_ckpt
+with torch_ckpt.Run(sys.argv[1] + "/", asynchronous=True, agent=True, keep_last=2) as run:
+    for step in range(4):
+        run.save(step, {"w": torch.full((300, 7), float(step)), "step": step}, persist=step < 3)
+        run.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@contextlib.contextmanager
+def training(run: str) -> Iterator[Run]:
+    """A run with an agent, which an exception ends: what is in memory stays there."""
+    with contextlib.suppress(ZeroDivisionError), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Run(run, asynchronous=True, agent=IN_MEMORY) as made:
+            yield made
+            raise ZeroDivisionError
+
+
+def restored(run: str) -> int | None:
+    """The step that a new start finds; its values are those of the step."""
+    with training(run) as made:
+        state = {"w": torch.zeros(300, 7), "step": -1}
+        step = made.restore(state)
+        assert state["step"] == (-1 if step is None else step)
+        assert state["w"].eq(step or 0).all()
+    return step
+
+
+def end_agent(run: str) -> None:
+    """Ends the agent and frees its memory, as when the machine starts again."""
+    memory = folder_of(run_of(run))
+    os.kill(int((memory / "agent.lock").read_text()), signal.SIGKILL)
+    until(lambda: not has_agent(memory))
+    shutil.rmtree(memory)
+
+
+@on_s3
+@with_agent
+def test_the_next_training_finds_what_the_agent_has_in_memory_and_has_written(
+    folder: str, run_python: Callable[..., str]
+) -> None:
+    run = f"{folder}/run"
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run_python(TRAINING, run)
+    until(lambda: Location(f"{run}/step-3/.metadata").is_file())  # By the agent alone.
+    assert names_in(run) == ["run-id", "step-1", "step-2", "step-3"]
+    end_agent(run)
+    assert restored(run) == 3
+    assert main(["watch", run, "--once", "--all", "--exec", "true {path}"]) == 0
+    with training(run) as made:
+        made.save(4, {"w": torch.full((300, 7), 4.0), "step": 4}, persist=False)
+    assert restored(run) == 4
+    assert main(["rm", run, "--after", "2", "--yes"]) == 0
+    assert restored(run) == 2, "also what was in memory alone is gone"
+
+
+@on_s3
+@with_agent
+def test_memory_of_a_run_that_was_removed_from_its_store_is_not_restored(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = f"{folder}/run"
+    with training(run) as made:
+        made.save(1, state_of(1))
+        made.save(2, state_of(2), persist=False)
+    Location(run).remove_all()
+    assert restored(run) is None
+    (told,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert run in told
+    assert "steps 1, 2" in told
+
+
+@on_s3
+@with_agent
+@pytest.mark.parametrize("scheme", ["registered", "s3"])
+def test_an_agent_that_does_not_reach_the_store_of_its_ranks_is_refused(
+    folder: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that is registered counts in its process alone."""
+    monkeypatch.setattr(PROCESS, "file_systems", {})
+    monkeypatch.setattr(PROCESS, "registered", set())
+    place = Location(folder.replace("s3://", "s3a://"))
+    assert place.names() == []  # Its client is connected from now on.
+    register(scheme, place.file_system)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # As the agent finds it.
+    run = folder.replace("s3://", f"{scheme}://") + "/run"
+    with pytest.raises(StorageError if scheme == "s3" else UnsupportedError) as raised:
+        SnapshotAgent(run, has_directory=True)
+    assert "register counts in their processes alone" in str(raised.value)
+    assert f"cannot reach {scheme}://" in str(raised.value)
+    with pytest.warns(UserWarning, match=f"without an agent: .*{scheme}://"):
+        Run(run, asynchronous=True, agent=True).close()
+
+
+@on_s3
+@with_agent
+def test_of_an_agent_and_another_save_at_once_one_commits(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = f"{folder}/run/step-1"
+    run = f"{folder}/run"
+    agent = SnapshotAgent(run)
+    for value in (1, 2):  # The second replaces the first.
+        agent.async_save(state_of(value), step, step=1).result()
+        loaded = state_of(-1)
+        dcp.load(loaded, storage_reader=FastReader(step))
+        assert_of(loaded, value)
+        assert len(Location(step).names()) == 3
+    ((_, slot), *_) = complete_slots(agent.folder, run_of(run))
+    snapshot = _native.Slot.open(os.fsencode(slot), False).read()
+    check = persist._check_not_superseded
+    others: list[FastWriter] = []
+
+    def check_in_time(*arguments: Any) -> None:
+        """The other save commits after the last look, and before the commit."""
+        check(*arguments)
+        if not others:
+            others.append(FastWriter(step))
+            torch_ckpt.save(state_of(3), storage_writer=others[0])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(persist, "_check_not_superseded", check_in_time)
+        with pytest.raises(CheckpointError, match=f"cannot commit {step}: another save, "):
+            persist.persist([snapshot], io=torch_ckpt.IoOptions(), threads=1)
+    loaded = state_of(-1)
+    dcp.load(loaded, storage_reader=FastReader(step))
+    assert_of(loaded, 3)
+    assert len(Location(step).names()) == 3
+    agent.close(drop=True)
+
+
+@on_s3
+def test_the_process_of_a_save_reaches_the_store_or_says_that_it_does_not(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "timeout_s": 60}
+    torch_ckpt.async_save(
+        state_of(1), storage_writer=FastWriter(f"{folder}/step"), **options
+    ).result()
+    loaded = state_of(-1)
+    dcp.load(loaded, storage_reader=FastReader(f"{folder}/step"))
+    assert_of(loaded, 1)
+    monkeypatch.setattr(PROCESS, "file_systems", dict(PROCESS.file_systems))
+    monkeypatch.setattr(PROCESS, "registered", set())
+    register("s3", Location(folder.replace("s3://", "s3a://")).file_system)
+    future = torch_ckpt.async_save(
+        state_of(2), storage_writer=FastWriter(f"{folder}/step"), **options
+    )
+    assert "register" in str(future.exception())

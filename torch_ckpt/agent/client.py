@@ -24,7 +24,7 @@ from torch_ckpt.agent.memory import folder_of, has_agent, open_folder, short_pat
 from torch_ckpt.agent.messages import Kind, Message, raise_failure, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
-from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.location import Location, name_of
 
 __all__ = ["AcquiredSlot", "AgentClient", "Place"]
 
@@ -96,8 +96,9 @@ class AgentClient:
 
     If the agent has died, the client starts another, which recovers its state from the slots. An
     agent that does not answer within ``timeout_s``, because it is frozen, is lost. So is one that
-    is gone, if no other could be started. Raises CheckpointError if the agent rejected this rank,
-    and StorageError if no agent answers.
+    is gone, if no other could be started. ``is_first`` says that the agent must check that it finds
+    the run, if that has a URL. Raises CheckpointError if the agent rejected this rank, and
+    StorageError if no agent answers.
     """
 
     def __init__(
@@ -107,10 +108,12 @@ class AgentClient:
         options: AgentOptions,
         *,
         timeout_s: float,
+        is_first: bool = True,
     ) -> None:
         self.place = place
         self._timeout_s = timeout_s
-        self._run = os.path.realpath(run)  # Resolved now: the process may change its directory.
+        self._run = name_of(run)  # Resolved now: the process may change its directory.
+        self._is_first = is_first
         self._options = options
         self.folder = open_folder(place.run)
         self.is_lost = False
@@ -119,6 +122,7 @@ class AgentClient:
         self._crashes = 0
         self._connection: socket.socket | None = None
         self._connect()
+        self._is_first = False
 
     def reserve(self, nbytes: int) -> None:
         """Has the agent allocate both slots of this rank, of ``nbytes`` each.
@@ -184,7 +188,9 @@ class AgentClient:
 
     def clone(self) -> AgentClient:
         """Returns another client of this rank, for another thread."""
-        return AgentClient(self._run, self.place, self._options, timeout_s=self._timeout_s)
+        return AgentClient(
+            self._run, self.place, self._options, timeout_s=self._timeout_s, is_first=False
+        )
 
     def _request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
         """Returns the answer to a request, with these fields.
@@ -310,8 +316,13 @@ class AgentClient:
         run_id = self.place.run_id
         if run_id is None:
             return {}
-        seen = nearest_directory(self._run)
-        return {"run_id": asdict(run_id), "seen": seen, "inode": inode_of(seen)}
+        fields: dict[str, Any] = {"run_id": asdict(run_id)}
+        if os.path.isabs(self._run):
+            seen = nearest_directory(self._run)
+            fields |= {"seen": seen, "inode": inode_of(seen)}
+        elif self._is_first:  # The URL may be without the id later, if somebody removes the run.
+            fields["url"] = self._run
+        return fields
 
     def _start(self) -> None:
         package = os.fspath(Path(__file__).resolve().parents[2])

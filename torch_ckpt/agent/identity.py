@@ -7,7 +7,9 @@ directory nor the mark. If the mark is there, and the directory has no id or ano
 memory is of a run that is no longer at this path.
 
 Containers of one machine may share the memory, and have different directories at the same path. So
-a trainer and its agent compare a directory that both see.
+a trainer and its agent compare a directory that both see. The same URL may lead to different
+stores, by the settings of each process. So the ranks write the id to a store when they begin, and
+each agent must find it there.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = [
     "RunId",
     "agreed_id",
+    "begun_id",
+    "check_reaches",
     "claim_directory",
     "id_in_directory",
     "id_in_memory",
@@ -97,6 +101,40 @@ def agreed_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
     gone = {each.id for each in in_memory if each is not None and each.is_written}
     left = [each.id for each in in_memory if each is not None and each.id not in gone]
     return RunId(left[0] if left else secrets.token_hex(8), False)
+
+
+def begun_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
+    """Returns the id as :func:`agreed_id` does, and writes it if the directory is on a store."""
+    agreed = agreed_id(in_memory, directory)
+    if agreed.is_written or directory.local_path is not None:
+        return agreed
+    directory.create_directories()
+    (directory / _NAME).replace(f"{agreed.id}\n".encode(), sync=True)
+    return RunId(agreed.id, True)
+
+
+def check_reaches(url: str, run_id: RunId) -> None:
+    """Checks, in an agent, that a URL leads to the run of the ranks.
+
+    Raises UnsupportedError if its scheme is unknown in this process, or the id of the run is not
+    there, and StorageError if the store cannot be read.
+    """
+    here = (
+        f"cannot save with the agent (process {os.getpid()}): a file system that the ranks "
+        "register counts in their processes alone, and the agent has the environment of the "
+        "process that started it"
+    )
+    try:
+        found = id_in_directory(Location(url))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{here}: {error}") from error
+    except StorageError as error:
+        raise StorageError(f"{here}: {error}", error.errno) from error
+    if found != run_id.id:
+        what = "no run" if found is None else f"run {found}"
+        raise UnsupportedError(
+            f"{here}: it finds {what} at {url}, where the ranks have written {run_id.id}"
+        )
 
 
 def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) -> None:

@@ -22,7 +22,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.manifests import Manifests
@@ -149,7 +149,8 @@ class JointSave:
             if is_new or not (self._pending.exists() or self._files.is_committed()):
                 self._epoch = secrets.token_hex(8)
                 self._pending.write(b"", sync=False)  # Before any machine writes.
-            else:  # The commit creates the index, and an earlier agent may have ended within it.
+            elif not self._files.is_committed():
+                # The commit creates the index, and an earlier agent may have ended within it.
                 (self._directory / index_name(self._files.save_id(self._epoch))).discard()
         self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
 
@@ -251,7 +252,7 @@ class JointSave:
             return
         found, id_before = found_before(self._directory)
         others = found.pending - {self._pending.name}
-        self._before = Found(found.names, others), id_before
+        self._before = replace(found, pending=others), id_before
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
         if reports is None:
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]

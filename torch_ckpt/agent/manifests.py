@@ -1,7 +1,8 @@
 """The files through which the agents of several machines complete one save.
 
 Machines are certain to share only the file system of the checkpoints. Each agent therefore
-publishes its state as small files in the checkpoint's directory, each with an atomic rename.
+publishes its state as small files in the checkpoint's directory, each with an atomic rename, or on
+a store by one write.
 :mod:`torch_ckpt.agent.joint_save` describes the order of these files.
 """
 
@@ -85,9 +86,12 @@ class Manifests:
     def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Publishes a file of this machine; replaces an earlier file of this kind.
 
-        Raises NotFoundError if the directory does not exist.
+        Raises NotFoundError if the directory does not exist, unless it is on a store.
         """
         path = self._path(self.node, kind)
+        if self.directory.file_system.publishes_by_condition:
+            path.replace(encode(facts, blobs), sync=False)
+            return
         temporary = path.with_name(f"{path.name}{_UNPUBLISHED}")
         temporary.discard()  # A killed agent may have left one.
         try:

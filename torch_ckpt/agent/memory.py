@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.filesystems.location import name_of
 
 __all__ = [
     "LOCK_NAME",
@@ -70,7 +71,7 @@ _SLOT = re.compile(r"rank-(\d+)\.(\d+)")
 
 def run_of(name: str | os.PathLike[str]) -> bytes:
     """Returns the 16 bytes that identify a run."""
-    return hashlib.sha256(os.fsencode(os.path.realpath(name))).digest()[:16]
+    return hashlib.sha256(os.fsencode(name_of(name))).digest()[:16]
 
 
 def folder_of(run: bytes) -> Path:

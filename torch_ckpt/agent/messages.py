@@ -55,7 +55,8 @@ class Kind(enum.StrEnum):
     """Registers a rank: ``run`` and ``session`` as hexadecimal digits, ``rank``, ``ranks_here``,
     ``options`` of the agent as JSON. If the run has an id: ``run_id``, ``is_written`` (whether the
     directory of the run has the id), ``seen`` (a directory that the agent must see too), and its
-    ``inode``."""
+    ``inode``. In their place, a rank that begins a run of a store sends its ``url``, where the
+    agent must find the id."""
     OK = "ok"
     ERROR = "error"
     """Reports an error: ``failure``."""

@@ -8,13 +8,14 @@ slots can plan and commit the save. The plan and the files are those of
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import (
     INDEX_MARK,
@@ -76,7 +77,7 @@ def _created(directory: Location) -> Iterator[Location]:
 
     A directory that exists remains: somebody may have given it a quota or permissions.
     """
-    is_new = directory.is_missing()
+    is_new = directory.file_system.has_folders and directory.is_missing()
     directory.create_directories()
     try:
         yield directory
@@ -211,7 +212,10 @@ def publish(
     directory = directory_of(first)
     found, id_before = before
     try:
-        _check_not_superseded(directory, written, id_before)
+        # A store may ignore the condition of the commit, and its commit renames no pending file.
+        is_renamed = not directory.file_system.publishes_by_condition
+        marks = {} if is_renamed else {pending_name(save_id): 0}
+        _check_not_superseded(directory, {**written, **marks}, id_before)
     except BaseException:
         remove_files(directory, [*written, pending_name(save_id)])
         raise
@@ -219,14 +223,18 @@ def publish(
         directory.file_system.commit(
             *(directory.path, ".metadata", ".index", *files, save_id),
             *(sorted(written), first.sync),
+            replaced=found.version,
         )
+    except StorageError as error:
+        if error.errno != errno.EEXIST or not directory.file_system.publishes_by_condition:
+            raise
+        _check_not_superseded(directory, {}, id_before)  # It names the other save.
+        raise _ended_by_other(directory) from error
     except NotFoundError as error:
         # A network file system may have committed, lost the reply, and asked for it again.
         if committed_id(directory) != save_id:
             _check_not_superseded(directory, {}, id_before)  # It names the other save.
-            raise CheckpointError(
-                f"cannot commit {directory}: another save has removed the files of this one"
-            ) from error
+            raise _ended_by_other(directory) from error
         if first.sync:
             directory.sync()
     collect_garbage(
@@ -257,6 +265,12 @@ def _check_not_superseded(
             if (directory / name).nbytes() == nbytes:
                 continue
         raise CheckpointError(f"cannot commit {directory}: {name} is missing or has another length")
+
+
+def _ended_by_other(directory: Location) -> CheckpointError:
+    return CheckpointError(
+        f"cannot commit {directory}: another save has removed the files of this one"
+    )
 
 
 def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:

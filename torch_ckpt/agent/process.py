@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torch_ckpt._core import _native
-from torch_ckpt.agent.identity import RunId, id_in_memory, inode_of, set_id
+from torch_ckpt.agent.identity import RunId, check_reaches, id_in_memory, inode_of, set_id
 from torch_ckpt.agent.manifests import Manifests, PendingAborts
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
@@ -264,7 +264,9 @@ class Agent:
         options = AgentOptions.decode(message["options"])
         ranks = [int(each) for each in message["ranks_here"]]
         run_id = RunId(**message["run_id"]) if "run_id" in message else None
-        if run_id is not None and inode_of(message["seen"]) != message["inode"]:
+        if run_id is not None and "url" in message:
+            check_reaches(message["url"], run_id)  # Without the lock: the store may be slow.
+        if run_id is not None and "seen" in message and _is_other_directory(message):
             raise UnsupportedError(
                 f"cannot save with the agent of {self.folder}: it has another directory at "
                 f"{message['seen']}. It probably runs in another container, with which this "
@@ -455,6 +457,11 @@ class Agent:
         self._is_dropped = bool(message["drop"])
         self._changed.notify_all()
         return {"kind": Kind.OK}
+
+
+def _is_other_directory(message: Message) -> bool:
+    """Returns whether the directory that a rank has named is another one in this process."""
+    return inode_of(message["seen"]) != str(message["inode"])
 
 
 def _is_active(trainer: RankProcess, pid: int) -> bool:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.identity import RunId, agreed_id, id_in_memory
+from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
@@ -42,7 +42,7 @@ from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.coordination.waiting import submitted
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.planning.replica_check import warn_of
 from torch_ckpt.storage.progress import Phases, is_first
@@ -115,7 +115,9 @@ class SnapshotAgent:
     Raises:
         CheckpointError: The agent cannot be started, another live process has this rank of the run,
             or the ranks name different runs.
-        UnsupportedError: ``run`` is the directory of the steps, and a URL.
+        StorageError: ``run`` is the directory of the steps, and this process or the agent does not
+            reach its store.
+        UnsupportedError: Likewise, and the agent knows no such scheme, or reaches another store.
 
     Example::
 
@@ -140,12 +142,7 @@ class SnapshotAgent:
         self._group = group_of(process_group)
         self._stages = self._group.series()
         directory = Location(run).resolved() if has_directory else None
-        if directory is not None and directory.local_path is None:
-            raise UnsupportedError(
-                f"cannot save to {directory} with an agent: ranks and agent compare the inode of a "
-                "run's directory, which must be a path of this machine and not a URL"
-            )
-        run = os.path.realpath(run)  # Once: a link in the path may move.
+        run = name_of(run)  # Once: a link in the path may move.
         self._place = _find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
         self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
@@ -527,7 +524,7 @@ def _find_place(
 
     def agree(facts: list[_Facts]) -> tuple[list[_Facts], RunId | None]:
         in_memory = [fact[3] for fact in facts]
-        return facts, None if directory is None else agreed_id(in_memory, directory)
+        return facts, None if directory is None else begun_id(in_memory, directory)
 
     facts, run_id = group.decide("starting the agent", own, agree, timeout_s=timeout_s)
     names, sessions, machines, _ = zip(*facts, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from torch_ckpt.agent.memory import run_of
@@ -21,7 +20,7 @@ def add_to(commands: Any) -> None:
         description="Runs the agent of a training run on this machine until the run ends. Trainers "
         "start the agent themselves. If the run has an agent already, the command exits at once.",
     )
-    parser.add_argument("run", type=Path, help="name of the run: the directory of its steps")
+    parser.add_argument("run", help="name of the run: the directory of its steps")
     parser.add_argument(
         "--options",
         type=AgentOptions.decode,

@@ -37,6 +37,7 @@ from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.coordination.portable import portable, why
 from torch_ckpt.coordination.waiting import GRACE_S, LongWait, OwnFuture, no_thread
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import refuse_unregistered, registered_schemes
 from torch_ckpt.process_state import PROCESS
 
 __all__ = ["Order", "SaveFuture", "SaveThread", "save_in_process", "save_in_thread"]
@@ -336,7 +337,7 @@ class _SaveProcess:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 end.setsockopt(socket.SOL_SOCKET, option, seconds)
         try:
-            self._connection.send((call.number, call.timeout_s))
+            self._connection.send((call.number, call.timeout_s, registered_schemes()))
             self._connection.send_bytes(message)
         except BlockingIOError:
             raise self._frozen(call) from None
@@ -414,7 +415,8 @@ def _serve(
     replies.send(True, None)
     while True:
         try:
-            number, timeout_s = connection.recv()
+            number, timeout_s, schemes = connection.recv()
+            refuse_unregistered(schemes)
             order, state = connection.recv()
         except EOFError:
             return

@@ -23,7 +23,15 @@ from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, Unsu
 from torch_ckpt.filesystems.object_store import file_system_of
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["PENDING", "Location", "can_reach", "register"]
+__all__ = [
+    "PENDING",
+    "Location",
+    "can_reach",
+    "name_of",
+    "refuse_unregistered",
+    "register",
+    "registered_schemes",
+]
 
 PENDING = ".pending-"
 """Begin of the names of files that :meth:`Location.replace` has not renamed yet."""
@@ -50,6 +58,35 @@ def register(scheme: str, file_system: _native.FileSystem) -> None:
         dcp.save(state, storage_writer=FastWriter("other-disk://run/step-100"))
     """
     PROCESS.file_systems[scheme] = file_system
+    PROCESS.registered.add(scheme)
+
+
+def registered_schemes() -> frozenset[str]:
+    """Returns the schemes that :func:`register` has got a file system for."""
+    return frozenset(PROCESS.registered)
+
+
+def refuse_unregistered(schemes: frozenset[str]) -> None:
+    """Refuses URLs of these schemes from now on, unless they are registered here as well.
+
+    They are those of the process that has started this one. Without its file systems, a URL may
+    lead to another store.
+    """
+    for scheme in schemes - PROCESS.registered:
+        PROCESS.file_systems[scheme] = None
+
+
+def name_of(path: str | os.PathLike[str]) -> str:
+    """Returns the same name of a location in all processes: its URL, or its path without links.
+
+    The scheme of the URL need not be registered. A path is absolute, and a URL is not.
+    """
+    text = os.fspath(path)
+    if url := _FILE_URL.fullmatch(text):
+        return os.path.realpath(url[1])
+    if url := _URL.fullmatch(text):
+        return f"{url[1]}://{PurePosixPath(url[2])}"
+    return os.path.realpath(text)
 
 
 def can_reach(path: str | os.PathLike[str]) -> bool:
@@ -109,6 +146,12 @@ class Location:
                     "one with torch_ckpt.filesystems.location.register"
                 )
             PROCESS.file_systems[scheme] = store
+        if PROCESS.file_systems[scheme] is None:
+            raise UnsupportedError(
+                f"cannot reach {self}: the process that started this one has registered a file "
+                f"system for {scheme}://, and this process has not. Call register in a module "
+                "that both import, such as the main module, outside its __main__ block"
+            )
         self.file_system = PROCESS.file_systems[scheme]
 
     def _with(self, path: PurePath) -> Location:

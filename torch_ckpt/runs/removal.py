@@ -249,9 +249,7 @@ def discard_from_memory(directory: Location, is_discarded: Callable[[int], bool]
     It does so whether an agent runs or not. Otherwise the agent of the next training would restore
     them, or write them to disk.
     """
-    if directory.local_path is None:
-        return set()
-    run = run_of(directory.local_path)
+    run = run_of(str(directory))
     return discard_slots(folder_of(run), run, is_discarded)
 
 
