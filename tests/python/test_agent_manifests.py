@@ -15,6 +15,7 @@ import torch
 
 from torch_ckpt import CheckpointError, IoOptions
 from torch_ckpt._core import _native
+from torch_ckpt.agent import persist
 from torch_ckpt.agent.client import Place
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.manifests import FileKind, Manifests
@@ -29,6 +30,7 @@ from torch_ckpt.agent.messages import (
 )
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.formats.snapshot import holes
 from torch_ckpt.storage.gc import stale_files
 
@@ -90,16 +92,48 @@ def test_a_process_of_another_version_is_named_with_both(tmp_path: Path, version
         files.get(0, "epoch")
 
 
-def test_a_machine_of_another_version_fails_the_save_on_all_at_once(tmp_path: Path) -> None:
-    slot = _native.Slot.create(os.fsencode(tmp_path / "slot"), 1 << 16)
-    target = os.fsencode(tmp_path / "step")
+def joint_save_of(folder: Path, node: int) -> JointSave:
+    """The save of a state without items, on one of two machines with a rank each."""
+    (folder / f"slot-{node}").unlink(missing_ok=True)
+    slot = _native.Slot.create(os.fsencode(folder / f"slot-{node}"), 1 << 16)
+    target = os.fsencode(folder / "step")
     table = _native.encode_slot_table(target, "1", True, _native.ItemTable().encode(), None, [])
-    place = Place(b"r" * 16, b"s" * 16, 0, 2, 0, 2, [0])
+    place = Place(b"r" * 16, b"s" * 16, node, 2, node, 2, [node])
     slot.begin(place.header(7, 1, persist=True), table, 0)
     slot.complete()
-    joint = JointSave(
+    return JointSave(
         [slot], io=IoOptions(), threads=1, timeout_s=600.0, is_shutting_down=lambda: False
     )
+
+
+def test_an_agent_that_ends_right_after_the_commit_leaves_the_index_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (joint_save_of(tmp_path, node) for node in (0, 1))
+    for joint in (first, second):
+        joint.begin()
+    with monkeypatch.context() as ending, pytest.raises(KeyboardInterrupt):
+        ending.setattr(persist, "collect_garbage", lambda *_, **__: _end())
+        for joint in [first, second] * 3:
+            assert not joint.advance()
+    step = Location(tmp_path / "step")
+    save_id = committed_id(step)
+    assert save_id is not None
+    again = joint_save_of(tmp_path, 0)
+    again.begin()
+    assert committed_id(step) == save_id
+    assert again.advance()
+    assert second.advance()
+    assert committed_id(step) == save_id
+    assert sorted(step.names()) == [f".index.{save_id}", ".metadata"]
+
+
+def _end() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_machine_of_another_version_fails_the_save_on_all_at_once(tmp_path: Path) -> None:
+    joint = joint_save_of(tmp_path, 0)
     joint.begin()
     other = manifests_in(tmp_path / "step", 1)
     other.put("lists", {})
