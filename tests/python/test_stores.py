@@ -337,6 +337,7 @@ def test_of_an_agent_and_another_save_at_once_one_commits(
     agent.close(drop=True)
 
 
+@pytest.mark.slow
 @on_s3
 def test_the_process_of_a_save_reaches_the_store_or_says_that_it_does_not(
     folder: str, monkeypatch: pytest.MonkeyPatch

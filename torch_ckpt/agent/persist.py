@@ -222,8 +222,7 @@ def publish(
     try:
         directory.file_system.commit(
             *(directory.path, ".metadata", ".index", *files, save_id),
-            *(sorted(written), first.sync),
-            replaced=found.version,
+            *(sorted(written), first.sync, None, found.version),
         )
     except StorageError as error:
         if error.errno != errno.EEXIST or not directory.file_system.publishes_by_condition:
