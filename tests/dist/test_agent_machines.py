@@ -432,18 +432,19 @@ def die(moment):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if "agent" in sys.orig_argv:
-    from torch_ckpt.agent import joint_save, manifests, saves
+    from torch_ckpt.agent import joint_save, manifests, persist, saves
     killed(manifests.Manifests, "put")
     killed(manifests.Manifests, "clear")
     killed(manifests.Manifests, "remove")
     killed(joint_save, "write_shares")
     killed(joint_save, "publish")
+    killed(persist, "collect_garbage")
     killed_within_publish()
     killed(saves.Saves, "_mark_done")
 """
 
 OF_BOTH = ["lists", "write_shares", "manifest", "_mark_done"]
-OF_ONE = [["epoch", "publish", "clear"], ["remove"]]
+OF_ONE = [["epoch", "publish", "collect_garbage", "clear"], ["remove"]]
 
 
 def save_until_killed(run: Path, memory: Path, hooks: Path, step: int) -> None:

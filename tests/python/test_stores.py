@@ -8,9 +8,13 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from waits import until
+from waits import SOON_S, until
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, Run, SafetensorsWriter
@@ -280,6 +284,27 @@ def test_memory_of_a_run_that_was_removed_from_its_store_is_not_restored(
 
 @on_s3
 @with_agent
+def test_an_agent_whose_credentials_have_expired_is_replaced_and_leaves_the_memory(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = f"{folder}/run"
+    with training(run) as made:
+        made.save(1, {"w": torch.full((300, 7), 1.0), "step": 1}, persist=False)
+    memory = folder_of(run_of(run))
+    os.kill(int((memory / "agent.lock").read_text()), signal.SIGKILL)
+    until(lambda: not has_agent(memory))
+    (memory / "agent.socket").unlink()
+    command = [sys.executable, "-m", "torch_ckpt.cli.main", "agent", run]
+    environment = {**os.environ, "AWS_SECRET_ACCESS_KEY": "of yesterday"}
+    with subprocess.Popen(command, env=environment) as former:
+        until((memory / "agent.socket").exists)
+        assert restored(run) == 1
+        assert former.wait(SOON_S) == 0
+    assert restored(run) == 1
+
+
+@on_s3
+@with_agent
 @pytest.mark.parametrize("scheme", ["registered", "s3"])
 def test_an_agent_that_does_not_reach_the_store_of_its_ranks_is_refused(
     folder: str, scheme: str, monkeypatch: pytest.MonkeyPatch
@@ -335,6 +360,39 @@ def test_of_an_agent_and_another_save_at_once_one_commits(
     assert_of(loaded, 3)
     assert len(Location(step).names()) == 3
     agent.close(drop=True)
+
+
+@on_s3
+@with_agent
+def test_an_agent_does_not_share_the_memory_that_fsspec_serves(folder: str) -> None:
+    run = folder.replace("s3://", "memory://") + "/run"
+    with pytest.warns(UserWarning, match=f"without an agent: .* it finds no run at {run}, where"):
+        made = Run(run, asynchronous=True, agent=True)
+    made.save(1, state_of(1))
+    made.wait()
+    assert made.latest_step() == 1
+    made.close()
+
+
+@pytest.mark.slow
+@on_s3
+@with_agent
+def test_an_agent_that_is_killed_while_it_writes_to_a_store_is_replaced(
+    folder: str, seed: int
+) -> None:
+    run, rows = f"{folder}/run", 1_000_000
+    random = Random(seed)
+    with Run(run, asynchronous=True, agent=True, keep_last=2) as made:
+        for step in range(12):
+            made.save(step, state_of(step, rows))
+            time.sleep(random.uniform(0, 0.5))
+            os.kill(int((folder_of(run_of(run)) / "agent.lock").read_text()), signal.SIGKILL)
+            made.wait()
+            place = Location(f"{run}/step-{step}")
+            loaded = state_of(-1, rows)
+            dcp.load(loaded, storage_reader=FastReader(str(place)))
+            assert_of(loaded, step)
+            assert len([name for name in place.names() if name.endswith(".distcp")]) == 1
 
 
 @pytest.mark.slow
