@@ -321,7 +321,7 @@ class AgentClient:
             seen = nearest_directory(self._run)
             fields |= {"seen": seen, "inode": inode_of(seen)}
         elif self._is_first:  # The URL may be without the id later, if somebody removes the run.
-            fields["url"] = self._run
+            fields |= {"url": self._run, "may_end": self._child is None}
         return fields
 
     def _start(self) -> None:

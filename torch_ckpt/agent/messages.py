@@ -56,7 +56,7 @@ class Kind(enum.StrEnum):
     ``options`` of the agent as JSON. If the run has an id: ``run_id``, ``is_written`` (whether the
     directory of the run has the id), ``seen`` (a directory that the agent must see too), and its
     ``inode``. In their place, a rank that begins a run of a store sends its ``url``, where the
-    agent must find the id."""
+    agent must find the id, and whether an agent that does not may end (``may_end``)."""
     OK = "ok"
     ERROR = "error"
     """Reports an error: ``failure``."""

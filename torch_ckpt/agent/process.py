@@ -97,6 +97,7 @@ class Agent:
         self._retried: set[Save] = set()
         self._began = time.monotonic()
         self._is_dropped = False  # Whether the trainers discarded their snapshots.
+        self._is_useless = False  # Whether it does not reach the store of the run.
         self._next_id: RunId | None = None  # The run whose first save frees the slots.
 
     def serve(self) -> bool:
@@ -128,9 +129,9 @@ class Agent:
 
     def _can_end(self) -> bool:
         """Returns whether the agent can end, once it has persisted the newest snapshot."""
-        if not self._signals and not self._is_over():
+        if not self._signals and not self._is_useless and not self._is_over():
             return False
-        if not self._is_dropped:
+        if not self._is_dropped and not self._is_useless:
             if self._all_detached or self.options.persist_on_failure:
                 self._persist_newest()
             self._saves.begin_next()
@@ -237,6 +238,8 @@ class Agent:
                     with self._changed:
                         trainer.connections -= 1
                         self._changed.notify_all()
+            except ConnectionAbortedError:  # The rank connects again, to another agent.
+                return
             except Exception as error:
                 send(connection, Kind.ERROR, failure=failure_of(error))
 
@@ -265,7 +268,7 @@ class Agent:
         ranks = [int(each) for each in message["ranks_here"]]
         run_id = RunId(**message["run_id"]) if "run_id" in message else None
         if run_id is not None and "url" in message:
-            check_reaches(message["url"], run_id)  # Without the lock: the store may be slow.
+            self._check_reaches(message, run_id)
         if run_id is not None and "seen" in message and _is_other_directory(message):
             raise UnsupportedError(
                 f"cannot save with the agent of {self.folder}: it has another directory at "
@@ -292,6 +295,24 @@ class Agent:
             trainer.connections += 1
             self._changed.notify_all()
             return trainer
+
+    def _check_reaches(self, message: Message, run_id: RunId) -> None:
+        """Checks that this agent reaches the store of a rank; see :func:`check_reaches`.
+
+        If not, and no rank uses this agent, it ends, and leaves the memory to one that the rank
+        starts: that has the rank's environment, such as credentials that have been renewed.
+        """
+        try:
+            check_reaches(message["url"], run_id)  # Without the lock: the store may be slow.
+        except CheckpointError as error:
+            with self._changed:
+                is_used = any(_is_active(trainer, 0) for trainer in self._trainers.values())
+                if is_used or self._saves.is_running or not message["may_end"]:
+                    raise
+                self._is_useless = True
+                self._changed.notify_all()
+            _log.info("another agent begins: %s", error)
+            raise ConnectionAbortedError from error
 
     def _is_leaving(self, pid: int, session: bytes) -> bool:
         """Returns whether connections of an earlier session of a process are open."""
