@@ -259,7 +259,12 @@ def _check_not_superseded(
         raise CheckpointError(
             f"cannot commit {directory}: another save, {now}, was committed there meanwhile"
         )
+    # On a store, a file is there as a whole or not at all, and a listing has it.
+    is_store = directory.file_system.publishes_by_condition
+    listed = frozenset(directory.names()) if is_store and written else frozenset()
     for name, nbytes in written.items():
+        if name in listed:
+            continue
         with contextlib.suppress(NotFoundError):
             if (directory / name).nbytes() == nbytes:
                 continue

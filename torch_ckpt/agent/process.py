@@ -269,7 +269,7 @@ class Agent:
         run_id = RunId(**message["run_id"]) if "run_id" in message else None
         if run_id is not None and "url" in message:
             self._check_reaches(message, run_id)
-        if run_id is not None and "seen" in message and _is_other_directory(message):
+        if "seen" in message and inode_of(message["seen"]) != message["inode"]:
             raise UnsupportedError(
                 f"cannot save with the agent of {self.folder}: it has another directory at "
                 f"{message['seen']}. It probably runs in another container, with which this "
@@ -478,11 +478,6 @@ class Agent:
         self._is_dropped = bool(message["drop"])
         self._changed.notify_all()
         return {"kind": Kind.OK}
-
-
-def _is_other_directory(message: Message) -> bool:
-    """Returns whether the directory that a rank has named is another one in this process."""
-    return inode_of(message["seen"]) != str(message["inode"])
 
 
 def _is_active(trainer: RankProcess, pid: int) -> bool:
