@@ -162,6 +162,15 @@ def device_breaches() -> Iterator[str]:
                 yield f"{where}: torch.{node.func.attr} without device= uses the program's default"
 
 
+def test_breaches() -> Iterator[str]:
+    """Test files that are libraries of others."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for module in re.findall(r"^ *(?:from|import) (test_\w+)", path.read_text(), re.M):
+            if module != path.stem:
+                where = path.relative_to(ROOT)
+                yield f"{where}: imports {module}; what two test files use is in no test_*.py"
+
+
 def size_and_name_breaches() -> Iterator[str]:
     """Files that may hold two things, and names that say nothing."""
     for path in cpp_files() + sorted((ROOT / "torch_ckpt").rglob("*.py")):
@@ -221,6 +230,7 @@ def main() -> int:
         *import_breaches(),
         *file_breaches(),
         *device_breaches(),
+        *test_breaches(),
         *page_breaches(),
         *size_and_name_breaches(),
     ]

@@ -10,13 +10,20 @@ import torch
 from support.placing import local_part
 from support.tensors import full_value  # noqa: F401  # For the tests.
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
-from torch_ckpt import FastReader, FastWriter
+from torch_ckpt import FastLoadPlanner, FastReader, FastWriter
 
 WRITERS: dict[str, type[StorageWriter]] = {"fast": FastWriter, "stock": FileSystemWriter}
 READERS: dict[str, type[StorageReader]] = {"fast": FastReader, "stock": FileSystemReader}
+LOADS: list[tuple[Any, Any]] = [
+    (FileSystemReader, DefaultLoadPlanner),
+    (FileSystemReader, FastLoadPlanner),
+    (FastReader, DefaultLoadPlanner),
+    (FastReader, FastLoadPlanner),
+]
 
 
 class Failure(NamedTuple):

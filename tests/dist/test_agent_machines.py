@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from machines import RANKS_PER_MACHINE, memory_of, on_machine
 from part_saves import stage_on
 from ranks import Ranks
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,7 +40,7 @@ from torch_ckpt.errors import CancelledError, NotFoundError
 pytestmark = pytest.mark.timeout(300)
 
 SOON_S = 60.0  # For a machine that is busy.
-RANKS, RANKS_PER_MACHINE = 4, 2
+RANKS = 4  # Two of each machine.
 LATE_S = 1.5
 
 
@@ -49,20 +50,9 @@ def memory(memory: Path) -> Path:
     return memory
 
 
-def memory_of(memory: Path, machine: int) -> Path:
-    return memory / f"machine-{machine}"
-
-
 def agent_pid(memory: Path, machine: int, run: Path) -> int:
     folder = memory_of(memory, machine) / f"torch_ckpt-{os.getuid()}" / run_of(run).hex()
     return int((folder / "agent.lock").read_text())
-
-
-def on_machine(memory: Path) -> None:
-    """Has this rank be on its machine."""
-    folder = memory_of(memory, dist.get_rank() // RANKS_PER_MACHINE)
-    folder.mkdir(exist_ok=True)
-    os.environ["TORCH_CKPT_MEMORY"] = str(folder)
 
 
 @functools.cache

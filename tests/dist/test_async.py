@@ -10,53 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from changing_states import EXECUTORS, assert_saved, become, state_at
 from ranks import on_ranks
-from states import assert_same, full_value, local, sharded
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter
+from torch_ckpt import FastWriter
 from torch_ckpt.errors import RankTimeoutError, StorageError
 
 pytestmark = pytest.mark.timeout(180)
 
 SAVE_TIMEOUT_S = 60
 STEPS = 3
-EXECUTORS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
-LARGE = (513, 4099)  # About 8 MB: its file is still being written when `async_save` returns.
-
-
-def state_at(step: int) -> dict[str, Any]:
-    """What is sharded, replicated and no tensor at all, of values that each step has its own."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    large = full_value(f"sharded {step}", LARGE, torch.float32)
-    return {
-        "model": {
-            # Not a view: stock stagers cannot copy a DTensor that begins inside of a CPU storage.
-            "sharded": sharded(large, mesh, (Shard(0),), as_view=False),
-            "replicated": full_value(f"replicated {step}", (33, 7), torch.bfloat16),
-        },
-        "step": step,
-    }
-
-
-def become(state: dict[str, Any], step: int) -> None:
-    """Overwrites the tensors of ``state`` in place, as an optimizer does."""
-    new = state_at(step)
-    for name, tensor in state["model"].items():
-        tensor.copy_(new["model"][name])
-    state["step"] = step
-
-
-def assert_saved(path: Path, step: int) -> None:
-    loaded = state_at(-1)
-    dcp.load(loaded, storage_reader=FastReader(path))
-    assert_same(local(loaded), local(state_at(step)))
 
 
 @pytest.mark.thin("process-1", "thread-2")

@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from failing_ranks import AMPLE_S, LIMIT_S, answers, mortal_ranks
 from ranks import Worlds
-from test_deadlines import AMPLE_S, LIMIT_S, answers, mortal_ranks
 
 from torch_ckpt.coordination import connect
 from torch_ckpt.coordination.group import Group, group_of

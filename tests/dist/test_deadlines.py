@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import dataclasses
 import gc
 import importlib
 import os
@@ -12,59 +10,52 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from multiprocessing import connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from forks import fork_context, rank_environment
-from ranks import PR_SET_PDEATHSIG, Worlds
+from failing_ranks import (
+    AMPLE_S,
+    DEADLINE_S,
+    LIMIT_S,
+    MARGIN_S,
+    RECORDER,
+    SHAPES,
+    Detour,
+    Failure,
+    LoadPlanner,
+    SavePlanner,
+    StickyError,
+    answers,
+    failure_of,
+    hold,
+    load,
+    mortal_ranks,
+    own_state,
+    release,
+    save,
+    save_and_wait,
+    state_of_process,
+    train,
+)
+from ranks import Worlds
 from states import assert_same, full_value, local_part, sharded
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.tensor import Shard
-from torch.futures import Future
 
 import torch_ckpt
-from torch_ckpt import CheckpointError, FastReader, FastWriter
+from torch_ckpt import CheckpointError, FastReader
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.filesystems.location import register
 
 pytestmark = pytest.mark.timeout(120)
-
-DEADLINE_S = 1.0
-MARGIN_S = 10.0  # For a machine that is busy.
-AMPLE_S = 100.0  # What waits for this long has not been told: the call's own limit is shorter.
-LIMIT_S = 40.0
-COLLECTIVE_TIMEOUT_S = 300
-SHAPES = {"first": (7, 5), "second": (61, 33)}
-
-
-class Failure(NamedTuple):
-    """What a rank saw of a call that was given up."""
-
-    ranks: tuple[int, ...]
-    phase: str
-    may_be_committed: bool
-    message: str
-
-
-def failure_of(error: BaseException | None) -> Failure:
-    assert type(error) is RankTimeoutError, repr(error)
-    assert error.seconds <= DEADLINE_S + MARGIN_S
-    return Failure(error.ranks, error.phase, error.may_be_committed, str(error))
 
 
 def state_of(version: str) -> dict[str, Any]:
@@ -93,25 +84,6 @@ def assert_holds(path: Path, version: str) -> None:
     assert_same({name: tensor.to_local() for name, tensor in loaded.items()}, expected)
 
 
-def train() -> None:
-    """What training would do next, with the group that the call has used."""
-    ones = torch.ones(1000)
-    dist.all_reduce(ones)
-    assert ones.eq(dist.get_world_size()).all()
-
-
-RECORDER = Path(__file__).resolve().parents[2] / "build/cpp"  # A module of C++ for tests.
-
-
-def hold(fifo: Path) -> None:
-    """Blocks until another process calls :func:`release`."""
-    fifo.open().close()
-
-
-def release(fifo: Path) -> None:
-    fifo.open("w").close()
-
-
 @pytest.fixture
 def fifo(tmp_path: Path) -> Path:
     path = tmp_path / "fifo"
@@ -122,102 +94,6 @@ def fifo(tmp_path: Path) -> Path:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
-
-
-class Detour:
-    """Calls a function at one point of a save or load, on one rank; what it returns is sent."""
-
-    def __init__(self, where: str, rank: int, function: Callable[..., Any], *args: Any) -> None:
-        self.where, self.rank, self.function, self.args = where, rank, function, args
-
-    def __call__(self, where: str) -> Any:
-        if (where, dist.get_rank()) == (self.where, self.rank):
-            return self.function(*self.args)
-        return None
-
-    def plan(self, where: str, plan: Any) -> Any:
-        sent = self(where)
-        return dataclasses.replace(plan, planner_data=sent) if sent else plan
-
-
-class SavePlanner(DefaultSavePlanner):
-    def __init__(self, detour: Detour) -> None:
-        super().__init__()
-        self.detour = detour
-        self.resolved = 0
-
-    def create_local_plan(self) -> SavePlan:
-        return self.detour.plan("local plan", super().create_local_plan())
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        return [*plans[:-1], self.detour.plan("global plan", plans[-1])], metadata
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        self.resolved += 1
-        if self.resolved == len(SHAPES):
-            self.detour("write")
-        return super().resolve_data(write_item)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, detour: Detour) -> None:
-        super().__init__()
-        self.detour = detour
-
-    def create_local_plan(self) -> LoadPlan:
-        return self.detour.plan("local plan", super().create_local_plan())
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        plans = super().create_global_plan(global_plan)
-        return [*plans[:-1], self.detour.plan("global plan", plans[-1])]
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        self.detour("read")
-        return super().finish_plan(new_plan)
-
-
-class Publishing:
-    """A file system that makes a detour before it commits."""
-
-    def __init__(self, inner: Any, detour: Detour) -> None:
-        self.inner, self.detour = inner, detour
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "commit":
-            self.detour("publish")
-        return getattr(self.inner, name)
-
-
-class Writer(FastWriter):
-    def __init__(self, path: Path, detour: Detour) -> None:
-        super().__init__(path)
-        self.detour = detour
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        written = super().write_data(*args, **kwargs)
-        sent = self.detour("results")
-        return written.then(lambda done: [*done.value(), sent]) if sent else written
-
-    def finish(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        self.detour("finish")
-        publishing: Any = Publishing(self.location.file_system, self.detour)
-        with mock.patch.object(self.location, "file_system", publishing):
-            super().finish(metadata, *args, **kwargs)
-        vars(metadata).update(self.detour("committed") or {})
-
-
-def save(state: dict[str, Any], path: Path, detour: Detour, timeout_s: float = DEADLINE_S) -> None:
-    torch_ckpt.save(
-        state,
-        storage_writer=Writer(path, detour),
-        planner=SavePlanner(detour),
-        timeout_s=timeout_s,
-    )
-
-
-def load(state: dict[str, Any], path: Path, detour: Detour, timeout_s: float = DEADLINE_S) -> None:
-    torch_ckpt.load(state, checkpoint_id=path, planner=LoadPlanner(detour), timeout_s=timeout_s)
 
 
 def call_with_a_late_rank(
@@ -364,14 +240,6 @@ def test_save_with_a_slow_rank_within_the_deadline_succeeds(
     worlds.run(2, assert_holds, path, "new")
 
 
-class StickyError(Exception):
-    """Cannot be pickled."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.lock = threading.Lock()
-
-
 def lose_a_tensor(kind: type[Exception]) -> None:
     raise kind("a tensor is lost")
 
@@ -483,10 +351,6 @@ class Model:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
-
-
-def save_and_wait(state: dict[str, Any], **options: Any) -> None:
-    torch_ckpt.async_save(state, **options).result(LIMIT_S)
 
 
 def leave_before_the_first_exchange(path: Path, failing: int, call: str) -> Failure | None:
@@ -628,25 +492,11 @@ def test_deadline_that_is_none_is_refused(tmp_path: Path, timeout_s: float) -> N
         torch_ckpt.installed(timeout_s=timeout_s).__enter__()
 
 
-def own_state(rank: int, version: str) -> dict[str, Any]:
-    """As many tensors on each rank, under names of its own."""
-    return {
-        f"{name} of {rank}": full_value(f"{name} {rank} {version}", shape, torch.float32)
-        for name, shape in SHAPES.items()
-    }
-
-
 def assert_ranks_hold(path: Path, ranks: int, version: str) -> None:
     for rank in range(ranks):
         loaded = own_state(rank, "of no version")
         torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
         assert_same(loaded, own_state(rank, version))
-
-
-def answers(pipes: list[connection.Connection]) -> list[Any]:
-    """What each rank has returned, none of which hangs."""
-    assert all(pipe.poll(LIMIT_S) for pipe in pipes), "a rank hangs"
-    return [pipe.recv() for pipe in pipes]
 
 
 def take(number: signal.Signals) -> None:
@@ -665,51 +515,6 @@ def call_with_a_rank_that_dies(
     timeout_s = 2 * MARGIN_S if number == signal.SIGSTOP else MARGIN_S
     assert time.monotonic() - begin < DEADLINE_S + timeout_s
     return failure_of(caught.value)
-
-
-def be_rank(
-    rank: int, size: int, port: int, serves: bool, replies: connection.Connection, *args: Any
-) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False)
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    function, *rest = args
-    replies.send(function(*rest))
-    replies.recv()  # Serves the store until all are done.
-
-
-@contextlib.contextmanager
-def mortal_ranks(size: int, store_on: int | None, *args: Any) -> Iterator[list[Any]]:
-    """Processes that call a function each, and die as they like; yields their pipes.
-
-    The store is served by this process, as a launcher does, or by one of them.
-    """
-    context = fork_context()
-    port = get_free_port()
-    if store_on is None:
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    try:
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=be_rank, args=(rank, size, port, rank == store_on, theirs, *args)
-            )
-            with mock.patch.dict(os.environ, rank_environment()):  # The server's, if it starts now.
-                process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        yield pipes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        if store_on is None:
-            del store
 
 
 DEATHS = {
@@ -750,10 +555,6 @@ def test_death_of_a_rank_is_told_to_the_others_and_keeps_the_old_checkpoint(
         assert failure[:3] == ((victim,), *expected)
         assert f"rank {victim}" in failure.message
     assert_ranks_hold(path, 3, "old")
-
-
-def state_of_process(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def save_as_the_store_pauses(path: Path, fifo: Path, is_known: bool) -> Failure:

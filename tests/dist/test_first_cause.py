@@ -18,10 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Worlds
-from states import full_value
-from support.exchanging import Exchanging
-from test_deadlines import (
+from failing_ranks import (
     AMPLE_S,
     DEADLINE_S,
     LIMIT_S,
@@ -33,6 +30,9 @@ from test_deadlines import (
     release,
     train,
 )
+from ranks import Worlds
+from states import full_value
+from support.exchanging import Exchanging
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt

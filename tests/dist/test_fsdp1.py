@@ -11,13 +11,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds, on_ranks
 from states import READERS, WRITERS, assert_same
-from test_layouts import BEGUN_RATE, CONFIG, TRAINED_RATE, Net, full_state, load_begun, train
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
+from trained_nets import BEGUN_RATE, CONFIG, TRAINED_RATE, Net, full_state, load_begun, train
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastSavePlanner, FlatShard

@@ -18,9 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds, on_ranks
-from states import assert_same, full_value
-from test_deadlines import (
+from failing_ranks import (
     AMPLE_S,
     DEADLINE_S,
     LIMIT_S,
@@ -33,6 +31,8 @@ from test_deadlines import (
     release,
     train,
 )
+from ranks import Worlds, on_ranks
+from states import assert_same, full_value
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 

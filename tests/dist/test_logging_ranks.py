@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +12,9 @@ import torch
 import torch.distributed as dist
 from progress_bars import LoadPlanner, SavePlanner, on_a_terminal
 from ranks import on_ranks
+from support.logs import logged
 
 import torch_ckpt
-
-
-class Lines(logging.Handler):
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def logged(at: int = logging.INFO) -> Iterator[list[str]]:
-    handler, logger = Lines(at), logging.getLogger("torch_ckpt")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(at)
-    try:
-        yield handler.lines
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
 
 
 @on_ranks(2)

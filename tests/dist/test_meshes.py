@@ -14,12 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from matrix_layouts import WORLD
-from ranks import Worlds, on_ranks
-from states import READERS, assert_same, failures_of, full_value
-from test_resharding_matrix import (
-    LAYOUTS,
-    TIMEOUT_S,
+from matrix_layouts import LAYOUTS, TIMEOUT_S, WORLD
+from matrix_states import (
     fill_right,
     fill_wrong,
     load_by,
@@ -27,7 +23,9 @@ from test_resharding_matrix import (
     state_of,
     unsharded,
 )
-from test_safetensors import load_model
+from ranks import Worlds, on_ranks
+from states import READERS, assert_same, failures_of, full_value
+from support.safetensors_files import load_model
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from changing_states import EXECUTORS, assert_saved, become, state_at
 from ranks import on_ranks
-from states import assert_same, full_value, zeroed
-from test_async import EXECUTORS, assert_saved, become, state_at
-from test_planner_ranks import LOADS
+from states import LOADS, assert_same, full_value, zeroed
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_layouts
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds, on_ranks
-from states import full_value, local, sharded, zeroed
+from replicated_states import MIB, STATES, written_nbytes
+from states import LOADS, assert_same, full_value, local, sharded, zeroed
 from support.placing import Placing
 from support.states import Evolving
-from test_replicas import MIB, STATES, written_nbytes
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint import (
@@ -30,19 +29,13 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from trained_nets import EvenNet, Net, load_begun, save_trained
 
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
-
-LOADS: list[tuple[Any, Any]] = [
-    (FileSystemReader, DefaultLoadPlanner),
-    (FileSystemReader, FastLoadPlanner),
-    (FastReader, DefaultLoadPlanner),
-    (FastReader, FastLoadPlanner),
-]
 
 
 def boxes_of(metadata: Metadata) -> dict[str, Any]:
@@ -159,7 +152,7 @@ def save_and_load(name: str, path: Path, writer: Any) -> None:
     for reader, planner in LOADS:
         loaded = zeroed(state)
         dcp.load(loaded, storage_reader=reader(path), planner=planner())
-        test_layouts.assert_same(local(loaded), local(state))
+        assert_same(local(loaded), local(state))
 
 
 @pytest.mark.thin(1)
@@ -201,12 +194,12 @@ def test_what_ranks_send_and_get_is_small(path: Path) -> None:
 def test_a_trained_model_loads_in_another_layout(
     worlds: Worlds, tmp_path: Path, layout: str
 ) -> None:
-    kind = test_layouts.EvenNet if layout == "fsdp2_tp" else test_layouts.Net
-    save, load, path = test_layouts.save_trained, test_layouts.load_begun, tmp_path
-    saved = worlds.run(4, save, kind, layout, path, "fast", FastSavePlanner())[0]
+    kind = EvenNet if layout == "fsdp2_tp" else Net
+    saved = worlds.run(4, save_trained, kind, layout, tmp_path, "fast", FastSavePlanner())[0]
     for loader in (("stock", DefaultLoadPlanner), ("fast", FastLoadPlanner)):
         for other in ("fsdp2", "fsdp1"):
-            test_layouts.assert_same(worlds.run(2, load, kind, other, path, *loader)[0], saved)
+            loaded = worlds.run(2, load_begun, kind, other, tmp_path, *loader)[0]
+            assert_same(loaded, saved)
 
 
 @on_ranks(2)

@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Worlds
-from test_deadlines import (
+from failing_ranks import (
     AMPLE_S,
     LIMIT_S,
     MARGIN_S,
@@ -23,6 +22,7 @@ from test_deadlines import (
     mortal_ranks,
     state_of_process,
 )
+from ranks import Worlds
 
 import torch_ckpt
 from torch_ckpt import FastWriter

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Worlds, on_ranks
+from support.logs import logged
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -320,7 +321,7 @@ dist.destroy_process_group()
 """
 
 
-def logged(directory: Path) -> list[tuple[int, int, float]]:
+def losses_in(directory: Path) -> list[tuple[int, int, float]]:
     """Attempt, step and loss of each step."""
     return [tuple(json.loads(line)) for line in (directory / "losses").read_text().splitlines()]
 
@@ -331,7 +332,7 @@ def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
 ) -> None:
     (tmp_path / "whole").mkdir()
     worlds.run(2, train, tmp_path / "whole", [], 0)
-    expected = {step: loss for _, step, loss in logged(tmp_path / "whole")}
+    expected = {step: loss for _, step, loss in losses_in(tmp_path / "whole")}
     assert sorted(expected) == list(range(1, 13))
     killed, script = tmp_path / "killed", tmp_path / "train.py"
     killed.mkdir()
@@ -355,7 +356,7 @@ def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
     )
 
     assert done.returncode == 0, done.stderr
-    found = logged(killed)
+    found = losses_in(killed)
     assert {step for _, step, _ in found} == set(expected)
     assert all(loss == expected[step] for _, step, loss in found)
     begun = min(step for attempt, step, _ in found if attempt == 1)
@@ -468,10 +469,7 @@ def test_a_signal_in_the_last_steps_ends_all_ranks_with_the_status_of_that_signa
 
 @on_ranks(2)
 def test_a_rank_with_a_signal_ends_and_reports_why_nothing_was_saved(path: Path) -> None:
-    run, messages = Run(path, timeout_s=TIMEOUT_S), []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torch_ckpt").addHandler(handler)
+    run = Run(path, timeout_s=TIMEOUT_S)
 
     def train() -> None:
         with run.saving_on_signal(lambda: state_of(2), grace_s=1.0):
@@ -487,7 +485,7 @@ def test_a_rank_with_a_signal_ends_and_reports_why_nothing_was_saved(path: Path)
         with pytest.raises(RankTimeoutError):
             train()
         return
-    with pytest.raises(SystemExit) as ended:
+    with logged(logging.WARNING) as messages, pytest.raises(SystemExit) as ended:
         train()
     assert ended.value.code == 143
     assert time.monotonic() - begin < 2.9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -16,12 +15,13 @@ import torch.distributed.checkpoint as dcp
 from ranks import RankError, Worlds, on_ranks, run_ranks
 from safetensors.torch import load_file, save_file
 from states import Failure, assert_same, failures_of, full_value, sharded
-from test_layouts import EvenNet, Net, build
+from support.safetensors_files import load_model
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from trained_nets import EvenNet, Net, build
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, SafetensorsWriter
@@ -48,15 +48,6 @@ BOXES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "large": ((1031, 1033), torch.float32),
     "long_rows": ((3, 900_001), torch.uint8),
 }
-
-
-def load_model(path: Path) -> dict[str, torch.Tensor]:
-    index = path / "model.safetensors.index.json"
-    if not index.exists():
-        return load_file(path / "model.safetensors")
-    names = set(json.loads(index.read_bytes())["weight_map"].values())
-    parts = [load_file(path / name) for name in sorted(names)]
-    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def names_in(path: Path) -> set[str]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from changing_states import EXECUTORS
 from ranks import Worlds, on_ranks
 from states import assert_same, full_value, local, sharded
-from test_async import EXECUTORS
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard

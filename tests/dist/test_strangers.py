@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from failing_ranks import AMPLE_S, LIMIT_S, own_state
 from ranks import Worlds
-from test_deadlines import AMPLE_S, LIMIT_S, own_state
-from test_logging_ranks import logged
+from support.logs import logged
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from matrix_layouts import LAYOUTS, VOCABULARY, WORLD, Model, Net
+from matrix_layouts import LAYOUTS, TIMEOUT_S, VOCABULARY, WORLD, Model, Net
 from ranks import Worlds
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +26,6 @@ from torch_ckpt import FastReader, FastWriter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TIMEOUT_S = 200  # Of a call that takes seconds, on a machine that is busy.
 RUN = ["fsdp_4", "tp_2", "ddp_2", "fsdp_tp_2x2", "fsdp_3", "hsdp_2x2", "fsdp_4"]
 STEPS = 3  # In each layout.
 BATCH, CONTEXT = 12, 6  # Over all ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from machines import on_machine
 from ranks import Ranks, Worlds, on_ranks
 from states import READERS, assert_same, full_value, sharded
-from test_agent_machines import on_machine
-from test_logging_ranks import logged
+from support.logs import logged
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -132,7 +133,7 @@ WAYS: dict[str, Callable[[dict[str, Any], Path], None]] = {
 
 def save_unequal(path: Path, way: str) -> None:
     fresh()
-    with logged(30) as lines:
+    with logged(logging.WARNING) as lines:
         for number in range(2):
             WAYS[way](state_at(3, OWN), path / str(number))
             check(path / str(number), 3, OWN)
@@ -157,7 +158,7 @@ STEPS = ["", "", OWN, OWN, "", "", OWN]
 def test_values_that_differ_in_a_later_save_are_found_beside_a_cached_plan(path: Path) -> None:
     fresh()
     hits = []
-    with logged(30) as lines:
+    with logged(logging.WARNING) as lines:
         for step, what in enumerate(STEPS):
             before = plan_cache().hits
             by_this_package(state_at(step, what), path / str(step))
@@ -181,7 +182,7 @@ def test_values_that_differ_after_a_staged_share_are_staged_by_all(path: Path) -
         staged.append(len(placed._copies))
         copy_all(placed, *where)
 
-    with logged(30) as lines, mock.patch.object(_Placed, "copy_all", copy_counted):
+    with logged(logging.WARNING) as lines, mock.patch.object(_Placed, "copy_all", copy_counted):
         for step, what in enumerate(STEPS):
             state = state_at(step, what)
             future = torch_ckpt.async_save(
@@ -221,7 +222,10 @@ def test_values_that_differ_for_another_save_do_not_end_a_share(path: Path) -> N
 @on_ranks()
 def test_agents_store_one_ranks_tensor(path: Path, steps: list[str]) -> None:
     fresh()
-    with logged(30) as lines, Run(path, asynchronous=True, agent=True, timeout_s=60) as run:
+    with (
+        logged(logging.WARNING) as lines,
+        Run(path, asynchronous=True, agent=True, timeout_s=60) as run,
+    ):
         for step, what in enumerate(steps, 1):
             state = state_at(step, what)
             run.save(step, state)
@@ -242,7 +246,7 @@ def hsdp(rank_value: bool) -> dict[str, Any]:
 @on_ranks(4)
 def test_a_shard_is_stored_whole_from_one_of_its_ranks(path: Path, way: str) -> None:
     fresh()
-    with logged(30) as lines:
+    with logged(logging.WARNING) as lines:
         for number, differ in enumerate([True, False, True]):
             WAYS[way](hsdp(differ), path / str(number))
             assert chunks_of(path / str(number), "w") >= 2
@@ -260,7 +264,7 @@ def test_safetensors_have_one_ranks_tensor(path: Path, planner: Any) -> None:
     from safetensors.torch import load_file
 
     fresh()
-    with logged(30) as lines:
+    with logged(logging.WARNING) as lines:
         for step in range(2):
             folder = path / str(step)
             state = {"w": torch.full(SIZES, float(dist.get_rank())), "bias": torch.ones(3)}
@@ -333,7 +337,7 @@ def test_one_byte_outside_of_the_sample_is_found_in_the_full_tensor(path: Path, 
         state = {"w": torch.full(SIZES, 5.0)}
         if dist.get_rank() == 1:
             state["w"].view(torch.uint8).view(-1)[4 * at] += 1
-        with logged(30) as lines:
+        with logged(logging.WARNING) as lines:
             WAYS_WITH[way](mode, state, path / str(number))
         assert chunks_of(path / str(number), "w") == (1 if is_found else 2)
         assert_warned(lines, int(is_found and number == 1), "w")
@@ -344,7 +348,7 @@ def test_one_byte_outside_of_the_sample_is_found_in_the_full_tensor(path: Path, 
 @on_ranks()
 def test_without_a_check_a_tensor_may_be_a_mixture(path: Path, way: str) -> None:
     fresh()
-    with logged(30) as lines:
+    with logged(logging.WARNING) as lines:
         WAYS_WITH[way]("off", {"w": torch.full(SIZES, float(dist.get_rank()))}, path / "0")
     assert lines == []
     loaded = {"w": torch.full(SIZES, -1.0)}
@@ -389,7 +393,7 @@ def test_values_are_compared_bit_for_bit_whatever_their_strides(
     path: Path, way: str, what: str
 ) -> None:
     fresh()
-    with logged(30) as lines:
+    with logged(logging.WARNING) as lines:
         for number in range(2):
             value = (EQUAL | DIFFERENT)[what]()
             WAYS[way]({"w": value}, path / str(number))
@@ -408,7 +412,7 @@ def test_a_warning_names_a_few_tensors_and_ranks_and_comes_once_for_them(path: P
     state: dict[str, Any] = {f"t{i}": torch.full((3,), float(rank)) for i in range(6)}
     state["t0"] = torch.full((3,), float(rank == 1))
     state |= {"same": torch.ones(3), "object": f"of rank {rank}"}
-    with logged(30) as lines:
+    with logged(logging.WARNING) as lines:
         for number in range(3):
             by_this_package(state, path / str(number))
             by_stock(state, path / str(number))
@@ -451,7 +455,7 @@ def test_tensors_that_a_planner_finds_elsewhere_are_not_cut(
     path: Path, planner: Any, is_cut: bool, is_warned_of: bool
 ) -> None:
     fresh()
-    with logged(30) as lines:
+    with logged(logging.WARNING) as lines:
         for number, what in enumerate(["", OWN]):
             writer = FastWriter(path / str(number))
             dcp.save(state_at(3, what), storage_writer=writer, planner=planner())
@@ -492,7 +496,10 @@ def test_another_way_to_check_is_refused(make: Any) -> None:
 def save_on_machines(run: Path, memory: Path, steps: list[str]) -> None:
     fresh()
     on_machine(memory)
-    with logged(30) as lines, Run(run, asynchronous=True, agent=True, timeout_s=60) as made:
+    with (
+        logged(logging.WARNING) as lines,
+        Run(run, asynchronous=True, agent=True, timeout_s=60) as made,
+    ):
         for step, what in enumerate(steps, 1):
             state = state_at(step)
             if what == "machines":

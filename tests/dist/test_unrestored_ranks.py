@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from support.logs import logged
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,25 +22,6 @@ from torch_ckpt import FastLoadPlanner, FastReader, RankState, Run
 from torch_ckpt.errors import MismatchError
 
 pytestmark = pytest.mark.timeout(150)
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def warned() -> Iterator[list[str]]:
-    handler, logger = Lines(), logging.getLogger("torch_ckpt")
-    logger.addHandler(handler)
-    try:
-        yield handler.lines
-    finally:
-        logger.removeHandler(handler)
 
 
 def stage(rank: int, first: int = 0, value: float = 0.0) -> dict[str, Any]:
@@ -62,7 +42,7 @@ def test_names_that_only_another_stage_requests_are_not_named(path: Path, by: st
         function: Any = torch_ckpt.load if by == "torch_ckpt.load" else dcp.load
         function(state, storage_reader=reader, planner=planner)
 
-    with warned() as lines:
+    with logged(logging.WARNING) as lines:
         state = stage(rank)
         load(state, strict=True)
         assert state["model"][f"{4 * rank}.weight"].tolist() == [1.0] * 3
@@ -88,7 +68,7 @@ def test_a_lenient_load_names_what_any_rank_lacks(path: Path) -> None:
     torch_ckpt.save(stage(rank), checkpoint_id=path)
     state = stage(rank)
     state["model"][f"extra{rank}"] = torch.zeros(1)
-    with warned() as lines:
+    with logged(logging.WARNING) as lines:
         torch_ckpt.load(state, checkpoint_id=path, planner=FastLoadPlanner(allow_partial_load=True))
     if rank:
         assert not lines
@@ -104,7 +84,7 @@ def test_ranks_that_load_alone_do_not_name_what_others_may_request(path: Path) -
     rank = dist.get_rank()
     torch_ckpt.save(stage(rank, value=1.0), checkpoint_id=path)
     groups = [dist.new_group([0]), dist.new_group([1])]
-    with warned() as lines:
+    with logged(logging.WARNING) as lines:
         torch_ckpt.load(stage(rank), checkpoint_id=path, no_dist=True)
         torch_ckpt.load(stage(rank), checkpoint_id=path, process_group=groups[rank])
         assert not lines
@@ -138,7 +118,7 @@ def test_a_run_of_stages_with_states_of_ranks_restores_all(path: Path, agent: bo
     with Run(path, timeout_s=60, **options) as run:
         run.save(3, state(1.0))
         run.wait()
-        with warned() as lines:
+        with logged(logging.WARNING) as lines:
             assert run.restore(state(0.0), strict=True) == 3
             assert run.restore(state(0.0)) == 3
             assert not lines

@@ -18,10 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, Worlds, on_ranks
-from states import assert_same, full_value
-from support.exchanging import Exchanging
-from test_deadlines import (
+from failing_ranks import (
     AMPLE_S,
     DEADLINE_S,
     LIMIT_S,
@@ -37,6 +34,9 @@ from test_deadlines import (
     save_and_wait,
     train,
 )
+from ranks import Ranks, Worlds, on_ranks
+from states import assert_same, full_value
+from support.exchanging import Exchanging
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt

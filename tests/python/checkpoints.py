@@ -120,3 +120,29 @@ def memory_growth_kib(module: str, *arguments: object) -> int:
 def xxh3(data: bytes) -> bytes:
     """The XXH3 of bytes, as an index states it of the metadata that it belongs to."""
     return _native.make_index("0" * 16, data, [], "", None, None)[1][40:48]
+
+
+def outcome(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a call returns, or type and text of what it raises; of a rank's, what that raised."""
+    try:
+        return call(*args, **kwargs)
+    except CheckpointException as error:
+        cause = error.failures[0][0]
+        return type(cause), str(cause)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def flattened_metadata(metadata: Metadata) -> dict[str, Any]:
+    """Everything that metadata say but for places; sizes and offsets as what they are.
+
+    Stock keeps some paths of what it does not store, such as an empty dict in a mapping.
+    """
+    paths = metadata.planner_data
+    if paths is not None:
+        paths = {fqn: path for fqn, path in paths.items() if fqn in metadata.state_dict_metadata}
+    return {
+        "stored": list(dict(metadata.state_dict_metadata).items()),
+        "paths": None if paths is None else dict(paths),
+        "keys": None if metadata.storage_data is None else set(metadata.storage_data),
+    }

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ROOT
+from command import run_command
 from support.run_steps import steps_in, warned
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
-from torch_ckpt.cli.main import main
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 
@@ -134,44 +134,38 @@ def test_a_step_that_is_newer_in_memory_alone_is_warned_of(run: Path, memory: Pa
 # ---- Branches ----
 
 
-def branches(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[int, Any]:
-    capsys.readouterr()
-    assert main(["ls", "--json", str(run)]) == 0
-    steps = json.loads(capsys.readouterr().out)["steps"]
+def branches(run: Path) -> dict[int, Any]:
+    status, printed = run_command("ls", "--json", run)
+    assert status == 0
+    steps = json.loads(printed)["steps"]
     return {step["step"]: step["branch"] and step["branch"]["continued_from"] for step in steps}
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore:step .* is newer")
-def test_ls_shows_the_branch_of_each_step(
-    mode: str, run_with_steps: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_shows_the_branch_of_each_step(mode: str, run_with_steps: Path) -> None:
     with Run(run_with_steps, **MODES[mode]) as run:
         restored(run, step=300)
         save_steps(run, 400, 500, 900)  # The old step 500 is replaced.
-    assert branches(run_with_steps, capsys) == {900: 300, 700: None, 500: 300, 400: 300, 300: None}
+    assert branches(run_with_steps) == {900: 300, 700: None, 500: 300, 400: 300, 300: None}
 
     with Run(run_with_steps, **MODES[mode]) as run:  # It continues the new branch.
         assert restored(run) == 900
         save_steps(run, 1000)
         restored(run, step=500)
         save_steps(run, 510)
-    found = branches(run_with_steps, capsys)
+    found = branches(run_with_steps)
     assert (found[1000], found[510]) == (300, 500)
-    main(["ls", str(run_with_steps)])
-    lines = capsys.readouterr().out.splitlines()
+    lines = run_command("ls", run_with_steps)[1].splitlines()
     assert "from step 300" in lines[0]
     assert "from step 500" in next(line for line in lines if "step 510 " in line)
     assert "from" not in next(line for line in lines if "step 700 " in line)
 
 
 @pytest.mark.filterwarnings("ignore:step .* is newer")
-def test_a_training_that_begins_anew_is_a_branch(
-    run_with_steps: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_that_begins_anew_is_a_branch(run_with_steps: Path) -> None:
     save_steps(Run(run_with_steps), 100)
-    main(["ls", str(run_with_steps)])
-    assert "from the start" in capsys.readouterr().out.splitlines()[-1]
+    assert "from the start" in run_command("ls", run_with_steps)[1].splitlines()[-1]
 
 
 # ---- Removal of newer steps ----
@@ -179,7 +173,7 @@ def test_a_training_that_begins_anew_is_a_branch(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_discard_after_removes_newer_steps_and_the_next_restore_finds_the_older_one(
-    mode: str, run_with_steps: Path, capsys: pytest.CaptureFixture[str]
+    mode: str, run_with_steps: Path
 ) -> None:
     with Run(run_with_steps, **MODES[mode]) as run:
         save_steps(run, 800)
@@ -191,18 +185,16 @@ def test_discard_after_removes_newer_steps_and_the_next_restore_finds_the_older_
         assert restored(run) == 300
         save_steps(run, 320)
     assert steps_in(run_with_steps) == [300, 320]
-    assert branches(run_with_steps, capsys) == {300: None, 320: None}
+    assert branches(run_with_steps) == {300: None, 320: None}
 
 
-def test_discard_after_a_restore_ends_the_branch(
-    run_with_steps: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_discard_after_a_restore_ends_the_branch(run_with_steps: Path) -> None:
     run = Run(run_with_steps)
     with pytest.warns(UserWarning, match="step 300 was restored"):
         restored(run, step=300)
     run.discard_after(300)
     assert warned(lambda: save_steps(run, 310)) == []
-    assert branches(run_with_steps, capsys) == {300: None, 310: None}
+    assert branches(run_with_steps) == {300: None, 310: None}
 
 
 def test_discarded_steps_do_not_return_from_memory(run: Path, memory: Path) -> None:
@@ -240,15 +232,13 @@ def test_a_run_without_an_agent_discards_the_memory_of_an_earlier_one(
     assert steps_in(run) == [300]
 
 
-def test_discard_after_leaves_a_whole_step(
-    run_with_steps: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_discard_after_leaves_a_whole_step(run_with_steps: Path) -> None:
     [data] = (run_with_steps / "step-300").glob("*.distcp")
     os.truncate(data, 10)
     reason = r"no step up to 300 is whole.*has 10 bytes instead of .*Nothing was removed"
     with pytest.raises(CorruptionError, match=reason):
         Run(run_with_steps).discard_after(300)
-    status, printed = output(capsys, "rm", run_with_steps, "--after", 300, "--yes")
+    status, printed = run_command("rm", run_with_steps, "--after", 300, "--yes")
     assert (status, "no step up to 300 is whole" in printed) == (1, True)
     assert steps_in(run_with_steps) == [300, 500, 700]
     assert Run(run_with_steps).discard_after(500) == [700]
@@ -291,27 +281,18 @@ def test_discard_after_removes_nothing_that_is_leased(run_with_steps: Path) -> N
     assert run.discard_after(500) == [700]
 
 
-def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    capsys.readouterr()
-    status = main([*map(str, arguments)])
-    captured = capsys.readouterr()
-    return status, captured.out + captured.err
-
-
-def test_rm_removes_newer_steps_on_disk_and_in_memory(
-    run: Path, memory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rm_removes_newer_steps_on_disk_and_in_memory(run: Path, memory: Path) -> None:
     training = Run(run, **AGENT)
     save_steps(training, 300, 500)
     training._backend.leave()  # type: ignore[union-attr]
-    status, printed = output(capsys, "rm", run, "--after", 300)
+    status, printed = run_command("rm", run, "--after", 300)
     assert status == 3
     assert "pass --yes" in printed
-    status, printed = output(capsys, "rm", run, "--after", 200, "--yes")
+    status, printed = run_command("rm", run, "--after", 200, "--yes")
     assert (status, "no step up to 200 is committed" in printed) == (3, True)
     assert steps_in(run) == [300, 500]
 
-    status, printed = output(capsys, "rm", run, "--after", 300, "--yes")
+    status, printed = run_command("rm", run, "--after", 300, "--yes")
 
     assert status == 0
     assert "steps to remove: 500\n" in printed

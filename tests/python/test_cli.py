@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import random
 import shutil
@@ -16,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import ROOT, data_files, random_tensor, save, xxh3
+from checkpoints import data_files, random_tensor, save, xxh3
+from command import DAMAGED, FAILED, MODULE, SOUND, UNKNOWN, run_command
 from damage import BLOCK, slices_of
+from progress_bars import Terminal
 from support.commit_files import index_file
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -25,31 +25,6 @@ from torch_ckpt import FastWriter
 from torch_ckpt.cli.main import main
 from torch_ckpt.storage import progress
 from torch_ckpt.storage import verify as verifying
-
-SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
-MODULE = [sys.executable, "-m", "torch_ckpt.cli.main"]
-
-
-def run(*arguments: object, command: list[str] | None = None) -> tuple[int, str]:
-    """How the command exits, and what it prints: in this process, or as one of its own."""
-    words = [str(argument) for argument in arguments]
-    if command is None:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            try:
-                return main(words), printed.getvalue()
-            except SystemExit as ended:
-                return int(ended.code or 0), printed.getvalue()
-    done = subprocess.run(
-        [*command, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    assert "Traceback" not in done.stdout
-    return done.returncode, done.stdout
 
 
 class Own:
@@ -99,7 +74,7 @@ def damaged_line(path: Path, file: str, begin: int, end: int) -> str:
 
 
 def test_a_sound_checkpoint_exits_0_and_all_of_it_was_read(saved: Path) -> None:
-    status, printed = run("verify", saved)
+    status, printed = run_command("verify", saved)
 
     assert status == SOUND
     nbytes = sum(file.stat().st_size for file in data_files(saved))
@@ -111,12 +86,12 @@ def test_the_installed_command_is_the_module(saved: Path) -> None:
     command = shutil.which("torch-ckpt", path=str(Path(sys.executable).parent))
     if command is None:
         pytest.skip("the package is not installed, only on the path")
-    assert run("verify", saved, command=[command])[0] == SOUND
-    assert run("verify", saved.parent, command=[command])[0] == FAILED
+    assert run_command("verify", saved, command=[command])[0] == SOUND
+    assert run_command("verify", saved.parent, command=[command])[0] == FAILED
 
 
 def verify_damaged(path: Path) -> tuple[list[str], str]:
-    status, printed = run("verify", path)
+    status, printed = run_command("verify", path)
     assert status == DAMAGED
     return [line for line in printed.splitlines() if line.startswith("damaged: ")], printed
 
@@ -197,7 +172,7 @@ def test_damaged_metadata_or_index_are_damage(
         path.write_bytes(flipped)
 
     for command, prefix in (("verify", "damaged: "), ("inspect", "torch-ckpt: ")):
-        status, printed = run(command, saved)
+        status, printed = run_command(command, saved)
         assert status == DAMAGED
         assert said.format(path=saved) in printed
         assert printed.startswith(prefix)
@@ -210,7 +185,7 @@ def test_a_damaged_pickle_is_found_by_verify_and_in_nobodys_way(saved: Path) -> 
 
     assert f"{saved}/.metadata: the " in line
     assert "bytes of its pickle fail their checksum" in line
-    assert run("inspect", saved)[0] == SOUND
+    assert run_command("inspect", saved)[0] == SOUND
 
 
 @pytest.mark.parametrize("at", [0.2, 0.5, 0.99])
@@ -230,7 +205,7 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
     state: dict[str, Any], tmp_path: Path
 ) -> None:
     save(state, FileSystemWriter(tmp_path))
-    status, printed = run("verify", tmp_path)
+    status, printed = run_command("verify", tmp_path)
     assert status == UNKNOWN
     assert f"cannot verify: {tmp_path / '.metadata'} has no index" in printed
     assert "no damage found" in printed
@@ -262,14 +237,14 @@ def test_verify_names_tensors_that_a_former_writer_may_have_stored_wrongly(tmp_p
         "e.even": torch.zeros(65_536),
     }
     save(state, FastWriter(tmp_path))
-    assert run("verify", tmp_path)[0] == SOUND
+    assert run_command("verify", tmp_path)[0] == SOUND
 
     index = bytearray(index_file(tmp_path).read_bytes())
     assert index[52:56] == (1).to_bytes(4, "little")
     index[52:56] = bytes(4)  # As version 0.2.0 wrote it.
     index[312:320] = xxh3(bytes(index[:312]))
     index_file(tmp_path).write_bytes(index)
-    status, printed = run("verify", tmp_path)
+    status, printed = run_command("verify", tmp_path)
     assert status == UNKNOWN
     assert "a version before 0.3.0 wrote b.wide, e.even." in printed
 
@@ -278,7 +253,7 @@ def test_verify_names_tensors_that_a_former_writer_may_have_stored_wrongly(tmp_p
     index[52:56] = bytes(4)
     index[312:320] = xxh3(bytes(index[:312]))
     index_file(tmp_path).write_bytes(index)
-    assert run("verify", tmp_path)[0] == SOUND
+    assert run_command("verify", tmp_path)[0] == SOUND
 
 
 @pytest.mark.parametrize(
@@ -308,7 +283,7 @@ def test_what_cannot_be_done_exits_3_and_says_why(
     (tmp_path / "file").write_text("no checkpoint")
     (tmp_path / "__0_0_0123456789abcdef.distcp").write_bytes(b"of a save that did not commit")
 
-    status, printed = run(*(argument.format(empty=tmp_path) for argument in arguments))
+    status, printed = run_command(*(argument.format(empty=tmp_path) for argument in arguments))
 
     assert status == FAILED
     assert said.format(empty=tmp_path) in printed
@@ -319,7 +294,7 @@ def test_checkpoints_of_single_ranks_are_checked_one_by_one(
 ) -> None:
     dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=False)
     save(state, FastWriter(tmp_path))
-    assert run("verify", tmp_path)[0] == SOUND
+    assert run_command("verify", tmp_path)[0] == SOUND
     alone = {s.file for s in slices_of(tmp_path)}
     (of_rank,) = (file for file in data_files(tmp_path) if file.name not in alone)
     flip(of_rank, 0)
@@ -328,11 +303,6 @@ def test_checkpoints_of_single_ranks_are_checked_one_by_one(
     lines, _ = verify_damaged(tmp_path)
     assert any(line.startswith(f"damaged: {of_rank.name} [0, ") for line in lines)
     assert any("the index of" in line for line in lines)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize("with_index", [True, False])
@@ -372,13 +342,15 @@ def test_output_that_cannot_be_written_is_a_failure(saved: Path) -> None:
 def test_trusted_pickles_are_inspected_and_verified(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3), "own": Own()}, tmp_path / "model.pt")
     for command in ("inspect", "verify"):
-        assert run(command, tmp_path / "model.pt")[0] == SOUND
+        assert run_command(command, tmp_path / "model.pt")[0] == SOUND
     torch.save(Own(), tmp_path / "model.pt")
     for command in ("inspect", "verify"):
-        status, printed = run(command, tmp_path / "model.pt")
+        status, printed = run_command(command, tmp_path / "model.pt")
         assert status == FAILED
         assert "GLOBAL test_cli.Own" in printed
-        assert "its value is a Own" in run(command, "--trust-pickle", tmp_path / "model.pt")[1]
+        assert (
+            "its value is a Own" in run_command(command, "--trust-pickle", tmp_path / "model.pt")[1]
+        )
 
 
 @pytest.mark.slow
@@ -393,7 +365,7 @@ def test_verify_reads_fast(tmp_path: Path) -> None:
                     os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             else:
                 file.read_bytes()
-        status, printed = run("verify", tmp_path)
+        status, printed = run_command("verify", tmp_path)
         assert status == SOUND
         speeds.append(printed.strip())
     print(f"256 MiB from the disk: {speeds[0]}; from the page cache: {speeds[1]}")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CuttingSavePlanner, random_tensor, save
-from test_cli import MODULE, SOUND, data_files, run
+from checkpoints import CuttingSavePlanner, data_files, random_tensor, save
+from command import MODULE, SOUND, run_command
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -40,7 +40,7 @@ def state(rng: random.Random) -> dict[str, Any]:
 
 
 def inspected(path: Path) -> Any:
-    status, printed = run("inspect", "--json", path)
+    status, printed = run_command("inspect", "--json", path)
     assert status == SOUND
     return json.loads(printed)
 
@@ -118,7 +118,7 @@ def test_the_balance_of_ranks_is_told(tmp_path: Path) -> None:
     one, two = (file.stat().st_size for file in data_files(tmp_path))
 
     said = inspected(tmp_path)
-    status, printed = run("inspect", tmp_path)
+    status, printed = run_command("inspect", tmp_path)
 
     assert [file["rank"] for file in said["files"]] == [0, 1]
     per_rank = [rank["nbytes"] for rank in said["ranks"]]
@@ -134,7 +134,7 @@ def test_the_balance_of_ranks_is_told(tmp_path: Path) -> None:
 def test_the_table_has_a_line_for_everything(state: dict[str, Any], tmp_path: Path) -> None:
     save(state, FastWriter(tmp_path))
 
-    status, printed = run("inspect", tmp_path)
+    status, printed = run_command("inspect", tmp_path)
 
     assert status == SOUND
     rows = {tuple(line.split()[:2]) for line in printed.splitlines() if line.startswith("  ")}

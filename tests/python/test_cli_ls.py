@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -13,6 +12,8 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from command import run_command
+from progress_bars import Terminal
 from safetensors.torch import save_file
 
 import torch_ckpt
@@ -28,15 +29,7 @@ def save_steps(run: Path, *steps: int) -> None:
             saving.save(step, {"w": torch.full((1000,), float(step))}, metrics={"loss": 1 / step})
 
 
-def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    status = main([*map(str, arguments)])
-    captured = capsys.readouterr()
-    return status, captured.out + captured.err
-
-
-def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(tmp_path: Path) -> None:
     save_steps(tmp_path, 8, 16, 120)
     (data,) = (tmp_path / "step-120").glob("*.distcp")
     os.truncate(data, 100)
@@ -46,7 +39,7 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(
     hour_ago = (tmp_path / "step-8" / ".metadata").stat().st_mtime - 3700
     os.utime(tmp_path / "step-8" / ".metadata", (hour_ago, hour_ago))
 
-    status, printed = output(capsys, "ls", tmp_path)
+    status, printed = run_command("ls", tmp_path)
     assert status == 1
     lines = printed.splitlines()
     assert [line.split()[1] for line in lines] == ["130", "120", "16", "8"]
@@ -57,7 +50,7 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(
     assert "1 h ago  whole" in lines[3]
     assert len({line.index("KiB") for line in lines[1:]}) == 1
 
-    _, printed = output(capsys, "ls", "--json", tmp_path)
+    _, printed = run_command("ls", "--json", tmp_path)
     facts = json.loads(printed, parse_constant=pytest.fail)
     assert facts["newest"] == 16
     assert facts["steps"][2]["metrics"] == {"loss": 0.0625, "other": "nan"}
@@ -65,37 +58,33 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(
     assert facts["steps"][2]["nbytes"] > 4000
 
 
-def test_ls_names_the_files_that_a_copied_step_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_names_the_files_that_a_copied_step_lacks(tmp_path: Path) -> None:
     save_steps(tmp_path, 8)
     for path in (tmp_path / "step-8").glob(".*"):
         path.unlink()
-    status, printed = output(capsys, "ls", tmp_path)
+    status, printed = run_command("ls", tmp_path)
     assert status == 0
     assert "incomplete  loss=0.125" in printed
     assert "lacks .metadata and .index." in printed
 
 
-def test_ls_of_no_run_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_no_run_says_what_it_is(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "one")
-    assert output(capsys, "ls", tmp_path / "one") == (
+    assert run_command("ls", tmp_path / "one") == (
         3,
         f"torch-ckpt: {tmp_path}/one is not a run: it has no directory step-<n>\n",
     )
-    status, printed = output(capsys, "ls", tmp_path / "absent")
+    status, printed = run_command("ls", tmp_path / "absent")
     assert status == 3
     assert "does not exist" in printed
 
 
-def test_inspect_and_verify_of_a_run_are_of_its_newest_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_and_verify_of_a_run_are_of_its_newest_step(tmp_path: Path) -> None:
     save_steps(tmp_path, 8, 16)
-    status, printed = output(capsys, "verify", tmp_path)
+    status, printed = run_command("verify", tmp_path)
     assert status == 0
     assert printed.startswith(f"the newest step is {tmp_path}/step-16\nsound (")
-    status, printed = output(capsys, "inspect", tmp_path)
+    status, printed = run_command("inspect", tmp_path)
     assert status == 0
     assert printed.startswith(f"{tmp_path}/step-16/.metadata: with an index")
 
@@ -104,50 +93,46 @@ def nested() -> dict[str, Any]:
     return {"model": {"w": torch.arange(5000.0), "v": torch.ones(3, 4)}, "step": 7}
 
 
-def test_inspect_and_verify_of_a_file_of_torch_save(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_and_verify_of_a_file_of_torch_save(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     torch.save(nested(), file)
-    status, printed = output(capsys, "inspect", file)
+    status, printed = run_command("inspect", file)
     assert status == 0
     assert printed.startswith(f"{file}: torch.save\n")
     assert "  model.w  float32  [5000]" in printed
     assert "2 tensors, 1 objects" in printed
-    status, printed = output(capsys, "verify", "--json", file)
+    status, printed = run_command("verify", "--json", file)
     assert status == 0
     assert json.loads(printed)["outcome"] == "sound"
 
     contents = bytearray(file.read_bytes())
     contents[contents.index(torch.arange(5000.0).numpy().tobytes()) + 77] ^= 1
     file.write_bytes(contents)
-    status, printed = output(capsys, "verify", file)
+    status, printed = run_command("verify", file)
     assert status == 1
     assert "damaged: model.pt: Bad CRC-32 for file" in printed
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-def test_inspect_and_verify_of_safetensors(
-    is_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_and_verify_of_safetensors(is_file: bool, tmp_path: Path) -> None:
     save_file(nested()["model"], tmp_path / "model.safetensors")
     path = tmp_path / "model.safetensors" if is_file else tmp_path
-    status, printed = output(capsys, "inspect", path)
+    status, printed = run_command("inspect", path)
     assert status == 0
     assert printed.startswith(f"{path}: safetensors\n")
     assert "[3, 4]" in printed
-    status, printed = output(capsys, "verify", path)
+    status, printed = run_command("verify", path)
     assert status == 2
     assert "cannot verify: model.safetensors has no checksums" in printed
 
     os.truncate(tmp_path / "model.safetensors", 4000)
-    status, printed = output(capsys, "verify", path)
+    status, printed = run_command("verify", path)
     assert status == 1
     assert "damaged: " in printed
 
 
 def test_inspect_and_verify_of_a_format_that_is_added(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_floats(path: Location, **_: Any) -> Opened:
         nbytes = path.nbytes()
@@ -163,10 +148,10 @@ def test_inspect_and_verify_of_a_format_that_is_added(
     loaded = {"w": torch.zeros(100)}
     torch_ckpt.load(loaded, checkpoint_id=file)
     assert torch.equal(loaded["w"], torch.arange(100.0))
-    status, printed = output(capsys, "inspect", file)
+    status, printed = run_command("inspect", file)
     assert status == 0
     assert printed.startswith(f"{file}: floats\n")
-    status, printed = output(capsys, "verify", file)
+    status, printed = run_command("verify", file)
     assert status == 2
     assert "cannot verify: model.floats has no checksums" in printed
 
@@ -184,18 +169,13 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert done.stdout == f"torch-ckpt {torch_ckpt.__version__}\n"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_tables_have_the_same_cells_with_rich(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Table = pytest.importorskip("rich.table").Table
     monkeypatch.setenv("COLUMNS", "200")
     save_steps(tmp_path, 8)
-    _, plain = output(capsys, "ls", tmp_path)
+    _, plain = run_command("ls", tmp_path)
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     with patch("rich.table.Table", wraps=Table) as table:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import differences
 from deepspeed_checkpoints import write as write_deepspeed
 from safetensors import safe_open
+from support.safetensors_files import names_in
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
@@ -64,11 +65,6 @@ def model_of(name: str) -> Any:
 
 
 MODELS = ["T5", "GPT-2", "Llama"]
-
-
-def names_in(path: Path) -> set[str]:
-    with safe_open(path / "model.safetensors", "pt") as file:
-        return set(file.keys())
 
 
 def storages(state: dict[str, torch.Tensor]) -> dict[int, list[str]]:

@@ -20,12 +20,12 @@ from damage import random_damage
 from deepspeed_checkpoints import write, write_shards
 from odd_values import changed_file
 from safetensors.torch import save_file
-from test_formats_torch_checkpointing import boxes
-from test_formats_torch_checkpointing import write as write_torch_checkpointing
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch_checkpointing_files import boxes
+from torch_checkpointing_files import write as write_torch_checkpointing
 
 import torch_ckpt
 from torch_ckpt.conversion.convert import convert

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import load, save
+from checkpoints import flattened_metadata, load, outcome, save
 from support.states import SAFE_GLOBALS, blanked, random_state, same
 from torch.distributed.checkpoint import (
-    CheckpointException,
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
@@ -44,17 +42,6 @@ STATES = 40  # Random ones, of each test.
 def safe_globals() -> Iterator[None]:
     with torch.serialization.safe_globals(SAFE_GLOBALS):
         yield
-
-
-def outcome(call: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a call returns, or type and text of what it raises; of a rank's, what that raised."""
-    try:
-        return call(*args, **kwargs)
-    except CheckpointException as error:
-        cause = error.failures[0][0]
-        return type(cause), str(cause)
-    except Exception as error:
-        return type(error), str(error)
 
 
 def flattened(flatten: Any, state: dict[Any, Any]) -> Any:
@@ -118,21 +105,6 @@ def test_metadata_of_one_rank_are_stocks(rng: random.Random, flatten: bool) -> N
 def planned_by_stock(planner: DefaultSavePlanner, state: dict[Any, Any]) -> dict[str, Any]:
     planner.set_up_planner(state, is_coordinator=True)
     return flattened_metadata(planner.create_global_plan([planner.create_local_plan()])[1])
-
-
-def flattened_metadata(metadata: Metadata) -> dict[str, Any]:
-    """Everything that metadata say but for places; sizes and offsets as what they are.
-
-    Stock keeps some paths of what it does not store, such as an empty dict in a mapping.
-    """
-    paths = metadata.planner_data
-    if paths is not None:
-        paths = {fqn: path for fqn, path in paths.items() if fqn in metadata.state_dict_metadata}
-    return {
-        "stored": list(dict(metadata.state_dict_metadata).items()),
-        "paths": None if paths is None else dict(paths),
-        "keys": None if metadata.storage_data is None else set(metadata.storage_data),
-    }
 
 
 class Part(torch.Tensor):

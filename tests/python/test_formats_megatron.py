@@ -16,7 +16,6 @@ import golden_megatron
 import pytest
 import torch
 from checkpoints import (
-    ROOT,
     CuttingLoadPlanner,
     blank,
     data_files,
@@ -24,7 +23,8 @@ from checkpoints import (
     failure_of,
     load,
 )
-from test_cli import DAMAGED, SOUND, UNKNOWN, run
+from command import DAMAGED, SOUND, UNKNOWN, run_command
+from golden_megatron import GOLDEN
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -34,7 +34,6 @@ from torch_ckpt.formats.metadata import load_metadata
 from torch_ckpt.formats.pickles import MEGATRON_CLASSES, ForbiddenPickleError, load_allowed
 from torch_ckpt.planning.flat_shard import FlatShard
 
-GOLDEN = ROOT / "tests" / "golden" / "megatron-0.15"
 FLAT = "optimizer.state.exp_avg."
 SHAPE = "nd_reformulated_orig_global_shape"
 PLANNERS = {"stock": DefaultLoadPlanner, "fast": FastLoadPlanner}
@@ -122,7 +121,7 @@ def test_a_checkpoint_without_flattened_tensors_needs_no_headers(copy: Path) -> 
 
 
 def test_inspect_lists_the_shapes_and_counts_each_range_once() -> None:
-    status, printed = run("inspect", "--json", GOLDEN)
+    status, printed = run_command("inspect", "--json", GOLDEN)
     assert status == SOUND
     summary = json.loads(printed)
     shapes = {tensor["fqn"]: tensor["shape"] for tensor in summary["tensors"]}
@@ -136,14 +135,14 @@ def test_inspect_lists_the_shapes_and_counts_each_range_once() -> None:
 
 
 def test_verify_reads_every_byte_and_names_the_damaged_tensor(copy: Path) -> None:
-    status, printed = run("verify", copy)
+    status, printed = run_command("verify", copy)
     assert status == UNKNOWN, printed  # It has no checksums besides those of zip records.
     nbytes = sum(path.stat().st_size for path in data_files(copy))
     assert f"no damage found ({nbytes} bytes" in printed
 
     payload = golden_megatron.full_state()[FLAT + "norm"][:3].numpy().tobytes()
     flip(copy, payload)
-    status, printed = run("verify", copy)
+    status, printed = run_command("verify", copy)
     assert status == DAMAGED
     assert FLAT + "norm" in printed
 
@@ -220,10 +219,10 @@ def test_verify_and_inspect_name_a_tensor_whose_shape_contradicts_what_is_stored
     metadata = metadata_of(copy)
     LIES["more elements"](metadata)
     write(metadata, copy)
-    status, printed = run("verify", copy)
+    status, printed = run_command("verify", copy)
     assert status == DAMAGED
     assert f"1 FQNs are damaged: {CUBE}" in printed
-    status, printed = run("inspect", copy)
+    status, printed = run_command("inspect", copy)
     assert status == SOUND
     assert "contradicts" in printed
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import failure_of, load, save, stored_slice
+from checkpoints import failure_of, flattened_metadata, load, outcome, save, stored_slice
 from planner_mixins import BalancesByCount, StoresPlans
 from support.states import blanked, same
-from test_fast_planners import flattened_metadata, outcome
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,

@@ -7,22 +7,18 @@ that saves, so that its own steps are under test, and stock DCP that loads.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import blank, differences, load, save
+from power_cuts import rebuild, trees_of_a_save
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt.errors import NotFoundError
-from torch_ckpt.filesystems.location import register
-
-LIMIT, SAMPLES, SEED = 600, 150, 7
 
 
 def version(number: int) -> dict[str, Any]:
@@ -34,32 +30,6 @@ def version(number: int) -> dict[str, Any]:
         "moments": {"first": torch.randn(1500), "second": torch.randn(10, 20)},
         "step": number,
     }
-
-
-def trees_of_a_save(
-    recorder: Any, path: Path, writer: Any, state: dict[str, Any]
-) -> Iterator[tuple[dict[str, bytes], bool, str]]:
-    """Saves; yields each tree that a cut or kill may leave, whether all is done, and a message."""
-    folder = path if path.exists() else path.parent
-    files = path.iterdir() if path.exists() else []
-    initial = {str(file): file.read_bytes() for file in files}
-    recording = recorder.RecordingFileSystem(initial, str(folder))
-    register("recorded", recording)
-    writer.reset(f"recorded://{path}")
-    save(state, writer)
-    cuts = recorder.PowerCuts(recording, LIMIT, SAMPLES, SEED)
-    for instant in range(cuts.last_instant + 1):
-        for tree in [*cuts.trees_after(instant), cuts.tree_after_kill(instant)]:
-            where = f"instant {instant}, after: {cuts.change_before(instant)}; {sorted(tree)}"
-            yield tree, instant == cuts.last_instant, where
-
-
-def rebuild(tree: dict[str, bytes], path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
-    for name, contents in tree.items():
-        if Path(name).parent.name == "saved":
-            (path / Path(name).name).write_bytes(contents)
 
 
 def read_range(tree: dict[str, bytes], path: Path) -> tuple[tuple[str, bytes], ...]:

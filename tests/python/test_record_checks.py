@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import blank, differences, failure_of, load, random_tensor
-from golden_megatron import full_state
-from test_cli import DAMAGED, FAILED
-from test_formats_megatron import GOLDEN
+from command import DAMAGED, FAILED
+from golden_megatron import GOLDEN, full_state
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem

@@ -21,9 +21,9 @@ from checkpoints import (
     random_tensor,
     save,
 )
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from test_power_cut import rebuild, trees_of_a_save
+from power_cuts import rebuild, trees_of_a_save
+from safetensors.torch import save_file
+from support.safetensors_files import INDEX, MODEL, load_model
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -33,27 +33,6 @@ from torch_ckpt.errors import AlreadyExistsError, MismatchError, UnsupportedErro
 from torch_ckpt.formats.safetensors.layout import DTYPES as STORED
 
 State = dict[str, torch.Tensor]
-MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def load_model(path: Path, *, index_first: bool = False) -> State:
-    """As Hugging Face's loaders do: the only file, or those that the index names.
-
-    ``index_first`` for those that look for the latter first.
-    """
-    choices = [path / INDEX, path / MODEL] if index_first else [path / MODEL, path / INDEX]
-    found = next(file for file in choices if file.exists())
-    if found.name == MODEL:
-        return load_file(found)
-    index = json.loads(found.read_bytes())
-    loaded: State = {}
-    for name in sorted(set(index["weight_map"].values())):
-        with safe_open(path / name, framework="pt") as file:
-            assert file.metadata() == {"format": "pt"}  # transformers refuses others.
-        loaded |= (shard := load_file(path / name))
-        assert shard.keys() == {fqn for fqn, of in index["weight_map"].items() if of == name}
-    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in loaded.values())}
-    return loaded
 
 
 def state_of(number: int) -> State:

@@ -9,18 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import failure_of
-from safetensors import safe_open
+from support.safetensors_files import names_in
 from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, SafetensorsWriter
 from torch_ckpt.planning.ties import tied_names
-
-
-def names_in(path: Path) -> list[str]:
-    with safe_open(path / "model.safetensors", "pt") as file:
-        return sorted(file.keys())
 
 
 def t5() -> Any:
