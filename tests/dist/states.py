@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.placing import local_part
-from support.tensors import full_value  # noqa: F401  # For the tests.
+from support.tensors import full_value
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
 from torch_ckpt import FastLoadPlanner, FastReader, FastWriter
 
 WRITERS: dict[str, type[StorageWriter]] = {"fast": FastWriter, "stock": FileSystemWriter}
 READERS: dict[str, type[StorageReader]] = {"fast": FastReader, "stock": FileSystemReader}
-LOADS: list[tuple[Any, Any]] = [
-    (FileSystemReader, DefaultLoadPlanner),
-    (FileSystemReader, FastLoadPlanner),
-    (FastReader, DefaultLoadPlanner),
-    (FastReader, FastLoadPlanner),
-]
+LOAD_PLANNERS = [DefaultLoadPlanner, FastLoadPlanner]
 
 
 class Failure(NamedTuple):
@@ -46,6 +44,28 @@ def failures_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int
     return {}
 
 
+def tensors_of(
+    shapes: Mapping[str, tuple[int, ...]], version: object, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Tensors whose values are those of a version, and of no other."""
+    return {name: full_value(f"{name} {version}", shape, dtype) for name, shape in shapes.items()}
+
+
+def shards_of(
+    shapes: Mapping[str, tuple[int, ...]],
+    version: object,
+    placement: Placement,
+    *,
+    as_view: bool = True,
+) -> dict[str, DTensor]:
+    """The tensors of :func:`tensors_of` over all ranks, as :func:`sharded` makes them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: sharded(tensor, mesh, (placement,), as_view=as_view)
+        for name, tensor in tensors_of(shapes, version).items()
+    }
+
+
 def sharded(
     full: torch.Tensor,
     mesh: DeviceMesh,
@@ -62,7 +82,7 @@ def sharded(
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Asserts that two nested state dicts are equal, their tensors bit for bit."""
+    """Asserts that two nested state dicts are equal: tensors, or this rank's parts, bit for bit."""
     found, wanted = _flat(actual), _flat(expected)
     assert found.keys() == wanted.keys()
     for name, want in wanted.items():
@@ -74,18 +94,26 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert torch.equal(_bits(got), _bits(want)), f"{name}: {got} is not {want}"
 
 
+def assert_stored(
+    path: Path,
+    state: dict[str, Any],
+    *,
+    planners: Iterable[type[DefaultLoadPlanner]] = (DefaultLoadPlanner,),
+    no_dist: bool = False,
+) -> None:
+    """Asserts that our reader and stock's load this state, with each of these planners."""
+    for reader in READERS.values():
+        for planner in planners:
+            loaded = zeroed(state)
+            dcp.load(loaded, storage_reader=reader(path), planner=planner(), no_dist=no_dist)
+            assert_same(loaded, state)
+
+
 def zeroed(value: Any) -> Any:
-    """The same structure, of zeros."""
+    """The same structure to load into: zeros, and ``None`` for objects."""
     if isinstance(value, dict):
         return {key: zeroed(one) for key, one in value.items()}
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
-
-
-def local(value: Any) -> Any:
-    """The same structure, of what this rank holds."""
-    if isinstance(value, dict):
-        return {key: local(one) for key, one in value.items()}
-    return value.to_local() if hasattr(value, "to_local") else value
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
 def data_files(path: Path) -> set[str]:
@@ -95,6 +123,8 @@ def data_files(path: Path) -> set[str]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -28,11 +28,12 @@ import torch.distributed.checkpoint as dcp
 from machines import RANKS_PER_MACHINE, memory_of, on_machine
 from part_saves import stage_on
 from ranks import Ranks
+from states import assert_same, assert_stored
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
-from waits import until
+from waits import until, until_committed
 
-from torch_ckpt import CheckpointError, FastReader, Run
+from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, joint_save
 from torch_ckpt.agent.memory import run_of
 from torch_ckpt.errors import CancelledError, NotFoundError
@@ -78,14 +79,6 @@ def state_of(step: int, columns: int = 5, dim: int = 0) -> dict[str, Any]:
     return state
 
 
-def assert_of(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert state.keys() == expected.keys()
-    assert state["step"] == expected["step"]
-    for name, value in expected.items():
-        local = [v.to_local() if hasattr(v, "to_local") else v for v in (state[name], value)]
-        assert name == "step" or torch.equal(*local), name
-
-
 def stage(run: Path, memory: Path, step: int, ranks: list[int], persist: bool) -> None:
     """Stages on some ranks only."""
     agent = agent_of(run, memory)
@@ -102,11 +95,7 @@ def save(run: Path, memory: Path, step: int, columns: int = 5) -> None:
 
 def load_from_disk(run: Path, step: int, columns: int = 5) -> None:
     """By stock DCP, and by this package's reader."""
-    path = run / f"step-{step}"
-    for reader in (dcp.FileSystemReader(path), FastReader(path)):
-        state = state_of(-1, columns)
-        dcp.load(state, storage_reader=reader)
-        assert_of(state, state_of(step, columns))
+    assert_stored(run / f"step-{step}", state_of(step, columns))
 
 
 def load_from_memory(run: Path, memory: Path, step: int) -> None:
@@ -117,7 +106,7 @@ def load_from_memory(run: Path, memory: Path, step: int) -> None:
     assert len(found.slots) == RANKS_PER_MACHINE
     state = state_of(-1)
     dcp.load(state, storage_reader=SnapshotReader(found))
-    assert_of(state, state_of(step))
+    assert_same(state, state_of(step))
 
 
 def names_in(path: Path) -> set[str]:
@@ -134,13 +123,6 @@ def assert_only_whole(run: Path, steps: list[int]) -> None:
             assert not [name for name in names if name.startswith(".agents")], names
         else:
             assert not [n for n in names if n == ".metadata" or n.endswith(".distcp")], names
-
-
-def until_committed(run: Path, step: int) -> None:
-    end = time.monotonic() + SOON_S
-    while not (run / f"step-{step}" / ".metadata").exists():
-        assert time.monotonic() < end, names_in(run / f"step-{step}")
-        time.sleep(0.02)
 
 
 def test_two_machines_save_what_stock_dcp_loads_and_start_again_from_memory(
@@ -175,7 +157,7 @@ def test_what_one_machine_alone_has_completed_does_not_count(
         world.run(stage, run, memory, 1, list(range(RANKS)), False)
         world.run(stage, run, memory, 2, [0, 1, 2], persist)
         world.kill()
-    until_committed(run, 1)  # As the newest that both have.
+    until_committed(run / "step-1")  # As the newest that both have.
     with Ranks(RANKS) as world:
         world.run(load_from_memory, run, memory, 1)
         world.run(load_from_disk, run, 1)
@@ -231,7 +213,7 @@ def load_elsewhere(run: Path, memory: Path, how: str) -> None:
         causes = [cause for cause, _ in raised.value.failures.values()]
         assert causes
         assert all(isinstance(cause, NotFoundError) for cause in causes), causes
-        assert_of(state, before)  # As it was.
+        assert_same(state, before)  # As it was.
         agent_of(run, memory).leave()
     made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
     state = wanted(how)
@@ -243,7 +225,7 @@ def load_elsewhere(run: Path, memory: Path, how: str) -> None:
         assert made.restore(state) == 2
     expected = state_of(2, dim=1 if how == "shards" else 0)
     expected["first machine's"] = torch.full((3,), 2.0)
-    assert_of(state, {name: expected[name] for name in state})
+    assert_same(state, {name: expected[name] for name in state})
     made.close()
 
 
@@ -266,7 +248,7 @@ def restore_with_run(run: Path, memory: Path) -> None:
     assert made.latest_step() == 2
     state = state_of(-1)
     assert made.restore(state) == 2
-    assert_of(state, state_of(2))
+    assert_same(state, state_of(2))
     made.close()
 
 
@@ -285,7 +267,7 @@ def restore_from_disk(run: Path, memory: Path) -> None:
     made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
     state = state_of(-1)
     assert made.restore(state) == 1
-    assert_of(state, state_of(1))
+    assert_same(state, state_of(1))
     made.close()
 
 
@@ -318,7 +300,7 @@ def save_without_room(run: Path, memory: Path, persist: bool) -> None:
     assert made.saved == 1
     state = state_of(-1, COLUMNS)
     assert made.restore(state) == 1
-    assert_of(state, state_of(1, COLUMNS))
+    assert_same(state, state_of(1, COLUMNS))
     made.close()
 
 

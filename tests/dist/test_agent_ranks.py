@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from part_saves import before_slot, stage_on
 from ranks import Ranks, on_ranks
+from states import assert_same
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
-from waits import until
+from waits import until, until_committed
 
 from torch_ckpt import FastReader, RankState, Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, trainer
@@ -44,13 +45,6 @@ def state_of(step: int) -> dict[str, Any]:
         "all": distribute_tensor(rows.clone(), mesh, [Replicate()]),
         "step": step,
     }
-
-
-def assert_of(state: dict[str, Any], step: int) -> None:
-    expected = state_of(step)
-    assert state["step"] == step
-    for name in ("rows", "columns", "all"):
-        assert torch.equal(state[name].to_local(), expected[name].to_local()), name
 
 
 @functools.cache
@@ -92,14 +86,7 @@ def on_disk(run: Path, step: int) -> None:
 def loads(reader: FastReader, step: int) -> None:
     state = state_of(-1)
     dcp.load(state, storage_reader=reader)
-    assert_of(state, step)
-
-
-def await_commit(path: Path) -> None:
-    end = time.monotonic() + SOON_S
-    while not (path / ".metadata").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert_same(state, state_of(step))
 
 
 def test_a_step_that_some_ranks_have_completed_is_none(run: Path) -> None:
@@ -110,7 +97,7 @@ def test_a_step_that_some_ranks_have_completed_is_none(run: Path) -> None:
     with Ranks(2) as world:
         world.run(restored, run, 1)
         world.kill()
-    await_commit(run / "step-1")  # Which was for memory alone.
+    until_committed(run / "step-1")  # Which was for memory alone.
     assert not (run / "step-2").exists()
 
 
@@ -123,7 +110,7 @@ def test_memory_is_loaded_on_another_number_of_ranks(run: Path, before: int, aft
     with Ranks(after) as world:
         world.run(restored, run, 3)
         world.run(save, run, 4, list(range(after)), True)
-        await_commit(run / "step-4")
+        until_committed(run / "step-4")
         world.run(on_disk, run, 4)
 
 
@@ -289,7 +276,7 @@ def save_with_little_memory(run: Path) -> None:
         for step in (1, 2):
             loaded = state_of(-1)
             assert made.restore(loaded, step=step) == step
-            assert_of(loaded, step)
+            assert_same(loaded, state_of(step))
     until(lambda: not folder_of(run_of(run)).exists())  # The agent ends by itself.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from part_saves import stage_on
 from ranks import Ranks, on_ranks
+from states import assert_same
 
 from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt._core import _native
@@ -41,23 +43,10 @@ def state_of(step: int) -> dict[str, Any]:
     return {"model": model, "step": step, f"rank-{dist.get_rank()}": dist.get_rank()}
 
 
-def assert_of(state: dict[str, Any], step: int) -> None:
-    expected = state_of(step)
-    assert state.keys() == expected.keys()
-    assert state["step"] == step
-    assert state["model"].keys() == expected["model"].keys()
-    for name, tensor in expected["model"].items():
-        assert torch.equal(state["model"][name], tensor), name
-
-
-AGENTS: list[SnapshotAgent] = []
-
-
+@functools.cache
 def agent_of(run: Path) -> SnapshotAgent:
-    """That of this rank, which has one for as long as it lives."""
-    if not AGENTS:
-        AGENTS.append(SnapshotAgent(run))
-    return AGENTS[0]
+    """The agent's client of this rank, for as long as it lives."""
+    return SnapshotAgent(run)
 
 
 def save(run: Path, step: int, ranks: list[int], also: str = "") -> None:
@@ -95,7 +84,7 @@ def load(reader: FastReader, step: int, also: str = "") -> None:
     if also:
         assert state["model"].pop(also).tolist() == [float(step)] * 7
     if dist.get_rank() < 2:
-        assert_of(state, step)
+        assert_same(state, state_of(step))
 
 
 def slots_of(run: Path, step: int) -> list[tuple[_native.SlotHeader, int]]:
@@ -296,7 +285,7 @@ def test_a_run_saves_what_ranks_hold_by_turns(run: Path) -> None:
         for step in range(1, 6):
             state = state_of(-1)
             assert made.restore(state, step=step) == step
-            assert_of(state, step)
+            assert_same(state, state_of(step))
 
 
 def save_with_a_flag(run: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forks import Forks
-from states import assert_same, full_value
+from states import assert_same, tensors_of
 from stops import run_stopped
 from syscalls import can_stop
 
@@ -31,9 +31,8 @@ BESIDE = {"source", "target", "latest_universal"}
 
 
 def state_of(version: int) -> dict[str, Any]:
-    large = full_value(f"large {version}", LARGE, torch.float32).nan_to_num()
-    small = full_value(f"small {version}", SHAPE, torch.float32).nan_to_num()
-    return {"model.large": large, "model.small": small}
+    tensors = tensors_of({"large": LARGE, "small": SHAPE}, version)
+    return {f"model.{name}": tensor.nan_to_num() for name, tensor in tensors.items()}
 
 
 def make_source(path: Path, version: int) -> None:

@@ -43,10 +43,9 @@ from failing_ranks import (
     train,
 )
 from ranks import Worlds
-from states import assert_same, full_value, local_part, sharded
+from states import assert_same, shards_of
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 from torch.distributed.tensor import Shard
 
@@ -59,13 +58,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def state_of(version: str) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {
-        name: sharded(
-            full_value(f"{name} {version}", shape, torch.float32), mesh, (Shard(0),), as_view=False
-        )
-        for name, shape in SHAPES.items()
-    }
+    return shards_of(SHAPES, version, Shard(0), as_view=False)
 
 
 def save_version(path: Path, version: str) -> None:
@@ -73,15 +66,9 @@ def save_version(path: Path, version: str) -> None:
 
 
 def assert_holds(path: Path, version: str) -> None:
-    """Loads, from values of no version."""
     loaded = state_of("of no version")
     torch_ckpt.load(loaded, checkpoint_id=path, timeout_s=AMPLE_S)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    expected = {
-        name: local_part(full_value(f"{name} {version}", shape, torch.float32), mesh, (Shard(0),))
-        for name, shape in SHAPES.items()
-    }
-    assert_same({name: tensor.to_local() for name, tensor in loaded.items()}, expected)
+    assert_same(loaded, state_of(version))
 
 
 @pytest.fixture

@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import RankError, Ranks, Worlds, on_ranks, run_ranks
-from states import assert_same, full_value, local, sharded
+from states import assert_same, full_value, shards_of, tensors_of
 from support.exchanging import Exchanging
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 from torch.distributed.tensor import Replicate, Shard
 
@@ -43,11 +42,7 @@ PROMPT_S = 30  # Within which a failure of one rank must have reached the others
 
 
 def state_of(version: str) -> dict[str, Any]:
-    tensors = {
-        name: full_value(f"{name} {version}", shape, torch.float32)
-        for name, shape in SHAPES.items()
-    }
-    return {"model": tensors, "step": 7 if version == "saved" else 0}
+    return {"model": tensors_of(SHAPES, version), "step": 7 if version == "saved" else 0}
 
 
 def planner_of(fast: bool) -> DefaultLoadPlanner:
@@ -135,19 +130,11 @@ def test_few_ranks_exchange_what_saves_much_reading(
 @pytest.mark.parametrize("placement", ["rows", "columns", "replicas"])
 @on_ranks(3)
 def test_each_rank_takes_its_part_of_what_blocks_hold(saved: Path, placement: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placed_as = ({"rows": Shard(0), "columns": Shard(-1), "replicas": Replicate()}[placement],)
-
-    def placed(version: str) -> dict[str, Any]:
-        return {
-            name: sharded(full_value(f"{name} {version}", shape, torch.float32), mesh, placed_as)
-            for name, shape in SHAPES.items()
-            if len(shape) > 1
-        }
-
-    held = {"model": placed("none")}
-    dcp.load(held, storage_reader=Exchanging(saved, io=TINY))
-    assert_same(local(held["model"]), local(placed("saved")))
+    placed_as = {"rows": Shard(0), "columns": Shard(-1), "replicas": Replicate()}[placement]
+    shapes = {name: shape for name, shape in SHAPES.items() if len(shape) > 1}
+    loaded = {"model": shards_of(shapes, "none", placed_as)}
+    dcp.load(loaded, storage_reader=Exchanging(saved, io=TINY))
+    assert_same(loaded["model"], shards_of(shapes, "saved", placed_as))
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forks import Forks
-from states import READERS, assert_same, full_value
+from states import assert_stored, tensors_of
 from stops import is_in, serve_stops
 from syscalls import Listener, Stop, can_stop
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,8 +38,7 @@ class Saved(NamedTuple):
 
 
 def state_of(version: int) -> dict[str, Any]:
-    tensors = {n: full_value(f"{n} {version}", shape, torch.int32) for n, shape in SHAPES.items()}
-    return {**tensors, "version": version}
+    return {**tensors_of(SHAPES, version, torch.int32), "version": version}
 
 
 def save_watched(path: Path, version: int) -> BaseException | None:
@@ -81,11 +80,7 @@ def save(forks: Forks, path: Path, version: int, *, fail: int = -1, error: int =
 
 
 def assert_holds(path: Path, version: int) -> None:
-    for reader in READERS.values():
-        state: dict[str, Any] = {n: torch.zeros(s, dtype=torch.int32) for n, s in SHAPES.items()}
-        state["version"] = -1
-        dcp.load(state, storage_reader=reader(path), no_dist=True)
-        assert_same(state, state_of(version))
+    assert_stored(path, state_of(version), no_dist=True)
 
 
 @pytest.mark.thin("EIO")

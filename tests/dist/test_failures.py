@@ -13,11 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import RankError, Worlds, run_ranks
-from states import Failure, assert_same, data_files, failures_of, full_value, local_part, sharded
+from states import (
+    Failure,
+    assert_same,
+    data_files,
+    failures_of,
+    full_value,
+    shards_of,
+)
 from support.commit_files import index_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastReader, FastWriter
@@ -27,19 +33,11 @@ pytestmark = pytest.mark.timeout(180)
 DEADLINE_S = 30  # Within which a failure of one rank must have reached the others.
 ODD_DEADLINE_S = 10
 SHAPES = {"small": (7, 5), "large": (1031, 1033)}  # The large one fills several buffers.
-PLACEMENTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate(),)}
-
-
-def mesh_of_all() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
 
 
 def state_of(version: str, placement: str) -> dict[str, Any]:
-    mesh, placements = mesh_of_all(), PLACEMENTS[placement]
-    return {
-        name: sharded(full_value(f"{name} {version}", shape, torch.float32), mesh, placements)
-        for name, shape in SHAPES.items()
-    }
+    return shards_of(SHAPES, version, PLACEMENTS[placement])
 
 
 def save_version(path: Path, version: str, placement: str = "rows") -> None:
@@ -47,15 +45,9 @@ def save_version(path: Path, version: str, placement: str = "rows") -> None:
 
 
 def assert_holds(path: Path, version: str, placement: str = "rows") -> None:
-    """Loads, from values of no version."""
-    mesh, placements = mesh_of_all(), PLACEMENTS[placement]
     loaded = state_of("of no version", placement)
     dcp.load(loaded, storage_reader=FastReader(path))
-    expected = {
-        name: local_part(full_value(f"{name} {version}", shape, torch.float32), mesh, placements)
-        for name, shape in SHAPES.items()
-    }
-    assert_same({name: tensor.to_local() for name, tensor in loaded.items()}, expected)
+    assert_same(loaded, state_of(version, placement))
 
 
 class LosingPlanner(DefaultSavePlanner):

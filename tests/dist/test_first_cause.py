@@ -31,7 +31,7 @@ from failing_ranks import (
     train,
 )
 from ranks import Worlds
-from states import full_value
+from states import tensors_of
 from support.exchanging import Exchanging
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -66,7 +66,7 @@ class End(NamedTuple):
 def state_of(version: str) -> dict[str, Any]:
     rank = dist.get_rank()
     shapes = {f"w{rank}": (NUMEL,), f"v{rank}": (3,)}
-    return {n: full_value(f"{n} {version}", shape, torch.float32) for n, shape in shapes.items()}
+    return tensors_of(shapes, version)
 
 
 def disk(path: Path, slow: int) -> Any:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Forks
 from ranks import Worlds, on_ranks
-from states import READERS, Failure, assert_same, data_files, failures_of, full_value
+from states import READERS, Failure, assert_same, assert_stored, data_files, failures_of, full_value
 from support.commit_files import index_file
 
 from torch_ckpt import FastReader, FastWriter
@@ -51,12 +51,8 @@ def value_of(version: int, rank: int) -> torch.Tensor:
 
 
 def assert_holds(path: Path, version: int, world_size: int = 1) -> None:
-    """Loads as one process, by either reader."""
     expected = {f"of {rank}": value_of(version, rank) for rank in range(world_size)}
-    for reader in READERS.values():
-        state: dict[str, Any] = {name: torch.zeros(SHAPE) for name in expected} | {"version": -1}
-        dcp.load(state, storage_reader=reader(path), no_dist=True)
-        assert_same(state, expected | {"version": version})
+    assert_stored(path, expected | {"version": version}, no_dist=True)
 
 
 def save_alone(path: Path, version: int) -> None:

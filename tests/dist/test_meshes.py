@@ -24,7 +24,7 @@ from matrix_states import (
     unsharded,
 )
 from ranks import Worlds, on_ranks
-from states import READERS, assert_same, failures_of, full_value
+from states import assert_same, assert_stored, failures_of, full_value
 from support.safetensors_files import load_model
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
@@ -99,7 +99,8 @@ def test_a_mesh_loads_as_it_was_saved(meshes: tuple[Path, list[str]], layout: st
 def test_an_asynchronous_save_of_a_mesh_holds_the_values_of_its_call(
     meshes: tuple[Path, list[str]], layout: str
 ) -> None:
-    assert_whole(meshes[0] / "async" / layout)
+    tensors, objects = unsharded()
+    assert_stored(meshes[0] / "async" / layout, tensors | objects, no_dist=True)
 
 
 @pytest.mark.slow
@@ -108,16 +109,6 @@ def test_a_mesh_is_exported_as_whole_tensors(meshes: tuple[Path, list[str]], lay
     named = unsharded()[0].items()
     expected = {fqn[6:]: tensor for fqn, tensor in named if fqn.startswith("model.")}
     assert_same(load_model(meshes[0] / "exported" / layout), expected)
-
-
-def assert_whole(path: Path) -> None:
-    """Asserts that one process loads all tensors and objects, by our reader and by stock's."""
-    tensors, objects = unsharded()
-    for reader in READERS.values():
-        state: dict[str, Any] = {name: torch.zeros_like(each) for name, each in tensors.items()}
-        state |= dict.fromkeys(objects)
-        dcp.load(state, storage_reader=reader(path), no_dist=True)
-        assert_same(state, tensors | objects)
 
 
 # ---- Boxes that DCP gets wrong -------------------------------------------------------------------

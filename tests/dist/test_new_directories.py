@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Forks
 from ranks import Worlds
-from states import READERS, assert_same, failures_of, full_value
+from states import READERS, assert_same, assert_stored, failures_of, full_value, tensors_of
 from stops import run_stopped
 from syscalls import can_stop
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -43,8 +43,7 @@ SAVES = ["stock planner", "fast planner"]
 
 
 def state_of(version: int) -> dict[str, Any]:
-    tensors = {n: full_value(f"{n} {version}", shape, torch.int32) for n, shape in SHAPES.items()}
-    return tensors | {"version": torch.tensor(version)}
+    return tensors_of(SHAPES, version, torch.int32) | {"version": torch.tensor(version)}
 
 
 def save(path: Path, version: int, how: str = "stock planner") -> None:
@@ -53,10 +52,7 @@ def save(path: Path, version: int, how: str = "stock planner") -> None:
 
 
 def assert_holds(path: Path, version: int) -> None:
-    for reader in READERS.values():
-        state = {key: torch.zeros_like(value) for key, value in state_of(version).items()}
-        dcp.load(state, storage_reader=reader(path), no_dist=True)
-        assert_same(state, state_of(version))
+    assert_stored(path, state_of(version), no_dist=True)
 
 
 def _by_whole_names(run: Path) -> int:

@@ -15,7 +15,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds, on_ranks
 from replicated_states import MIB, STATES, written_nbytes
-from states import LOADS, assert_same, full_value, local, sharded, zeroed
+from states import (
+    LOAD_PLANNERS,
+    assert_same,
+    assert_stored,
+    full_value,
+    sharded,
+)
 from support.placing import Placing
 from support.states import Evolving
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
@@ -149,10 +155,7 @@ WORKLOADS: dict[str, Callable[[], dict[str, Any]]] = {
 def save_and_load(name: str, path: Path, writer: Any) -> None:
     state = WORKLOADS[name]()
     dcp.save(state, storage_writer=writer(path), planner=FastSavePlanner())
-    for reader, planner in LOADS:
-        loaded = zeroed(state)
-        dcp.load(loaded, storage_reader=reader(path), planner=planner())
-        assert_same(local(loaded), local(state))
+    assert_stored(path, state, planners=LOAD_PLANNERS)
 
 
 @pytest.mark.thin(1)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from states import full_value, sharded, zeroed
+from states import LOAD_PLANNERS, assert_stored, full_value, sharded
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
@@ -109,12 +109,7 @@ def test_planners_that_store_or_change_plans_save_what_loads(
         kinds = {type(plan.storage_data) for plan in metadata.all_local_plans}
         assert kinds == {_StoragePrefix}
         assert b"torch_ckpt.planning.replicas" not in (path / ".metadata").read_bytes()
-    for reader, load_planner in itertools.product(
-        (FileSystemReader, FastReader), (dcp.DefaultLoadPlanner, FastLoadPlanner, MakesNewPlans)
-    ):
-        target = zeroed(replicated())
-        dcp.load(target, storage_reader=reader(path), planner=load_planner())
-        assert equal(target, replicated())
+    assert_stored(path, replicated(), planners=[*LOAD_PLANNERS, MakesNewPlans])
 
 
 class StoresPlansFast(StoresPlans, FastSavePlanner):
@@ -136,10 +131,7 @@ def test_plans_of_other_ranks_and_finished_plans_are_stored_as_stocks(
 ) -> None:
     planner = first() if dist.get_rank() == 0 else FastSavePlanner()
     dcp.save(replicated(), storage_writer=FastWriter(path), planner=planner)
-    for reader in (FileSystemReader, FastReader):
-        target = zeroed(replicated())
-        dcp.load(target, storage_reader=reader(path))
-        assert equal(target, replicated())
+    assert_stored(path, replicated())
     assert b"torch_ckpt." not in (path / ".metadata").read_bytes()
 
 

@@ -22,9 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Worlds, on_ranks
+from states import assert_same
 from support.logs import logged
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.errors import RankTimeoutError
@@ -40,14 +41,6 @@ def state_of(step: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(6000.0).reshape(600, 10) + step
     return {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "step": step}
-
-
-def assert_is(state: dict[str, Any], step: int) -> None:
-    assert state["step"] == step
-    tensor = state["sharded"]
-    assert isinstance(tensor, DTensor)
-    expected = state_of(step)["sharded"]
-    assert torch.equal(tensor.to_local(), expected.to_local())
 
 
 @contextlib.contextmanager
@@ -68,9 +61,9 @@ def test_ranks_save_and_restore_a_run(path: Path, asynchronous: bool) -> None:
     state = state_of(-1)
     with Run(path, timeout_s=TIMEOUT_S) as run:
         assert run.restore(state) == 9
-        assert_is(state, 9)
+        assert_same(state, state_of(9))
         assert run.restore(state, step=6) == 6
-        assert_is(state, 6)
+        assert_same(state, state_of(6))
     assert sorted(os.listdir(path)) == ["step-6", "step-9"]
 
 
@@ -88,7 +81,7 @@ def test_all_ranks_fall_back_to_the_step_that_is_sound_on_each(path: Path) -> No
         dist.barrier()
         state = state_of(-1)
         assert (run.latest_step(), run.restore(state)) == (3, 1)
-        assert_is(state, 1)
+        assert_same(state, state_of(1))
         os.makedirs(path / "elsewhere", exist_ok=True)
     # What the first rank sees is what counts.
     own = path if dist.get_rank() == 0 else path / "elsewhere"
@@ -378,7 +371,7 @@ def test_ranks_agree_on_the_best_step(path: Path, options: dict[str, Any]) -> No
         assert run.best_step() == 2
         state = state_of(-1)
         assert run.restore(state, step=2) == 2
-        assert_is(state, 2)
+        assert_same(state, state_of(2))
     dist.barrier()
     assert sorted(p.name for p in path.glob("step-*")) == ["step-2", "step-3"]
 
@@ -412,7 +405,7 @@ def test_all_ranks_save_one_step_and_end_if_one_of_them_gets_a_signal(
     step = Run(path, timeout_s=TIMEOUT_S).restore(state)
     assert step is not None
     assert 40 <= step <= 40 + 2 * 16
-    assert_is(state, step)
+    assert_same(state, state_of(step))
     assert os.listdir(path) == [f"step-{step}"]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from changing_states import EXECUTORS
 from ranks import Worlds, on_ranks
-from states import assert_same, full_value, local, sharded
+from states import assert_same, full_value, sharded
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -95,7 +95,7 @@ class Saves:
         found = state_at(step, change)
         spoil(found)
         dcp.load(found, storage_reader=FastReader(self.path / str(step)))
-        assert_same(local(found["model"]), local(wanted["model"]))
+        assert_same(found["model"], wanted["model"])
 
 
 def stage(path: Path, changes: list[str], **options: Any) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
-from states import assert_same, full_value, local, local_part, sharded
+from states import assert_same, full_value, sharded
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -133,10 +133,9 @@ def load_sharded(path: Path, kind: str) -> None:
         "step": 0,
     }
     dcp.load(state, storage_reader=FastReader(path))
-    full = full_model()
-    wanted = {name: local_part(full[name], mesh, placements[name]) for name in full}
-    assert_same(local(model), wanted)
-    assert_same(exp_avg.to_local(), wanted["up"])
+    wanted = sharded_model(mesh, placements)
+    assert_same(model, wanted)
+    assert_same(exp_avg, wanted["up"])
     assert state["optimizer"]["state"]["up"]["step"] == STEP
     assert state["step"] == 7
 
@@ -318,7 +317,7 @@ def read_quarter(path: Path) -> float:
         before = nbytes()
         dcp.load(state, storage_reader=FastReader(path))
         read = nbytes() - before
-    assert_same(local(state["model"]["wide"]), local_part(full, mesh, (Shard(0),)))
+    assert_same(state["model"]["wide"], sharded(full, mesh, (Shard(0),)))
     return read / full.nbytes
 
 

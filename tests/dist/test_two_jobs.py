@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forks import Forks
-from states import READERS, assert_same, full_value
+from states import READERS, assert_same, tensors_of
 from stops import run_stopped
 from syscalls import can_stop
 
@@ -34,13 +34,13 @@ TIMEOUT_S = 60
 SHAPES = {"small": (7, 5), "large": (300, 100)}
 
 
-def tensors_of(version: int) -> dict[str, Any]:
-    return {n: full_value(f"{n} {version}", shape, torch.int32) for n, shape in SHAPES.items()}
+def state_of(version: int) -> dict[str, torch.Tensor]:
+    return tensors_of(SHAPES, version, torch.int32) | {"version": torch.tensor(version)}
 
 
 def save(path: Path, version: int, how: str) -> None:
     """Saves a version as a job does that has one rank."""
-    state = tensors_of(version) | {"version": torch.tensor(version)}
+    state = state_of(version)
     if how == "fast":
         dcp.save(state, storage_writer=FastWriter(path), no_dist=True)
     else:
@@ -55,11 +55,10 @@ def loaded(path: Path, how: str) -> int:
     for name, reader in READERS.items():
         if name == "stock" and how != "fast":
             continue
-        state: dict[str, Any] = {n: torch.zeros(s, dtype=torch.int32) for n, s in SHAPES.items()}
-        state["version"] = torch.tensor(-1)
+        state = state_of(-1)
         dcp.load(state, storage_reader=reader(path), no_dist=True)
-        version = int(state.pop("version"))
-        assert_same(state, tensors_of(version))
+        version = int(state["version"])
+        assert_same(state, state_of(version))
         found.add(version)
     assert len(found) == 1, found
     return found.pop()
@@ -238,8 +237,7 @@ def test_a_save_that_fails_does_not_keep_an_old_model_beside_a_new_one(tmp_path:
             super().finish(*args, **kwargs)
 
     writer = Sharded(path, max_shard_nbytes=1)
-    state = tensors_of(2) | {"version": torch.tensor(2)}
-    dcp.save(state, storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
+    dcp.save(state_of(2), storage_writer=writer, planner=FastSavePlanner(), no_dist=True)
     assert loaded(path, "shards") == 2
     assert not (path / "model.safetensors").exists()
 

@@ -15,8 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
-from support.run_steps import steps_in
+from support.run_steps import state_of, steps_in
 
 from torch_ckpt import FastReader, FastWriter, Run, load
 from torch_ckpt.cli.main import main
@@ -29,10 +28,6 @@ from torch_ckpt.runs.step_files import leased_steps, metrics_of
 pytestmark = pytest.mark.timeout(120)
 
 LOSSES = {10: 3.0, 20: 1.0, 30: math.nan, 40: 2.0, 50: 4.0}
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {"w": torch.full((100,), float(step))}
 
 
 def save_all(run: Run, losses: dict[int, float]) -> Run:

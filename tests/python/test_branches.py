@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import ROOT
 from command import run_command
-from support.run_steps import steps_in, warned
+from support.run_steps import data_file, restored, state_of, steps_in, warned
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
@@ -28,22 +27,11 @@ AGENT: dict[str, Any] = {"asynchronous": True, "agent": True}
 MODES: dict[str, dict[str, Any]] = {"direct": {}, "thread": {"asynchronous": True}, "agent": AGENT}
 
 
-def state_of(step: int) -> dict[str, Any]:
-    return {"w": torch.full((3,), float(step)), "step": step}
-
-
 def save_steps(run: Run, *steps: int, **options: Any) -> Run:
     for step in steps:
         run.save(step, state_of(step), **options)
     run.wait()
     return run
-
-
-def restored(run: Run, **options: Any) -> int | None:
-    state = state_of(-1)
-    step = run.restore(state, **options)
-    assert step is None or (state["step"] == step and state["w"][0] == step)
-    return step
 
 
 @pytest.fixture
@@ -88,13 +76,11 @@ def test_runs_that_do_not_go_back_get_no_warning(run_with_steps: Path) -> None:
 
 
 def test_a_damaged_step_is_not_warned_of_as_newer(run_with_steps: Path) -> None:
-    [data] = (run_with_steps / "step-700").glob("*.distcp")
-    os.truncate(data, 10)
+    os.truncate(data_file(run_with_steps, 700), 10)
     run = Run(run_with_steps)
     [message] = warned(lambda: restored(run, step=300))
     assert "step 500 of" in message
-    [data] = (run_with_steps / "step-500").glob("*.distcp")
-    os.truncate(data, 10)
+    os.truncate(data_file(run_with_steps, 500), 10)
     run = Run(run_with_steps)
     assert warned(lambda: [restored(run, step=300), save_steps(run, 310)]) == []
 
@@ -233,8 +219,7 @@ def test_a_run_without_an_agent_discards_the_memory_of_an_earlier_one(
 
 
 def test_discard_after_leaves_a_whole_step(run_with_steps: Path) -> None:
-    [data] = (run_with_steps / "step-300").glob("*.distcp")
-    os.truncate(data, 10)
+    os.truncate(data_file(run_with_steps, 300), 10)
     reason = r"no step up to 300 is whole.*has 10 bytes instead of .*Nothing was removed"
     with pytest.raises(CorruptionError, match=reason):
         Run(run_with_steps).discard_after(300)

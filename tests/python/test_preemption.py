@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import ROOT
+from support.run_steps import restored, state_of
 
 from torch_ckpt import Run
 from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
@@ -30,17 +30,6 @@ MODES: dict[str, dict[str, Any]] = {
     "thread": {"asynchronous": True},
     "agent": {"asynchronous": True, "agent": True},
 }
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {"w": torch.full((3,), float(step)), "step": step}
-
-
-def restored(directory: Path) -> int | None:
-    state = state_of(-1)
-    step = Run(directory).restore(state)
-    assert step is None or (state["step"] == step and state["w"][0] == step)
-    return step
 
 
 def train(
@@ -86,7 +75,7 @@ def test_the_step_that_ends_next_is_saved_and_the_process_ends(
         with pytest.raises(SystemExit) as ended:
             train(run, signal_at=4)
         assert ended.value.code == 143
-        assert restored(tmp_path) == 4  # On disk, before the process ends.
+        assert restored(Run(tmp_path)) == 4  # On disk, before the process ends.
     assert f"SIGTERM ends the training of {tmp_path}: step 4 was saved" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -96,7 +85,7 @@ def test_a_step_on_disk_is_not_saved_twice(mode: str, tmp_path: Path, memory: Pa
     with Run(tmp_path, **MODES[mode]) as run:
         with pytest.raises(SystemExit):
             train(run, signal_at=4, save_at=4)
-        assert restored(tmp_path) == 4
+        assert restored(Run(tmp_path)) == 4
         assert run.saved == 1
 
 
@@ -104,7 +93,7 @@ def test_a_step_that_is_in_memory_alone_is_written_once(tmp_path: Path, memory: 
     with Run(tmp_path, **MODES["agent"]) as run:
         with pytest.raises(SystemExit):
             train(run, signal_at=4, save_at=4, persist=False)
-        assert restored(tmp_path) == 4
+        assert restored(Run(tmp_path)) == 4
         # The agent has nothing to write when the process ends.
         assert list(complete_slots(folder_of(run_of(tmp_path)), run_of(tmp_path))) == []
 
@@ -122,7 +111,7 @@ def test_a_run_that_has_gone_back_saves_a_step_again(how: str, tmp_path: Path) -
         run.restore(state_of(0), step=3)
     with pytest.raises(SystemExit):
         train(run, signal_at=5, first=4)
-    assert restored(tmp_path) == 5  # And not -5.
+    assert restored(Run(tmp_path)) == 5  # And not -5.
 
 
 def test_a_run_that_goes_back_within_the_block_goes_on_to_check_for_signals(tmp_path: Path) -> None:
@@ -140,7 +129,7 @@ def test_a_run_that_goes_back_within_the_block_goes_on_to_check_for_signals(tmp_
 
     with pytest.raises(SystemExit):
         go_back()
-    assert restored(tmp_path) == 4
+    assert restored(Run(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -161,7 +150,7 @@ def test_a_signal_after_the_last_step_of_the_block_ends_the_process_after_the_sa
     with pytest.raises(SystemExit) as ended:
         work()
     assert ended.value.code == 143
-    assert restored(tmp_path) == 3
+    assert restored(Run(tmp_path)) == 3
 
 
 def test_a_block_that_raises_something_else_passes_the_signal_on(
@@ -177,7 +166,7 @@ def test_a_block_that_raises_something_else_passes_the_signal_on(
         with pytest.raises(RuntimeError, match="a collective failed"):
             work(run)
         assert received == [signal.SIGTERM]
-        assert restored(tmp_path) == 1  # The save in flight was waited for.
+        assert restored(Run(tmp_path)) == 1  # The save in flight was waited for.
     assert f"SIGTERM ends the training of {tmp_path} after an error" in caplog.text
     assert "a collective failed" in caplog.text
 
@@ -288,7 +277,7 @@ warnings.simplefilter("ignore")
 import torch_ckpt
 if "RANK" in os.environ:
     torch.distributed.init_process_group("gloo")
-state = {"w": torch.zeros(3), "step": 0}
+state = {"w": torch.zeros(5000), "step": 0}  # As `state_of` makes it.
 numbers = [getattr(signal, name) for name in sys.argv[2:]] or [signal.SIGTERM]
 with torch_ckpt.Run(sys.argv[1], timeout_s=60) as run:
     with run.saving_on_signal(lambda: state, grace_s=20, signals=numbers):
@@ -344,7 +333,7 @@ def assert_is_last_step(run: Path, job: subprocess.Popen[str]) -> None:
     _, log = job.communicate()
     match = re.search(r"ends the training of .*: step (\d+) was saved", log)
     assert match, log
-    assert restored(run) == int(match[1]) >= 5
+    assert restored(Run(run)) == int(match[1]) >= 5
 
 
 @pytest.fixture

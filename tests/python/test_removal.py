@@ -9,12 +9,18 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
-from support.run_steps import CHANGES, removes_until_killed, steps_in, warned
+from support.run_steps import (
+    CHANGES,
+    data_file,
+    removes_until_killed,
+    save_steps,
+    state_of,
+    steps_in,
+    warned,
+)
 
 from torch_ckpt import FastWriter, Run
 from torch_ckpt.filesystems.location import Location
@@ -25,17 +31,6 @@ from torch_ckpt.runs.step_files import what_is_missing
 from torch_ckpt.storage.verify import check_whole
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {"w": torch.full((5000,), float(step)), "step": step}
-
-
-def save_steps(directory: Path, *steps: int, **options: Any) -> Run:
-    run = Run(directory, **options)
-    for step in steps:
-        run.save(step, state_of(step))
-    return run
 
 
 @pytest.fixture
@@ -175,7 +170,7 @@ def test_retention_goes_on_after_a_file_that_cannot_be_removed_and_removes_all_o
     tmp_path: Path, immutable: Callable[[Path], None]
 ) -> None:
     save_steps(tmp_path, 1, 2)
-    [data] = (tmp_path / "step-1").glob("*.distcp")
+    data = data_file(tmp_path, 1)
     immutable(data)
     run = Run(tmp_path, keep_last=1)
 

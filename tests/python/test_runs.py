@@ -21,7 +21,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ROOT, failure_of
-from support.run_steps import removes_until_killed, steps_in
+from support.run_steps import (
+    data_file,
+    removes_until_killed,
+    restored,
+    save_steps,
+    state_of,
+    steps_in,
+)
 
 from torch_ckpt import CheckpointError, FastReader, Run, load
 from torch_ckpt.errors import CorruptionError, NotFoundError
@@ -36,32 +43,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-
-
-def state_of(step: int, numel: int = 5000) -> dict[str, Any]:
-    return {"w": torch.full((numel,), float(step)), "step": step}
-
-
-def save_steps(directory: Path, *steps: int, **options: Any) -> Run:
-    run = Run(directory, **options)
-    for step in steps:
-        assert run.save(step, state_of(step))
-    return run
-
-
-def restored(run: Run) -> int | None:
-    """The step that is restored, with the values of that step."""
-    state = state_of(-1)
-    step = run.restore(state)
-    expected = state_of(-1 if step is None else step)
-    assert torch.equal(state["w"], expected["w"])
-    assert state["step"] == expected["step"]
-    return step
-
-
-def data_file(directory: Path, step: int) -> Path:
-    [path] = (directory / f"step-{step}").glob("*.distcp")
-    return path
 
 
 # ---- Which steps are found ----
@@ -267,7 +248,7 @@ LOADS_IN_A_LOOP = """
 import sys, warnings
 from pathlib import Path
 import torch
-from test_runs import state_of
+from support.run_steps import state_of
 from torch_ckpt import FastReader, load
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -300,7 +281,7 @@ def test_a_reader_beside_a_run_that_removes_steps_gets_right_values_or_a_typed_e
     tmp_path: Path,
 ) -> None:
     directory, end = tmp_path / "run", tmp_path / "end"
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     reader = subprocess.Popen(
         [sys.executable, "-c", LOADS_IN_A_LOOP, directory, end],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

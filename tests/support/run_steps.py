@@ -1,4 +1,4 @@
-"""What tests of runs share: the steps on disk, warnings, and removals that are killed."""
+"""Runs: saved and restored steps, steps on disk, warnings, and removals that are killed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,56 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from torch_ckpt import Run
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_directories import StepDirectories
 
-__all__ = ["CHANGES", "removes_until_killed", "steps_in", "warned"]
+__all__ = [
+    "CHANGES",
+    "data_file",
+    "removes_until_killed",
+    "restored",
+    "save_steps",
+    "state_of",
+    "steps_in",
+    "warned",
+]
 
 CHANGES = ("rename", "sync", "remove")
 """The calls with which a removal changes files."""
+
+
+def state_of(step: int, numel: int = 5000) -> dict[str, Any]:
+    """A state whose values differ between steps."""
+    return {"w": torch.full((numel,), float(step)), "step": step}
+
+
+def save_steps(directory: Path, *steps: int, **options: Any) -> Run:
+    """Saves steps by a run with these options, which it returns."""
+    run = Run(directory, **options)
+    for step in steps:
+        assert run.save(step, state_of(step))
+    return run
+
+
+def restored(run: Run, **options: Any) -> int | None:
+    """The step that a run restores, with the values of that step, or with no value changed."""
+    state = state_of(-1)
+    step = run.restore(state, **options)
+    expected = state_of(-1 if step is None else step)
+    assert torch.equal(state["w"], expected["w"])
+    assert state["step"] == expected["step"]
+    return step
+
+
+def data_file(directory: Path, step: int) -> Path:
+    """The only data file of a step."""
+    [path] = (directory / f"step-{step}").glob("*.distcp")
+    return path
 
 
 def steps_in(directory: Path) -> list[int]:
