@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Forks
+from support.agents import agent_pid, kill_agent
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from torch_ckpt import CheckpointError, FastReader
@@ -150,7 +151,7 @@ class AgentCampaign:
         by = signal.SIGTERM if victims.endswith("SIGTERM") else signal.SIGKILL
         if "agent" in victims:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(_agent_pid(self.directory), by)
+                os.kill(agent_pid(self.directory), by)
         if victims.startswith("agent"):
             # Trainers go on, with another agent: what comes now is saved as ever.
             step = max(life.begun.values()) + 2
@@ -205,16 +206,11 @@ def _folder(directory: Path) -> Path:
     return folder_of(run_of(directory))
 
 
-def _agent_pid(directory: Path) -> int:
-    """The process that is the run's agent, or was."""
-    return int((_folder(directory) / "agent.lock").read_text())
-
-
 def end_agents(directory: Path) -> None:
     """Ends the agents of all runs in a directory that a campaign has left, and their memory."""
     for run in directory.glob("run*"):
         with contextlib.suppress(OSError, ValueError):
-            os.kill(_agent_pid(run), signal.SIGKILL)
+            kill_agent(run)
         shutil.rmtree(_folder(run), ignore_errors=True)
 
 

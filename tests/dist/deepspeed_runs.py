@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.process_io import nbytes_read_by
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -348,15 +349,11 @@ def wide_numel() -> int:
 
 def load_quarter(path: Path) -> tuple[int, int]:
     """Bytes that this rank reads to load its shards, and those of all tensors."""
-    os.environ["TORCH_CKPT_IO"] = "threads"  # io_uring's reads are not counted.
     net = fully_shard(WideNet(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(groups_of(net))
     model, optim = get_state_dict(net, optimizer)
-    counters = Path("/proc/self/io")
-    before = int(counters.read_text().split()[1])
-    dcp.load({"model": model, "optim": optim}, storage_reader=FastReader(path))
-    nbytes = int(counters.read_text().split()[1]) - before
-    del os.environ["TORCH_CKPT_IO"]
+    state = {"model": model, "optim": optim}
+    nbytes = nbytes_read_by(dcp.load, state, storage_reader=FastReader(path))
     return nbytes, 3 * 4 * wide_numel()
 
 

@@ -7,7 +7,6 @@ import functools
 import os
 import random
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from part_saves import before_slot, stage_on
 from ranks import Ranks, on_ranks
 from states import assert_same
+from support.agents import kill_agent
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from waits import until, until_committed
 
@@ -208,7 +208,7 @@ def test_no_rank_waits_for_a_save_that_another_has_passed(run: Path) -> None:
     with before_slot(lambda: None if dist.get_rank() == 0 else dist.barrier()):
         assert agent.stage(state, run / "3", step=3, persist=False) is not None
     if dist.get_rank() == 0:
-        os.kill(int((folder_of(run_of(run)) / "agent.lock").read_text()), signal.SIGKILL)
+        kill_agent(run)
         agent.reserve(state)
         dist.barrier()
     dist.barrier()

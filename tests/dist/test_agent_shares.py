@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from part_saves import stage_on
 from ranks import Ranks, on_ranks
 from states import assert_same
+from support.agents import kill_agent
 
 from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt._core import _native
@@ -213,20 +213,11 @@ def test_where_no_rank_can_tell_its_share_the_next_save_copies_everything(
     pair.run(load_from_memory, run, 4)
 
 
-def kill_agent_of(run: Path) -> None:
-    os.kill(int((folder_of(run_of(run)) / "agent.lock").read_text()), signal.SIGKILL)
-
-
-def kill_agent(run: Path) -> None:
-    if dist.get_rank() == 0:
-        kill_agent_of(run)
-
-
 @pytest.mark.slow
 def test_ranks_share_out_beside_a_new_agent_as_beside_the_former(pair: Ranks, run: Path) -> None:
     for step in (1, 2):
         pair.run(save, run, step, [0, 1])
-    pair.run(kill_agent, run)
+    kill_agent(run)
     pair.run(save, run, 3, [0, 1])
     assert is_shared(run, 3) == [True, True]
     pair.run(load_from_memory, run, 3)

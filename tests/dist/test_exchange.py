@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import RankError, Ranks, Worlds, on_ranks, run_ranks
 from states import assert_same, full_value, shards_of, tensors_of
 from support.exchanging import Exchanging
+from support.process_io import read_nbytes
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -82,17 +83,12 @@ def passed_on(by: str) -> Iterator[None]:
 def load_replicas(path: Path, together: bool, fast: bool, by: str = "memory") -> int:
     """Loads, and returns how many bytes this rank has read from the disk."""
     state = state_of("of no version")
-    before = read_nbytes()
+    before = read_nbytes("read_bytes")
     reader = Exchanging(path, io=TINY, exchange="auto" if together else "off")
     with passed_on(by):
         dcp.load(state, storage_reader=reader, planner=planner_of(fast))
     assert_same(state, state_of("saved"))
-    return read_nbytes() - before
-
-
-def read_nbytes() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+    return read_nbytes("read_bytes") - before
 
 
 @pytest.mark.parametrize("by", ["memory", "wire"])

@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ from ranks import RankError, Worlds
 from safetensors.torch import load_file, save_file
 from states import Failure, assert_same, failures_of, full_value, local_part, sharded
 from support.exchanging import Exchanging
+from support.flips import flip_value
+from support.process_io import nbytes_read_by
 from torch import nn
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -65,11 +66,6 @@ def write(path: Path, form: str) -> Path:
     return path
 
 
-def read_nbytes() -> int:
-    """What this process has read with system calls."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
 def load_parts(path: Path, planner: str, verify: Any = True) -> int:
     """Loads this rank's parts and checks them; returns how many bytes too many were read."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -77,11 +73,8 @@ def load_parts(path: Path, planner: str, verify: Any = True) -> int:
         name: sharded(torch.zeros(shape), mesh, (placement,))
         for name, (shape, placement) in TENSORS.items()
     }
-    with mock.patch.dict(os.environ, TORCH_CKPT_IO="threads"):  # io_uring's reads are not counted.
-        before = read_nbytes()
-        reader = FastReader(path, verify=verify)
-        dcp.load(state, storage_reader=reader, planner=PLANNERS[planner]())
-        nbytes = read_nbytes() - before
+    reader = FastReader(path, verify=verify)
+    nbytes = nbytes_read_by(dcp.load, state, storage_reader=reader, planner=PLANNERS[planner]())
     full = full_state()
     for name, (_, placement) in TENSORS.items():
         assert_same(state[name].to_local(), local_part(full[name], mesh, (placement,)))
@@ -121,9 +114,7 @@ def test_ranks_that_verify_whole_records_read_each_byte_once(
     assert sum(more) < 3 << 20, more  # Their own parts are all of it, once.
     assert path.stat().st_size > whole
 
-    data = bytearray(path.read_bytes())
-    data[data.index(full_state()["up"].numpy().tobytes()) + 5] ^= 1  # In the part of rank 0.
-    path.write_bytes(data)
+    flip_value(path, full_state()["up"], 5)  # In the part of rank 0.
     for failures in worlds.run(3, load_parts_error, path):
         assert {error.kind for error in failures.values()} <= {"CorruptionError", "CancelledError"}
         assert any("checksum does not match" in error.message for error in failures.values())

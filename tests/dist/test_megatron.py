@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from example_runs import output_of
 from ranks import Worlds, on_ranks
 from states import assert_same, failures_of
 from support.commit_files import index_file
+from support.process_io import nbytes_read_by
 from torch.distributed.checkpoint import CheckpointException
 
 pytest.importorskip("megatron.core")
@@ -286,21 +286,14 @@ def test_a_group_reads_each_stored_byte_once(path: Path) -> None:
     for group in (None, dist.group.WORLD):
         tensor = torch.zeros_like(whole)
         state = {"w": ShardedTensor.from_rank_offsets("w", tensor, replica_id=(dist.get_rank(),))}
-        begin = read_nbytes()
-        # io_uring's reads are not counted.
-        with on_cpu(), mock.patch.dict(os.environ, TORCH_CKPT_IO="threads"):
-            mcore.load(state, str(path), FastLoadStrategy(exchange_group=group))
+        strategy = FastLoadStrategy(exchange_group=group)
+        with on_cpu():
+            nbytes = nbytes_read_by(mcore.load, state, str(path), strategy)
         ranks: list[Any] = [None, None]
-        dist.all_gather_object(ranks, read_nbytes() - begin)
+        dist.all_gather_object(ranks, nbytes)
         read[group] = sum(ranks)
         assert torch.equal(tensor, whole)
     assert read[dist.group.WORLD] < 1.05 * whole.nbytes < 1.9 * whole.nbytes < read[None]
-
-
-def read_nbytes() -> int:
-    """Bytes that this process has read from files."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
 
 
 @on_ranks(2)

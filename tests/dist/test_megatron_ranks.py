@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
 from states import assert_same, local_part, sharded
+from support import golden_megatron
 from support.exchanging import Exchanging
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,12 +19,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastLoadPlanner, FastReader
 
-sys.path.append(str(Path(__file__).parents[1] / "python"))
-import golden_megatron
-
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "megatron-0.15"
 PLANNERS = {"stock": DefaultLoadPlanner, "fast": FastLoadPlanner}
 FLAT = "optimizer.state.exp_avg."
 
@@ -45,7 +40,9 @@ def load_shards(planner: str) -> None:
                 state[fqn] = sharded(torch.zeros_like(value), mesh, placement)
             else:
                 state[fqn] = None
-        dcp.load(state, storage_reader=Exchanging(GOLDEN), planner=PLANNERS[planner]())
+        dcp.load(
+            state, storage_reader=Exchanging(golden_megatron.GOLDEN), planner=PLANNERS[planner]()
+        )
         for fqn, value in full.items():
             if isinstance(value, torch.Tensor):
                 placement = placements[fqn.removeprefix(FLAT)]
@@ -90,7 +87,7 @@ def load_with_megatron(tp: int) -> None:
     with mock.patch.object(
         strategies, "_get_filesystem_reader", lambda path, *_, **__: FastReader(path)
     ):
-        loaded = dist_checkpointing.load(state, str(GOLDEN))
+        loaded = dist_checkpointing.load(state, str(golden_megatron.GOLDEN))
     loaded.pop("content_metadata", None)
     assert_same(loaded, expected)
 

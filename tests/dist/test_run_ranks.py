@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from ranks import Worlds, on_ranks
 from states import assert_same
+from support.flips import flip
 from support.logs import logged
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -73,10 +74,8 @@ def test_all_ranks_fall_back_to_the_step_that_is_sound_on_each(path: Path) -> No
         for step in (1, 2, 3):
             run.save(step, state_of(step))
         if dist.get_rank() == 1:
-            [torn] = (path / "step-3").glob("__1_*.distcp")
-            data = bytearray(torn.read_bytes())
-            data[-3000] ^= 1  # Of the tensor, which the second rank reads, and nobody else.
-            torn.write_bytes(data)
+            [data] = (path / "step-3").glob("__1_*.distcp")
+            flip(data, -3000)  # Of the tensor, which the second rank reads, and nobody else.
             os.truncate(path / "step-2/.metadata", 50)
         dist.barrier()
         state = state_of(-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
 from states import assert_same, full_value, sharded
+from support.process_io import nbytes_read_by
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -309,14 +309,7 @@ def read_quarter(path: Path) -> float:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = full_value("wide", WIDE, torch.float32)
     state = {"model": {"wide": torch.zeros_like(sharded(full, mesh, (Shard(0),)))}}
-
-    def nbytes() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    with mock.patch.dict(os.environ, TORCH_CKPT_IO="threads"):  # io_uring's reads are not counted.
-        before = nbytes()
-        dcp.load(state, storage_reader=FastReader(path))
-        read = nbytes() - before
+    read = nbytes_read_by(dcp.load, state, storage_reader=FastReader(path))
     assert_same(state["model"]["wide"], sharded(full, mesh, (Shard(0),)))
     return read / full.nbytes
 

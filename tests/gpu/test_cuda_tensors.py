@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.flips import flip
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions
@@ -151,9 +152,7 @@ def test_a_load_comes_after_what_the_current_stream_has_still_to_do(tmp_path):
 def test_damage_is_found_on_the_way_to_the_gpu_and_named(tmp_path):
     dcp.save({"weight": seeded(2000, 100)}, storage_writer=FastWriter(tmp_path), no_dist=True)
     (data_file,) = tmp_path.glob("*.distcp")
-    damaged = bytearray(data_file.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    data_file.write_bytes(damaged)
+    flip(data_file, data_file.stat().st_size // 2)
 
     loaded = {"weight": torch.zeros(2000, 100, device="cuda")}
     with pytest.raises(dcp.api.CheckpointException, match="'weight'"):

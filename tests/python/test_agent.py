@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forks import run_python
+from support.agents import agent_pid, kill_agent
 from support.states import blanked, random_state, same
 from waits import SOON_S, until
 
@@ -75,14 +76,6 @@ def save(agent: SnapshotAgent, run: Path, step: int, state: Any = None) -> None:
 
 def newest(agent: SnapshotAgent) -> int:
     return agent.newest().step
-
-
-def agent_pid(run: Path) -> int:
-    return int((folder_of(run_of(run)) / "agent.lock").read_text())
-
-
-def kill_agent(run: Path) -> None:
-    os.kill(agent_pid(run), signal.SIGKILL)
 
 
 def is_gone(pid: int) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.agents import agent_pid
 from waits import SOON_S, until
 
 import torch_ckpt
@@ -167,11 +168,6 @@ def test_the_command_is_the_agent_of_a_run(run: Path) -> None:
     assert first.wait(SOON_S) == -signal.SIGTERM
 
 
-def agent_of(run: Path) -> int:
-    """The process id of the agent of a run."""
-    return int((folder_of(run_of(run)) / "agent.lock").read_text())
-
-
 @pytest.mark.thin("True")
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> None:
@@ -179,7 +175,7 @@ def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> No
     training = torch_ckpt.Run(run, asynchronous=True, agent=True, timeout_s=3)
     training.save(1, state)
     training.wait()
-    agent = agent_of(run)
+    agent = agent_pid(run)
     os.kill(agent, signal.SIGSTOP)
     begin = time.monotonic()
     try:
@@ -204,7 +200,7 @@ def test_a_save_whose_agent_freezes_before_the_commit_fails(run: Path) -> None:
     training = torch_ckpt.Run(run, asynchronous=True, agent=True, timeout_s=3)
     training.save(1, {"w": torch.ones(1000)})
     training.wait()
-    agent = agent_of(run)
+    agent = agent_pid(run)
     training.save(2, {"w": torch.ones(100 << 20, dtype=torch.uint8)})
     os.kill(agent, signal.SIGSTOP)
     try:

@@ -19,6 +19,7 @@ from command import DAMAGED, FAILED, MODULE, SOUND, UNKNOWN, run_command
 from damage import BLOCK, slices_of
 from progress_bars import Terminal
 from support.commit_files import index_file
+from support.flips import flip, flip_value, flipped
 from torch.distributed.checkpoint import FileSystemWriter
 
 from torch_ckpt import FastWriter
@@ -50,12 +51,6 @@ def saved(state: dict[str, Any], tmp_path: Path) -> Path:
     """A checkpoint of ``state`` in two data files."""
     save(state, FastWriter(tmp_path / "saved", thread_count=2))
     return tmp_path / "saved"
-
-
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 def fqns_in(path: Path, file: str, begin: int, end: int) -> list[str]:
@@ -167,9 +162,8 @@ def test_damaged_metadata_or_index_are_damage(
     whole = path.read_bytes()
     path.unlink()
     if damage != "missing":
-        flipped = bytearray(whole)
-        flipped[200 if name == "index" else -9] ^= 1  # In the header; in the trailer.
-        path.write_bytes(flipped)
+        # In the header; in the trailer.
+        path.write_bytes(flipped(whole, 200 if name == "index" else -9))
 
     for command, prefix in (("verify", "damaged: "), ("inspect", "torch-ckpt: ")):
         status, printed = run_command(command, saved)
@@ -211,10 +205,9 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
     assert "no damage found" in printed
 
     (file,) = data_files(tmp_path)
-    whole = file.read_bytes()
     wide = next(s for s in slices_of(tmp_path) if s.fqn == "model.wide")
     step = next(s for s in slices_of(tmp_path) if s.fqn == "step")
-    flip(file, whole.index(state["model"]["wide"].numpy().tobytes()) + 1000)
+    flip_value(file, state["model"]["wide"], 1000)
     flip(file, step.begin + 67)  # In the pickle, behind the header of its record.
     lines, printed = verify_damaged(tmp_path)
     hit = sorted([wide, step], key=lambda s: s.begin)

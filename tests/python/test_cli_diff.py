@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import memory_growth_kib, save
 from crafted import StoredBytes, archive
 from safetensors.torch import save_file
+from support.flips import flip_value
 from torch.distributed.checkpoint import FileSystemWriter
 
 import torch_ckpt
@@ -181,9 +182,7 @@ def test_a_damaged_checkpoint_is_a_failure_and_no_difference(
     for name in ("a", "b"):
         SAVES["ours"](WEIGHTS, tmp_path / name)
     (data,) = (tmp_path / "b").glob("*.distcp")
-    contents = bytearray(data.read_bytes())
-    contents[contents.index(WEIGHTS["a"].numpy().tobytes())] ^= 1
-    data.write_bytes(contents)
+    flip_value(data, WEIGHTS["a"])
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 3
     assert data.name in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ import torch
 from command import run_command
 from progress_bars import Terminal
 from safetensors.torch import save_file
+from support.flips import flip_value
 
 import torch_ckpt
 from torch_ckpt.cli.main import main
@@ -105,9 +106,7 @@ def test_inspect_and_verify_of_a_file_of_torch_save(tmp_path: Path) -> None:
     assert status == 0
     assert json.loads(printed)["outcome"] == "sound"
 
-    contents = bytearray(file.read_bytes())
-    contents[contents.index(torch.arange(5000.0).numpy().tobytes()) + 77] ^= 1
-    file.write_bytes(contents)
+    flip_value(file, torch.arange(5000.0), 77)
     status, printed = run_command("verify", file)
     assert status == 1
     assert "damaged: model.pt: Bad CRC-32 for file" in printed

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import DTYPES, bits, memory_growth_kib
 from deepspeed_checkpoints import write as write_deepspeed
+from support.flips import flip_value
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torch_ckpt
@@ -170,9 +171,7 @@ def test_a_damaged_source_leaves_no_target(
         state = {"model": model}
     torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
     (data,) = (tmp_path / "source").glob("*.distcp")
-    contents = bytearray(data.read_bytes())
-    contents[contents.index(model["b"].numpy().tobytes()) + 700] ^= 1
-    data.write_bytes(contents)
+    flip_value(data, model["b"], 700)
     assert run("convert", tmp_path / "source", tmp_path / "target", "--to", to) == 1
     assert data.name in capsys.readouterr().err
     assert not any((tmp_path / "target").glob("*"))

@@ -27,6 +27,7 @@ from checkpoints import (
     save,
 )
 from support.commit_files import index_file
+from support.flips import flip, flipped
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
@@ -84,8 +85,8 @@ def test_without_its_index_a_checkpoint_is_refused_with_a_way_out(
     other = index_file(tmp_path / "other").read_bytes()
     index.unlink()
     if damage != "missing":
-        flipped = whole[:99] + b"\xff" + whole[100:]
-        index.write_bytes({"empty": b"", "flipped": flipped, "of another save": other}[damage])
+        damaged = {"empty": b"", "flipped": flipped(whole, 99), "of another save": other}
+        index.write_bytes(damaged[damage])
 
     said = refusal(saved, state, no_dist=True)
 
@@ -211,7 +212,7 @@ def test_metadata_with_a_damaged_pickle_load_by_their_index_and_fail_their_check
     path = saved / ".metadata"
     whole = path.read_bytes()
     for at in (0, rng.randrange(len(whole) - 64), len(whole) - 65):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+        path.write_bytes(flipped(whole, at, rng.randrange(8)))
         assert loads(saved, state) == []
         committed, index = open_committed(Location(saved), "")
         assert index is not None
@@ -225,9 +226,7 @@ def test_a_damaged_trailer_does_not_make_a_checkpoint_one_without_an_index(
     at: int, saved: Path, state: dict[str, Any]
 ) -> None:
     path = saved / ".metadata"
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) - 64 + at] ^= 1
-    path.write_bytes(whole)
+    flip(path, at - 64)
 
     assert "index" in refusal(saved, state, no_dist=True)
     index_file(saved).unlink()  # The mark in the pickle is a witness of its own.
@@ -280,7 +279,7 @@ def lose(path: Path, how: str, other: Path) -> None:
         {
             "empty": b"",
             "cut off": whole[:middle],
-            "flipped": whole[:-20] + bytes([whole[-20] ^ 16]) + whole[-19:],  # In the trailer.
+            "flipped": flipped(whole, -20, 4),  # In the trailer.
             "another object": pickle.dumps({"not": "metadata"}),
             "of another save": (other / ".metadata").read_bytes(),
         }[how]
@@ -360,8 +359,8 @@ def test_checkpoints_of_single_ranks_have_an_index_of_their_own(
     middle = len(whole) - 20 if name == "metadata" else len(whole) // 2
     file.unlink()
     if damage != "missing":
-        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-        file.write_bytes({"empty": b"", "cut off": whole[:-1], "flipped": flipped}[damage])
+        damaged = {"empty": b"", "cut off": whole[:-1], "flipped": flipped(whole, middle)}
+        file.write_bytes(damaged[damage])
 
     # DCP wraps no error of a rank that loads by itself: they arrive as they are.
     targets = blank(state)
@@ -419,7 +418,7 @@ def test_a_flipped_bit_of_a_stock_payload_that_is_read_whole_is_corruption(
     else:  # Anywhere in the record of the pickle, after its header and name.
         begin, nbytes = info.offset + 64, 8
     for at in [begin, begin + nbytes - 1, *(begin + rng.randrange(nbytes) for _ in range(10))]:
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+        file.write_bytes(flipped(whole, at, rng.randrange(8)))
         error = failure_of(load, blank({fqn: state[fqn]}), FastReader(tmp_path))
         assert isinstance(error, CorruptionError), f"byte {at - info.offset} of {fqn}"
         assert file.name in str(error)

@@ -31,6 +31,7 @@ from checkpoints import (
     random_tensor,
     save,
 )
+from support.flips import flip, flip_value
 from torch.distributed.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
@@ -87,15 +88,6 @@ def place_of(path: Path, fqn: str) -> Any:
     metadata = pickle.loads((path / ".metadata").read_bytes())
     (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == fqn)
     return info
-
-
-def flip(file: Path, position: int, bit: int = 0) -> None:
-    """Flips one bit of a file."""
-    with open(file, "r+b") as stream:
-        stream.seek(position)
-        byte = stream.read(1)[0]
-        stream.seek(position)
-        stream.write(bytes([byte ^ 1 << bit]))
 
 
 @pytest.mark.parametrize("missing", ["directory", "metadata"])
@@ -190,7 +182,7 @@ def test_verification_can_be_turned_off(
 ) -> None:
     (file,) = data_files(saved)
     for fqn in ("large", "small"):
-        flip(file, file.read_bytes().index(state[fqn].numpy().tobytes()) + 100)
+        flip_value(file, state[fqn], 100)
 
     assert loads(saved, state, verify=False) == ["['large']: other bits", "['small']: other bits"]
 
@@ -222,7 +214,7 @@ def test_an_error_that_is_kept_keeps_no_buffers_and_no_data_files(
 
     (file,) = data_files(saved)
     if damage == "bytes":
-        flip(file, file.read_bytes().index(state["small"].numpy().tobytes()))
+        flip_value(file, state["small"])
     else:
         os.truncate(file, file.stat().st_size - 1)
     kept = [failure_of(loads, saved, {"small": state["small"]})]
@@ -288,7 +280,7 @@ def test_no_flipped_bit_of_an_object_goes_unnoticed_and_each_is_corruption(
 
 def test_damage_elsewhere_does_not_matter(saved: Path, state: dict[str, Any]) -> None:
     (file,) = data_files(saved)
-    flip(file, file.read_bytes().index(state["large"].numpy().tobytes()))
+    flip_value(file, state["large"])
 
     assert loads(saved, {"small": state["small"]}) == []
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import golden_megatron
 import pytest
 import torch
 from checkpoints import (
@@ -24,7 +23,9 @@ from checkpoints import (
     load,
 )
 from command import DAMAGED, SOUND, UNKNOWN, run_command
-from golden_megatron import GOLDEN
+from support import golden_megatron
+from support.flips import flip_value
+from support.golden_megatron import GOLDEN
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -140,19 +141,13 @@ def test_verify_reads_every_byte_and_names_the_damaged_tensor(copy: Path) -> Non
     nbytes = sum(path.stat().st_size for path in data_files(copy))
     assert f"no damage found ({nbytes} bytes" in printed
 
-    payload = golden_megatron.full_state()[FLAT + "norm"][:3].numpy().tobytes()
-    flip(copy, payload)
+    begin = golden_megatron.full_state()[FLAT + "norm"][:3]
+    payload = begin.numpy().tobytes()
+    (file,) = (file for file in data_files(copy) if payload in file.read_bytes())
+    flip_value(file, begin)
     status, printed = run_command("verify", copy)
     assert status == DAMAGED
     assert FLAT + "norm" in printed
-
-
-def flip(path: Path, payload: bytes) -> None:
-    """Flips a bit of the first byte of a payload."""
-    (file,) = (file for file in data_files(path) if payload in file.read_bytes())
-    data = bytearray(file.read_bytes())
-    data[data.index(payload)] ^= 1
-    file.write_bytes(data)
 
 
 CUBE = FLAT + "cube"  # Shape [3, 8, 5], stored as [1, 2, 1, 60].

@@ -24,6 +24,7 @@ from checkpoints import (
     loads,
     random_tensor,
 )
+from support.flips import flipped
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -270,9 +271,8 @@ def test_a_flipped_bit_is_found_where_a_storage_is_read_whole(
     good = path.read_bytes()
     for fqn in state:
         begin = good.index(state[fqn].numpy().tobytes())
-        data = bytearray(good)
-        data[begin + rng.randrange(state[fqn].nbytes)] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
+        at = begin + rng.randrange(state[fqn].nbytes)
+        path.write_bytes(flipped(good, at, rng.randrange(8)))
         for planner in PLANNERS:
             reader = FastReader(path)
             error = failure_of(load, {fqn: blank(state[fqn])}, reader, planner=planner())

@@ -43,7 +43,7 @@ from crafted import (
     text,
     tuple_of,
 )
-from resumable_states import OBJECTS
+from support.resumable_states import OBJECTS
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from torch_ckpt import CheckpointError, FastReader

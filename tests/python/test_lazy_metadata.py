@@ -19,6 +19,7 @@ from checkpoints import (
     save,
 )
 from support.commit_files import index_file
+from support.flips import flipped
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -187,7 +188,7 @@ def test_damage_to_a_large_index_stops_only_loads_that_use_it(
     refused = right = 0
     for _ in range(40 if full else 12):
         at = rng.randrange(65536, len(whole))
-        index.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+        index.write_bytes(flipped(whole, at, rng.randrange(8)))
         number = rng.randrange(20_000)
         try:
             assert row_of(large, number) == [3 * number, 3 * number + 1, 3 * number + 2]

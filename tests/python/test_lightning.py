@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.slow_values import Slow
 
 pytest.importorskip("lightning")
 
@@ -127,22 +127,6 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with pytest.raises(NotFoundError):
         plugin.load_checkpoint(tmp_path / "x.ckpt")
-
-
-class Slow:
-    """What is pickled in the background when it may be."""
-
-    may_go_on = threading.Event()
-    fails = False
-
-    def __deepcopy__(self, _: object) -> Slow:
-        return self
-
-    def __reduce__(self) -> Any:
-        assert self.may_go_on.wait(60)
-        if self.fails:
-            raise ValueError("cannot be pickled")
-        return OrderedDict, ()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import differences, failure_of, load, loads, save, xxh3
 from support.commit_files import index_file
+from support.flips import flip
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
@@ -95,11 +96,9 @@ def test_what_a_planner_adds_to_metadata_is_read_back_and_does_not_keep_verify_f
     assert loads(tmp_path, {"w": torch.arange(9)}) == []
     assert main(["verify", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*.distcp")
-    damaged = bytearray(file.read_bytes())
-    damaged[600] ^= 1
-    file.write_bytes(damaged)
+    flip(file, 600)
     assert main(["verify", str(tmp_path)]) == 1
-    assert f"damaged: {file.name} [0, {len(damaged)})" in capsys.readouterr().out
+    assert f"damaged: {file.name} [0, {file.stat().st_size})" in capsys.readouterr().out
 
 
 class EmptyBytesPlanner(DefaultSavePlanner):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import failure_of, flattened_metadata, load, outcome, save, stored_slice
-from planner_mixins import BalancesByCount, StoresPlans
+from support.planner_mixins import BalancesByCount, MakesNewPlans, StoresPlans
 from support.states import blanked, same
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -301,11 +301,6 @@ class Materializes:
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self.state_dict[read_item.dest_index.fqn] = tensor
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], tensor)
-
-
-class MakesNewPlans:
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return [LoadPlan(list(plan.items)) for plan in super().create_global_plan(global_plan)]
 
 
 class EditsReads:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import blank, differences, failure_of, load, random_tensor
 from command import DAMAGED, FAILED
-from golden_megatron import GOLDEN, full_state
+from support.golden_megatron import GOLDEN, full_state
+from support.process_io import nbytes_read_by
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -201,24 +202,21 @@ def test_a_record_is_read_whole_once_for_each_open_checkpoint(
 
     reader.set_up_storage_reader(metadata, True)
     index = MetadataIndex("w", torch.Size([0]), 0)
-    counters = Path("/proc/self/io")
-    read = []
-    os.environ["TORCH_CKPT_IO"] = "threads"  # io_uring's reads are not counted.
-    try:
-        for begin in range(0, 1 << 20, 1 << 18):
-            target = torch.empty(1 << 10)
-            lengths = torch.Size([1 << 10])
-            item = ReadItem(
-                LoadItemType.TENSOR, index, torch.Size([0]), index, torch.Size([begin]), lengths
-            )
-            before = int(counters.read_text().split()[1])
-            reader.read_data(LoadPlan([item]), Planner()).wait()
-            read.append(int(counters.read_text().split()[1]) - before)
-            assert differences({"w": state["w"][begin : begin + (1 << 10)]}, {"w": target}) == []
-    finally:
-        del os.environ["TORCH_CKPT_IO"]
-    assert read[0] > 4 << 20
-    assert all(nbytes < 1 << 20 for nbytes in read[1:]), read
+
+    def read(item: ReadItem) -> None:
+        reader.read_data(LoadPlan([item]), Planner()).wait()
+
+    nbytes = []
+    for begin in range(0, 1 << 20, 1 << 18):
+        target = torch.empty(1 << 10)
+        lengths = torch.Size([1 << 10])
+        item = ReadItem(
+            LoadItemType.TENSOR, index, torch.Size([0]), index, torch.Size([begin]), lengths
+        )
+        nbytes.append(nbytes_read_by(read, item))
+        assert differences({"w": state["w"][begin : begin + (1 << 10)]}, {"w": target}) == []
+    assert nbytes[0] > 4 << 20
+    assert all(later < 1 << 20 for later in nbytes[1:]), nbytes
 
 
 OBJECTS: dict[str, Callable[[], Any]] = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import READERS, WRITERS, failure_of, load, save
-from resumable_states import (
+from support.resumable_states import (
     ARRAYS,
     OBJECTS,
     REFUSED,
@@ -145,7 +145,7 @@ def test_one_warning_names_all_that_a_load_would_refuse(tmp_path: Path) -> None:
         save(state, FastWriter(tmp_path))
     (message,) = [str(w.message) for w in caught if "torch_ckpt" in str(w.message)]
     assert "51 values" in message
-    assert "resumable_states.Colour, resumable_states.Settings" in message
+    assert "support.resumable_states.Colour, support.resumable_states.Settings" in message
     assert "and 31 more" in message
 
 

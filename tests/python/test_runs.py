@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ROOT, failure_of
+from support.flips import flip
 from support.run_steps import (
     data_file,
     removes_until_killed,
@@ -29,6 +29,7 @@ from support.run_steps import (
     state_of,
     steps_in,
 )
+from support.slow_values import Slow
 
 from torch_ckpt import CheckpointError, FastReader, Run, load
 from torch_ckpt.errors import CorruptionError, NotFoundError
@@ -106,17 +107,12 @@ def test_a_stock_checkpoint_is_a_step_unless_a_file_is_short(tmp_path: Path) -> 
         assert Run(tmp_path).latest_step() == 1
 
 
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def test_a_flipped_bit_is_found_by_a_full_check_or_by_the_load_which_falls_back(
     tmp_path: Path,
 ) -> None:
     save_steps(tmp_path, 1, 2)
-    flip_a_byte(data_file(tmp_path, 2))
+    data = data_file(tmp_path, 2)
+    flip(data, data.stat().st_size // 2)
 
     assert Run(tmp_path).latest_step() == 2
     with pytest.warns(UserWarning, match="step 2 is passed over.*CorruptionError"):
@@ -309,22 +305,6 @@ def test_a_reader_beside_a_run_that_removes_steps_gets_right_values_or_a_typed_e
 
 
 # ---- Saves in the background ----
-
-
-class Slow:
-    """An object whose pickling, which is done in the background, waits until it may go on."""
-
-    may_go_on = threading.Event()
-    fails = False
-
-    def __deepcopy__(self, _: object) -> Slow:
-        return self  # Or it would be pickled where the state is copied, too.
-
-    def __reduce__(self) -> Any:
-        assert self.may_go_on.wait(60)
-        if self.fails:
-            raise ValueError("cannot be pickled")
-        return OrderedDict, ()
 
 
 @contextlib.contextmanager

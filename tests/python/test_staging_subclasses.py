@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import load
-from resumable_states import equal
+from support.resumable_states import equal
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_ckpt

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 
 class BalancesByCount:
@@ -23,6 +23,11 @@ class BalancesByCount:
             for plan, items in zip(all_plans, items_per_rank, strict=True)
         ]
         return super().create_global_plan(all_plans)
+
+
+class MakesNewPlans:
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [LoadPlan(list(plan.items)) for plan in super().create_global_plan(global_plan)]
 
 
 class StoresPlans:
