@@ -84,7 +84,7 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Of what a test draws: ``TEST_SEED``, which may be ``random``, or always the test's own."""
+    """The seed of a test: ``TEST_SEED``, which may be ``random``, or always the test's own."""
     asked = os.environ.get("TEST_SEED", "")
     own = zlib.crc32(request.node.nodeid.encode())
     found = random.SystemRandom().randrange(2**32) if asked == "random" else int(asked or own)

@@ -59,7 +59,7 @@ def rank_environment() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",  # Where DCP's background processes meet.
         "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "FATAL",  # Of connections that kills have cut.
+        "TORCH_CPP_LOG_LEVEL": "FATAL",  # Kills cut connections.
     }
 
 

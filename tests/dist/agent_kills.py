@@ -310,7 +310,7 @@ def _train_until_told(pipe: connection.Connection, directory: Path, say: Any) ->
             agent.persist(staged)
             say("persisted", staged.header.step)
         except CheckpointError as error:
-            # Of a rank that is gone: this one will be killed, too.
+            # Another rank was killed: this one will be, too.
             if "a rank ended" not in str(error):
                 say("failed", f"{type(error).__name__}: {error}")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed_runs import initialized, resume_torch, train_step
 from torch import nn
 
-ROWS = 16  # Of a batch, over all ranks.
+ROWS = 16  # In a batch, over all ranks.
 STEPS = 3
 EXPERTS, HIDDEN, INNER = 4, 6, 10
 LAYERS = 2
@@ -109,7 +109,7 @@ def engine_of(
     """An engine with the experts on so many ranks."""
     from deepspeed.utils import groups
 
-    for kept in vars(groups).values():  # Of an earlier run, with another order of ranks.
+    for kept in vars(groups).values():  # An earlier run had another order of ranks.
         if isinstance(kept, dict) and any("ep_size" in str(key) for key in kept):
             kept.clear()
     net = Net(Moe)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed_runs import initialized, loaded_whole, prepare, resume_torch, train_step
 from torch import nn
 
-ROWS = 16  # Of a batch, over all ranks.
+ROWS = 16  # In a batch, over all ranks.
 STEPS = 3
 EXPERTS = 4
 LAYERS = 2
@@ -123,7 +123,7 @@ def save_experts(
     """
     from deepspeed.utils import groups
 
-    for kept in vars(groups).values():  # Of an earlier run, with another order of ranks.
+    for kept in vars(groups).values():  # An earlier run had another order of ranks.
         if isinstance(kept, dict) and f"ep_size_{ranks}" in kept:
             kept.clear()
     engine = engine_of(stage, ranks, data_first=data_first, frozen=frozen)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-ROWS = 4  # Of a batch, over all data-parallel ranks.
+ROWS = 4  # In a batch, over all data-parallel ranks.
 STEPS = 3
 TENSOR_RANKS = 2
 

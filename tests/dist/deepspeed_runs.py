@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_ckpt import FastReader
 
-ROWS = 12  # Of a batch, over all ranks.
+ROWS = 12  # In a batch, over all ranks.
 STEPS = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLIENT = {"epoch": 3, "nested": {"a": [1, 2]}}

@@ -33,7 +33,7 @@ from torch_ckpt.errors import RankTimeoutError
 DEADLINE_S = 1.0
 MARGIN_S = 10.0  # For a machine that is busy.
 AMPLE_S = 100.0  # Longer than LIMIT_S: a rank that waits so long was not notified of a failure.
-LIMIT_S = 40.0  # Of a call of a test.
+LIMIT_S = 40.0  # For one call of a test.
 COLLECTIVE_TIMEOUT_S = 300
 SHAPES = {"first": (7, 5), "second": (61, 33)}
 RECORDER = Path(__file__).resolve().parents[2] / "build/cpp"  # A module of C++ for tests.

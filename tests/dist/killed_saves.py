@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastWriter
 
-START_TIMEOUT_S = 60  # Of ranks: forking, meeting.
+START_TIMEOUT_S = 60  # Forking ranks, and connecting them.
 SAVE_TIMEOUT_S = 30  # Within which survivors have returned or raised.
 # gloo misses it, now and then, when a rank dies between two collectives. The next one then waits
 # as long as this, in stock's own broadcast, whatever writes.
@@ -85,10 +85,10 @@ class Case:
     single_file_per_rank: bool
     queue: str
     victims: frozenset[int]
-    moment: str | None  # Of `MOMENTS`; `None` for one at random.
+    moment: str | None  # One of `MOMENTS`; `None` for one at random.
     at_rank: int  # Whose moment it is.
     occurrence: int
-    delay: float  # Of the time that a save takes.
+    delay: float  # As a fraction of the time of a save.
 
     def value(self, name: str, version: int) -> torch.Tensor:
         """The whole tensor."""
@@ -162,7 +162,7 @@ WRITERS = {"fast": FastWriter, "careless": CarelessWriter}
 class Seen:
     """What one save has shown before all its ranks had ended."""
 
-    outcome: dict[int, str] = field(default_factory=dict)  # Of ranks: returned, raised, killed...
+    outcome: dict[int, str] = field(default_factory=dict)  # By rank: returned, raised, killed...
     where: str = "after the save"  # The moment of the kill.
     seconds: float | None = None  # Until every rank had returned.
     commit_begun: bool | None = False  # `None` where nobody looked.
@@ -185,7 +185,7 @@ class KilledSave:
         # In the place of a directory that is not there yet.
         self._hidden = re.compile(rf"{re.escape(folder_of(path))}/\.partial\.[a-p.]+(?=/|$)")
         self._kill_at: str | None = None
-        self._calls = 0  # Of the moment of the case.
+        self._calls = 0  # Those of the case's moment.
         self._kinds: dict[int, str] = {}  # What each rank is at: data, index, metadata or commit.
         self._pipes: dict[connection.Connection, int] = {}
         self._listeners: dict[Listener, int] = {}

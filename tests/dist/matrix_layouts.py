@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 WORLD = 8
-TIMEOUT_S = 200  # Of a call that takes seconds, on a machine that is busy.
+TIMEOUT_S = 200  # A call takes seconds; for a machine that is busy.
 VOCABULARY, WIDTH, HEADS, HEAD_WIDTH, INNER, EXPERTS = 37, 27, 4, 5, 36, 5
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # Names no group by its number.
 
@@ -166,7 +166,7 @@ def group_of(layout: Layout) -> dist.ProcessGroup:
 class Layout:
     """How the model is spread over the first ``ranks`` ranks of the world."""
 
-    shape: tuple[int, ...]  # Of its mesh.
+    shape: tuple[int, ...]  # The mesh's.
     spread: Callable[[Net, DeviceMesh], nn.Module]
 
     @property

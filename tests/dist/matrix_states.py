@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import torch_ckpt
 
 CONFIG = {"epoch": 7, "betas": (0.9, 0.95), "kind": "cosine"}
-RATE = ".lr"  # Of each parameter another.
+RATE = ".lr"  # Each parameter has another.
 State = dict[str, dict[str, Any]]
 
 

@@ -33,7 +33,7 @@ class Failure(NamedTuple):
 
 
 def failures_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, Failure]:
-    """Of every rank that failed, as this one is told; none where the call returns."""
+    """The failures that this rank gets of all ranks; none where the call returns."""
     try:
         call(*args, **kwargs)
     except CheckpointException as error:

@@ -129,7 +129,7 @@ def test_two_machines_save_what_stock_dcp_loads_and_start_again_from_memory(
     tmp_path: Path, memory: Path
 ) -> None:
     run = tmp_path / "run"
-    left = run / "step-1" / ".agents-0123456789abcdef-1.lists"  # Of machines that were lost.
+    left = run / "step-1" / ".agents-0123456789abcdef-1.lists"  # Left by lost machines.
     left.parent.mkdir(parents=True)
     left.write_bytes(b"")
     with Ranks(RANKS) as world:

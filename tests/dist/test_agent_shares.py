@@ -1,4 +1,4 @@
-"""Of what several ranks of a machine hold, each copies its share."""
+"""Each rank copies its share of the replicas on its machine."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_a_run_saves_what_ranks_hold_by_turns(run: Path) -> None:
 
 
 def save_with_a_flag(run: Path) -> None:
-    """Of which no file says anything but what the first rank says."""
+    """Saves a flag of a tensor on one rank; the checkpoint has that of the first rank."""
     agent_of(run)
     for step in (1, 2, 3):
         state: dict[str, Any] = state_of(step)

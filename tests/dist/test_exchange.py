@@ -356,7 +356,7 @@ def resident_nbytes() -> int:
 
 
 def keep_errors(paths: list[Path]) -> int:
-    """Of loads that fail; how much memory that takes."""
+    """Keeps the errors of loads; returns the bytes of memory that they take."""
     kept = []
     before = 0
     state = large_state(-1)  # Which an error refers to as well.
@@ -516,7 +516,7 @@ def test_ranks_wait_no_longer_than_they_may_for_one_that_does_not_connect(
     save_alone(tmp_path)
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(4, load_beside, tmp_path, 1, sig, grace_s=PROMPT_S)
-    # Of a rank that is killed, gloo or the group may learn first.
+    # Gloo or the group may notice first that a rank was killed.
     what = "CancelledError" if sig == signal.SIGSTOP else ""
     assert took_of_survivors(tmp_path, [0, 2, 3], what) < 2 * TIMEOUT_S
 
@@ -564,7 +564,7 @@ def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> N
             os.kill(os.getpid(), signal.SIGKILL)
 
     reader = Noting(path, io=TINY)
-    # Of another dtype, which has each tensor copied once it is whole.
+    # With another dtype, each tensor is copied once it is whole.
     state = large_state(-1, torch.float64)
     began = time.monotonic()
     with (

@@ -42,7 +42,7 @@ TENSORS: dict[str, tuple[tuple[int, ...], Any]] = {
     "down": ((31, 66000), Shard(1)),
     "norm": ((77,), Replicate()),
 }
-ROWS = 257  # Of 4 KiB each.
+ROWS = 257  # 4 KiB each.
 PLANNERS = {"stock": DefaultLoadPlanner, "fast": FastLoadPlanner}
 
 
@@ -131,7 +131,7 @@ def save_hugging_face(path: Path) -> None:
 
 
 def load_error(path: Path) -> Failure:
-    """Of a plain state."""
+    """The error of this rank that loads a plain tensor."""
     state = {"up": torch.zeros(TENSORS["up"][0])}
     failed = failures_of(dcp.load, state, storage_reader=FastReader(path))
     return failed[dist.get_rank()]

@@ -466,7 +466,7 @@ def test_strangers_are_not_let_into_a_group() -> None:
     store.wait(["0"])
     address = tuple(connect.json.loads(store.get("0"))["at"][0])
     strangers = [socket.create_connection(address) for _ in range(3)]
-    strangers[0].sendall(bytes(16) + (1).to_bytes(4, "little"))  # Of another secret.
+    strangers[0].sendall(bytes(16) + (1).to_bytes(4, "little"))  # Another secret.
     strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     strangers[2].close()
     run(1)

@@ -41,7 +41,7 @@ def test_the_campaign_notices_a_writer_that_removes_the_old_checkpoint_first(
 ) -> None:
     campaign = Campaign(tmp_path, seed, writer="careless", victims="all")
     campaign.run(6, ["remove data", "commit"])
-    # Of the three kills at the commit: some are where nothing was to be lost.
+    # Three kills are at the commit; some of them when there was nothing to lose.
     assert 1 <= len(campaign.breaches) <= 3, campaign.report()
     assert all("None" in breach for breach in campaign.breaches)
 

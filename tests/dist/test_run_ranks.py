@@ -75,7 +75,7 @@ def test_all_ranks_fall_back_to_the_step_that_is_sound_on_each(path: Path) -> No
             run.save(step, state_of(step))
         if dist.get_rank() == 1:
             [data] = (path / "step-3").glob("__1_*.distcp")
-            flip(data, -3000)  # Of the tensor, which the second rank reads, and nobody else.
+            flip(data, -3000)  # In the tensor that the second rank alone reads.
             os.truncate(path / "step-2/.metadata", 50)
         dist.barrier()
         state = state_of(-1)

@@ -206,7 +206,7 @@ def test_save_process_of_a_single_rank_that_is_frozen_fails_its_save(path: Path)
 @pytest.mark.slow
 @on_ranks(1, timeout_s=120)
 def test_the_start_of_a_save_process_has_the_timeout_of_the_save(path: Path) -> None:
-    for process in PROCESS.save_processes.values():  # Of former tests in these ranks.
+    for process in PROCESS.save_processes.values():  # Left by former tests in these ranks.
         process.end()
     begin = time.monotonic()
     with pytest.raises(CheckpointError, match="the save process of rank 0 sent no heartbeat for"):

@@ -107,7 +107,7 @@ def stage(path: Path, changes: list[str], **options: Any) -> list[int]:
 
 
 def are_whole(staged: list[int]) -> list[bool]:
-    """Of which saves this rank has staged all of the replicas."""
+    """For each save, whether this rank has staged all replicas."""
     return [nbytes > (LAYERS - 2) * LAYER_NBYTES for nbytes in staged]
 
 

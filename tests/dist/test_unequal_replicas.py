@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 SIZES = (4096, 1024)  # 16 MiB of float32.
 OWN = "has its own"
 SAVE_TIMEOUT_S = 60
-SLOW_S = 110  # Of several saves with agents, on a machine that is busy.
+SLOW_S = 110  # Several saves with agents; for a machine that is busy.
 
 
 def state_at(step: int, what: str = "") -> dict[str, Any]:

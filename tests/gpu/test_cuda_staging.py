@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 warnings.filterwarnings("ignore", message=".*no_dist.*|.*disabled.*single process.*")
 
 SLEEP_CYCLES = 200_000_000
-"""Of the GPU: about 0.1 s."""
+"""Cycles of the GPU: about 0.1 s."""
 
 
 def random_bits(nbytes: int, seed: int) -> torch.Tensor:

@@ -142,7 +142,7 @@ def test_a_load_comes_after_what_the_current_stream_has_still_to_do(tmp_path):
     for _ in range(5):
         with torch.cuda.stream(stream):
             loaded = {"weight": torch.empty(4_000_000, device="cuda")}
-            torch.cuda._sleep(200_000_000)  # Of the GPU's cycles: about 0.1 s.
+            torch.cuda._sleep(200_000_000)  # Cycles of the GPU: about 0.1 s.
             loaded["weight"].fill_(1.0)
             dcp.load(loaded, storage_reader=FastReader(tmp_path), no_dist=True)
         # By another stream at once: what was loaded is there.

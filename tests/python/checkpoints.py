@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt import FastReader, FastWriter
 from torch_ckpt._core import _native
 
-ROOT = Path(__file__).resolve().parents[2]  # Of the repository.
+ROOT = Path(__file__).resolve().parents[2]  # The repository.
 
 WRITERS = {"ours": FastWriter, "stock": FileSystemWriter}
 READERS = {"ours": FastReader, "stock": FileSystemReader}

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 BLOCK = 64 << 10  # What the index has a checksum of.
 SECTOR, PAGE = 512, 4096
-TRAILER = 64  # Of metadata.
+TRAILER = 64  # At the end of metadata.
 
 
 @dataclass(frozen=True)

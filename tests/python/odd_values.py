@@ -111,7 +111,7 @@ def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
         elements = [*value[:key], child, *value[key + 1 :]]
         try:
             return type(value)(elements)
-        except TypeError:  # Of a torch.Size, or a named tuple.
+        except TypeError:  # A torch.Size, or a named tuple.
             return tuple(elements)
     if isinstance(value, dict | list):
         value[key] = child

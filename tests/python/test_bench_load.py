@@ -159,7 +159,7 @@ def test_small_run_prints_its_tables_and_leaves_nothing(tmp_path: Path) -> None:
     model = samples[0]["nbytes"]
     if scenario == "replicas":
         raw, _, stock = (sample["read_nbytes"] for sample in samples)
-        assert model <= raw < 1.5 * model  # Of tiny tensors, frames count.
+        assert model <= raw < 1.5 * model  # Frames count if tensors are tiny.
         assert stock >= 2 * model
     assert f"| {'throttled' if scenario == 'replicas' else 'local'} |" in done.stdout
     assert "not measured" in done.stdout

@@ -355,7 +355,7 @@ def test_checkpoints_of_single_ranks_have_an_index_of_their_own(
         "metadata": tmp_path / "__0.metadata",
     }[name]
     whole = file.read_bytes()
-    # Of metadata, in the trailer: a load does not look at the rest.
+    # In the trailer of metadata: a load does not read the rest.
     middle = len(whole) - 20 if name == "metadata" else len(whole) // 2
     file.unlink()
     if damage != "missing":

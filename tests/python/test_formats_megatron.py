@@ -158,7 +158,7 @@ def tell(shape: Any) -> Callable[[Any], None]:
 
 
 def store(**fields: Any) -> Callable[[Any], None]:
-    """Of the first stored box."""
+    """Changes fields of the first stored box."""
 
     def edit(metadata: Any) -> None:
         chunk = metadata.state_dict_metadata[CUBE].chunks[0]

@@ -109,7 +109,7 @@ def test_names_and_paths_are_those_of_dcp(file: Path, state: dict[str, Any]) -> 
 
 def test_a_whole_file_comes_without_a_state_to_load_into(file: Path) -> None:
     expected = torch.load(file, weights_only=True)
-    del expected["empty"]  # Of which DCP keeps nothing. Its paths have texts for numbers.
+    del expected["empty"]  # DCP stores nothing for it. Its paths have strings for numbers.
     expected["optim"]["state"] = {str(k): v for k, v in expected["optim"]["state"].items()}
 
     assert differences(expected, _load_state_dict_from_keys(storage_reader=FastReader(file))) == []
@@ -165,7 +165,7 @@ def test_tensors_that_only_torch_can_make_do_not_hinder_the_others(
 
 
 class Trusted:
-    """Of no kind that an allow-list has."""
+    """A class that is in no allow-list."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Trusted

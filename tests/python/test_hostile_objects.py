@@ -101,7 +101,7 @@ ABUSES: dict[str, Callable[[bytes, Path], bytes]] = {
 
 @contextlib.contextmanager
 def nothing_changes() -> Iterator[None]:
-    """Of the classes themselves, nor of what torch allows."""
+    """Asserts that neither the classes nor the allow-list of torch change in the block."""
     classes = [class_named(name) for name in NAMES]
     before = [dict(vars(one)) if hasattr(one, "__dict__") else None for one in classes]
     allowed = set(torch.serialization.get_safe_globals())

@@ -523,7 +523,7 @@ def test_a_real_run_keeps_to_its_share(tmp_path: Path) -> None:
         begin = begin or before
         run.save(step, state_of(step, 1 << 18))
         spent_s += time.monotonic() - before
-    assert min(shares) < 0.4, shares  # Of a machine whose steps and saves differ by chance.
+    assert min(shares) < 0.4, shares  # Steps and saves of a machine differ by chance.
 
 
 def test_a_save_that_fails_is_not_tried_again_at_every_step(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_open_files_stay_few(tmp_path: Path, rng: random.Random) -> None:
     assert len(os.listdir("/proc/self/fd")) <= open_now
 
 
-HUGE_NBYTES = (1 << 32) + (100 << 20) + 4321  # Of which 4 GiB need zip64.
+HUGE_NBYTES = (1 << 32) + (100 << 20) + 4321  # More than 4 GiB need zip64.
 MARKERS = [0, 1, 4095, 4096, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, HUGE_NBYTES - 1]
 
 

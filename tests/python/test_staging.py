@@ -331,7 +331,7 @@ def test_a_save_that_would_wait_is_skipped_or_refused_and_counted(
 
 
 def niceness_while(is_over: Callable[[], bool]) -> set[int]:
-    """Of all threads of this process."""
+    """The nice values of all threads of this process."""
     seen = set()
     while not is_over():
         for thread in os.listdir("/proc/self/task"):

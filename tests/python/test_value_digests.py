@@ -26,7 +26,7 @@ def digest_of(tensor: Any, mode: Any = "sample") -> bytes:
 
 
 def random_tensor(draw: random.Random) -> torch.Tensor:
-    """Of any dtype and strides, short and long, lazily conjugated or negated."""
+    """A tensor of any dtype and strides, short or long, lazily conjugated or negated."""
     dtype = draw.choice(list(DTYPE_CODES))
     shape = [draw.randint(1, draw.choice([3, 40, 130])) for _ in range(draw.randint(0, 3))]
     nbytes = torch.empty(shape, dtype=dtype).nbytes

@@ -48,7 +48,7 @@ from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.stager import SnapshotStager
 
 COMMAND = "python tests/crossed.py"
-TIMEOUT_S = 60  # Of a case.
+TIMEOUT_S = 60  # For a case.
 SHRINKING_S = 60
 PARTS = 7  # Tests of one process, and tests of ranks. A check without --full runs the first 3.
 PART_S, FULL_S = 30, 250  # Seconds of cases of one part: in each check, and in a full one.

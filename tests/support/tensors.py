@@ -111,7 +111,7 @@ def bits(tensor: torch.Tensor) -> bytes:
         return bits(tensor._indices()) + bits(tensor._values())
     plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
     plain = plain.int_repr() if plain.is_quantized else plain
-    if plain.dtype.itemsize == 1:  # Of some dtypes torch copies no strided elements.
+    if plain.dtype.itemsize == 1:  # Torch cannot copy strided elements of some dtypes.
         plain = plain.view(torch.uint8)
     flat = torch.empty(plain.shape, dtype=plain.dtype)  # Contiguous whatever `plain` is.
     flat.copy_(plain)
