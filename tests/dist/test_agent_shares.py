@@ -280,7 +280,7 @@ def test_a_run_saves_what_ranks_hold_by_turns(run: Path) -> None:
 
 
 def save_with_a_flag(run: Path) -> None:
-    """Saves a flag of a tensor on one rank; the checkpoint has that of the first rank."""
+    """In step 3, the tensors of rank 1 alone require gradients."""
     agent_of(run)
     for step in (1, 2, 3):
         state: dict[str, Any] = state_of(step)

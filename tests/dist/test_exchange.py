@@ -356,7 +356,7 @@ def resident_nbytes() -> int:
 
 
 def keep_errors(paths: list[Path]) -> int:
-    """Keeps the errors of loads; returns the bytes of memory that they take."""
+    """Keeps the errors of loads; returns the bytes of memory that all but the first add."""
     kept = []
     before = 0
     state = large_state(-1)  # Which an error refers to as well.
