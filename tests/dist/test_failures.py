@@ -13,14 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import RankError, Worlds, run_ranks
-from states import (
-    Failure,
-    assert_same,
-    data_files,
-    failures_of,
-    full_value,
-    shards_of,
-)
+from states import Failure, assert_same, data_files, failures_of, full_value, shards_of
 from support.commit_files import index_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem

@@ -14,15 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds, on_ranks
-from states import (
-    READERS,
-    WRITERS,
-    assert_same,
-    data_files,
-    full_value,
-    sharded,
-    zeroed,
-)
+from states import READERS, WRITERS, assert_same, data_files, full_value, sharded, zeroed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from trained_nets import EvenNet, Net, load_begun, save_trained

@@ -15,14 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from matrix_layouts import LAYOUTS, TIMEOUT_S, WORLD
-from matrix_states import (
-    fill_right,
-    fill_wrong,
-    load_by,
-    save_by,
-    state_of,
-    unsharded,
-)
+from matrix_states import fill_right, fill_wrong, load_by, save_by, state_of, unsharded
 from ranks import Worlds, on_ranks
 from states import assert_same, assert_stored, failures_of, full_value
 from support.safetensors_files import load_model

@@ -15,13 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds, on_ranks
 from replicated_states import MIB, STATES, written_nbytes
-from states import (
-    LOAD_PLANNERS,
-    assert_same,
-    assert_stored,
-    full_value,
-    sharded,
-)
+from states import LOAD_PLANNERS, assert_same, assert_stored, full_value, sharded
 from support.placing import Placing
 from support.states import Evolving
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
