@@ -19,6 +19,8 @@ constexpr int64_t kStartNbytes = int64_t{1} << 20;
 // A request costs about as much as the bytes that arrive meanwhile, but they also cost bandwidth.
 constexpr int64_t kMaxGapNbytes = int64_t{256} << 10;
 
+constexpr int kMaxAnswers = 8;  // To the question whether an object is what this process wrote.
+
 // An object that is read, or a new one.
 class StoreFile final : public File {
  public:
@@ -203,15 +205,30 @@ Status StoreFileSystem::put_if(const std::string& path, Bytes bytes, const Condi
     status = errno_status(EEXIST, str_cat("cannot replace ", path, ": it was removed meanwhile"));
   }
   if (status.error_number() != EEXIST) return status;
-  const auto found = store_->find(path, ssize(bytes) + 1);
-  if (found.status().code() == StatusCode::kNotFound) return status;
-  if (!found.ok()) {
-    return Status(found.status().code(),
+  const Result<bool> is_ours = has_bytes(path, bytes);
+  if (!is_ours.ok()) {
+    return Status(is_ours.status().code(),
                   str_cat("cannot tell whether this process has written ", path, ": ",
-                          found.status().message()),
-                  found.status().error_number());
+                          is_ours.status().message()),
+                  is_ours.status().error_number());
   }
-  return std::ranges::equal(found->start, bytes) ? ok_status() : status;
+  return *is_ours ? ok_status() : status;
+}
+
+// Returns whether an object has these bytes. Others count only if two answers agree on them: the
+// first may be damaged, and a save that takes its own commit for another one removes its files.
+Result<bool> StoreFileSystem::has_bytes(const std::string& path, Bytes bytes) {
+  std::vector<std::byte> before;
+  for (int answer = 0; answer < kMaxAnswers; ++answer) {
+    auto found = store_->find(path, ssize(bytes) + 1);
+    if (found.status().code() == StatusCode::kNotFound) return false;
+    if (!found.ok()) return found.status();
+    if (std::ranges::equal(found->start, bytes)) return true;
+    const bool is_whole = ssize(found->start) >= std::min(found->nbytes, ssize(bytes) + 1);
+    if (is_whole && found->start == before) return false;
+    before = std::move(found->start);
+  }
+  return errno_status(ETIMEDOUT, str_cat("cannot read ", path, ": answers of the store differ"));
 }
 
 }  // namespace torch_ckpt

@@ -46,6 +46,7 @@ class StoreFileSystem : public FileSystem {
  private:
   bool is_folder(const std::string& path);
   Status put_if(const std::string& path, Bytes bytes, const Condition& condition);
+  Result<bool> has_bytes(const std::string& path, Bytes bytes);
 
   const std::unique_ptr<ObjectStore> store_;
 };
