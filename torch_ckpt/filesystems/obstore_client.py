@@ -8,10 +8,12 @@ import errno
 import json
 import logging
 import os
+import random
 import re
 import threading
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from typing_extensions import Buffer
 
@@ -43,13 +45,33 @@ _FIRST_TIMEOUT = "5s"
 """How long the first request to a bucket may take. A name or a credential that is wrong fails it,
 and later ones are repeated for minutes."""
 
+_FAILED_S = 1.0
+"""For how long a bucket that was not reached is not tried again."""
+
 _CLIENT_OPTIONS = (
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only"),
     *("pool_idle_timeout", "pool_max_idle_per_host", "proxy_url", "timeout", "user_agent"),
 )
 
+_CREDENTIALS = {
+    "AWS_": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "GOOGLE_": "GOOGLE_APPLICATION_CREDENTIALS",
+    "AZURE_": "AZURE_STORAGE_ACCOUNT_KEY",
+}
 _QUERY = re.compile(r"\?[^\s\"')]*")  # Of a signed URL.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
+_CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
+_NO_ANSWER = re.compile(
+    r"HTTP error|response body|Got invalid \w+ response|ConditionalRequestConflict"
+)
+_BROKEN_ANSWER = re.compile(r"body error|response body|Got invalid \w+ response")
+_STATUS = re.compile(r"status code: (\d{3})")
+_NO_CREDENTIALS = re.compile(
+    r"169\.254\.\d+\.\d+|/latest/(api/token|meta-data)|/metadata/identity|Missing \w*(Key|Secret)"
+)
+"""A client that finds no credentials asks a service of the machine for its role."""
+
+_Answer = TypeVar("_Answer")
 
 
 class ObstoreClient:
@@ -60,6 +82,8 @@ class ObstoreClient:
         self._options = options
         self._buckets: dict[str, Any] = {}
         self._lock = threading.Lock()
+        # Bucket that was not reached -> when, why, and the error code.
+        self._failed: dict[str, tuple[float, str, int | None]] = {}
         self._conditional: dict[str, bool] = {}  # Bucket -> whether it respects conditions.
 
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
@@ -70,15 +94,15 @@ class ObstoreClient:
                     got = obstore.get(store, key, options={"range": (0, start_nbytes)})
                     return *_facts(got.meta), got.bytes()
             meta = obstore.head(store, key)
-            if start_nbytes and meta["size"]:
-                start = obstore.get_range(store, key, start=0, end=min(start_nbytes, meta["size"]))
-                return *_facts(meta), start
-            return *_facts(meta), b""
+            end = min(start_nbytes, meta["size"])
+            return *_facts(meta), self.get(path, 0, end) if end else b""
 
     def get(self, path: str, offset: int, nbytes: int) -> Buffer:
         store, key = self._locate(path)
         with self._naming(f"read {nbytes} bytes at {offset} of", path):
-            return obstore.get_range(store, key, start=offset, length=nbytes)
+            return self._repeated(
+                lambda: obstore.get_range(store, key, start=offset, length=nbytes)
+            )
 
     def put(self, path: str, contents: Buffer, version: str | None) -> None:
         store, key = self._locate(path)
@@ -89,7 +113,8 @@ class ObstoreClient:
                 obstore.put(store, key, contents, use_multipart=False)
                 return
             try:
-                obstore.put(store, key, contents, mode=mode)
+                # If the first one was carried out, the caller finds its own bytes there.
+                self._repeated(lambda: obstore.put(store, key, contents, mode=mode))
             except (exceptions.NotSupportedError, NotImplementedError):
                 self._ignores_conditions(bucket)
                 obstore.put(store, key, contents, use_multipart=False)
@@ -110,7 +135,7 @@ class ObstoreClient:
     def list(self, path: str) -> list[str]:
         store, key = self._locate(path)
         with self._naming("list", path):
-            found = obstore.list_with_delimiter(store, prefix=key or None)
+            found = self._repeated(lambda: obstore.list_with_delimiter(store, prefix=key or None))
         paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
         # Programs mark a folder by an empty object of its own name.
         return [path.rpartition("/")[2] for path in paths if path.strip("/") != key]
@@ -120,21 +145,23 @@ class ObstoreClient:
         if source.partition("/")[0] != target.partition("/")[0]:
             raise UnsupportedError(f"cannot rename {self._url(source)} to {self._url(target)}")
         with self._naming("copy", source):
-            obstore.copy(store, key, self._locate(target)[1])
+            to = self._locate(target)[1]
+            self._repeated(lambda: obstore.copy(store, key, to))
 
     def remove(self, path: str) -> None:
         store, key = self._locate(path)
         with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
-            obstore.delete(store, key)
+            self._repeated(lambda: obstore.delete(store, key))
 
     def remove_all(self, path: str) -> None:
         store, key = self._locate(path)
         with self._naming("remove", path):
-            keys = [one["path"] for chunk in obstore.list(store, prefix=key) for one in chunk]
+            chunks = self._repeated(lambda: [*obstore.list(store, prefix=key)])
+            keys = [one["path"] for chunk in chunks for one in chunk]
             metadata = [key for key in keys if _METADATA.fullmatch(key.rpartition("/")[2])]
             for some in (metadata, sorted(set(keys).difference(metadata))):
                 if some:
-                    obstore.delete(store, some)
+                    self._repeated(lambda some=some: obstore.delete(store, some))  # type: ignore[misc]
 
     def _locate(self, path: str) -> tuple[Any, str]:
         """Returns the store of the bucket of a path, and the key."""
@@ -142,8 +169,19 @@ class ObstoreClient:
         with self._lock:
             store = self._buckets.get(bucket)
             if store is None:
-                store = self._buckets[bucket] = self._connect(bucket)
+                store = self._buckets[bucket] = self._connect_once(bucket)
         return store, key
+
+    def _connect_once(self, bucket: str) -> Any:
+        """Returns as ``_connect``. What cleans up after a failure fails at once."""
+        failed_s, message, number = self._failed.get(bucket, (0.0, "", 0))
+        if message and time.monotonic() - failed_s < _FAILED_S:
+            raise StorageError(message, number)
+        try:
+            return self._connect(bucket)
+        except StorageError as error:
+            self._failed[bucket] = (time.monotonic(), str(error), error.errno)
+            raise
 
     def _connect(self, bucket: str) -> Any:
         """Returns the store of a bucket, after a first request to it.
@@ -165,12 +203,15 @@ class ObstoreClient:
         with self._naming("reach", bucket):
             first = connect(
                 url,
-                **options,
+                **{**options, "retry_config": few},
                 client_options={**client_options, "timeout": _FIRST_TIMEOUT},
-                retry_config=few,
             )
             try:
-                obstore.get(first, ".torch_ckpt-is-there-a-bucket")
+                _repeated(
+                    lambda: obstore.get(first, ".torch_ckpt-is-there-a-bucket"),
+                    _BROKEN_ANSWER,
+                    seconds=2.0,
+                )
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error) or "BucketNotFound" in str(error):
                     raise StorageError(
@@ -188,8 +229,10 @@ class ObstoreClient:
         """Finds out whether a bucket respects conditions, by an object that is there by now."""
         try:
             obstore.put(store, key, contents, mode="create")
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+        except _CONDITION_ERRORS:
             self._conditional[bucket] = True
+        except (exceptions.BaseError, ValueError):
+            pass  # The object is written. The next write finds out.
         else:
             self._ignores_conditions(bucket)
 
@@ -213,16 +256,73 @@ class ObstoreClient:
             if isinstance(error, NotFoundError):
                 raise
             raise NotFoundError(f"cannot {what} {self._url(path)}: there is none") from error
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+        except _CONDITION_ERRORS as error:
             raise StorageError(
                 f"cannot {what} {self._url(path)}: another one was written meanwhile", errno.EEXIST
             ) from error
         except (exceptions.BaseError, ValueError) as error:
-            denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
-            number = errno.EACCES if isinstance(error, denied) else errno.ETIMEDOUT
             # Debug details repeat the message, and quote the answer of the server.
             message = _QUERY.sub("", str(error).partition("Debug source")[0]).strip()
-            raise StorageError(f"cannot {what} {self._url(path)}: {message}", number) from None
+            hint = ""
+            if isinstance(error, exceptions.GenericError) and _NO_CREDENTIALS.search(message):
+                hint = f"no credentials in {_CREDENTIALS[_prefix(self._scheme)]}; "
+            raise StorageError(
+                f"cannot {what} {self._url(path)}: {hint}{message}", _errno_of(error, message)
+            ) from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Of the library: a bug, or odd settings.
+                raise
+            raise StorageError(
+                f"cannot {what} {self._url(path)}: obstore failed: {error}", errno.EINVAL
+            ) from None
+
+    def _repeated(self, request: Callable[[], _Answer]) -> _Answer:
+        retries = self._options.get("retry_config") or {}
+        limit = retries.get("retry_timeout", datetime.timedelta(seconds=_RETRY_S))
+        return _repeated(request, _NO_ANSWER, seconds=limit.total_seconds())
+
+
+def _repeated(
+    request: Callable[[], _Answer], failures: re.Pattern[str], *, seconds: float
+) -> _Answer:
+    """Makes a request, again if its answer is lost or broken.
+
+    The library repeats most requests by itself, within the same time. It does not repeat a write
+    with a condition, and no request whose answer has begun.
+    """
+    deadline = time.monotonic() + seconds
+    wait_s = 0.1
+    while True:
+        try:
+            return request()
+        except (exceptions.GenericError, *_CONDITION_ERRORS) as error:
+            message = str(error).partition("Debug source")[0]
+            if not failures.search(message) or _NO_CREDENTIALS.search(message):
+                raise
+            if time.monotonic() + wait_s > deadline:
+                raise
+        time.sleep(wait_s * random.uniform(0.5, 1.0))
+        wait_s = min(2 * wait_s, 10.0)
+
+
+def _errno_of(error: Exception, message: str) -> int:
+    """Returns the error code of an error of the library: one of a ``retriable`` error or not."""
+    denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
+    if isinstance(error, denied) or _NO_CREDENTIALS.search(message):
+        return errno.EACCES
+    found = _STATUS.search(message)
+    status = int(found[1]) if found else 0
+    if status == 400:  # On S3, that of a token which has expired, and of a malformed key.
+        return errno.EACCES
+    if 400 < status < 500 and status not in (408, 409, 425, 429):
+        return errno.EIO
+    is_answerable = isinstance(error, exceptions.GenericError) and "builder error" not in message
+    return errno.ETIMEDOUT if is_answerable else errno.EINVAL
+
+
+def _prefix(scheme: str) -> str:
+    """Returns how the variables of a client begin."""
+    return {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_"}.get(scheme, "AZURE_")
 
 
 def _client_options_of_environment(scheme: str) -> dict[str, Any]:
@@ -230,7 +330,7 @@ def _client_options_of_environment(scheme: str) -> dict[str, Any]:
 
     It ignores these if it is given any.
     """
-    prefix = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_"}.get(scheme, "AZURE_")
+    prefix = _prefix(scheme)
     named = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_OPTIONS}
     return {name: value for name, value in named.items() if value is not None}
 
