@@ -22,7 +22,7 @@ __all__ = ["Fault", "Request", "StoreProxy"]
 BUFFER_BYTES = 1 << 20
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close discards what is unsent, and resets.
 CODES = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown"}
-CODES |= {500: "InternalError", 503: "SlowDown"}
+CODES |= {409: "ConditionalRequestConflict", 500: "InternalError", 503: "SlowDown"}
 
 Kind = Literal[
     "delay",  # The request waits for `seconds` before it goes to the server.
@@ -360,7 +360,7 @@ class StoreProxy:
         """Sends an answer to the client, with the faults of its body."""
         fault = next((faults[kind] for kind in IN_THE_BODY if kind in faults), None)
         at = -1 if fault is None else int((length or 0) * fault.at)
-        if fault and fault.kind == "shorten":
+        if fault and fault.kind == "shorten" and length:
             head = re.sub(rb"(?i)(\r\nContent-Length:)[^\r]*", rb"\g<1> %d" % at, head)
         client.sendall(head)
         if fault and not length:

