@@ -26,6 +26,8 @@ namespace {
 // Returns the status of an exception of a client, which says in its message what failed.
 // Requires: the GIL.
 Status status_of(py::error_already_set& error) {
+  // The interpreter raises it again, once the engine has returned.
+  if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
   const py::module_ errors = py::module_::import("torch_ckpt.errors");
   const py::object& value = error.value();
   const std::string text = py::str(value);
