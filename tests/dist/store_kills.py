@@ -65,6 +65,9 @@ def _save_on_a_rank(
     os._exit(0)
 
 
+_NEVER = 1 << 30
+
+
 @dataclass
 class KillCampaign:
     """Two ranks save; some of them, or the server, are killed at one of the requests.
@@ -83,7 +86,7 @@ class KillCampaign:
     kills: int = 0
     breaches: list[str] = field(default_factory=list)
     found: dict[str, int] = field(default_factory=dict)
-    _last: dict[int, int] = field(default_factory=dict)  # Rows -> requests of a whole save.
+    _requests: dict[int, int] = field(default_factory=dict)  # Rows -> those of a whole save.
 
     def run(self, kills: int, *, kills_server: bool = False) -> None:
         """Runs cases until so many have met their request."""
@@ -92,8 +95,13 @@ class KillCampaign:
             rows = LARGE if number % 6 == 5 else SMALL
             former = 1 if number % 3 else None
             victims = self.rng.choice([(0,), (1,), (0, 1)])
-            at = number if rows not in self._last else self.rng.randrange(self._last[rows])
-            # Every number of the small save, and drawn ones of the large one.
+            if rows not in self._requests:
+                self._fresh()
+                save(f"{self.folder}/whole", 1, rows)
+                self._fresh()
+                self._save(f"{self.folder}/whole", rows, (), _NEVER)
+                self._requests[rows] = len(self.proxy.requests)
+            at = self.rng.randrange(self._requests[rows])
             self.case(f"{self.folder}/{number}", rows, former, () if kills_server else victims, at)
             number += 1
 
@@ -108,8 +116,6 @@ class KillCampaign:
         self._fresh()
         outcomes, was_killed = self._save(url, rows, victims, at)
         self.kills += was_killed
-        if not was_killed:
-            self._last[rows] = max(at, 1)
         what = f"{what}, {outcomes}"
         self._fresh()
         try:
