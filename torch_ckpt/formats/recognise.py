@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
@@ -57,10 +58,14 @@ def _open(
         return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle, rules=rules)
     try:  # First, since each question about a path is a request to a store.
         return open_dcp(path, prefix, verify=bool(verify), trust_pickle=trust_pickle)
-    except (NotFoundError, StorageError) as error:
+    except NotFoundError:
         is_file = path.is_file()
-        if not is_file and (prefix or not isinstance(error, NotFoundError)):
+        if prefix and not is_file:
             raise
+    except StorageError as error:
+        if error.errno != errno.ENOTDIR:  # The error for a name "in" a file.
+            raise
+        is_file = True
     if is_file:
         if prefix:  # Only a DCP directory can have metadata of single ranks.
             raise NotFoundError(f"cannot load the checkpoint of one rank from {path}: it is a file")
