@@ -192,6 +192,8 @@ class ObstoreClient:
         if not bucket:
             raise StorageError(f"cannot reach {url}: it names no bucket", errno.EINVAL)
         options = dict(self._options)
+        if self._scheme in ("s3", "s3a"):  # Several gateways answer deletes of many keys wrongly.
+            options.setdefault("disable_bulk_delete", True)
         connect: Any = from_url  # Its options depend on the scheme.
         client_options = {
             "connect_timeout": _FIRST_TIMEOUT,
