@@ -38,6 +38,7 @@ LOCAL = "work of this process, which is in progress"
 BRIEF = "the other thread, which does not block while it has the lock"
 STORE = "the store, which answers or has ended. Another thread waits for it until the deadline"
 DISK = "the disk: a request in flight cannot be interrupted"
+CLIENT = "the client of the store: the timeouts and retries of its requests"
 CALL = "the call's deadline on the other ranks, which name this rank"
 CHANNEL = "the timeout of the channel"
 
@@ -123,6 +124,10 @@ PYTHON = {
     "coordination/orchestrate.py save.write writes.wait": Wait(DISK, CALL),
     "coordination/orchestrate.py load.read "
     "reader.read_data(chosen.finish_plan(planned), chosen).wait": Wait(DISK, CALL),
+    "filesystems/fsspec_client.py FsspecClient with self._lock": Wait(LOCAL, CALL),
+    "filesystems/obstore_client.py ObstoreClient with self._lock": Wait(
+        "the first request to a bucket, which has timeouts", CALL
+    ),
     "formats/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
     "formats/megatron.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
     "integrations/megatron_queues.py QueuedSave.finalize self.future.result": Wait(
@@ -186,6 +191,9 @@ CPP = {
     "io/thread_queue.cc news_.wait": Wait(DISK, CALL),
     "io/thread_queue.cc thread.join": Wait(DISK, CALL),
     "io/thread_queue.cc work_.wait": Wait("the end of the queue", "no rank waits"),
+    "io/upload.cc state.changed.wait": Wait(CLIENT, CALL),
+    "io/upload.cc state_.changed.wait": Wait("the writer, or the end of the upload", CALL),
+    "io/upload.cc thread_.join": Wait(CLIENT, CALL),
 }
 
 
