@@ -24,6 +24,12 @@ FileSystem& local_file_system() {
   return file_system;
 }
 
+// How to open a file for a small read. A store sends the begin of a buffered file with its length.
+Caching caching_for(const FileSystem& fs, int64_t offset, int64_t nbytes) {
+  const bool is_begin = offset == 0 && nbytes > 0;
+  return fs.traits().has_folders || is_begin ? Caching::kBuffered : Caching::kDirect;
+}
+
 // Returns the length of a file, and its bytes in [offset, offset + nbytes). Returns fewer bytes if
 // the file ends earlier.
 std::pair<int64_t, py::bytes> read_range(FileSystem& fs, const std::filesystem::path& path,
@@ -31,7 +37,8 @@ std::pair<int64_t, py::bytes> read_range(FileSystem& fs, const std::filesystem::
   if (offset < 0 || nbytes < 0) throw py::value_error("the offset or length of a read is negative");
   std::vector<std::byte> bytes;
   const int64_t file_nbytes = value_or_raise(without_gil([&]() -> Result<int64_t> {
-    ASSIGN_OR_RETURN(const auto file, fs.open(path.string(), OpenMode::kRead, Caching::kBuffered));
+    const Caching caching = caching_for(fs, offset, nbytes);
+    ASSIGN_OR_RETURN(const auto file, fs.open(path.string(), OpenMode::kRead, caching));
     ASSIGN_OR_RETURN(const int64_t size, file->size());
     bytes.resize(static_cast<size_t>(std::clamp<int64_t>(size - offset, 0, nbytes)));
     if (!bytes.empty()) RETURN_IF_ERROR(file->read(offset, bytes));
@@ -72,7 +79,7 @@ std::vector<py::str> list_directory(FileSystem& fs, const std::filesystem::path&
 
 bool exists(FileSystem& fs, const std::filesystem::path& path) {
   const Status opened = without_gil(
-      [&] { return fs.open(path.string(), OpenMode::kRead, Caching::kBuffered).status(); });
+      [&] { return fs.open(path.string(), OpenMode::kRead, caching_for(fs, 0, 0)).status(); });
   if (opened.code() == StatusCode::kNotFound) return false;
   raise_if_error(opened);
   return true;

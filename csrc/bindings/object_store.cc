@@ -96,7 +96,8 @@ class PyObjectStore final : public ObjectStore {
       const py::tuple found = client_.attr("find")(path, start_nbytes);
       Found out = {
           found[0].cast<int64_t>(), found[1].cast<std::string>(), found[2].cast<double>(), {}};
-      const Bytes start = bytes_of(found[3].cast<py::buffer>().request());
+      const py::buffer_info info = found[3].cast<py::buffer>().request();
+      const Bytes start = bytes_of(info);
       out.start.assign(start.begin(), start.end());
       return out;
     });

@@ -81,8 +81,8 @@ struct Traits {
   // Otherwise `rename` publishes a file.
   bool publishes_by_condition = false;
   // Whether a file can be written at any offset, several times, and read meanwhile. Otherwise a new
-  // file is a stream: each write begins where an earlier one ends, some are complete only with
-  // kSync, and kSync ends the file, which then appears. `offset` of the kSync is its length.
+  // file is a stream: each write begins where an earlier one ends, the last ones are complete only
+  // with kSync, and kSync ends the file, which then appears. `offset` of the kSync is its length.
   bool writes_at_offsets = true;
   // Whether a folder exists by itself. Otherwise it is a prefix of names: every folder exists, and
   // is empty if no name begins with it.

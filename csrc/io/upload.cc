@@ -101,7 +101,8 @@ void Upload::start(int64_t window_nbytes, int in_flight) {
   has_started_ = true;
   // Every window lies in one part, so that its memory waits for this part only.
   part_nbytes_ = align_up(part_nbytes(expected_nbytes_), window_nbytes);
-  copies_ = part_nbytes_ / window_nbytes > in_flight;
+  // The windows of a part must leave one request for the end of the stream.
+  copies_ = part_nbytes_ / window_nbytes >= in_flight;
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);

@@ -101,6 +101,7 @@ class StoreSaveTest : public testing::Test {
 
 TEST_F(StoreSaveTest, ALongFileHasTheSameBytesAsOnDisk) {
   expect_equal_files(Work({9 * kMiB, 100, 8 * kMiB}, {}));
+  expect_equal_files(Work({14 * kMiB}, {}));  // The last part has two windows of 4 MiB, one short.
 }
 
 TEST_F(StoreSaveTest, AShortFileHasTheSameBytesAsOnDisk) {

@@ -31,8 +31,13 @@ def write_to_store(target: Location, write: Callable[[Location], None]) -> None:
         local = Location(folder)
         write(local / target.name)
         files = sorted(_files(local, ""), key=lambda file: file.endswith(_LAST))
-        for file in files:
-            (target.parent / file).upload(local / file)
+        try:
+            for file in files:
+                (target.parent / file).upload(local / file)
+        except BaseException:
+            for file in files:
+                (target.parent / file).discard()
+            raise
 
 
 def _files(folder: Location, prefix: str) -> Iterator[str]:

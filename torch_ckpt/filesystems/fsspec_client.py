@@ -7,6 +7,7 @@ import datetime
 import errno
 import logging
 import re
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -38,11 +39,11 @@ class FsspecClient:
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
         self._lock = threading.Lock()
-        self._opened: Any = None
+        self._opened: dict[str, Any] = {}  # By the first name of paths.
 
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         with self._naming("find", path):
-            info = self._store.info(self._key(path))
+            info = self._store(path).info(self._key(path))
             if info["type"] == "directory":
                 raise FileNotFoundError(path)
             nbytes = int(info["size"])
@@ -52,7 +53,9 @@ class FsspecClient:
 
     def get(self, path: str, offset: int, nbytes: int) -> Buffer:
         with self._naming(f"read {nbytes} bytes at {offset} of", path):
-            found: bytes = self._store.cat_file(self._key(path), start=offset, end=offset + nbytes)
+            found: bytes = self._store(path).cat_file(
+                self._key(path), start=offset, end=offset + nbytes
+            )
             return found
 
     def put(self, path: str, contents: Buffer, version: str | None) -> None:
@@ -63,12 +66,15 @@ class FsspecClient:
                     errno.EEXIST,
                 )
             self._make_folder(path)
-            self._store.pipe_file(self._key(path), bytes(contents))
+            # Some of these file systems write in place, and a reader would find half of a file.
+            temporary = self._key(f"{path}.tmp-{secrets.token_hex(8)}")
+            self._store(path).pipe_file(temporary, bytes(contents))
+            self._store(path).mv(temporary, self._key(path))
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         with self._naming("write", path):
             self._make_folder(path)
-            with self._store.open(self._key(path), "wb", block_size=part_nbytes) as file:
+            with self._store(path).open(self._key(path), "wb", block_size=part_nbytes) as file:
                 try:
                     for window in windows:
                         contents = bytes(window)
@@ -82,7 +88,7 @@ class FsspecClient:
     def list(self, path: str) -> list[str]:
         with self._naming("list", path):
             try:
-                found = self._store.ls(self._key(path), detail=False, refresh=True)
+                found = self._store(path).ls(self._key(path), detail=False, refresh=True)
             except FileNotFoundError:
                 return []
         here = self._key(path).strip("/")
@@ -90,53 +96,56 @@ class FsspecClient:
 
     def copy(self, source: str, target: str) -> None:
         with self._naming("copy", source):
-            if self._store.isdir(self._key(source)):
+            if self._store(source).isdir(self._key(source)):
                 raise FileNotFoundError(source)
-            self._store.cp_file(self._key(source), self._key(target))
+            self._store(source).cp_file(self._key(source), self._key(target))
 
     def remove(self, path: str) -> None:
         with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
-            self._store.rm_file(self._key(path))
+            self._store(path).rm_file(self._key(path))
 
     def remove_all(self, path: str) -> None:
         with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
-            for one in self._store.find(self._key(path)):
+            for one in self._store(path).find(self._key(path)):
                 if _METADATA.fullmatch(one.rpartition("/")[2]):
-                    self._store.rm_file(one)
-            self._store.rm(self._key(path), recursive=True)
+                    self._store(path).rm_file(one)
+            self._store(path).rm(self._key(path), recursive=True)
 
-    @property
-    def _store(self) -> Any:
+    def _store(self, path: str) -> Any:
+        """Returns the file system of a path. Its first name may be a host."""
+        first = path.strip("/").partition("/")[0]
         with self._lock:
-            if self._opened is None:
+            if not self._opened:
                 _log.warning(
                     "%s:// is reached through fsspec, which is slow, and cannot tell whether two "
                     "jobs write one file",
                     self._scheme,
                 )
+            if first not in self._opened:
                 # Listings that are remembered hide what other processes write.
-                self._opened = fsspec.filesystem(self._scheme, use_listings_cache=False)
-            return self._opened
+                opened, _ = fsspec.core.url_to_fs(self._url(first), use_listings_cache=False)
+                self._opened[first] = opened
+            return self._opened[first]
 
     def _key(self, path: str) -> str:
-        key: str = self._store._strip_protocol(self._url(path))
+        key: str = self._store(path)._strip_protocol(self._url(path))
         return key
 
     def _make_folder(self, path: str) -> None:
         folder = self._key(path).rpartition("/")[0]
         if folder:
             with contextlib.suppress(NotImplementedError):
-                self._store.makedirs(folder, exist_ok=True)
+                self._store(path).makedirs(folder, exist_ok=True)
 
     def _version_of(self, path: str) -> str:
         try:
-            return _version(self._store.info(self._key(path)))
+            return _version(self._store(path).info(self._key(path)))
         except FileNotFoundError:
             return ""
 
     def _modified_s(self, path: str) -> float:
         try:
-            modified: datetime.datetime = self._store.modified(self._key(path))
+            modified: datetime.datetime = self._store(path).modified(self._key(path))
         except (NotImplementedError, FileNotFoundError):
             return time.time()  # As if it was written now: what is old by it may be removed.
         return modified.timestamp()

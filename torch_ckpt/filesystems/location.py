@@ -41,7 +41,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _FILE_URL = re.compile(r"file:(?://(?:localhost)?(?=/)|(?!//))(/.*)", re.DOTALL)
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*", re.DOTALL)
 
-_UPLOAD_NBYTES = 8 << 20  # What is uploaded in one request.
+_UPLOAD_NBYTES = 8 << 20  # What one request to a store uploads, or reads of an open file.
 _BUFFER_NBYTES = 16 << 10  # Buffer size of an open file. Callers read few, scattered records.
 
 
@@ -138,6 +138,11 @@ class Location:
         if not scheme:
             self.file_system = _native.local_file_system()
             return
+        if re.match(r"[^/@]*:[^/@]*@", str(path)):  # Messages and pickles have the URL.
+            raise UnsupportedError(
+                f"cannot reach a URL of {scheme}:// that has a password; set it in the environment "
+                "or the configuration of the client"
+            )
         if scheme not in PROCESS.file_systems:
             store = file_system_of(scheme)
             if store is None:
@@ -281,7 +286,8 @@ class Location:
 
     def open(self) -> io.BufferedReader:
         """Opens the file for reading, as a seekable binary stream."""
-        return io.BufferedReader(_Stream(self), _BUFFER_NBYTES)
+        nbytes = _BUFFER_NBYTES if self.file_system.has_folders else _UPLOAD_NBYTES
+        return io.BufferedReader(_Stream(self), nbytes)
 
     @property
     def local_path(self) -> Path | None:

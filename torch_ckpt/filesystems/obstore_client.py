@@ -12,12 +12,12 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from typing_extensions import Buffer
 
-from torch_ckpt.errors import NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 
 try:
     import obstore
@@ -58,6 +58,8 @@ _CREDENTIALS = {
     "GOOGLE_": "GOOGLE_APPLICATION_CREDENTIALS",
     "AZURE_": "AZURE_STORAGE_ACCOUNT_KEY",
 }
+_NO_BUCKET = re.compile("NoSuchBucket|BucketNotFound|ContainerNotFound")
+_NO_RANGE = re.compile(r"status code: 416|\b416\b|[Ii]nvalid range")
 _QUERY = re.compile(r"\?[^\s\"')]*")  # Of a signed URL.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
@@ -80,6 +82,7 @@ class ObstoreClient:
     def __init__(self, scheme: str, options: dict[str, Any]) -> None:
         self._scheme = scheme
         self._options = options
+        self._pid = os.getpid()
         self._buckets: dict[str, Any] = {}
         self._lock = threading.Lock()
         # Bucket that was not reached -> when, why, and the error code.
@@ -90,9 +93,12 @@ class ObstoreClient:
         store, key = self._locate(path)
         with self._naming("find", path):
             if start_nbytes:
-                with contextlib.suppress(exceptions.GenericError):  # The object may be empty.
+                try:
                     got = obstore.get(store, key, options={"range": (0, start_nbytes)})
                     return *_facts(got.meta), got.bytes()
+                except exceptions.GenericError as error:
+                    if not _NO_RANGE.search(str(error)):  # The object is empty.
+                        raise
             meta = obstore.head(store, key)
             end = min(start_nbytes, meta["size"])
             return *_facts(meta), self.get(path, 0, end) if end else b""
@@ -100,9 +106,16 @@ class ObstoreClient:
     def get(self, path: str, offset: int, nbytes: int) -> Buffer:
         store, key = self._locate(path)
         with self._naming(f"read {nbytes} bytes at {offset} of", path):
-            return self._repeated(
-                lambda: obstore.get_range(store, key, start=offset, length=nbytes)
-            )
+            try:
+                return self._repeated(
+                    lambda: obstore.get_range(store, key, start=offset, length=nbytes)
+                )
+            except exceptions.GenericError as error:
+                if not _NO_RANGE.search(str(error)):
+                    raise
+                raise CorruptionError(
+                    f"cannot read {nbytes} bytes at {offset} of {self._url(path)}: it ends earlier"
+                ) from None
 
     def put(self, path: str, contents: Buffer, version: str | None) -> None:
         store, key = self._locate(path)
@@ -150,22 +163,35 @@ class ObstoreClient:
 
     def remove(self, path: str) -> None:
         store, key = self._locate(path)
-        with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
-            self._repeated(lambda: obstore.delete(store, key))
+        with self._naming("remove", path):
+            self._delete(store, [key])
 
     def remove_all(self, path: str) -> None:
         store, key = self._locate(path)
         with self._naming("remove", path):
             chunks = self._repeated(lambda: [*obstore.list(store, prefix=key)])
-            keys = [one["path"] for chunk in chunks for one in chunk]
+            keys = [one["path"] for chunk in chunks for one in chunk] or [key]
             metadata = [key for key in keys if _METADATA.fullmatch(key.rpartition("/")[2])]
-            for some in (metadata, sorted(set(keys).difference(metadata))):
-                if some:
-                    self._repeated(lambda some=some: obstore.delete(store, some))  # type: ignore[misc]
+            self._delete(store, metadata)
+            self._delete(store, sorted(set(keys).difference(metadata)))
+
+    def _delete(self, store: Any, keys: Sequence[str]) -> None:
+        """Removes objects, which another process may remove at the same time."""
+        try:
+            if keys:
+                self._repeated(lambda: obstore.delete(store, keys))
+        except FileNotFoundError:
+            for key in keys if len(keys) > 1 else ():
+                self._delete(store, [key])
 
     def _locate(self, path: str) -> tuple[Any, str]:
         """Returns the store of the bucket of a path, and the key."""
         bucket, _, key = path.strip("/").partition("/")
+        if os.getpid() != self._pid:  # Its threads are those of the parent.
+            raise UnsupportedError(
+                f"cannot reach {self._url(path)}: this process was forked from one that uses the "
+                "store; start processes with 'spawn' or 'forkserver'"
+            )
         with self._lock:
             store = self._buckets.get(bucket)
             if store is None:
@@ -215,7 +241,7 @@ class ObstoreClient:
                     seconds=2.0,
                 )
             except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error) or "BucketNotFound" in str(error):
+                if _NO_BUCKET.search(str(error)):
                     raise StorageError(
                         f"cannot reach {url}: there is no such bucket", errno.ENODEV
                     ) from None
@@ -230,7 +256,8 @@ class ObstoreClient:
     def _probe_conditions(self, bucket: str, store: Any, key: str, contents: Buffer) -> None:
         """Finds out whether a bucket respects conditions, by an object that is there by now."""
         try:
-            obstore.put(store, key, contents, mode="create")
+            for _ in range(2):  # Before the first, another job may have removed the object.
+                obstore.put(store, key, contents, mode="create")
         except _CONDITION_ERRORS:
             self._conditional[bucket] = True
         except (exceptions.BaseError, ValueError):
@@ -275,7 +302,8 @@ class ObstoreClient:
             if type(error).__name__ != "PanicException":  # Of the library: a bug, or odd settings.
                 raise
             raise StorageError(
-                f"cannot {what} {self._url(path)}: obstore failed: {error}", errno.EINVAL
+                f"cannot {what} {self._url(path)}: obstore failed: {_QUERY.sub('', str(error))}",
+                errno.EINVAL,
             ) from None
 
     def _repeated(self, request: Callable[[], _Answer]) -> _Answer:
