@@ -29,8 +29,9 @@ from support.store_server import SECRET_KEY, JuiceFS, SeaweedFS
 
 import torch_ckpt
 from torch_ckpt import FastWriter
-from torch_ckpt.errors import StorageError
+from torch_ckpt.errors import CorruptionError, StorageError
 from torch_ckpt.filesystems.object_store import object_store
+from torch_ckpt.filesystems.obstore_client import ObstoreClient
 from torch_ckpt.process_state import PROCESS
 
 pytestmark = pytest.mark.timeout(1200)
@@ -114,6 +115,19 @@ def test_a_conflict_of_writes_is_repeated(store_proxy: StoreProxy, store_url: st
     save(store_url, 2)
     assert [fault.met for fault in store_proxy.faults] == [1, 1]
     assert loaded(store_url) == 2
+
+
+def test_a_number_in_a_name_is_no_status(store_proxy: StoreProxy, store_url: str) -> None:
+    """416 is the status of a range beyond the end, which only damage can cause."""
+    path = f"{store_url.removeprefix('s3://')}/step-416/file"
+    retries = {"max_retries": 0, "retry_timeout": datetime.timedelta(seconds=0)}
+    client = ObstoreClient("s3", {"retry_config": retries})
+    client.put(path, b"0123456789", None)
+    with pytest.raises(CorruptionError, match="ends earlier"):
+        client.get(path, 10, 1)
+    store_proxy.add(Fault("reset", requests=("get",), path="step-416"))
+    with pytest.raises(StorageError, match="step-416"):
+        client.get(path, 0, 3)
 
 
 def test_a_failed_upload_is_aborted(store_proxy: StoreProxy, store_url: str) -> None:

@@ -59,7 +59,7 @@ _CREDENTIALS = {
     "AZURE_": "AZURE_STORAGE_ACCOUNT_KEY",
 }
 _NO_BUCKET = re.compile("NoSuchBucket|BucketNotFound|ContainerNotFound")
-_NO_RANGE = re.compile(r"status code: 416|\b416\b|[Ii]nvalid range")
+_NO_RANGE = re.compile("status code: 416")
 _QUERY = re.compile(r"\?[^\s\"')]*")  # Of a signed URL.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
