@@ -25,8 +25,8 @@ class _Process:
     """The process-wide state.
 
     Attributes:
-        file_systems: File systems by URL scheme; ``None`` if a process without it refuses it.
-            Owner: ``filesystems/location``.
+        file_systems: File systems by URL scheme; ``None`` if the parent process has registered one
+            that this process lacks. Owner: ``filesystems/location``.
         registered: The schemes of registered file systems. Owner: ``filesystems/location``.
         groups: Groups of ranks, by process group. Owner: ``coordination/group``.
         save_processes: The process that writes asynchronous saves of type ``PROCESS``, by the

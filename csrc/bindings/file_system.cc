@@ -24,10 +24,11 @@ FileSystem& local_file_system() {
   return file_system;
 }
 
-// How to open a file for a small read. A store sends the begin of a buffered file with its length.
+// How to open a file for a small read. A store sends the first bytes of a buffered file with its
+// length.
 Caching caching_for(const FileSystem& fs, int64_t offset, int64_t nbytes) {
-  const bool is_begin = offset == 0 && nbytes > 0;
-  return fs.traits().has_folders || is_begin ? Caching::kBuffered : Caching::kDirect;
+  const bool reads_first = offset == 0 && nbytes > 0;
+  return fs.traits().has_folders || reads_first ? Caching::kBuffered : Caching::kDirect;
 }
 
 // Returns the length of a file, and its bytes in [offset, offset + nbytes). Returns fewer bytes if

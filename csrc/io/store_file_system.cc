@@ -91,7 +91,7 @@ class StoreFile final : public File {
   const std::string path_;
   ObjectStore::Found found_;
   const std::string no_reason_;
-  const std::unique_ptr<Upload> upload_;  // Of a new object.
+  const std::unique_ptr<Upload> upload_;  // Null for an object that exists.
 };
 
 Status carry_out(const IoRequest& request, int in_flight) {

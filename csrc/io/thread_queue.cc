@@ -1,7 +1,5 @@
 #include "io/thread_queue.h"
 
-#include <signal.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -11,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/blocked_signals.h"
 #include "io/transfer.h"
 
 namespace torch_ckpt {
@@ -80,10 +79,7 @@ class ThreadQueue : public IoQueue {
 
  private:
   void start_threads(int count) {
-    sigset_t all;
-    sigset_t before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);  // A new thread inherits the mask.
+    const BlockedSignals blocked;
     try {
       for (int i = 0; i < count; ++i) {
         threads_.emplace_back([this] { serve(); });
@@ -93,7 +89,6 @@ class ThreadQueue : public IoQueue {
       // does it.
       mode_.reason += str_cat("; only ", threads_.size(), " threads could be started");
     }
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   Status carry_out(const IoRequest& request) const {

@@ -1,7 +1,5 @@
 #include "io/upload.h"
 
-#include <signal.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -9,6 +7,8 @@
 #include <system_error>
 #include <utility>
 #include <vector>
+
+#include "base/blocked_signals.h"
 
 namespace torch_ckpt {
 namespace {
@@ -103,10 +103,7 @@ void Upload::start(int64_t window_nbytes, int in_flight) {
   part_nbytes_ = align_up(part_nbytes(expected_nbytes_), window_nbytes);
   // The windows of a part must leave one request for the end of the stream.
   copies_ = part_nbytes_ / window_nbytes >= in_flight;
-  sigset_t all;
-  sigset_t before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // A new thread inherits the mask.
+  const BlockedSignals blocked;
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
@@ -114,7 +111,6 @@ void Upload::start(int64_t window_nbytes, int in_flight) {
     state_->result = errno_status(error.code().value(), str_cat("cannot start to upload ", path_));
     state_->changed.notify_all();
   }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Upload::run() {

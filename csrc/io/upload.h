@@ -23,7 +23,7 @@
 
 namespace torch_ckpt {
 
-// Length of the parts of an object of so many bytes. It may grow to twice that.
+// Length of the parts of an object of so many bytes, which may grow to twice this length.
 int64_t part_nbytes(int64_t object_nbytes);
 
 class Upload {

@@ -28,7 +28,7 @@ __all__ = ["KillCampaign", "RaceCampaign"]
 
 START_S = 60.0
 SAVE_S = 60.0
-TIMEOUT_S = 10.0  # Of a save.
+TIMEOUT_S = 10.0  # For one save.
 
 
 def _save_on_a_rank(

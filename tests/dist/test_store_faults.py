@@ -199,7 +199,7 @@ def test_kills_of_the_server(
 def test_jobs_that_save_one_checkpoint(
     store_server: SeaweedFS, store_url: str, seed: int, full: bool
 ) -> None:
-    """Of saves that overlap, one commits, and the others say so and leave nothing."""
+    """One of the saves that overlap commits, and the others say so and leave nothing."""
     campaign = RaceCampaign(store_server, store_url, draws(seed))
     campaign.run(100 if full else 5)
     assert not campaign.breaches, "\n".join(campaign.breaches)

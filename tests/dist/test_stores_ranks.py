@@ -24,7 +24,9 @@ from torch_ckpt.process_state import PROCESS
 
 pytestmark = pytest.mark.timeout(150)
 
-ROWS = 700_001  # Of 20 bytes: a file of 2 ranks has several parts, and no two shards are equal.
+ROWS = (
+    700_001  # Each has 20 bytes: a file of 2 ranks has several parts, and no two shards are equal.
+)
 TIMEOUT_S = 60
 
 

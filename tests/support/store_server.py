@@ -113,11 +113,11 @@ class StoreServer:
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_REGION": "us-east-1",
-            "AWS_DEFAULT_REGION": "us-east-1",  # Of botocore.
-            "AWS_ALLOW_HTTP": "true",  # Of obstore, which else refuses an address without TLS.
+            "AWS_DEFAULT_REGION": "us-east-1",  # For botocore.
+            "AWS_ALLOW_HTTP": "true",  # For obstore, which else refuses an address without TLS.
             # Where there are no keys, nobody asks the metadata service of the machine for some.
             "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1",  # Of obstore, which ignores the other.
+            "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1",  # For obstore, which ignores the other.
             "NO_PROXY": "127.0.0.1",
         }
 

@@ -90,7 +90,7 @@ def mount_of(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 def _renames(folder: Location) -> Generator[Fact]:
     if folder.file_system.publishes_by_condition:
-        yield "commit", "by one write on a condition, as on every store", ""
+        yield "commit", "by one write on a condition, if the store respects it", ""
         return
     one, other = folder / "one", folder / "other"
     one.create_directories()

@@ -60,7 +60,7 @@ _CREDENTIALS = {
 }
 _NO_BUCKET = re.compile("NoSuchBucket|BucketNotFound|ContainerNotFound")
 _NO_RANGE = re.compile("status code: 416")
-_QUERY = re.compile(r"\?[^\s\"')]*")  # Of a signed URL.
+_QUERY = re.compile(r"\?[^\s\"')]*")  # A signed URL has its signature there.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
 _NO_ANSWER = re.compile(
@@ -299,7 +299,8 @@ class ObstoreClient:
                 f"cannot {what} {self._url(path)}: {hint}{message}", _errno_of(error, message)
             ) from None
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # Of the library: a bug, or odd settings.
+            # The library has a bug, or odd settings.
+            if type(error).__name__ != "PanicException":
                 raise
             raise StorageError(
                 f"cannot {what} {self._url(path)}: obstore failed: {_QUERY.sub('', str(error))}",

@@ -45,7 +45,7 @@ def useful_buffer_nbytes(
     On a disk, buffers beyond a quarter of the data cost more time to allocate than they save. On a
     store, requests wait for answers, and more of them at a time save more.
     """
-    part = 1 if not file_system.writes_at_offsets else 4
+    part = 4 if file_system.writes_at_offsets else 1
     return max(2 * block_nbytes, min(budget_nbytes, data_nbytes // part))
 
 

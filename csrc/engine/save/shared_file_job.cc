@@ -184,7 +184,6 @@ Status SharedFileJob::write_window() {
 Status SharedFileJob::finish() {
   RETURN_IF_ERROR(check_open());
   RETURN_IF_ERROR(fail(write_window()));
-  RETURN_IF_ERROR(fail(wait_for_all()));
   RETURN_IF_ERROR(fail(complete(std::nullopt)));
   finished_ = true;
   release();
