@@ -128,6 +128,18 @@ void bind_file_system(py::module_& module) {
           },
           py::arg("path"))
       .def(
+          "remove_all",
+          [](FileSystem& fs, const std::filesystem::path& path) {
+            raise_if_error(without_gil([&] { return fs.remove_all(path.string()); }));
+          },
+          py::arg("path"))
+      .def(
+          "modified_s",
+          [](FileSystem& fs, const std::filesystem::path& path) {
+            return value_or_raise(without_gil([&] { return fs.modified_s(path.string()); }));
+          },
+          py::arg("path"))
+      .def(
           "rename",
           [](FileSystem& fs, const std::filesystem::path& from, const std::filesystem::path& to) {
             raise_if_error(without_gil([&] { return fs.rename(from.string(), to.string()); }));
@@ -178,6 +190,14 @@ void bind_file_system(py::module_& module) {
                              [](const FileSystem& fs) { return fs.traits().request_nbytes; })
       .def_property_readonly("has_folders",
                              [](const FileSystem& fs) { return fs.traits().has_folders; });
+  module.def(
+      "copy_file",
+      [](FileSystem& from, const std::filesystem::path& source, FileSystem& to,
+         const std::filesystem::path& target) {
+        raise_if_error(
+            without_gil([&] { return copy_file(from, source.string(), to, target.string()); }));
+      },
+      py::arg("from_file_system"), py::arg("source"), py::arg("to_file_system"), py::arg("target"));
   module.def("local_file_system", &local_file_system, py::return_value_policy::reference);
 }
 

@@ -2,11 +2,9 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,7 +14,6 @@
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "io/store_file_system.h"
-#include "io/upload.h"
 
 namespace py = pybind11;
 
@@ -176,20 +173,6 @@ class PyObjectStore final : public ObjectStore {
   py::object client_;
 };
 
-// Keeps the client, for uploads that Python makes itself.
-class PyStoreFileSystem final : public StoreFileSystem {
- public:
-  explicit PyStoreFileSystem(const py::object& client)
-      : StoreFileSystem(std::make_unique<PyObjectStore>(client)), client_(client) {}
-
-  void put_stream(const std::filesystem::path& path, int64_t nbytes, const py::object& windows) {
-    client_.attr("put_stream")(path.string(), part_nbytes(nbytes), windows);
-  }
-
- private:
-  const py::object client_;
-};
-
 }  // namespace
 
 void bind_object_store(py::module_& module) {
@@ -201,22 +184,12 @@ void bind_object_store(py::module_& module) {
   py::class_<PyWindows>(module, "Windows")
       .def("__iter__", [](py::object windows) { return windows; })
       .def("__next__", &PyWindows::next);
-  py::class_<PyStoreFileSystem, FileSystem>(module, "StoreFileSystem")
-      .def(py::init<py::object>(), py::arg("client"))
-      .def("put_stream", &PyStoreFileSystem::put_stream, py::arg("path"), py::arg("nbytes"),
-           py::arg("windows"))
-      .def(
-          "modified_s",
-          [](PyStoreFileSystem& fs, const std::filesystem::path& path) {
-            return value_or_raise(without_gil([&] { return fs.modified_s(path.string()); }));
-          },
-          py::arg("path"))
-      .def(
-          "remove_all",
-          [](PyStoreFileSystem& fs, const std::filesystem::path& path) {
-            raise_if_error(without_gil([&] { return fs.remove_all(path.string()); }));
-          },
-          py::arg("path"));
+  py::class_<StoreFileSystem, FileSystem>(module, "StoreFileSystem")
+      .def(py::init([](py::object client) {
+             return std::make_unique<StoreFileSystem>(
+                 std::make_unique<PyObjectStore>(std::move(client)));
+           }),
+           py::arg("client"));
 }
 
 }  // namespace torch_ckpt

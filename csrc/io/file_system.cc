@@ -8,6 +8,8 @@
 namespace torch_ckpt {
 namespace {
 
+constexpr int64_t kPieceNbytes = int64_t{8} << 20;  // Of a file that is copied.
+
 Status run_one(IoQueue& queue, const IoRequest& request) {
   queue.submit({&request, 1});
   const std::span<const IoDone> done = queue.wait();
@@ -37,6 +39,14 @@ Status FileSystem::exchange(const std::string& one, const std::string& other) {
   return errno_status(ENOSYS, str_cat("cannot exchange ", one, " and ", other));
 }
 
+Status FileSystem::remove_all(const std::string& path) {
+  return errno_status(ENOSYS, str_cat("cannot remove ", path, " with its contents"));
+}
+
+Result<double> FileSystem::modified_s(const std::string& path) {
+  return errno_status(ENOSYS, str_cat("cannot tell when ", path, " was written"));
+}
+
 Status FileSystem::put(const std::string& path, Bytes, OpenMode) {
   return errno_status(ENOSYS, str_cat("cannot write ", path, " at once"));
 }
@@ -61,6 +71,22 @@ Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool syn
   if (!sync) return ok_status();
   request.kind = IoRequest::Kind::kSync;
   return run_one(*queue, request);
+}
+
+Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
+                 const std::string& target) {
+  ASSIGN_OR_RETURN(const auto in, from.open(source, OpenMode::kRead, Caching::kBuffered));
+  ASSIGN_OR_RETURN(const auto out, to.open(target, OpenMode::kCreate, Caching::kBuffered));
+  ASSIGN_OR_RETURN(const int64_t nbytes, in->size());
+  if (nbytes > 0) RETURN_IF_ERROR(out->preallocate(nbytes));
+  std::vector<std::byte> piece(static_cast<size_t>(std::min(nbytes, kPieceNbytes)));
+  for (int64_t offset = 0; offset < nbytes; offset += ssize(piece)) {
+    piece.resize(static_cast<size_t>(std::min(nbytes - offset, kPieceNbytes)));
+    RETURN_IF_ERROR(in->read(offset, piece));
+    RETURN_IF_ERROR(out->write(offset, piece));
+  }
+  return run_one(*to.make_queue(1),
+                 {.kind = IoRequest::Kind::kSync, .file = out.get(), .offset = nbytes});
 }
 
 }  // namespace torch_ckpt

@@ -183,6 +183,15 @@ class FileSystem {
   virtual Status rename(const std::string& from, const std::string& to) = 0;
   // A file system that publishes by condition may return OK if there is no file.
   virtual Status remove(const std::string& path) = 0;
+
+  // Removes all files in a folder and its folders, those of metadata first. Only if a folder is a
+  // prefix of names.
+  virtual Status remove_all(const std::string& path);
+
+  // Returns when a file or directory was written, by the clock of the file system: seconds since
+  // 1970.
+  virtual Result<double> modified_s(const std::string& path);
+
   virtual Status sync_directory(const std::string& path) = 0;
 
   // Makes a queue for up to `depth` requests.
@@ -219,5 +228,9 @@ std::string parent_directory(std::string_view path);
 // exist with a subset of the bytes. With kUpdate, writes to an empty file instead.
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync,
                   OpenMode mode = OpenMode::kCreate);
+
+// Copies a file, durably. After an error the target may exist with a subset of the bytes.
+Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
+                 const std::string& target);
 
 }  // namespace torch_ckpt

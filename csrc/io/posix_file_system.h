@@ -27,6 +27,7 @@ class PosixFileSystem : public FileSystem {
 
   // Removes a file or an empty directory.
   Status remove(const std::string& path) override;
+  Result<double> modified_s(const std::string& path) override;
 
   // Also OK on a file system that cannot sync directories.
   Status sync_directory(const std::string& path) override;

@@ -176,6 +176,8 @@ Status StoreFileSystem::rename(const std::string& from, const std::string& to) {
 
 Status StoreFileSystem::remove(const std::string& path) { return store_->remove(path); }
 
+Status StoreFileSystem::remove_all(const std::string& path) { return store_->remove_all(path); }
+
 std::unique_ptr<IoQueue> StoreFileSystem::make_queue(int depth) {
   return make_thread_queue(depth, depth, {.name = "requests", .reason = ""}, carry_out);
 }

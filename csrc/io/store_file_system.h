@@ -30,14 +30,10 @@ class StoreFileSystem : public FileSystem {
   // Copies the object, then removes the old one: between the two, both exist.
   Status rename(const std::string& from, const std::string& to) override;
   Status remove(const std::string& path) override;
+  Status remove_all(const std::string& path) override;
+  Result<double> modified_s(const std::string& path) override;
   Status sync_directory(const std::string& path) override;
   std::unique_ptr<IoQueue> make_queue(int depth) override;
-
-  // Removes all files in a folder and its folders, those of metadata first.
-  Status remove_all(const std::string& path) { return store_->remove_all(path); }
-
-  // Returns when a file was written, by the clock of the store: seconds since 1970.
-  Result<double> modified_s(const std::string& path);
 
   Status put(const std::string& path, Bytes bytes, OpenMode mode) override;
   Result<std::string> version(const std::string& path) override;

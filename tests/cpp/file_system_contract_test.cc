@@ -192,6 +192,26 @@ TEST_P(FileSystemContractTest, RenameReplaces) {
   EXPECT_CODE(read_file(fs(), path("a")), StatusCode::kNotFound);
 }
 
+// Files of 0 bytes, of less than one piece of the copy, and of several.
+TEST_P(FileSystemContractTest, ACopyHasTheSameBytes) {
+  PosixFileSystem disk;
+  for (const int64_t nbytes : {int64_t{0}, int64_t{5000}, (int64_t{17} << 20) + 3}) {
+    const std::string name = str_cat("of ", nbytes);
+    std::string contents(static_cast<size_t>(nbytes), '\0');
+    for (size_t i = 0; i < contents.size(); ++i) contents[i] = static_cast<char>(i * i >> 7);
+    ASSERT_OK(write_file(disk, path(name), as_bytes(contents), false));
+    ASSERT_OK(copy_file(disk, path(name), fs(), path("in")));
+    ASSERT_OK_AND_ASSIGN(const auto inside, read_file(fs(), path("in")));
+    EXPECT_EQ(as_text(inside), contents);
+    ASSERT_OK(copy_file(fs(), path("in"), disk, path("out")));
+    ASSERT_OK_AND_ASSIGN(const auto outside, read_file(disk, path("out")));
+    EXPECT_EQ(as_text(outside), contents);
+    ASSERT_OK(fs().remove(path("in")));
+    ASSERT_OK(disk.remove(path("out")));
+  }
+  EXPECT_CODE(copy_file(fs(), path("none"), disk, path("out")), StatusCode::kNotFound);
+}
+
 TEST_P(FileSystemContractTest, AQueueReadsBackWhatItWrote) {
   ASSERT_OK_AND_ASSIGN(const auto file,
                        fs().open(path("a"), OpenMode::kCreate, Caching::kBuffered));

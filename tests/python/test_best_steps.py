@@ -201,6 +201,20 @@ def test_an_old_lease_protects_nothing_whatever_it_contains(age_s: int, tmp_path
     assert not lease.exists()
 
 
+def test_a_lease_protects_by_the_clock_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_all(Run(tmp_path, keep_last=1), {1: 1.0})
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)  # This machine is an hour ahead.
+    with Run(tmp_path).lease(1):
+        save_all(run, {2: 1.0})
+        assert steps_in(tmp_path) == [1, 2]
+    save_all(run, {3: 1.0})
+    assert steps_in(tmp_path) == [3]
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_step_that_is_not_there_cannot_be_leased(tmp_path: Path) -> None:
     (tmp_path / "step-2").mkdir()
     for step in (1, 2):

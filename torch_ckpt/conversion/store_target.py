@@ -33,7 +33,7 @@ def write_to_store(target: Location, write: Callable[[Location], None]) -> None:
         files = sorted(_files(local, ""), key=lambda file: file.endswith(_LAST))
         try:
             for file in files:
-                (target.parent / file).upload(local / file)
+                (local / file).copy_to(target.parent / file)
         except BaseException:
             for file in files:
                 (target.parent / file).discard()

@@ -41,8 +41,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _FILE_URL = re.compile(r"file:(?://(?:localhost)?(?=/)|(?!//))(/.*)", re.DOTALL)
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*", re.DOTALL)
 
-_UPLOAD_NBYTES = 8 << 20  # What one request to a store uploads, or reads of an open file.
 _BUFFER_NBYTES = 16 << 10  # Buffer size of an open file. Callers read few, scattered records.
+_STORE_BUFFER_NBYTES = 8 << 20  # Of a file on a store, where a request takes longer.
 
 
 def register(scheme: str, file_system: _native.FileSystem) -> None:
@@ -257,14 +257,9 @@ class Location:
 
     def modified_s(self) -> float | None:
         """Returns the time of the last write, in seconds since 1970; ``None`` if it is unknown."""
-        if isinstance(self.file_system, _native.StoreFileSystem):
-            with contextlib.suppress(CheckpointError):
-                return self.file_system.modified_s(self.path)
-            return None
-        try:
-            return None if self.local_path is None else self.local_path.stat().st_mtime
-        except OSError:
-            return None
+        with contextlib.suppress(CheckpointError):
+            return self.file_system.modified_s(self.path)
+        return None
 
     def identity(self) -> tuple[int, ...] | str | None:
         """Returns a value that differs for a file that replaces this one; ``None`` if unknown."""
@@ -286,7 +281,7 @@ class Location:
 
     def open(self) -> io.BufferedReader:
         """Opens the file for reading, as a seekable binary stream."""
-        nbytes = _BUFFER_NBYTES if self.file_system.has_folders else _UPLOAD_NBYTES
+        nbytes = _BUFFER_NBYTES if self.file_system.has_folders else _STORE_BUFFER_NBYTES
         return io.BufferedReader(_Stream(self), nbytes)
 
     @property
@@ -323,18 +318,9 @@ class Location:
                 "store takes whole files only; save with FastWriter, and convert with torch-ckpt"
             )
 
-    def upload(self, source: Location) -> None:
-        """Writes this file of a store from a local file."""
-        assert isinstance(self.file_system, _native.StoreFileSystem)
-        nbytes = source.nbytes()
-        if nbytes <= _UPLOAD_NBYTES:
-            self.write(source.read(), sync=True, update=True)
-            return
-        pieces = (
-            source.read_range(offset, _UPLOAD_NBYTES)[1]
-            for offset in range(0, nbytes, _UPLOAD_NBYTES)
-        )
-        self.file_system.put_stream(self.path, nbytes, pieces)
+    def copy_to(self, target: Location) -> None:
+        """Copies the file, durably. A failed copy may leave an incomplete file."""
+        _native.copy_file(self.file_system, self.path, target.file_system, target.path)
 
     def rename(self, to: Location) -> None:
         """Renames the location within its file system, and replaces the target if it exists."""
@@ -382,7 +368,7 @@ class Location:
 
         If a file or directory cannot be removed, all others are removed.
         """
-        if isinstance(self.file_system, _native.StoreFileSystem):
+        if not self.file_system.has_folders:
             self.file_system.remove_all(self.path)
             return
         try:

@@ -200,27 +200,37 @@ def remove_expired_leases(directory: Location) -> None:
     for _, file, is_valid in _leases(directory):
         if not is_valid:
             file.discard()
-    for name in directory.names():
-        if name.startswith(PENDING) and (_age_s(directory / name) or 0) > LEASE_S:
-            (directory / name).discard()
+    pending = [directory / name for name in directory.names() if name.startswith(PENDING)]
+    now = _now_s(directory) if pending else 0.0
+    for file in pending:
+        if now - (file.modified_s() or now) > LEASE_S:
+            file.discard()
 
 
 def _leases(directory: Location) -> Iterator[tuple[int, Location, bool]]:
     try:
-        names = directory.names()
+        leases = list(filter(None, map(_LEASE.fullmatch, directory.names())))
     except NotFoundError:
         return
-    for name in names:
-        if match := _LEASE.fullmatch(name):
-            file = directory / name
-            age = _age_s(file)
-            yield int(match[1]), file, age is None or abs(age) < LEASE_S
+    now = _now_s(directory) if leases else 0.0
+    for match in leases:
+        file = directory / match[0]
+        written = file.modified_s()
+        yield int(match[1]), file, written is None or abs(now - written) < LEASE_S
 
 
-def _age_s(file: Location) -> float | None:
-    """Returns the seconds since the last write; ``None`` if they are unknown."""
-    written = file.modified_s()
-    return None if written is None else time.time() - written
+def _now_s(directory: Location) -> float:
+    """Returns the time by the clock of the file system, by which files are dated.
+
+    A server and this machine may have different clocks.
+    """
+    file = directory / f"{PENDING}{secrets.token_hex(8)}"
+    written = None
+    with contextlib.suppress(CheckpointError):  # The directory may be read-only.
+        file.write(b"", sync=False)
+        written = file.modified_s()
+    file.discard()
+    return time.time() if written is None else written
 
 
 def _renew(file: Location) -> None:
