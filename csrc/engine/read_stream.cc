@@ -20,6 +20,9 @@ namespace {
 // possible.
 constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
 
+// Longest range where all ranges share requests: short ones fill a request.
+constexpr int64_t kSharedNbytes = int64_t{1} << 20;
+
 bool is_aligned(const std::byte* address, int64_t alignment) {
   return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(alignment) == 0;
 }
@@ -74,12 +77,12 @@ struct ReadStream::Work {
   Status status;  // The first error; guarded by mutex.
 
   Work(std::span<const WantedRange> ranges, const ConsumeRange& consumer, int64_t max_nbytes,
-       int64_t max_gap, const std::atomic<bool>& is_cancelled)
+       int64_t max_gap, bool shares_all, const std::atomic<bool>& is_cancelled)
       : wanted(ranges), consume(consumer), cancelled_by_caller(is_cancelled) {
     std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a request.
     for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
       const WantedRange& want = wanted[static_cast<size_t>(i)];
-      if (want.destination == nullptr || want.range.nbytes() < kInPlaceNbytes ||
+      if (shares_all || want.destination == nullptr || want.range.nbytes() < kInPlaceNbytes ||
           checkable_range(want) != want.range) {
         shared[want.file].push_back(i);
         continue;
@@ -211,15 +214,19 @@ Status ReadStream::open(Lane& lane, const WantedRange* for_device) {
 }
 
 int64_t ReadStream::max_aligned_range_nbytes(const FileSums* sums) const {
-  return align_down(align_up(block_nbytes_, kReadAlignment), grain_of(sums));
+  const int64_t most = shares_all() ? std::min(block_nbytes_, kSharedNbytes) : block_nbytes_;
+  return align_down(align_up(most, kReadAlignment), grain_of(sums));
 }
 
 int64_t ReadStream::max_range_nbytes(const FileSums* sums) const {
   return max_aligned_range_nbytes(sums) - 2 * grain_of(sums);
 }
 
+bool ReadStream::shares_all() const { return fs_.traits().max_gap_nbytes >= kInPlaceNbytes; }
+
 Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {
-  Work work(wanted, consume, max_range_nbytes(), fs_.traits().max_gap_nbytes, cancelled_);
+  const int64_t most = align_up(block_nbytes_, kReadAlignment) - 2 * kReadAlignment;
+  Work work(wanted, consume, most, fs_.traits().max_gap_nbytes, shares_all(), cancelled_);
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
   if (lanes == 0) return ok_status();
@@ -309,17 +316,17 @@ bool ReadStream::LaneRun::submit_next() {
   if (next >= work_.tasks.size()) return false;
   const Task& task = work_.tasks[next];
   const int64_t alignment = task.file->alignment();
-  const bool cached =
-      alignment == 1 || task.file->is_resident(task.range.begin, task.range.nbytes());
+  const bool resident = task.file->is_resident(task.range.begin, task.range.nbytes());
+  const bool buffered = alignment == 1 || resident;
   const bool fits = task.range.begin % alignment == 0 && task.range.nbytes() % alignment == 0 &&
                     is_aligned(task.destination, alignment);
   InFlight read;
   read.task = &task;
   read.offset = task.range.begin;
-  if (task.destination != nullptr && (cached || fits)) {
+  if (task.destination != nullptr && (buffered || fits)) {
     read.memory = {task.destination, static_cast<size_t>(task.range.nbytes())};
   } else {
-    const int64_t grain = cached ? 1 : alignment;
+    const int64_t grain = buffered ? 1 : alignment;
     read.block = *pool_.acquire();  // There are as many blocks as slots.
     read.offset = align_down(task.range.begin, grain);
     const int64_t nbytes = align_up(task.range.end, grain) - read.offset;
@@ -329,7 +336,7 @@ bool ReadStream::LaneRun::submit_next() {
       return false;
     }
     read.memory = slice(pool_.block(read.block), 0, nbytes);
-    if (!cached && !prepare_for_direct()) {
+    if (!buffered && !prepare_for_direct()) {
       pool_.release(read.block);
       return false;
     }
@@ -341,12 +348,12 @@ bool ReadStream::LaneRun::submit_next() {
                              .file = task.file,
                              .offset = read.offset,
                              .memory = read.memory,
-                             .caching = cached ? Caching::kBuffered : Caching::kDirect,
+                             .caching = buffered ? Caching::kBuffered : Caching::kDirect,
                              .tag = slot};
   slots_[slot] = std::move(read);
   queue_.submit({&request, 1});
-  // A cached read completes at once. Consume its bytes while they are in the processor's cache.
-  return !cached;
+  // Such a read completes at once. Consume its bytes while they are in the processor's cache.
+  return !resident;
 }
 
 void ReadStream::LaneRun::complete(const IoDone& done) {

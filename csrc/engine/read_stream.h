@@ -109,6 +109,8 @@ class ReadStream {
 
   ReadStream(FileSystem& fs, size_t lanes, int64_t lane_nbytes, int64_t block_nbytes)
       : fs_(fs), lane_nbytes_(lane_nbytes), block_nbytes_(block_nbytes), lanes_(lanes) {}
+  // Whether another request costs more than another copy of a range. Then none is read in place.
+  bool shares_all() const;
   Status open(Lane& lane, const WantedRange* for_device);
   static void run_lane_to_end(Lane& lane, Work& work);
 

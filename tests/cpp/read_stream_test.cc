@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -12,10 +13,12 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/memory.h"
 #include "support/memory_file_system.h"
+#include "support/memory_object_store.h"
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
@@ -180,6 +183,49 @@ TEST(ReadStreamTest, AlignedDestinationsAreReadInPlaceAndBufferedOnesAtAnyAddres
     }));
     EXPECT_EQ(consumed, 1);
   }
+}
+
+// Ranges as large tensors want them, whose ends are not at blocks of checksums.
+TEST(ReadStreamTest, AllRangesShareTheRequestsToAStore) {
+  MemoryStoreFileSystem fs;
+  const std::string text = random_text(20 << 20, 5);
+  fs.store.set("a", text);
+  const auto file = open_for_reading(fs, "a");
+  std::vector<std::byte> tensors(text.size());
+  const auto stream = make_stream(fs, 2, 4 << 20);
+  std::vector<WantedRange> wanted;
+  for (int64_t begin = 0; begin < ssize(text);) {
+    const int64_t most = begin % 3 == 0 ? 4096 : stream->max_aligned_range_nbytes();
+    const int64_t end = std::min(begin + most, ssize(text));
+    wanted.push_back({file.get(), {begin, end}, tensors.data() + begin});
+    begin = end;
+  }
+  ASSERT_OK(stream->run(wanted, [&](int64_t index, Bytes bytes, Unpacking&) {
+    std::ranges::copy(bytes, wanted[static_cast<size_t>(index)].destination);
+    return ok_status();
+  }));
+  EXPECT_TRUE(as_text(tensors) == text);
+  EXPECT_EQ(fs.store.count(StoreCall::Kind::kGet), 7);  // Of 3 to 4 MiB.
+}
+
+TEST(ReadStreamTest, AsManyRequestsToAStoreAreInFlightAsThereAreBuffers) {
+  MemoryStoreFileSystem fs;
+  const std::string text = random_text(20 << 20, 5);
+  fs.store.set("a", text);
+  const auto file = open_for_reading(fs, "a");
+  std::vector<WantedRange> wanted;
+  for (int64_t begin = 0; begin < ssize(text); begin += 1 << 20) {
+    wanted.push_back({file.get(), {begin, begin + (1 << 20)}});
+  }
+  fs.store.stall_transfers();
+  std::thread reader([&] {
+    EXPECT_OK(make_stream(fs, 2, 1 << 20)->run(wanted, [](int64_t, Bytes, Unpacking&) {
+      return ok_status();
+    }));
+  });
+  fs.store.wait_for_stalled(12);  // Two threads have six buffers each.
+  fs.store.resume_transfers();
+  reader.join();
 }
 
 // 100 ranges that share no read.

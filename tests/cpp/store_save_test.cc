@@ -184,14 +184,14 @@ TEST_F(StoreSaveTest, ASaveThatIsCancelledWhileTheStoreStallsLeavesNothing) {
   for (const PoolSize& size : {kPools[0], kPools[2], kPools[6]}) {
     SCOPED_TRACE(size.block_nbytes);
     MemoryStoreFileSystem fs;
-    fs.store.stall_parts();
+    fs.store.stall_transfers();
     const auto pool = make_pool(size.nbytes, size.block_nbytes);
     auto job = std::move(*SaveJob::start(fs, kPath, layout_of(work.tensors), *pool, {}));
     Status status;
     std::thread writer([&] { status = write_all(*job, work); });
     fs.store.wait_for_stalled(1);
     job->cancel();
-    fs.store.resume_parts();
+    fs.store.resume_transfers();
     writer.join();
     EXPECT_CODE(status, StatusCode::kCancelled);
     job.reset();

@@ -184,11 +184,11 @@ TEST_F(UploadTest, WindowsAreCopiedWhereThoseInFlightMakeNoPart) {
 
 TEST_F(UploadTest, CopiesOfWindowsAreAtMostTwoParts) {
   constexpr int64_t kWindow = 256 << 10;
-  store_.stall_parts();
+  store_.stall_transfers();
   upload_.expect(6 * kPart);
   std::thread writer([&] { expect_uploads(upload_, 6 * kPart, kWindow, 2); });
   store_.wait_for_stalled(2);
-  store_.resume_parts();
+  store_.resume_transfers();
   writer.join();
   EXPECT_LE(store_.most_held_nbytes(), 2 * kPart + kWindow);
 }
@@ -325,7 +325,7 @@ TEST_F(UploadTest, AbandoningEndsEveryCallWhileTheClientStalls) {
   const std::vector<std::byte> bytes = some_bytes(4 * kPart);
   for (const int threads : {2, 24}) {
     MemoryObjectStore store;
-    store.stall_parts();
+    store.stall_transfers();
     Upload upload(store, kPath);
     upload.expect(ssize(bytes));
     Status finished;
@@ -337,7 +337,7 @@ TEST_F(UploadTest, AbandoningEndsEveryCallWhileTheClientStalls) {
     finisher.join();  // It needs no answer of the store.
     EXPECT_CODE(finished, StatusCode::kCancelled);
     EXPECT_THAT(finished.message(), HasSubstr(kPath));
-    store.resume_parts();  // The writer's memory is in use until then.
+    store.resume_transfers();  // The writer's memory is in use until then.
     writer.join();
     EXPECT_CODE(status, StatusCode::kCancelled);
     EXPECT_THAT(store.paths(), IsEmpty());

@@ -107,6 +107,18 @@ def test_a_failed_probe_fails_no_write(store_proxy: StoreProxy, store_url: str) 
     assert loaded(store_url) == 1
 
 
+def test_a_store_without_conditional_writes_is_found_soon(
+    store_proxy: StoreProxy, store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_proxy.add(Fault("status", ("put",), status=501, when=is_conditional))
+    began = time.monotonic()
+    for number in (1, 2):
+        save(store_url, number)
+        assert loaded(store_url) == number
+    assert time.monotonic() - began < 30
+    assert caplog.text.count("ignores conditions of writes") == 1
+
+
 def test_a_conflict_of_writes_is_repeated(store_proxy: StoreProxy, store_url: str) -> None:
     """S3 answers 409 if two writes meet, and has carried out neither for certain."""
     save(store_url, 1)

@@ -22,7 +22,8 @@ __all__ = ["Fault", "Request", "StoreProxy"]
 BUFFER_BYTES = 1 << 20
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close discards what is unsent, and resets.
 CODES = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown"}
-CODES |= {409: "ConditionalRequestConflict", 500: "InternalError", 503: "SlowDown"}
+CODES |= {409: "ConditionalRequestConflict", 500: "InternalError", 501: "NotImplemented"}
+CODES |= {503: "SlowDown"}
 
 Kind = Literal[
     "delay",  # The request waits for `seconds` before it goes to the server.

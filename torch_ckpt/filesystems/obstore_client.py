@@ -45,6 +45,9 @@ _FIRST_TIMEOUT = "5s"
 """How long the first request to a bucket may take. A name or a credential that is wrong fails it,
 and later ones are repeated for minutes."""
 
+_FEW_RETRIES: dict[str, Any] = {"seconds": 5.0, "max_retries": 2}
+"""How often a first request of a kind is repeated, by which a client learns about a store."""
+
 _FAILED_S = 1.0
 """For how long a bucket that was not reached is not tried again."""
 
@@ -60,9 +63,12 @@ _CREDENTIALS = {
 }
 _NO_BUCKET = re.compile("NoSuchBucket|BucketNotFound|ContainerNotFound")
 _NO_RANGE = re.compile("status code: 416")
+_NOT_IMPLEMENTED = re.compile("status code: 501")
 _QUERY = re.compile(r"\?[^\s\"')]*")  # A signed URL has its signature there.
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
+_DENIED = re.compile("ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|Malformed")
+"""In an answer of S3 with status 400: the credentials are the reason."""
 _NO_ANSWER = re.compile(
     r"HTTP error|response body|Got invalid \w+ response|ConditionalRequestConflict"
 )
@@ -84,6 +90,7 @@ class ObstoreClient:
         self._options = options
         self._pid = os.getpid()
         self._buckets: dict[str, Any] = {}
+        self._impatient: dict[str, Any] = {}  # The same buckets, with few retries.
         self._lock = threading.Lock()
         # Bucket that was not reached -> when, why, and the error code.
         self._failed: dict[str, tuple[float, str, int | None]] = {}
@@ -126,14 +133,32 @@ class ObstoreClient:
                 obstore.put(store, key, contents, use_multipart=False)
                 return
             try:
-                # If the first one was carried out, the caller finds its own bytes there.
-                self._repeated(lambda: obstore.put(store, key, contents, mode=mode))
+                is_written = bucket not in self._conditional and self._put_first(
+                    bucket, key, contents, mode
+                )
+                if not is_written:
+                    # If one was carried out, the caller finds its own bytes there.
+                    self._repeated(lambda: obstore.put(store, key, contents, mode=mode))
             except (exceptions.NotSupportedError, NotImplementedError):
                 self._ignores_conditions(bucket)
                 obstore.put(store, key, contents, use_multipart=False)
                 return
             if bucket not in self._conditional:
                 self._probe_conditions(bucket, store, key, contents)
+
+    def _put_first(self, bucket: str, key: str, contents: Buffer, mode: Any) -> bool:
+        """Makes the first write of a process that has a condition. Returns whether it succeeded.
+
+        Raises NotImplementedError if the store has no such writes. The library takes its answer,
+        501, for a passing failure, and would repeat the request for minutes.
+        """
+        try:
+            obstore.put(self._impatient[bucket], key, contents, mode=mode)
+        except exceptions.BaseError as error:
+            if _NOT_IMPLEMENTED.search(str(error)):
+                raise NotImplementedError from error
+            return False
+        return True
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         store, key = self._locate(path)
@@ -226,7 +251,7 @@ class ObstoreClient:
             **_client_options_of_environment(self._scheme),
             **options.pop("client_options", {}),
         }
-        few = _retries(5, max_retries=2)
+        few = _retries(**_FEW_RETRIES)
         retries = _retries(_RETRY_S, max_retries=1000)  # As many as there is time for.
         with self._naming("reach", bucket):
             first = connect(
@@ -247,6 +272,7 @@ class ObstoreClient:
                     ) from None
             except exceptions.PermissionDeniedError:
                 pass  # Some stores answer so for an object that is not there.
+            self._impatient[bucket] = first
             return connect(
                 url,
                 **{"retry_config": retries, **options},
@@ -343,9 +369,9 @@ def _errno_of(error: Exception, message: str) -> int:
         return errno.EACCES
     found = _STATUS.search(message)
     status = int(found[1]) if found else 0
-    if status == 400:  # On S3, that of a token which has expired, and of a malformed key.
+    if status == 400 and _DENIED.search(message):
         return errno.EACCES
-    if 400 < status < 500 and status not in (408, 409, 425, 429):
+    if 400 <= status < 500 and status not in (408, 409, 425, 429):
         return errno.EIO
     is_answerable = isinstance(error, exceptions.GenericError) and "builder error" not in message
     return errno.ETIMEDOUT if is_answerable else errno.EINVAL

@@ -165,6 +165,12 @@ class SafetensorsWriter(FastWriter):
         self.ties: Mapping[str, str] = {}
         """Name that the planner does not list -> the listed name that it is tied to."""
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepares as :class:`FastWriter` does. Raises UnsupportedError if it is a store."""
+        if checkpoint_id:
+            Location(checkpoint_id).check_writes_at_offsets("safetensors")
+        super().reset(checkpoint_id)
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the names of tied tensors to the plan, if :class:`FastSavePlanner` made it."""
         plan = super().prepare_local_plan(plan)

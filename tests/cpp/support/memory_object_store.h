@@ -75,17 +75,17 @@ class MemoryObjectStore : public ObjectStore {
   // Writes every object, whether its condition is true or not.
   void ignore_conditions() { ignores_conditions_ = true; }
 
-  // Parts stall, from now until `resume_parts`.
-  void stall_parts() {
+  // Parts and reads stall, from now until `resume_transfers`.
+  void stall_transfers() {
     const std::lock_guard lock(mutex_);
     stalls_ = true;
   }
-  void resume_parts() {
+  void resume_transfers() {
     const std::lock_guard lock(mutex_);
     stalls_ = false;
     changed_.notify_all();
   }
-  // Waits until so many parts stall.
+  // Waits until so many of them stall.
   void wait_for_stalled(int count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return stalled_ >= count; });
@@ -143,6 +143,7 @@ class MemoryObjectStore : public ObjectStore {
   }
 
   Status get(const std::string& path, int64_t offset, MutableBytes into) override {
+    wait_out_stall();
     return carry_out({StoreCall::Kind::kGet, path, ssize(into)}, [&]() -> Status {
       const auto found = objects_.find(path);
       if (found == objects_.end()) return missing("read", path);
@@ -227,6 +228,14 @@ class MemoryObjectStore : public ObjectStore {
         {bytes.begin(), bytes.end()}, str_cat("version ", writes_), static_cast<double>(writes_)};
   }
 
+  void wait_out_stall() {
+    std::unique_lock lock(mutex_);
+    ++stalled_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return !stalls_; });
+    --stalled_;
+  }
+
   template <typename Work>
   Status carry_out(StoreCall call, Work&& work) {
     const std::lock_guard lock(mutex_);
@@ -307,13 +316,7 @@ class MemoryObjectStore::Parts {
 
   void run(size_t number, std::vector<Window>& windows) {
     std::vector<std::byte> part;
-    {
-      std::unique_lock lock(store_.mutex_);
-      ++store_.stalled_;
-      store_.changed_.notify_all();
-      store_.changed_.wait(lock, [&] { return !store_.stalls_; });
-      --store_.stalled_;
-    }
+    store_.wait_out_stall();
     for (const Window& window : windows) {
       part.insert(part.end(), window.bytes.begin(), window.bytes.end());
     }
