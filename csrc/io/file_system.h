@@ -89,7 +89,8 @@ struct Traits {
   bool has_folders = true;
   // Longer requests gain nothing.
   int64_t request_nbytes = int64_t{4} << 20;
-  // Reading so many unwanted bytes is cheaper than another request.
+  // Reading so many unwanted bytes is cheaper than another request. From 256 KiB on, so is another
+  // copy of any wanted bytes.
   int64_t max_gap_nbytes = int64_t{32} << 10;
 };
 
