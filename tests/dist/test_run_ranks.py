@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -506,3 +507,26 @@ def test_retention_removes_what_ranks_have_left_of_a_failed_save(path: Path) -> 
             run.save(step, state_of(step))
     dist.barrier()
     assert os.listdir(path) == ["step-3"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_ranks(2)
+def test_training_of_all_ranks_goes_on_if_the_disk_of_one_is_full(
+    path: Path, asynchronous: bool
+) -> None:
+    """The kernel limits the length of files of the second rank."""
+    state = {"w": torch.ones(3 << 20), f"own{dist.get_rank()}": torch.ones(3 << 20)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    found = []
+    with Run(path, asynchronous=asynchronous, timeout_s=TIMEOUT_S, on_failure="warn") as run:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        try:
+            found += [run.save(1, state), run.save(2, state)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        found.append(run.save(3, state))
+        run.wait()
+        assert found == [asynchronous, asynchronous, True]
+        assert run.failures == 2
+        assert run.latest_step() == 3

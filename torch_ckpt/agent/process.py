@@ -30,7 +30,15 @@ from torch_ckpt.agent.memory import (
     remove_abandoned,
     short_path,
 )
-from torch_ckpt.agent.messages import Kind, Message, failure_of, peer_of, receive, send
+from torch_ckpt.agent.messages import (
+    Kind,
+    Message,
+    failure_of,
+    peer_of,
+    raise_failure,
+    receive,
+    send,
+)
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.saves import Saves
@@ -125,7 +133,7 @@ class Agent:
             newest = self._slots.scan().newest
             if self._is_dropped or newest is None or self._saves.is_done(newest.save):
                 return True
-            return self._all_detached and self._saves.error_of(newest.save) is None
+            return self._all_detached and self._saves.failure_of(newest.save) is None
 
     def _can_end(self) -> bool:
         """Returns whether the agent can end, once it has persisted the newest snapshot."""
@@ -195,7 +203,7 @@ class Agent:
         save = header.save
         if self._saves.is_done(save) or self._saves.is_pending(save, scan):
             return
-        has_failed = self._saves.error_of(save) is not None
+        has_failed = self._saves.failure_of(save) is not None
         if not has_failed or save not in self._retried:
             if has_failed:
                 self._retried.add(save)
@@ -447,9 +455,9 @@ class Agent:
         save = trainer.session, message["sequence"]
         has_requested = False
         while not self._saves.is_done(save):
-            error = self._saves.error_of(save)
-            if error is not None:
-                raise CheckpointError(error)
+            failure = self._saves.failure_of(save)
+            if failure is not None:
+                raise_failure(failure)
             scan = self._slots.scan()
             if save not in scan.complete:
                 self._raise_if_lost(save, scan)

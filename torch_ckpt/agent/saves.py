@@ -17,6 +17,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.identity import claim_directory
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.memory import Save, done_mark
+from torch_ckpt.agent.messages import Failure, failure_of
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.persist import directory_of, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
@@ -75,7 +76,9 @@ class Saves:
         self._is_live = is_live
         self._requested: set[Save] = set()
         self._offered: set[Save] = set()
-        self._errors: dict[Save, str] = {}  # Also where a file of the failure cannot be written.
+        self._failures: dict[
+            Save, Failure
+        ] = {}  # Also where a file of the failure cannot be written.
         self.is_running = False
         """Whether a save is in progress."""
         matches = filter(None, map(_DONE.fullmatch, os.listdir(folder)))
@@ -84,7 +87,7 @@ class Saves:
     def is_pending(self, save: Save, scan: SlotScan) -> bool:
         """Returns whether a complete save is still to be persisted, and has not failed."""
         slots = scan.complete.get(save)
-        if slots is None or save in self._done or self.error_of(save) is not None:
+        if slots is None or save in self._done or self.failure_of(save) is not None:
             return False
         # A save older than the newest save on disk is persisted only on request.
         is_newer = save > max(self._done, default=(b"", -1))
@@ -95,12 +98,13 @@ class Saves:
         """Returns whether a save is on disk."""
         return save in self._done
 
-    def error_of(self, save: Save) -> str | None:
-        """Returns the error of a failed save; ``None`` if the save has not failed."""
+    def failure_of(self, save: Save) -> Failure | None:
+        """Returns the failure of a save; ``None`` if the save has not failed."""
         try:
-            return self._failure(save).read_text()
-        except OSError:
-            return self._errors.get(save)
+            kind, text, number = json.loads(self._failure(save).read_text())
+        except (OSError, ValueError):
+            return self._failures.get(save)
+        return kind, text, number
 
     def request(self, save: Save) -> None:
         """Requests that a save is persisted; retries a failed save."""
@@ -248,8 +252,8 @@ class Saves:
             if error is None:
                 self._mark_done(save, differences)
             else:
-                self._errors[save] = f"{type(error).__name__}: {error}"
-                self._failure(save).write_text(self._errors[save])
+                self._failures[save] = failure_of(error)
+                self._failure(save).write_text(json.dumps(self._failures[save]))
         self._changed.notify_all()
 
     def _claim_directory(self, save: Save, slots: list[SlotFile]) -> None:
@@ -277,7 +281,7 @@ class Saves:
         return differences
 
     def _forget_failure(self, save: Save) -> None:
-        self._errors.pop(save, None)
+        self._failures.pop(save, None)
         self._failure(save).unlink(missing_ok=True)
 
     def _failure(self, save: Save) -> Path:

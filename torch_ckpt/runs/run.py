@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
@@ -20,6 +21,7 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.background.agent import backend_for
+from torch_ckpt.runs.failures import Failures, OnFailure
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
@@ -67,6 +69,10 @@ class Run:
         asynchronous: Whether :meth:`save` returns as soon as the state is copied.
         on_busy: Behavior of a save while the previous save is in progress in the background:
             ``"wait"`` for it, ``"skip"`` the new save, or raise an ``"error"``.
+        on_failure: Behavior of :meth:`save` if storage made a save fail, this one or the previous
+            one in the background: ``"raise"``, or ``"warn"`` and let training go on. The former
+            step remains, and the next due step is saved.
+        max_failures: Number of failures in a row after which :meth:`save` raises in any case.
         verify: Condition for a whole step. ``"quick"``: it opens, and its files have the right
             lengths. ``"full"``: all of its bytes are also sound. With ``"full"`` the first rank
             reads all bytes, so ``timeout_s`` must be long enough.
@@ -108,6 +114,8 @@ class Run:
         mode: Mode = "min",
         asynchronous: bool = False,
         on_busy: OnBusy = "wait",
+        on_failure: OnFailure = "raise",
+        max_failures: int = 3,
         verify: Verify = "quick",
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -118,10 +126,10 @@ class Run:
         self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
         """Which steps remain after a save."""
         self._schedule = SaveSchedule(every, max_overhead)
-        if on_busy not in get_args(OnBusy):
-            raise ValueError(f"{on_busy=} is not one of {', '.join(get_args(OnBusy))}")
-        if verify not in get_args(Verify):
-            raise ValueError(f"{verify=} is not one of {', '.join(get_args(Verify))}")
+        options = ("on_busy", on_busy, OnBusy), ("verify", verify, Verify)
+        for name, value, known in (*options, ("on_failure", on_failure, OnFailure)):
+            if value not in get_args(known):
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(known))}")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is not a positive number of seconds")
         self._exclusive = Exclusive(f"the run {directory}")
@@ -131,6 +139,7 @@ class Run:
         self.timeout_s = timeout_s
         self.skipped = 0
         """Number of steps that were skipped because the previous save was in progress."""
+        self._failures = Failures(on_failure, max_failures)
         self._disk = StepDirectories(self._location, verify=verify, reader=reader)
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
@@ -158,6 +167,7 @@ class Run:
             backend=self._backend,
             retention=self.retention,
             boundary=self._boundary,
+            failures=self._failures,
             clock=self._schedule.clock,
             timeout_s=timeout_s,
         )
@@ -172,6 +182,11 @@ class Run:
     def saved(self) -> int:
         """Number of steps that this run committed in this process."""
         return self._saves.saved
+
+    @property
+    def failures(self) -> int:
+        """Number of saves that storage made fail, and after which training went on."""
+        return self._failures.count
 
     # ---- Saving ----
 
@@ -238,12 +253,12 @@ class Run:
 
         Returns:
             ``True`` if the step was saved, or its save began in the background; ``False`` if the
-            step was skipped.
+            step was skipped, or if its save failed and ``on_failure`` is ``"warn"``.
 
         Raises:
             CheckpointError: The previous background save failed; the message names its step. The
-                new save did not begin. Or the previous save is still in progress, and ``on_busy``
-                is ``"error"``.
+                new save did not begin. It is a StorageError if storage was the reason. Or the
+                previous save is still in progress, and ``on_busy`` is ``"error"``.
             CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
                 ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
@@ -264,18 +279,22 @@ class Run:
             self.skipped += 1
             return False
         self._check_open()
-        files = self._saves.begin(
-            step, self.timeout_s, metrics if persist else None, persist=persist
-        )
-        failure: Exception | None = None
-        if self.asynchronous:
-            try:
-                self._saves.save_in_background(step, state, files, persist=persist)
-            except Exception as error:  # `_tune` reports it to the other ranks.
-                failure = error
-        else:
-            self._saves.save_now(step, state, files, self.timeout_s)
-        self._tune(step, time.monotonic() - begin, failure)
+        kept = metrics if persist else None
+        files = self._saves.begin_after(step, self.timeout_s, kept, persist=persist)
+        if files is None:
+            return False
+        try:
+            failure = None  # Of this rank alone.
+            if self.asynchronous:
+                failure = self._saves.save_in_background(step, state, files, persist=persist)
+            else:
+                self._saves.save_now(step, state, files, self.timeout_s)
+            own = self._schedule.own_interval(step, time.monotonic() - begin)
+            self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
+        except (CheckpointError, CheckpointException) as error:
+            self._failures.add(error, warns=self._group.is_coordinator)
+            return False
+        self._failures.ended(in_background=self.asynchronous)
         return True
 
     @exclusive("wait for the background save")
@@ -579,20 +598,3 @@ class Run:
     def _settled(self, step: int) -> int:
         self._saves.settle()
         return step
-
-    def _tune(self, step: int, stopped_s: float, failure: Exception | None) -> None:
-        """Agrees with all ranks on the next step to save, or raises the failure of this save."""
-        interval = self._schedule.own_interval(step, stopped_s)
-
-        def own() -> int:
-            if failure is not None:
-                raise failure
-            return interval
-
-        try:
-            agreed = self._decide("agreeing on the next save", own, lambda each: max(each))
-        except BaseException:
-            with contextlib.suppress(CheckpointError):  # It failed for the same reason.
-                self._saves.settle()
-            raise
-        self._schedule.agreed(step, agreed)

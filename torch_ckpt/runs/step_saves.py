@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.background.agent import AgentBackend
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.branches import Branches
+from torch_ckpt.runs.failures import Failures
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.removal import (
     discard_after,
@@ -58,12 +59,14 @@ class StepSaves:
         backend: ThreadBackend | AgentBackend | None,
         retention: Retention,
         boundary: StepBoundary,
+        failures: Failures,
         clock: CostClock,
         timeout_s: float,
     ) -> None:
         self._disk, self._group, self._process_group = disk, group, process_group
         self._writer, self._backend, self._retention = writer, backend, retention
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
+        self._failures = failures
         self.saved = 0
         self.branches = Branches(disk, retention)
         self._pending: BackgroundSave | None = None
@@ -131,6 +134,28 @@ class StepSaves:
         self._writer.small_files = files
         return files
 
+    def begin_after(
+        self,
+        step: int,
+        timeout_s: float,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        persist: bool = True,
+    ) -> dict[str, bytes] | None:
+        """Begins a save, also if the previous one failed and training goes on.
+
+        Returns ``None`` if this one fails as well, and training goes on.
+        """
+        for _ in range(2):
+            try:
+                files = self.begin(step, timeout_s, metrics, persist=persist)
+            except StorageError as error:
+                self._failures.add(error, warns=self._group.is_coordinator)
+            else:
+                self._failures.begun()
+                return files
+        return None
+
     def save_now(
         self, step: int, state: dict[str, Any], files: Mapping[str, bytes], timeout_s: float
     ) -> None:
@@ -152,12 +177,18 @@ class StepSaves:
 
     def save_in_background(
         self, step: int, state: dict[str, Any], files: Mapping[str, bytes], *, persist: bool
-    ) -> None:
-        """Begins to save a step in the background; :meth:`settle` reports the outcome."""
+    ) -> Exception | None:
+        """Begins to save a step in the background; :meth:`settle` reports the outcome.
+
+        Returns the error if it does not begin, which the other ranks must hear of.
+        """
         assert self._backend is not None
         path = self._disk.path(step).checkpoint_id
         try:
             future = self._backend.save(step, state, path, persist=persist)
+        except Exception as error:
+            self._remove_failed(step)
+            return error
         except BaseException:
             self._remove_failed(step)
             raise
@@ -165,6 +196,26 @@ class StepSaves:
         is_stored = persist or not self._backend.can_stay_in_memory
         then = functools.partial(self._committed, step, files) if is_stored else lambda: None
         self._pending = BackgroundSave(step, future, then)
+        return None
+
+    def agreed_interval(self, interval: int, failure: Exception | None) -> int:
+        """Returns the longest interval of all ranks until the next save, after a save.
+
+        Raises the failure of a rank on all ranks.
+        """
+
+        def own() -> int:
+            if failure is not None:
+                raise failure
+            return interval
+
+        what = "agreeing on the next save"
+        try:
+            return self._group.decide(what, own, lambda each: max(each), timeout_s=self._timeout_s)
+        except BaseException:
+            with contextlib.suppress(CheckpointError):  # It failed for the same reason.
+                self.settle()
+            raise
 
     def save_after(
         self, error: BaseException, state: Callable[[], dict[str, Any]], timeout_s: float

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.portable import why
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.runs.failures import storage_failure
 
 __all__ = ["BackgroundSave"]
 
@@ -51,7 +52,8 @@ class BackgroundSave:
     def settle(self, timeout_s: float) -> float:
         """Waits for the end of the save, and returns its duration in seconds.
 
-        Raises CheckpointError if the save failed, or is still in progress after ``timeout_s``.
+        Raises CheckpointError if the save failed, or is still in progress after ``timeout_s``. It
+        is a StorageError if storage made it fail.
         """
         if not wait([self._ended], timeout_s).done:
             raise CheckpointError(
@@ -60,5 +62,8 @@ class BackgroundSave:
             )
         error = self._ended.exception()
         if error is not None:
-            raise CheckpointError(f"step {self.step} was not saved: {why(error)}") from error
+            message = f"step {self.step} was not saved: {why(error)}"
+            if (storage := storage_failure(error)) is not None:
+                raise StorageError(message, storage.errno) from error
+            raise CheckpointError(message) from error
         return self._ended.result()
