@@ -26,7 +26,9 @@ class IoOptions:
     arrive from other ranks are assembled in ranges of up to 4 MiB.
 
     A save to a store writes each file in parts of 8 MiB, or 1/5,000 of the file. Where the buffers
-    of a thread hold less than one part, up to two parts of a file are in memory besides.
+    of a thread hold less than one part, up to two parts of a file are in memory besides. A load
+    from a store has each answer in the memory of the client until it is in a buffer, so it takes up
+    to twice ``buffer_nbytes``.
 
     Attributes:
         buffer_nbytes: Budget for the I/O buffers of one writer or reader on one rank, in bytes; at

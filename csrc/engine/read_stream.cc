@@ -68,6 +68,7 @@ ByteRange checkable_range(const WantedRange& want) {
 struct ReadStream::Work {
   std::span<const WantedRange> wanted;
   const ConsumeRange& consume;
+  const bool shares_all;  // As of the stream.
   const std::atomic<bool>& cancelled_by_caller;
   std::vector<int64_t> order;
   std::vector<Task> tasks;
@@ -77,8 +78,11 @@ struct ReadStream::Work {
   Status status;  // The first error; guarded by mutex.
 
   Work(std::span<const WantedRange> ranges, const ConsumeRange& consumer, int64_t max_nbytes,
-       int64_t max_gap, bool shares_all, const std::atomic<bool>& is_cancelled)
-      : wanted(ranges), consume(consumer), cancelled_by_caller(is_cancelled) {
+       int64_t max_gap, bool share_all, const std::atomic<bool>& is_cancelled)
+      : wanted(ranges),
+        consume(consumer),
+        shares_all(share_all),
+        cancelled_by_caller(is_cancelled) {
     std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a request.
     for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
       const WantedRange& want = wanted[static_cast<size_t>(i)];
@@ -316,8 +320,8 @@ bool ReadStream::LaneRun::submit_next() {
   if (next >= work_.tasks.size()) return false;
   const Task& task = work_.tasks[next];
   const int64_t alignment = task.file->alignment();
-  const bool resident = task.file->is_resident(task.range.begin, task.range.nbytes());
-  const bool buffered = alignment == 1 || resident;
+  const bool buffered =
+      alignment == 1 || task.file->is_resident(task.range.begin, task.range.nbytes());
   const bool fits = task.range.begin % alignment == 0 && task.range.nbytes() % alignment == 0 &&
                     is_aligned(task.destination, alignment);
   InFlight read;
@@ -352,8 +356,8 @@ bool ReadStream::LaneRun::submit_next() {
                              .tag = slot};
   slots_[slot] = std::move(read);
   queue_.submit({&request, 1});
-  // Such a read completes at once. Consume its bytes while they are in the processor's cache.
-  return !resident;
+  // A cached read completes at once. Consume its bytes while they are in the processor's cache.
+  return !buffered || work_.shares_all;
 }
 
 void ReadStream::LaneRun::complete(const IoDone& done) {

@@ -115,7 +115,8 @@ Status PosixFileSystem::remove(const std::string& path) {
 Result<double> PosixFileSystem::modified_s(const std::string& path) {
   struct stat stat = {};
   if (::stat(path.c_str(), &stat) != 0) return errno_status(errno, str_cat("cannot find ", path));
-  return static_cast<double>(stat.st_mtim.tv_sec) + 1e-9 * static_cast<double>(stat.st_mtim.tv_nsec);
+  return static_cast<double>(stat.st_mtim.tv_sec) +
+         1e-9 * static_cast<double>(stat.st_mtim.tv_nsec);
 }
 
 Status PosixFileSystem::sync_directory(const std::string& path) {
