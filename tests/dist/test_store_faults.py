@@ -129,6 +129,19 @@ def test_a_conflict_of_writes_is_repeated(store_proxy: StoreProxy, store_url: st
     assert loaded(store_url) == 2
 
 
+def test_versions_are_compared_with_or_without_the_quotes_of_http(
+    store_proxy: StoreProxy, store_url: str
+) -> None:
+    """radosgw of Ceph 16 compares an If-Match with the bare version."""
+    save(store_url, 1)
+    quoted = Fault("status", ("put",), status=412, when=lambda request: '"' in request.condition)
+    store_proxy.add(quoted)
+    save(store_url, 2)
+    assert quoted.met == 1
+    assert loaded(store_url) == 2
+    assert_only_one(store_url)
+
+
 def test_a_number_in_a_name_is_no_status(store_proxy: StoreProxy, store_url: str) -> None:
     """416 is the status of a range beyond the end, which only damage can cause."""
     path = f"{store_url.removeprefix('s3://')}/step-416/file"
