@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from store_kills import KillCampaign, RaceCampaign
+from support.radosgw import on_servers
 from support.store_campaigns import (
     LARGE,
     SMALL,
@@ -25,7 +26,7 @@ from support.store_campaigns import (
     state_of,
 )
 from support.store_proxy import Fault, Request, StoreProxy
-from support.store_server import SECRET_KEY, JuiceFS, SeaweedFS
+from support.store_server import SECRET_KEY, JuiceFS, StoreServer
 
 import torch_ckpt
 from torch_ckpt import FastWriter
@@ -41,6 +42,7 @@ def draws(seed: int) -> random.Random:
     return random.Random(seed)
 
 
+@on_servers
 def test_faults_by_seed(store_proxy: StoreProxy, store_url: str, seed: int, full: bool) -> None:
     """A save or load succeeds, or raises a typed error; no value is ever wrong."""
     campaign = Campaign(store_proxy, store_url, draws(seed))
@@ -204,8 +206,9 @@ def test_a_stall_of_half_a_minute_fails_nothing(store_proxy: StoreProxy, store_u
     assert [fault.met for fault in store_proxy.faults] == [1, 1]
 
 
+@on_servers
 def test_kills_at_requests(
-    store_server: SeaweedFS, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
+    store_server: StoreServer, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
 ) -> None:
     campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed))
     campaign.run(200 if full else 4)
@@ -213,16 +216,18 @@ def test_kills_at_requests(
     assert not full or campaign.found.keys() >= {"None", "1", "2"}, campaign.found
 
 
+@on_servers
 def test_kills_of_the_server(
-    store_server: SeaweedFS, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
+    store_server: StoreServer, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
 ) -> None:
     campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed))
     campaign.run(20 if full else 1, kills_server=True)
     assert not campaign.breaches, "\n".join(campaign.breaches)
 
 
+@on_servers
 def test_jobs_that_save_one_checkpoint(
-    store_server: SeaweedFS, store_url: str, seed: int, full: bool
+    store_server: StoreServer, store_url: str, seed: int, full: bool
 ) -> None:
     """One of the saves that overlap commits, and the others say so and leave nothing."""
     campaign = RaceCampaign(store_server, store_url, draws(seed))

@@ -129,17 +129,7 @@ class StoreServer:
             RuntimeError: It ended, or took no data within a minute; with what it has printed.
         """
         assert self._process is None, "the server runs"
-        command = ["setpriv", "--pdeathsig", "KILL", *self._command()]
-        with self.log.open("ab") as log:
-            self._process = _starter.submit(
-                subprocess.Popen,
-                command,
-                cwd=self.folder,
-                env={**os.environ, **self._variables()},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            ).result()
+        self._process = self._started(self._command())
         deadline = time.monotonic() + START_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -165,6 +155,20 @@ class StoreServer:
     def resume(self) -> None:
         """Lets the server go on after ``pause``."""
         os.kill(self.pid, signal.SIGCONT)
+
+    def _started(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """A process that ends with this one."""
+        with self.log.open("ab") as log:
+            process: subprocess.Popen[bytes] = _starter.submit(
+                subprocess.Popen,
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                cwd=self.folder,
+                env={**os.environ, **self._variables()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            ).result()
+            return process
 
     def _command(self) -> list[str]:
         raise NotImplementedError
