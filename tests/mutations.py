@@ -77,6 +77,13 @@ MUTATIONS = {
             "                               range.nbytes());\n",
         )
     ],
+    "a range of an object begins too early": [
+        Mutation(
+            "torch_ckpt/filesystems/obstore_client.py",
+            "obstore.get_range(store, key, start=offset, length=nbytes)",
+            "obstore.get_range(store, key, start=max(offset - 1, 0), length=nbytes)",
+        )
+    ],
 }
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from forks import Forks
 from support.store_campaigns import LARGE, SMALL, assert_only_one, cause_of, loaded, save, state_of
 from support.store_proxy import Fault, Request, StoreProxy
-from support.store_server import SeaweedFS
+from support.store_server import StoreServer
 
 import torch_ckpt
 from torch_ckpt import FastWriter
@@ -78,7 +78,7 @@ class KillCampaign:
         found: How often which version was there afterwards.
     """
 
-    server: SeaweedFS
+    server: StoreServer
     proxy: StoreProxy
     folder: str
     rng: random.Random
@@ -224,7 +224,7 @@ class RaceCampaign:
     In half of the races, no job commits before all want to: then exactly one may.
     """
 
-    server: SeaweedFS
+    server: StoreServer
     folder: str
     rng: random.Random
     breaches: list[str] = field(default_factory=list)

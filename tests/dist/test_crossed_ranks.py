@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import Worlds
 from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, campaign
-from support.ways import Places
+from support.places import Places
 
 pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
 
@@ -15,8 +15,6 @@ pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
 @pytest.mark.thin("0", "1", "2")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_way_out_gives_what_any_way_in_was_given(
-    worlds: Worlds, part: int, seed: int, full: bool, tmp_path: Path, memory: Path
+    worlds: Worlds, part: int, seed: int, full: bool, places: Places, memory: Path
 ) -> None:
-    with Places(tmp_path) as places:
-        print(f"without {places.missing}")
-        print(campaign(seed, FULL_S if full else PART_S, places, worlds), "cases")
+    print(campaign(seed, FULL_S if full else PART_S, places, worlds), "cases")

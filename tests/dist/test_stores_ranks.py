@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
+from support.radosgw import on_servers
 from support.store_proxy import Fault, StoreProxy
-from support.store_server import SECRET_KEY, SeaweedFS
+from support.store_server import SECRET_KEY, StoreServer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -75,8 +76,9 @@ def load(variables: dict[str, str], path: str, step: int) -> list[str]:
         return differences(state, step)
 
 
+@on_servers
 def test_ranks_save_and_others_load(
-    worlds: Worlds, store_server: SeaweedFS, store_url: str
+    worlds: Worlds, store_server: StoreServer, store_url: str
 ) -> None:
     variables = store_server.environment()
     worlds.run(2, save, variables, f"{store_url}/step", 1, timeout_s=TIMEOUT_S)
@@ -95,7 +97,8 @@ def train(variables: dict[str, str], path: str) -> list[str]:
         return differences(state, 3, 1000)
 
 
-def test_ranks_of_a_run_resume(worlds: Worlds, store_server: SeaweedFS, store_url: str) -> None:
+@on_servers
+def test_ranks_of_a_run_resume(worlds: Worlds, store_server: StoreServer, store_url: str) -> None:
     found = worlds.run(
         2, train, store_server.environment(), f"{store_url}/run", timeout_s=TIMEOUT_S
     )
@@ -121,9 +124,10 @@ WRONG = {
 }
 
 
+@on_servers
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_told_to_all_ranks_soon(
-    worlds: Worlds, store_server: SeaweedFS, store_url: str, what: str
+    worlds: Worlds, store_server: StoreServer, store_url: str, what: str
 ) -> None:
     changed, bucket = WRONG[what]
     variables = {**store_server.environment(), **changed}
@@ -146,8 +150,9 @@ def save_in_background(variables: dict[str, str], folder: str) -> None:
         future.result()
 
 
+@on_servers
 def test_training_goes_on_while_the_network_is_down(
-    worlds: Worlds, store_server: SeaweedFS, store_url: str
+    worlds: Worlds, store_server: StoreServer, store_url: str
 ) -> None:
     """And the save succeeds once it is back."""
     with StoreProxy(store_server.endpoint) as proxy:

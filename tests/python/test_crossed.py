@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, campaign
-from support.ways import Places
+from support import ways
+from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, Case, campaign, run_case
+from support.places import Places
 
 pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
 
@@ -14,8 +18,34 @@ pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
 @pytest.mark.thin("0", "1", "2")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_way_out_gives_what_any_way_in_was_given(
-    part: int, seed: int, full: bool, tmp_path: Path, memory: Path
+    part: int, seed: int, full: bool, places: Places, memory: Path
 ) -> None:
-    with Places(tmp_path) as places:
-        print(f"without {places.missing}")
-        print(campaign(seed, FULL_S if full else PART_S, places), "cases")
+    print(campaign(seed, FULL_S if full else PART_S, places), "cases")
+
+
+REFUSED = {
+    "safetensors": "UnsupportedError: cannot write safetensors to s3://",
+    "convert to safetensors": "AlreadyExistsError: .*a store cannot replace several files",
+    "convert to torch": "AlreadyExistsError: .*a store cannot replace several files",
+}
+
+
+def test_ways_that_are_left_out_on_a_store_are_refused(
+    seed: int, places: Places, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "store" in places.missing:
+        pytest.skip(places.missing["store"])
+    is_refused = ways.is_refused
+    monkeypatch.setattr(ways, "is_refused", lambda way: False)
+    counts: Counter[str] = Counter()
+    for number in itertools.count(seed):
+        case = Case.of(number, with_ranks=False, place="store")
+        kind = case.way["then"] or case.way["writer"]
+        if not is_refused(case.way) or counts[kind] == 3:
+            continue
+        counts[kind] += 1
+        problems = run_case(case.but(saves=(0, 1), outs=case.outs[:1]), places, None)
+        assert len(problems) == 1, f"{case}: {problems}"
+        assert re.search(REFUSED[kind], problems[0]), f"{case}: {problems[0]}"
+        if counts.keys() == REFUSED.keys() and counts.total() == 3 * len(REFUSED):
+            break

@@ -17,8 +17,9 @@ from pathlib import Path
 import obstore
 import pytest
 from checkpoints import ROOT
-from obstore.exceptions import AlreadyExistsError, GenericError
+from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 from obstore.store import S3Store, from_url
+from support.radosgw import RadosGateway
 from support.store_proxy import Fault, StoreProxy
 from support.store_server import JuiceFS, SeaweedFS, answers
 
@@ -120,6 +121,33 @@ def test_juicefs_ignores_the_conditions_of_a_put(
         store.put("a", b"second", mode="create")
         store.put("a", b"third", mode={"e_tag": "another"})
         assert bytes(store.get("a").bytes()) == b"third"
+
+
+@pytest.mark.slow
+def test_radosgw_compares_the_bare_version_in_the_condition_of_a_put(
+    radosgw_url: str, radosgw_server: RadosGateway
+) -> None:
+    store = from_url(radosgw_url)
+    store.put("a", b"first", mode="create")
+    with pytest.raises(AlreadyExistsError):
+        store.put("a", b"second", mode="create")
+    version = str(store.head("a")["e_tag"])
+    assert version.startswith('"')
+    with pytest.raises(PreconditionError):
+        store.put("a", b"second", mode={"e_tag": version})
+    store.put("a", b"second", mode={"e_tag": version.strip('"')})
+    with pytest.raises(PreconditionError):
+        store.put("a", b"third", mode={"e_tag": version.strip('"')})
+    radosgw_server.kill()
+    radosgw_server.start()
+    assert bytes(store.get("a").bytes()) == b"second"
+    with pytest.raises(FileNotFoundError, match="NoSuchBucket"):
+        S3Store("another").put("a", b"")
+    radosgw_server.create_bucket("another")
+    S3Store("another").put("a", b"")
+    radosgw_server.remove_bucket("another")
+    with pytest.raises(FileNotFoundError, match="NoSuchBucket"):
+        S3Store("another").put("a", b"")
 
 
 CONTENT = os.urandom(300_000)

@@ -37,11 +37,16 @@ from torch_ckpt.process_state import PROCESS
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(params=["s3", "memory"])
+radosgw = pytest.param("radosgw", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["s3", "memory", radosgw])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a folder of a store: of an S3 server, or of fsspec's memory."""
+    """URL of a folder of a store: of an S3 server, of fsspec's memory, or of Ceph."""
     if request.param == "memory":
         return f"memory://tests/{tmp_path.name}"
+    if request.param == "radosgw":
+        return str(request.getfixturevalue("radosgw_url"))
     return str(request.getfixturevalue("store_url"))
 
 
@@ -200,7 +205,7 @@ class _Held(FastWriter):
 
 # ---- The agent, and saves in another process ----
 
-on_s3 = pytest.mark.parametrize("folder", ["s3"], indirect=True)
+on_s3 = pytest.mark.parametrize("folder", ["s3", radosgw], indirect=True)
 """Processes do not share fsspec's memory."""
 
 with_agent = pytest.mark.usefixtures("memory")

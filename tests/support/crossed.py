@@ -12,19 +12,18 @@ import dataclasses
 import itertools
 import logging
 import random
-import shutil
-import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from support import ways
+from support.places import Place, Places
 from support.placing import Placing, boxes_like, local
 from support.states import (
     CONTENTS,
@@ -43,6 +42,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.stager import SnapshotStager
@@ -68,6 +68,7 @@ class Case:
         outs: Ways out.
         saves: Which of the states are saved.
         dropped: Values that are left out of the states.
+        place: The one place of a campaign; any if ``None``.
     """
 
     seed: int
@@ -77,19 +78,20 @@ class Case:
     outs: tuple[dict[str, str], ...]
     saves: tuple[int, ...]
     dropped: frozenset[str] = frozenset()
+    place: str | None = None
 
     @classmethod
-    def of(cls, seed: int, *, with_ranks: bool) -> Case:
-        """The case of a seed."""
+    def of(cls, seed: int, *, with_ranks: bool, place: str | None = None) -> Case:
+        """The case of a seed, at this place or any."""
         rng = random.Random(f"case {seed}")
         ranks = rng.choice([1, 2, 2, 2, 3, 3, 3, 4]) if with_ranks else 0
         content = rng.choice(list(CONTENTS))
-        way = ways.random_way(rng, is_alone=not ranks, content=content)
+        way = ways.random_way(rng, is_alone=not ranks, content=content, place=place)
         count = rng.choice([1, 1, 2, 2, 3, 4])
         outs = [ways.random_out(rng, way, ranks) for _ in range(rng.choice([1, 2]))]
         stock = {name: next(iter(names)) for name, names in ways.OUT.items()} | {"reader": "stock"}
         outs += [stock] if ways.fits_out(stock, way, ranks) else []
-        return cls(seed, ranks, content, way, tuple(outs), tuple(range(count)))
+        return cls(seed, ranks, content, way, tuple(outs), tuple(range(count)), place=place)
 
     def __str__(self) -> str:
         plainest = {name: next(iter(names)) for name, names in (ways.IN | ways.OUT).items()}
@@ -127,7 +129,8 @@ class Case:
     @property
     def command(self) -> str:
         """Runs the case again."""
-        return f"{COMMAND} --seed {self.seed}{' --ranks' if self.ranks else ''}"
+        place = f" --place {self.place}" if self.place else ""
+        return f"{COMMAND} --seed {self.seed}{' --ranks' if self.ranks else ''}{place}"
 
 
 def _described(path: Any, _: Any, value: Any) -> str:
@@ -142,32 +145,31 @@ def _described(path: Any, _: Any, value: Any) -> str:
 # ---- Running a case ------------------------------------------------------------------------------
 
 
-def run_case(case: Case, places: ways.Places, worlds: Any) -> list[str]:
+def run_case(case: Case, places: Places, worlds: Any) -> list[str]:
     """What is wrong in a case; nothing if all is well.
 
     Args:
         case: The case.
-        places: File systems.
+        places: File systems, and a store.
         worlds: Of ranks; ``None`` if there is no case of ranks.
     """
-    folder = Path(tempfile.mkdtemp(dir=places[case.way["place"]], prefix="case-"))
     try:
-        if not case.ranks:
-            return carry_out(case, folder)
-        found = worlds.run(case.ranks, carry_out, case, folder, timeout_s=TIMEOUT_S)
-        for out in case.outs:
-            if not case.is_by_same_ranks(out):
-                count = ways.OUT["ranks"][out["ranks"]]
-                found += worlds.run(count, load_elsewhere, case, folder, out, timeout_s=TIMEOUT_S)
-        return [each for of_rank in found for each in of_rank]
+        with places.place(case.way["place"]) as place:
+            if not case.ranks:
+                return carry_out(case, place)
+            found = worlds.run(case.ranks, carry_out, case, place, timeout_s=TIMEOUT_S)
+            for out in case.outs:
+                if not case.is_by_same_ranks(out):
+                    arguments = load_elsewhere, case, place, out
+                    count = ways.OUT["ranks"][out["ranks"]]
+                    found += worlds.run(count, *arguments, timeout_s=TIMEOUT_S)
+            return [each for of_rank in found for each in of_rank]
     except (Exception, CheckpointException) as error:
         return ["".join(traceback.format_exception(error))[-2500:]]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _fresh_process(case: Case) -> Iterator[None]:
+def _fresh_process(case: Case, place: Place) -> Iterator[None]:
     """Nothing that former cases have left in the process, and a memory for the agent."""
     plan_cache().forget()
     PROCESS.stager = SnapshotStager()
@@ -178,7 +180,8 @@ def _fresh_process(case: Case) -> Iterator[None]:
     try:
         with (
             warnings.catch_warnings(action="ignore"),
-            ways.environment(case.way),
+            ways.environment(case.way, place),
+            mock.patch.object(PROCESS, "file_systems", {}),  # Clients of stores.
             torch.serialization.safe_globals(SAFE_GLOBALS),
         ):
             yield
@@ -186,16 +189,17 @@ def _fresh_process(case: Case) -> Iterator[None]:
         log.setLevel(level)
 
 
-def carry_out(case: Case, folder: Path) -> list[str]:
+def carry_out(case: Case, place: Place) -> list[str]:
     """Saves and loads on this rank; returns what is wrong."""
     problems: list[str] = []
     rng = random.Random(f"way {case.seed}")
     is_alone = not case.ranks
     evolving = Evolving(case.seed, case.content)
     placing = None if is_alone else Placing(case.seed, owners=rng.choice([0, 6]))
-    saving = ways.Saving(case.way, folder, is_alone, rng)
-    begun: list[tuple[ways.Wait, Path, int, Any]] = []
-    with _fresh_process(case), saving.stack:
+    saving = ways.Saving(case.way, place, is_alone, rng)
+    begun: list[tuple[ways.Wait, Location, int, Any]] = []
+    with _fresh_process(case, place), saving.stack:
+        folder = Location(place.path)
         for number in range(case.saves[-1] + 1):
             if number:
                 evolving.change()
@@ -227,7 +231,7 @@ def _changed(state: Any, expected: Any) -> list[str]:
 
 
 def _check(
-    case: Case, saving: ways.Saving, path: Path, number: int, expected: Any
+    case: Case, saving: ways.Saving, path: Location, number: int, expected: Any
 ) -> Iterator[str]:
     """What the ways out of the same ranks find wrong in a save."""
     if not saving.is_alone:
@@ -236,7 +240,7 @@ def _check(
     if saving.is_alone or dist.get_rank() == 0:
         ways.convert_saved(case.way, path)
         if number == case.saves[-1] and case.ranks:
-            torch.save((final, expected), final.parent / EXPECTED)
+            torch.save((str(final), expected), saving.place.scratch / EXPECTED)
     if not saving.is_alone:
         dist.barrier()
     for out in case.outs:
@@ -245,14 +249,15 @@ def _check(
                 yield f"save {number}, {out}: {problem}"
 
 
-def load_elsewhere(case: Case, folder: Path, out: dict[str, str]) -> list[str]:
+def load_elsewhere(case: Case, place: Place, out: dict[str, str]) -> list[str]:
     """What is wrong in the last save, if this rank is one of others than those that saved."""
-    path, expected = torch.load(folder / EXPECTED, weights_only=False)
-    with _fresh_process(case):
-        return [f"{out}: {problem}" for problem in load(case, path, expected, out, None)]
+    path, expected = torch.load(place.scratch / EXPECTED, weights_only=False)
+    with _fresh_process(case, place):
+        found = load(case, Location(path), expected, out, None)
+        return [f"{out}: {problem}" for problem in found]
 
 
-def load(case: Case, path: Path, expected: Any, out: dict[str, str], run: Any) -> list[str]:
+def load(case: Case, path: Location, expected: Any, out: dict[str, str], run: Any) -> list[str]:
     """What a way out gives, other than the expected values."""
     rng = random.Random(f"out {case.seed} {sorted(out.items())}")
     reader = ways.READERS[out["reader"]]
@@ -342,12 +347,12 @@ def _names(case: Case) -> list[str]:
     return list(names)
 
 
-def check(case: Case, places: ways.Places, worlds: Any, *, shrinks: bool = True) -> None:
+def check(case: Case, places: Places, worlds: Any, *, shrinks: bool = True) -> None:
     """Runs a case.
 
     Args:
         case: The case.
-        places: File systems.
+        places: File systems, and a store.
         worlds: Of ranks; ``None`` if there is no case of ranks.
         shrinks: Whether to look for a smaller case that fails as well.
 
@@ -372,7 +377,7 @@ def check(case: Case, places: ways.Places, worlds: Any, *, shrinks: bool = True)
     )
 
 
-def campaign(seed: int, seconds: float, places: ways.Places, worlds: Any = None) -> int:
+def campaign(seed: int, seconds: float, places: Places, worlds: Any = None) -> int:
     """Runs cases of one seed after another for so long; returns how many.
 
     Raises:

