@@ -181,6 +181,10 @@ Status Upload::pass_copy(std::unique_lock<std::mutex> lock, Bytes bytes) {
   auto copy = std::make_shared<Copy>(state_, std::vector<std::byte>(bytes.begin(), bytes.end()));
   lock.lock();
   state.copied_nbytes += ssize(bytes);
+  if (Status failed = state.status(); !failed.ok()) {  // Nobody takes the windows any more.
+    lock.unlock();  // The copy takes the lock.
+    return failed;
+  }
   state.windows.push_back({copy->bytes, std::move(copy)});
   state.end += ssize(bytes);
   state.changed.notify_all();

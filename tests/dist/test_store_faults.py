@@ -206,7 +206,6 @@ def test_a_stall_of_half_a_minute_fails_nothing(store_proxy: StoreProxy, store_u
     assert [fault.met for fault in store_proxy.faults] == [1, 1]
 
 
-@on_servers
 def test_kills_at_requests(
     store_server: StoreServer, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
 ) -> None:
