@@ -38,6 +38,12 @@ DEBIAN = (
     *("libjersey1-core-java", "libjersey1-server-java", "libjersey1-servlet-java"),
 )
 OPENED = ("java.lang", "java.util", "java.io", "java.net", "java.nio")
+CLIENT_CALLS = frozenset(
+    {
+        *("Create", "AddBlock", "Fsync", "Complete", "Rename2", "Delete", "Mkdirs"),
+        *("GetFileInfo", "GetListing", "GetBlockLocations", "GetServerDefaults"),
+    }
+)
 BLOCK_NBYTES = 8 << 20  # So that files of the tests have several.
 
 
@@ -99,11 +105,11 @@ class _Node(StoreServer):
         super().__init__(folder)
         self._conf = conf
 
-    def run(self, *arguments: str) -> None:
-        """Runs the program to its end."""
+    def run(self, main: str, *arguments: str) -> None:
+        """Runs a program of Hadoop to its end."""
         with self.log.open("ab") as log:
             subprocess.run(
-                [*self._command(), *arguments],
+                [*self._java(), main, *arguments],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -113,12 +119,15 @@ class _Node(StoreServer):
             )
 
     def _command(self) -> list[str]:
+        return [*self._java(), self.MAIN]
+
+    def _java(self) -> list[str]:
         jars, _ = _jars()
         return [
             *(program("java") or "java", "-Xmx256m", "-XX:+UseSerialGC"),
             *("-XX:TieredStopAtLevel=1", "-Xshare:auto", "-Djava.net.preferIPv4Stack=true"),
             *(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in OPENED),
-            *("-cp", f"{self._conf}:{self._conf.parent}:{jars}/*", self.MAIN),
+            *("-cp", f"{self._conf}:{self._conf.parent}:{jars}/*"),
         ]
 
 
@@ -137,12 +146,19 @@ class _DataNode(_Node):
         self._name_node = name_node
 
     def _is_ready(self) -> bool:
+        return self.takes_blocks()
+
+    def takes_blocks(self) -> bool:
         """Whether the NameNode gives blocks to it."""
-        http = self._name_node.ports[1]
-        bean = _bean(http, "NameNodeInfo")
-        alive = json.loads(bean.get("LiveNodes") or "{}")
-        return any(f":{self.ports[0]}" in one.get("xferaddr", "") for one in alive.values()) and (
-            not bean.get("Safemode")
+        bean = _bean(self._name_node.ports[1], "NameNodeInfo")
+        own = f":{self.ports[0]}"
+        nodes = json.loads(bean.get("LiveNodes") or "{}").values()
+        # The NameNode counts one that was killed among the living, for minutes.
+        is_live = any(own in node["xferaddr"] and node["lastContact"] <= 1 for node in nodes)
+        return (
+            is_live
+            and not bean.get("Safemode")
+            and answers(f"http://127.0.0.1:{self.ports[1]}/jmx")
         )
 
 
@@ -198,7 +214,7 @@ class Hdfs:
     def start(self) -> None:
         """Starts both, and waits until they take data."""
         if not (self.folder / "names").exists():
-            self.name_node.run("-format", "-nonInteractive")
+            self.name_node.run(_NameNode.MAIN, "-format", "-nonInteractive")
         self.name_node.start()
         self.data_node.start()
 
@@ -206,6 +222,28 @@ class Hdfs:
         """Ends both as a crash does. Nothing happens if they do not run."""
         self.data_node.kill()
         self.name_node.kill()
+
+    def restart(self, node: str) -> None:
+        """Kills one of both, starts it again, and waits until they take data.
+
+        Args:
+            node: ``"name_node"`` or ``"data_node"``.
+        """
+        killed: _Node = getattr(self, node)
+        killed.kill()
+        killed.start()
+        deadline = time.monotonic() + START_S
+        while not self.data_node.takes_blocks():
+            assert time.monotonic() < deadline, f"{node} takes no data"
+            time.sleep(0.02)
+
+    def set_safe_mode(self, what: str) -> None:
+        """Lets the NameNode enter or leave safe mode, in which it is read-only.
+
+        Args:
+            what: ``"enter"`` or ``"leave"``.
+        """
+        self.name_node.run("org.apache.hadoop.hdfs.tools.DFSAdmin", "-safemode", what)
 
     def calls(self) -> Counter[str]:
         """How often clients have called each method of the NameNode.
@@ -224,7 +262,12 @@ class Hdfs:
 
     def _write_configuration(self) -> None:
         name, data = self.name_node.ports, self.data_node.ports
-        core = {"fs.defaultFS": self.endpoint, "hadoop.tmp.dir": f"{self.folder}/tmp"}
+        core = {
+            "fs.defaultFS": self.endpoint,
+            "fs.viewfs.mounttable.table.link./linked": f"{self.endpoint}/tests",
+            "fs.viewfs.mounttable.table.linkFallback": f"{self.endpoint}/",
+            "hadoop.tmp.dir": f"{self.folder}/tmp",
+        }
         hdfs = {
             "dfs.blocksize": self._block_nbytes,
             "dfs.datanode.address": f"127.0.0.1:{data[0]}",
@@ -253,10 +296,3 @@ class Hdfs:
             web = self.folder / "webapps" / page / "WEB-INF"
             web.mkdir(parents=True)
             (web / "web.xml").write_text("<web-app/>\n")
-
-
-CLIENT_CALLS = frozenset(
-    "Create AddBlock Complete Fsync Rename2 Rename Delete Mkdirs GetFileInfo GetListing "
-    "GetBlockLocations GetServerDefaults Append AbandonBlock UpdateBlockForPipeline "
-    "UpdatePipeline GetAdditionalDatanode".split()  # noqa: SIM905
-)

@@ -59,9 +59,14 @@ class FsspecClient(StoreClient):
                 )
             self._make_folder(path)
             # Some of these file systems write in place, and a reader would find half of a file.
-            temporary = self._key(pending_path(path))
-            self._store(path).pipe_file(temporary, bytes(contents))
-            self._store(path).mv(temporary, self._key(path))
+            pending = self._key(pending_path(path))
+            try:
+                self._store(path).pipe_file(pending, bytes(contents))
+                self._store(path).mv(pending, self._key(path))
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._store(path).rm_file(pending)
+                raise
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         with self._naming("write", path):

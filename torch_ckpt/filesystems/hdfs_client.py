@@ -39,8 +39,11 @@ except ImportError as error:
 __all__ = ["HdfsClient"]
 
 _CALL_S = 200.0
-"""How long one call may take. The library repeats it for up to three minutes where no NameNode
-accepts connections, and waits for ever for one that accepts and does not answer."""
+"""How long one call may take. The library itself tries to connect to a NameNode for up to three
+minutes, and waits for ever for one that accepts the connection and does not answer."""
+
+_RETRY_S = 180.0
+"""For how long a call that fails is repeated."""
 
 _FIRST_S = 5.0
 """How long the first call to a NameNode may take."""
@@ -86,12 +89,12 @@ class HdfsClient(StoreClient):
         with self._naming("find", path):
             client, key = self._locate(path)
             self._readers.pop(path, None)  # Else `get` finds a file that was replaced.
-            status = self._call(client.get_file_info, key)
+            status = self._patiently(client.get_file_info, key)
             if status.isdir:
                 raise FileNotFoundError(path)
             nbytes, start = status.length, b""
             if start_nbytes and nbytes:
-                reader = self._open(path)
+                reader = self._patiently(self._open, path)
                 nbytes = len(reader)  # It may have been replaced since.
                 start = self._read(path, 0, min(start_nbytes, nbytes))
             return nbytes, _version(status), status.modification_time / 1000, start
@@ -101,16 +104,29 @@ class HdfsClient(StoreClient):
             return self._read(path, offset, nbytes)
 
     def put(self, path: str, contents: Buffer, version: str | None) -> None:
-        self._write(path, iter([contents]), version)
+        copied = bytes(contents)  # The library copies any other object byte by byte.
+
+        def write(client: hdfs_native.Client, key: str) -> None:
+            self._patiently(lambda: self._finish(self._begin(client, key, copied)))
+
+        self._write(path, write, version)
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
-        self._write(path, windows, None)
+        def write(client: hdfs_native.Client, key: str) -> None:
+            writer = self._patiently(self._begin, client, key, bytes(next(windows, b"")))
+            for window in windows:
+                contents = bytes(window)
+                del window  # Frames of an error may live on, and the save waits for it.
+                self._call(writer.write, contents)
+            self._call(self._finish, writer)
+
+        self._write(path, write, None)
 
     def list(self, path: str) -> list[str]:
         with self._naming("list", path):
             client, key = self._locate(path)
             try:
-                found = self._call(lambda: [one.path for one in client.list_status(key)])
+                found = self._patiently(lambda: [one.path for one in client.list_status(key)])
             except FileNotFoundError:
                 return []
             return [one.rpartition("/")[2] for one in found if one != key]
@@ -120,34 +136,37 @@ class HdfsClient(StoreClient):
             client, key = self._locate(source)
             if source.partition("/")[0] != target.partition("/")[0]:
                 raise UnsupportedError(f"cannot rename {self._url(source)} to {self._url(target)}")
-            if self._call(client.get_file_info, key).isdir:
+            if self._patiently(client.get_file_info, key).isdir:
                 raise FileNotFoundError(source)
             to = self._locate(target)[1]
-            self._repeated(client.mkdirs, to.rpartition("/")[0] or "/", 0o755, True)
+            self._patiently(client.mkdirs, to.rpartition("/")[0] or "/", 0o755, True)
             self._rename(client, key, to, overwrite=True)
 
     def remove(self, path: str) -> None:
         with self._naming("remove", path):
             client, key = self._locate(path)
-            self._repeated(client.delete, key)
+            self._patiently(client.delete, key)
 
     def remove_all(self, path: str) -> None:
         with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
             client, key = self._locate(path)
-            found = self._call(lambda: [one.path for one in client.list_status(key, True)])
+            found = self._patiently(lambda: [one.path for one in client.list_status(key, True)])
             for one in found:
                 if METADATA.fullmatch(one.rpartition("/")[2]):
-                    self._repeated(client.delete, one)
-            self._repeated(client.delete, key, True)
+                    self._patiently(client.delete, one)
+            self._patiently(client.delete, key, True)
 
     # ---- Files ----
 
-    def _write(self, path: str, windows: Iterator[Buffer], version: str | None) -> None:
+    def _write(
+        self, path: str, write: Callable[[hdfs_native.Client, str], None], version: str | None
+    ) -> None:
+        """Writes a file under a new name, and renames it."""
         with self._naming("write", path):
             client, key = self._locate(path)
             written = pending_path(key)
             try:
-                self._write_new(client, written, windows)
+                write(client, written)
                 if version:
                     written = self._claim(client, written, key, version)
                     if self._version_of(client, key) != version:
@@ -158,16 +177,22 @@ class HdfsClient(StoreClient):
                     self._call(client.delete, written)
                 raise
 
-    def _write_new(self, client: hdfs_native.Client, key: str, windows: Iterator[Buffer]) -> None:
+    @staticmethod
+    def _begin(client: hdfs_native.Client, key: str, contents: bytes) -> hdfs_native.FileWriter:
+        """Writes the first bytes of a file, also if they were written before.
+
+        If the first DataNode is down, the library fails, and the NameNode may choose another one.
+        """
         options = hdfs_native.WriteOptions(overwrite=True, create_parent=True)
-        writer = self._repeated(client.create, key, options)
-        for window in windows:
-            contents = bytes(window)  # The library copies any other object byte by byte.
-            del window  # Frames of an error may live on, and the save waits for it.
-            self._call(writer.write, contents)
+        writer = client.create(key, options)
+        writer.write(contents)
+        return writer
+
+    @staticmethod
+    def _finish(writer: hdfs_native.FileWriter) -> None:
         with contextlib.suppress(NotImplementedError):  # An erasure-coded file.
-            self._call(writer.hsync)
-        self._call(writer.close)
+            writer.hsync()
+        writer.close()
 
     def _claim(self, client: hdfs_native.Client, written: str, key: str, version: str) -> str:
         """Renames a file to the one name from which this version is replaced, and returns it.
@@ -190,7 +215,7 @@ class HdfsClient(StoreClient):
             if found != other:
                 other, deadline = found, time.monotonic() + _CLAIM_S
             elif time.monotonic() > deadline:
-                self._call(client.delete, claim)
+                self._patiently(client.delete, claim)
             time.sleep(0.1)
 
     def _rename(
@@ -206,7 +231,7 @@ class HdfsClient(StoreClient):
             raise
         except OSError:
             try:
-                self._call(client.rename, source, target, overwrite)
+                self._patiently(client.rename, source, target, overwrite)
             except FileNotFoundError as error:
                 raise FileExistsError(target) from error
 
@@ -215,8 +240,8 @@ class HdfsClient(StoreClient):
         self._locate(path)  # Refuses a forked process.
         if known := self._readers.get(path):
             with contextlib.suppress(OSError, RuntimeError):  # Its blocks may have moved.
-                return self._read_from(known, path, offset, nbytes)
-        return self._read_from(self._open(path), path, offset, nbytes)
+                return self._call(self._read_from, known, path, offset, nbytes)
+        return self._patiently(lambda: self._read_from(self._open(path), path, offset, nbytes))
 
     def _read_from(
         self, reader: hdfs_native.FileReader, path: str, offset: int, nbytes: int
@@ -226,19 +251,19 @@ class HdfsClient(StoreClient):
                 f"cannot read {nbytes} bytes at {offset} of {self._url(path)}: it ends at "
                 f"{len(reader)}"
             )
-        return self._call(reader.read_range, offset, nbytes)
+        return reader.read_range(offset, nbytes)
 
     def _open(self, path: str) -> hdfs_native.FileReader:
         """Finds out where the blocks of a file are."""
         client, key = self._locate(path)
         if len(self._readers) >= _MAX_READERS:
             self._readers.clear()
-        reader = self._readers[path] = self._call(client.read, key)
+        reader = self._readers[path] = client.read(key)
         return reader
 
     def _version_of(self, client: hdfs_native.Client, key: str) -> str:
         try:
-            return _version(self._call(client.get_file_info, key))
+            return _version(self._patiently(client.get_file_info, key))
         except FileNotFoundError:
             return ""
 
@@ -277,14 +302,22 @@ class HdfsClient(StoreClient):
             atexit.register(thread.join, _EXIT_S)
             raise OSError(errno.ETIMEDOUT, f"no answer in {seconds:.0f} s") from None
 
-    def _repeated(self, call: Callable[..., _Answer], *arguments: Any) -> _Answer:
-        """Makes a call that may be made twice, again if its answer was lost."""
-        try:
-            return self._call(call, *arguments)
-        except (FileExistsError, FileNotFoundError, IsADirectoryError):
-            raise
-        except OSError:
-            return self._call(call, *arguments)
+    def _patiently(self, call: Callable[..., _Answer], *arguments: Any) -> _Answer:
+        """Makes a call that may be made twice, again if HDFS is down or the answer was lost."""
+        deadline = time.monotonic() + _RETRY_S
+        wait_s = 0.1
+        while True:
+            try:
+                return self._call(call, *arguments)
+            except (FileExistsError, FileNotFoundError, IsADirectoryError):
+                raise
+            except (OSError, RuntimeError) as error:
+                number, reason = _cause(error)
+                is_brief = number == errno.ETIMEDOUT and "SafeMode" not in reason
+                if not is_brief or time.monotonic() + wait_s > deadline:
+                    raise
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 5.0)
 
     @contextlib.contextmanager
     def _naming(self, what: str, path: str) -> Iterator[None]:
