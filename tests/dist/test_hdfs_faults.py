@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -20,11 +21,17 @@ from support.hdfs_server import Hdfs
 from support.store_campaigns import LARGE, SMALL, assert_only_one, cause_of, loaded, save, state_of
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter
+from torch_ckpt import FastReader, FastWriter, Run
+from torch_ckpt.cli.main import main
 from torch_ckpt.errors import StorageError
-from torch_ckpt.filesystems import hdfs_client
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.process_state import PROCESS
+
+pytest.importorskip("hdfs_native")
+
+import hdfs_native
+
+from torch_ckpt.filesystems import hdfs_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -269,6 +276,27 @@ def test_a_place_has_several_urls(hdfs_server: Hdfs, hdfs_url: str) -> None:
         assert loaded(f"{other}/{name}") == 1
         save(f"{other}/{name}", 1)
         assert_only_one(f"{other}/{name}")
+
+
+def test_an_empty_directory_is_no_step(
+    hdfs_server: Hdfs, hdfs_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of HDFS outlive their files."""
+    run = f"{hdfs_url}/run"
+    client = hdfs_native.Client(hdfs_server.endpoint)
+    for step in (0, 7):
+        client.mkdirs(f"/tests/{hdfs_url.rpartition('/')[2]}/run/step-{step}", 0o755, True)
+    state = state_of(-1)
+    with Run(run, keep_last=1) as made:
+        assert made.restore(state) is None
+        assert main(["ls", run]) == 0
+        assert capsys.readouterr().out.count("unfinished") == 2  # As on disk.
+        for step in (1, 8):
+            made.save(step, state_of(step))
+        assert made.restore(state) == 8
+    assert main(["ls", run]) == 0
+    assert re.findall(r"step (\d+)", capsys.readouterr().out) == ["8"]
+    assert Location(run).names() == ["step-8"]
 
 
 def test_a_user_without_rights_loads_what_others_wrote(

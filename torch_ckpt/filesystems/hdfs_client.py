@@ -137,6 +137,8 @@ class HdfsClient(StoreClient):
             if source.partition("/")[0] != target.partition("/")[0]:
                 raise UnsupportedError(f"cannot rename {self._url(source)} to {self._url(target)}")
             if self._patiently(client.get_file_info, key).isdir:
+                with contextlib.suppress(RuntimeError):  # To the engine, there is no empty folder.
+                    self._patiently(client.delete, key)
                 raise FileNotFoundError(source)
             to = self._locate(target)[1]
             self._patiently(client.mkdirs, to.rpartition("/")[0] or "/", 0o755, True)
