@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -105,6 +105,31 @@ def test_a_host_that_was_not_reached_fails_at_once_for_a_second(silent: str) -> 
     with pytest.raises(StorageError):
         Location(f"hdfs://{silent}/run").remove()
     assert time.monotonic() - began < 1
+
+
+END = """
+import socket, sys, time
+from torch_ckpt.errors import StorageError
+from torch_ckpt.filesystems.hdfs_client import HdfsClient
+
+class Slow:
+    def __del__(self):
+        time.sleep(2)
+
+listener = socket.create_server(("127.0.0.1", 0))
+try:
+    HdfsClient("hdfs").list(f"127.0.0.1:{listener.getsockname()[1]}")
+except StorageError as error:
+    print(error)
+sys.modules["slow"] = Slow()  # The interpreter takes long to end.
+listener.close()  # The library gives up meanwhile.
+"""
+
+
+def test_a_call_without_an_answer_does_not_crash_the_end_of_a_process(
+    run_python: Callable[..., str],
+) -> None:
+    assert "no answer in 5 s" in run_python(END)
 
 
 def test_a_forked_process_is_refused() -> None:

@@ -302,7 +302,7 @@ class HdfsClient(StoreClient):
             return future.result(seconds)
         except TimeoutError:
             atexit.register(thread.join, _EXIT_S)
-            raise OSError(errno.ETIMEDOUT, f"no answer in {seconds:.0f} s") from None
+            raise OSError(f"no answer in {seconds:.0f} s") from None
 
     def _patiently(self, call: Callable[..., _Answer], *arguments: Any) -> _Answer:
         """Makes a call that may be made twice, again if HDFS is down or the answer was lost."""
