@@ -334,6 +334,7 @@ def test_a_save_of_many_tensors_makes_as_many_calls_as_one_of_few(
         assert 4 <= counted.pop("Complete") <= 12
     assert calls[0] == calls[1]
     saves, loads = calls[0]
+    print(saves, loads)
     assert saves["Create"] == 4, "data, pending, index, metadata"
     assert saves.total() <= 40, saves
     assert loads.total() <= 8, loads

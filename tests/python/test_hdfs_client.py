@@ -127,9 +127,9 @@ listener.close()  # The library gives up meanwhile.
 
 
 def test_a_call_without_an_answer_does_not_crash_the_end_of_a_process(
-    run_python: Callable[..., str],
+    run_new_python: Callable[..., str],
 ) -> None:
-    assert "no answer in 5 s" in run_python(END)
+    assert "no answer in 5 s" in run_new_python(END)
 
 
 def test_a_forked_process_is_refused() -> None:
