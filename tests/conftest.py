@@ -27,6 +27,7 @@ import pytest
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from support.hdfs_server import Hdfs
 from support.places import Places
 from support.radosgw import RadosGateway
 from support.store_proxy import StoreProxy
@@ -218,3 +219,26 @@ def store_proxy(
     with StoreProxy(store_server.endpoint, seed=seed) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         yield proxy
+
+
+@pytest.fixture(scope="session")
+def hdfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
+    """A NameNode and a DataNode that all tests of this process share."""
+    pytest.importorskip("hdfs_native")
+    if missing := Hdfs.what_is_missing():
+        pytest.skip(missing)
+    folder = tmp_path_factory.mktemp("hdfs")
+    try:
+        with Hdfs(folder) as server:
+            yield server
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def hdfs_url(hdfs_server: Hdfs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A place on HDFS that is this test's alone; the environment names its configuration."""
+    for name, value in hdfs_server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(PROCESS, "file_systems", {})
+    return f"hdfs://{hdfs_server.bucket}/{tmp_path.name}"

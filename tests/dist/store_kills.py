@@ -24,14 +24,14 @@ from torch_ckpt import FastWriter
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["KillCampaign", "RaceCampaign"]
+__all__ = ["KillCampaign", "RaceCampaign", "save_on_a_rank"]
 
 START_S = 60.0
 SAVE_S = 60.0
 TIMEOUT_S = 10.0  # For one save.
 
 
-def _save_on_a_rank(
+def save_on_a_rank(
     pipe: connection.Connection,
     rank: int,
     world_size: int,
@@ -149,7 +149,7 @@ class KillCampaign:
         variables = self.server.environment(self.proxy.endpoint)
         store = self.forks.store.port, str(self.forks.next_number())
         ranks = [
-            self.forks.start(_save_on_a_rank, rank, 2, store, variables, url, rows)
+            self.forks.start(save_on_a_rank, rank, 2, store, variables, url, rows)
             for rank in range(2)
         ]
         restarted: list[threading.Thread] = []

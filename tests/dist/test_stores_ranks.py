@@ -76,14 +76,27 @@ def load(variables: dict[str, str], path: str, step: int) -> list[str]:
         return differences(state, step)
 
 
-@on_servers
-def test_ranks_save_and_others_load(
-    worlds: Worlds, store_server: StoreServer, store_url: str
-) -> None:
-    variables = store_server.environment()
-    worlds.run(2, save, variables, f"{store_url}/step", 1, timeout_s=TIMEOUT_S)
+PLACES = {
+    "s3": ("store_server", "store_url"),
+    "radosgw": ("radosgw_server", "radosgw_url"),
+    "hdfs": ("hdfs_server", "hdfs_url"),
+}
+slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("radosgw", "hdfs")]
+
+
+@pytest.fixture(params=["s3", *slow])
+def place(request: pytest.FixtureRequest) -> tuple[dict[str, str], str]:
+    """The variables by which ranks reach a store, and the URL of a folder there."""
+    server, url = PLACES[request.param]
+    variables = request.getfixturevalue(server).environment()
+    return variables, str(request.getfixturevalue(url))
+
+
+def test_ranks_save_and_others_load(worlds: Worlds, place: tuple[dict[str, str], str]) -> None:
+    variables, url = place
+    worlds.run(2, save, variables, f"{url}/step", 1, timeout_s=TIMEOUT_S)
     for ranks in (3, 1):
-        found = worlds.run(ranks, load, variables, f"{store_url}/step", 1, timeout_s=TIMEOUT_S)
+        found = worlds.run(ranks, load, variables, f"{url}/step", 1, timeout_s=TIMEOUT_S)
         assert found == [[]] * ranks
 
 
@@ -97,12 +110,9 @@ def train(variables: dict[str, str], path: str) -> list[str]:
         return differences(state, 3, 1000)
 
 
-@on_servers
-def test_ranks_of_a_run_resume(worlds: Worlds, store_server: StoreServer, store_url: str) -> None:
-    found = worlds.run(
-        2, train, store_server.environment(), f"{store_url}/run", timeout_s=TIMEOUT_S
-    )
-    assert found == [[], []]
+def test_ranks_of_a_run_resume(worlds: Worlds, place: tuple[dict[str, str], str]) -> None:
+    variables, url = place
+    assert worlds.run(2, train, variables, f"{url}/run", timeout_s=TIMEOUT_S) == [[], []]
 
 
 def failure(variables: dict[str, str], path: str) -> tuple[str, float]:

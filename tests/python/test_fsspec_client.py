@@ -1,9 +1,10 @@
-"""A client of fsspec that fails in the middle of an upload."""
+"""A client of fsspec that fails in the middle of a write, or is killed there."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -16,7 +17,8 @@ import torch_ckpt
 from torch_ckpt import FastWriter
 from torch_ckpt._core import _native
 from torch_ckpt.filesystems.fsspec_client import FsspecClient
-from torch_ckpt.filesystems.location import register
+from torch_ckpt.filesystems.location import Location, register
+from torch_ckpt.filesystems.store_client import pending_path
 
 pytestmark = pytest.mark.timeout(30, method="thread")  # A hang would be in C++.
 
@@ -64,3 +66,19 @@ def test_a_failed_upload_returns_its_memory() -> None:
     state = {"w": torch.zeros(20 << 20, dtype=torch.uint8)}
     with pytest.raises(CheckpointException, match="the store is gone"):
         torch_ckpt.save(state, storage_writer=FastWriter("failing://tests/step"))
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_the_next_save_removes_what_a_killed_write_has_left(
+    tmp_path: Path, use_collectives: bool
+) -> None:
+    """A rank that saves without the others leaves theirs alone."""
+    step = Location(f"memory://tests/{tmp_path.name}/{use_collectives}")
+    files = ["__0_0_0123456789abcdef.distcp", "__1.metadata", ".metadata"]
+    names = [pending_path(file).strip("/") for file in files]
+    for name in names:
+        (step / name).write(b"0", sync=True)
+    writer = FastWriter(str(step))
+    torch_ckpt.save({"w": torch.zeros(5)}, storage_writer=writer, use_collectives=use_collectives)
+    left = [] if use_collectives else names[1:]
+    assert sorted(set(step.names()).intersection(names)) == sorted(left)

@@ -37,16 +37,16 @@ from torch_ckpt.process_state import PROCESS
 pytestmark = pytest.mark.timeout(120)
 
 
-radosgw = pytest.param("radosgw", marks=pytest.mark.slow)
+radosgw, hdfs = (pytest.param(name, marks=pytest.mark.slow) for name in ("radosgw", "hdfs"))
 
 
-@pytest.fixture(params=["s3", "memory", radosgw])
+@pytest.fixture(params=["s3", "memory", radosgw, hdfs])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a folder of a store: of an S3 server, of fsspec's memory, or of Ceph."""
+    """URL of a folder of a store: of an S3 server, of fsspec's memory, of Ceph, or of HDFS."""
     if request.param == "memory":
         return f"memory://tests/{tmp_path.name}"
-    if request.param == "radosgw":
-        return str(request.getfixturevalue("radosgw_url"))
+    if request.param != "s3":
+        return str(request.getfixturevalue(f"{request.param}_url"))
     return str(request.getfixturevalue("store_url"))
 
 
@@ -206,6 +206,7 @@ class _Held(FastWriter):
 # ---- The agent, and saves in another process ----
 
 on_s3 = pytest.mark.parametrize("folder", ["s3", radosgw], indirect=True)
+on_stores = pytest.mark.parametrize("folder", ["s3", radosgw, hdfs], indirect=True)
 """Processes do not share fsspec's memory."""
 
 with_agent = pytest.mark.usefixtures("memory")
@@ -251,7 +252,7 @@ def end_agent(run: str) -> None:
     shutil.rmtree(memory)
 
 
-@on_s3
+@on_stores
 @with_agent
 def test_the_next_training_finds_what_the_agent_has_in_memory_and_has_written(
     folder: str, run_python: Callable[..., str]
@@ -271,7 +272,7 @@ def test_the_next_training_finds_what_the_agent_has_in_memory_and_has_written(
     assert restored(run) == 2, "also what was in memory alone is gone"
 
 
-@on_s3
+@on_stores
 @with_agent
 def test_memory_of_a_run_that_was_removed_from_its_store_is_not_restored(
     folder: str, caplog: pytest.LogCaptureFixture
@@ -330,7 +331,7 @@ def test_an_agent_that_does_not_reach_the_store_of_its_ranks_is_refused(
         Run(run, asynchronous=True, agent=True).close()
 
 
-@on_s3
+@on_stores
 @with_agent
 def test_of_an_agent_and_another_save_at_once_one_commits(
     folder: str, monkeypatch: pytest.MonkeyPatch
@@ -380,7 +381,7 @@ def test_an_agent_does_not_share_the_memory_that_fsspec_serves(folder: str) -> N
 
 
 @pytest.mark.slow
-@on_s3
+@on_stores
 @with_agent
 def test_an_agent_that_is_killed_while_it_writes_to_a_store_is_replaced(
     folder: str, seed: int
@@ -400,22 +401,27 @@ def test_an_agent_that_is_killed_while_it_writes_to_a_store_is_replaced(
             assert len([name for name in place.names() if name.endswith(".distcp")]) == 1
 
 
+IN_PROCESS = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "timeout_s": 60}
+
+
 @pytest.mark.slow
-@on_s3
-def test_the_process_of_a_save_reaches_the_store_or_says_that_it_does_not(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "timeout_s": 60}
-    torch_ckpt.async_save(
-        state_of(1), storage_writer=FastWriter(f"{folder}/step"), **options
-    ).result()
+@on_stores
+def test_the_process_of_a_save_reaches_the_store(folder: str) -> None:
+    writer = FastWriter(f"{folder}/step")
+    torch_ckpt.async_save(state_of(1), storage_writer=writer, **IN_PROCESS).result()
     loaded = state_of(-1)
     dcp.load(loaded, storage_reader=FastReader(f"{folder}/step"))
     assert_of(loaded, 1)
+
+
+@pytest.mark.slow
+@on_s3
+def test_the_process_of_a_save_says_that_it_does_not_reach_the_store(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PROCESS, "file_systems", dict(PROCESS.file_systems))
     monkeypatch.setattr(PROCESS, "registered", set())
     register("s3", Location(folder.replace("s3://", "s3a://")).file_system)
-    future = torch_ckpt.async_save(
-        state_of(2), storage_writer=FastWriter(f"{folder}/step"), **options
-    )
+    writer = FastWriter(f"{folder}/step")
+    future = torch_ckpt.async_save(state_of(2), storage_writer=writer, **IN_PROCESS)
     assert "register" in str(future.exception())

@@ -124,8 +124,7 @@ PYTHON = {
     "coordination/orchestrate.py save.write writes.wait": Wait(DISK, CALL),
     "coordination/orchestrate.py load.read "
     "reader.read_data(chosen.finish_plan(planned), chosen).wait": Wait(DISK, CALL),
-    "filesystems/fsspec_client.py FsspecClient with self._lock": Wait(LOCAL, CALL),
-    "filesystems/obstore_client.py ObstoreClient with self._lock": Wait(
+    "filesystems/store_client.py StoreClient with self._lock": Wait(
         "the first request to a bucket, which has timeouts", CALL
     ),
     "formats/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),

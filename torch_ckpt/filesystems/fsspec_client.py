@@ -6,9 +6,6 @@ import contextlib
 import datetime
 import errno
 import logging
-import re
-import secrets
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.store_client import METADATA, StoreClient, pending_path
 
 try:
     import fsspec
@@ -25,7 +23,6 @@ except ImportError as error:
 __all__ = ["FsspecClient", "is_known"]
 
 _log = logging.getLogger("torch_ckpt")
-_METADATA = re.compile(r"(__\d+)?\.metadata")
 
 
 def is_known(scheme: str) -> bool:
@@ -33,13 +30,8 @@ def is_known(scheme: str) -> bool:
     return scheme in fsspec.available_protocols()
 
 
-class FsspecClient:
+class FsspecClient(StoreClient):
     """Implements :class:`torch_ckpt.filesystems.object_store.ObjectStore`."""
-
-    def __init__(self, scheme: str) -> None:
-        self._scheme = scheme
-        self._lock = threading.Lock()
-        self._opened: dict[str, Any] = {}  # By the first name of paths.
 
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         with self._naming("find", path):
@@ -67,9 +59,14 @@ class FsspecClient:
                 )
             self._make_folder(path)
             # Some of these file systems write in place, and a reader would find half of a file.
-            temporary = self._key(f"{path}.tmp-{secrets.token_hex(8)}")
-            self._store(path).pipe_file(temporary, bytes(contents))
-            self._store(path).mv(temporary, self._key(path))
+            pending = self._key(pending_path(path))
+            try:
+                self._store(path).pipe_file(pending, bytes(contents))
+                self._store(path).mv(pending, self._key(path))
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._store(path).rm_file(pending)
+                raise
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         with self._naming("write", path):
@@ -107,25 +104,23 @@ class FsspecClient:
     def remove_all(self, path: str) -> None:
         with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
             for one in self._store(path).find(self._key(path)):
-                if _METADATA.fullmatch(one.rpartition("/")[2]):
+                if METADATA.fullmatch(one.rpartition("/")[2]):
                     self._store(path).rm_file(one)
             self._store(path).rm(self._key(path), recursive=True)
 
     def _store(self, path: str) -> Any:
         """Returns the file system of a path. Its first name may be a host."""
-        first = path.strip("/").partition("/")[0]
-        with self._lock:
-            if not self._opened:
-                _log.warning(
-                    "%s:// is reached through fsspec, which is slow, and cannot tell whether two "
-                    "jobs write one file",
-                    self._scheme,
-                )
-            if first not in self._opened:
-                # Listings that are remembered hide what other processes write.
-                opened, _ = fsspec.core.url_to_fs(self._url(first), use_listings_cache=False)
-                self._opened[first] = opened
-            return self._opened[first]
+        return self._connection(path.strip("/"))
+
+    def _connect(self, first: str) -> Any:
+        if not self._connected:
+            _log.warning(
+                "%s:// is reached through fsspec, which is slow, and cannot tell whether two jobs "
+                "write one file",
+                self._scheme,
+            )
+        # Listings that are remembered hide what other processes write.
+        return fsspec.core.url_to_fs(self._url(first), use_listings_cache=False)[0]
 
     def _key(self, path: str) -> str:
         key: str = self._store(path)._strip_protocol(self._url(path))
@@ -149,9 +144,6 @@ class FsspecClient:
         except (NotImplementedError, FileNotFoundError):
             return time.time()  # As if it was written now: what is old by it may be removed.
         return modified.timestamp()
-
-    def _url(self, path: str) -> str:
-        return f"{self._scheme}://{path}"
 
     @contextlib.contextmanager
     def _naming(self, what: str, path: str) -> Iterator[None]:

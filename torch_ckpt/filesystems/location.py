@@ -21,6 +21,7 @@ from typing import Any
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.object_store import file_system_of
+from torch_ckpt.filesystems.store_client import PENDING
 from torch_ckpt.process_state import PROCESS
 
 __all__ = [
@@ -32,9 +33,6 @@ __all__ = [
     "register",
     "registered_schemes",
 ]
-
-PENDING = ".pending-"
-"""Begin of the names of files that :meth:`Location.replace` has not renamed yet."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # Also as `Path("file:///x")` prints it.

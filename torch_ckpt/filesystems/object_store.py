@@ -1,8 +1,9 @@
 """Object stores: what a client of a store must do, and the file system over it.
 
 The clients are Python libraries, which are imported when a URL of their scheme is first used:
-``obstore`` for S3, Google Cloud Storage, Azure and HTTP, and ``fsspec`` for any other scheme that
-it knows. Credentials, endpoints, regions and proxies are those of the library's own configuration.
+``obstore`` for S3, Google Cloud Storage, Azure and HTTP, ``hdfs-native`` for HDFS, and ``fsspec``
+for any other scheme that it knows. Credentials, endpoints, regions and proxies are those of the
+library's own configuration.
 
 Importing this module does not import torch.
 """
@@ -21,6 +22,9 @@ __all__ = ["ObjectStore", "file_system_of", "object_store"]
 
 OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 """Schemes that ``obstore`` serves."""
+
+HDFS_SCHEMES = frozenset({"hdfs", "viewfs"})
+"""Schemes that ``hdfs-native`` serves."""
 
 
 class ObjectStore(Protocol):
@@ -58,7 +62,7 @@ class ObjectStore(Protocol):
         """Returns the names of the objects and folders in a folder."""
 
     def copy(self, source: str, target: str) -> None:
-        """Copies an object within the store."""
+        """Copies an object within the store, or renames it: the caller removes the source next."""
 
     def remove(self, path: str) -> None:
         """Removes an object, if there is one."""
@@ -96,6 +100,10 @@ def file_system_of(scheme: str) -> _native.FileSystem | None:
     """
     if scheme in OBSTORE_SCHEMES:
         return object_store(scheme)
+    if scheme in HDFS_SCHEMES:
+        from torch_ckpt.filesystems.hdfs_client import HdfsClient
+
+        return _native.StoreFileSystem(HdfsClient(scheme))
     try:
         from torch_ckpt.filesystems.fsspec_client import FsspecClient, is_known
     except UnsupportedError:

@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from typing_extensions import Buffer
 
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.store_client import METADATA, StoreClient
 
 try:
     import obstore
@@ -48,9 +48,6 @@ and later ones are repeated for minutes."""
 _FEW_RETRIES: dict[str, Any] = {"seconds": 5.0, "max_retries": 2}
 """How often a first request of a kind is repeated, by which a client learns about a store."""
 
-_FAILED_S = 1.0
-"""For how long a bucket that was not reached is not tried again."""
-
 _CLIENT_OPTIONS = (
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only"),
     *("pool_idle_timeout", "pool_max_idle_per_host", "proxy_url", "timeout", "user_agent"),
@@ -65,7 +62,6 @@ _NO_BUCKET = re.compile("NoSuchBucket|BucketNotFound|ContainerNotFound")
 _NO_RANGE = re.compile("status code: 416")
 _NOT_IMPLEMENTED = re.compile("status code: 501")
 _QUERY = re.compile(r"\?[^\s\"')]*")  # A signed URL has its signature there.
-_METADATA = re.compile(r"(__\d+)?\.metadata")
 _CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
 _DENIED = re.compile("ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|Malformed")
 """In an answer of S3 with status 400: the credentials are the reason."""
@@ -82,18 +78,13 @@ _NO_CREDENTIALS = re.compile(
 _Answer = TypeVar("_Answer")
 
 
-class ObstoreClient:
+class ObstoreClient(StoreClient):
     """Implements :class:`torch_ckpt.filesystems.object_store.ObjectStore`."""
 
     def __init__(self, scheme: str, options: dict[str, Any]) -> None:
-        self._scheme = scheme
+        super().__init__(scheme)
         self._options = options
-        self._pid = os.getpid()
-        self._buckets: dict[str, Any] = {}
         self._impatient: dict[str, Any] = {}  # The same buckets, with few retries.
-        self._lock = threading.Lock()
-        # Bucket that was not reached -> when, why, and the error code.
-        self._failed: dict[str, tuple[float, str, int | None]] = {}
         self._conditional: dict[str, bool] = {}  # Bucket -> whether it respects conditions.
 
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
@@ -210,7 +201,7 @@ class ObstoreClient:
         with self._naming("remove", path):
             chunks = self._repeated(lambda: [*obstore.list(store, prefix=key)])
             keys = [one["path"] for chunk in chunks for one in chunk] or [key]
-            metadata = [key for key in keys if _METADATA.fullmatch(key.rpartition("/")[2])]
+            metadata = [key for key in keys if METADATA.fullmatch(key.rpartition("/")[2])]
             self._delete(store, metadata)
             self._delete(store, sorted(set(keys).difference(metadata)))
 
@@ -225,28 +216,8 @@ class ObstoreClient:
 
     def _locate(self, path: str) -> tuple[Any, str]:
         """Returns the store of the bucket of a path, and the key."""
-        bucket, _, key = path.strip("/").partition("/")
-        if os.getpid() != self._pid:  # Its threads are those of the parent.
-            raise UnsupportedError(
-                f"cannot reach {self._url(path)}: this process was forked from one that uses the "
-                "store; start processes with 'spawn' or 'forkserver'"
-            )
-        with self._lock:
-            store = self._buckets.get(bucket)
-            if store is None:
-                store = self._buckets[bucket] = self._connect_once(bucket)
-        return store, key
-
-    def _connect_once(self, bucket: str) -> Any:
-        """Returns as ``_connect``. What cleans up after a failure fails at once."""
-        failed_s, message, number = self._failed.get(bucket, (0.0, "", 0))
-        if message and time.monotonic() - failed_s < _FAILED_S:
-            raise StorageError(message, number)
-        try:
-            return self._connect(bucket)
-        except StorageError as error:
-            self._failed[bucket] = (time.monotonic(), str(error), error.errno)
-            raise
+        path = path.strip("/")
+        return self._connection(path), path.partition("/")[2]
 
     def _connect(self, bucket: str) -> Any:
         """Returns the store of a bucket, after a first request to it.
@@ -312,9 +283,6 @@ class ObstoreClient:
             "the same time, it may have files of both; let one job write a directory",
             self._url(bucket),
         )
-
-    def _url(self, path: str) -> str:
-        return f"{self._scheme}://{path}"
 
     @contextlib.contextmanager
     def _naming(self, what: str, path: str) -> Iterator[None]:

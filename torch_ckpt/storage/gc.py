@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import PENDING as UNNAMED
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import INDEX, PENDING
 
@@ -30,6 +31,7 @@ __all__ = [
 
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
+_UNNAMED = rf"{re.escape(UNNAMED)}[0-9a-f]{{16}}"  # Complete files get another name.
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,12 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
         data = (
             r"__\d+_\d+\.distcp|.*__\d+_\d+_[0-9a-f]{16}\.distcp"
             r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
+            rf"|{_UNNAMED}(-.*)?"
         )
         is_mixed = any(_RANK_METADATA.fullmatch(name) for name in found)
     else:
         own, prefixes = f"__{rank}", rf"(__{rank})?"
-        data = rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp"
+        data = rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp|{_UNNAMED}-__{rank}[_.].*"
         is_mixed = ".metadata" in found
     pattern = rf"{data}|{prefixes}({PENDING}|{INDEX})"
     if is_mixed:  # The other checkpoint may refer to any data file, but has an index of its own.

@@ -1,0 +1,150 @@
+"""Errors of the client of HDFS that need no server."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.process_state import PROCESS
+
+pytest.importorskip("hdfs_native")
+
+from torch_ckpt.filesystems.hdfs_client import HdfsClient
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a configuration that says nothing."""
+    monkeypatch.setattr(PROCESS, "file_systems", {})
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Address of a port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def configure(conf: Path, **values: str) -> None:
+    properties = "".join(
+        f"<property><name>{name}</name><value>{value}</value></property>"
+        for name, value in values.items()
+    )
+    (conf / "core-site.xml").write_text(f"<configuration>{properties}</configuration>")
+
+
+def failure(url: str) -> StorageError:
+    """The error of a first request, which does not take long."""
+    began = time.monotonic()
+    with pytest.raises(StorageError) as raised:
+        Location(url).exists()
+    assert time.monotonic() - began < 8
+    assert f"cannot reach {url.rpartition('/run')[0]}: " in str(raised.value)
+    return raised.value
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9", "no-such-host.invalid:8020"])
+def test_a_name_node_that_is_not_there_is_reported(conf: Path, host: str) -> None:
+    error = failure(f"hdfs://{host}/run")
+    assert error.retriable
+    assert f"HADOOP_CONF_DIR={conf}" in str(error)
+
+
+def test_a_name_node_that_is_silent_is_reported(silent: str) -> None:
+    assert failure(f"hdfs://{silent}/run").errno == errno.ETIMEDOUT
+
+
+@pytest.mark.parametrize("host", ["no-such-service", "host:port", "host:1:2"])
+def test_a_host_that_is_none_is_a_wrong_setting(
+    host: str, conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HADOOP_CONF_DIR")
+    monkeypatch.setenv("HADOOP_HOME", str(conf))
+    error = failure(f"hdfs://{host}/run")
+    assert error.errno == errno.EINVAL
+    assert f"HADOOP_HOME={conf}" in str(error)
+
+
+def test_a_broken_configuration_is_a_wrong_setting(conf: Path) -> None:
+    (conf / "core-site.xml").write_text("<configuration>")
+    assert failure("hdfs://127.0.0.1:9/run").errno == errno.EINVAL
+
+
+def test_the_default_file_system_and_a_name_service_are_those_of_the_configuration(
+    conf: Path,
+) -> None:
+    """The errors are those of connections, so the addresses were found."""
+    names = {"dfs.ha.namenodes.cluster": "a", "dfs.namenode.rpc-address.cluster.a": "127.0.0.1:9"}
+    configure(conf, **names, **{"fs.defaultFS": "hdfs://127.0.0.1:9"})
+    for url in ("hdfs:///run", "hdfs://cluster/run"):
+        assert "refused" in str(failure(url))
+
+
+def test_several_name_nodes_have_errors_of_their_own() -> None:
+    client = HdfsClient("hdfs")
+    for host in ("127.0.0.1:9", "127.0.0.1:10", "127.0.0.1:9"):
+        with pytest.raises(StorageError, match=f"cannot reach hdfs://{host}: "):
+            client.find(f"{host}/run/file", 0)
+
+
+def test_a_host_that_was_not_reached_fails_at_once_for_a_second(silent: str) -> None:
+    failure(f"hdfs://{silent}/run")
+    began = time.monotonic()
+    with pytest.raises(StorageError):
+        Location(f"hdfs://{silent}/run").remove()
+    assert time.monotonic() - began < 1
+
+
+END = """
+import socket, sys, time
+from torch_ckpt.errors import StorageError
+from torch_ckpt.filesystems.hdfs_client import HdfsClient
+
+class Slow:
+    def __del__(self):
+        time.sleep(2)
+
+listener = socket.create_server(("127.0.0.1", 0))
+try:
+    HdfsClient("hdfs").list(f"127.0.0.1:{listener.getsockname()[1]}")
+except StorageError as error:
+    print(error)
+sys.modules["slow"] = Slow()  # The interpreter takes long to end.
+listener.close()  # The library gives up meanwhile.
+"""
+
+
+def test_a_call_without_an_answer_does_not_crash_the_end_of_a_process(
+    run_new_python: Callable[..., str],
+) -> None:
+    assert "no answer in 5 s" in run_new_python(END)
+
+
+def test_a_forked_process_is_refused() -> None:
+    client = HdfsClient("hdfs")
+    child = os.fork()
+    if not child:
+        try:
+            client.list("127.0.0.1:9/run")
+        except UnsupportedError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_url_with_a_password_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="password"):
+        Location("hdfs://user:secret@127.0.0.1:9/run")

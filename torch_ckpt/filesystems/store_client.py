@@ -1,0 +1,72 @@
+"""What the clients of stores share: connections, URLs in messages, names of pending files."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+import time
+from typing import Any
+
+from torch_ckpt.errors import StorageError, UnsupportedError
+
+__all__ = ["METADATA", "PENDING", "StoreClient", "pending_path"]
+
+PENDING = ".pending-"
+"""Begin of the names of files that have not been renamed yet to the name that readers know."""
+
+METADATA = re.compile(r"(__\d+)?\.metadata")
+"""Names that make a directory a checkpoint: removed first."""
+
+_FAILED_S = 1.0
+"""For how long a bucket that was not reached is not tried again."""
+
+
+def pending_path(path: str) -> str:
+    """Returns a new path beside another one. Garbage collection finds it by its name."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/{PENDING}{secrets.token_hex(8)}-{name}"
+
+
+class StoreClient:
+    """The part of an :class:`~torch_ckpt.filesystems.object_store.ObjectStore` that all have."""
+
+    def __init__(self, scheme: str) -> None:
+        self._scheme = scheme
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._connected: dict[str, Any] = {}  # By the first name of paths.
+        # First name that was not reached -> when, why, and the error code.
+        self._failed: dict[str, tuple[float, str, int | None]] = {}
+
+    def _connect(self, first: str) -> Any:
+        """Returns the library's client of a first name, after a request to it."""
+        raise NotImplementedError
+
+    def _connection(self, path: str) -> Any:
+        """Returns the library's client of the first name of a path: a bucket, or a host."""
+        first = path.partition("/")[0]
+        if os.getpid() != self._pid:  # Its threads are those of the parent.
+            raise UnsupportedError(
+                f"cannot reach {self._url(path)}: this process was forked from one that uses the "
+                "store; start processes with 'spawn' or 'forkserver'"
+            )
+        with self._lock:
+            if first not in self._connected:
+                self._connected[first] = self._connect_once(first)
+            return self._connected[first]
+
+    def _connect_once(self, first: str) -> Any:
+        """Returns as ``_connect``. What cleans up after a failure fails at once."""
+        failed_s, message, number = self._failed.get(first, (0.0, "", 0))
+        if message and time.monotonic() - failed_s < _FAILED_S:
+            raise StorageError(message, number)
+        try:
+            return self._connect(first)
+        except StorageError as error:
+            self._failed[first] = (time.monotonic(), str(error), error.errno)
+            raise
+
+    def _url(self, path: str) -> str:
+        return f"{self._scheme}://{path}"
