@@ -224,7 +224,8 @@ class FastSavePlanner(DefaultSavePlanner):
                     f"cannot plan: ranks {others[:8]} combined the values of their replicas as for "
                     "an earlier plan, which is not valid any more"
                 )
-            values = [_values_of(*items) for items in zip(listed, sent, strict=True)]
+            if any(items.values is not None for items in sent):
+                values = [_values_of(*items) for items in zip(listed, sent, strict=True)]
         balance = not self.dedup_save_to_lowest_rank
         encoded = [items.encoded or b"" for items in listed]
         made = _native.GlobalPlan(
