@@ -223,7 +223,7 @@ class HdfsClient(StoreClient):
     def _rename(
         self, client: hdfs_native.Client, source: str, target: str, *, overwrite: bool
     ) -> None:
-        """Renames a file. Raises FileExistsError if a lost answer may have said that it is done.
+        """Renames a file. Raises FileExistsError if it may be done, and the answer was lost.
 
         The engine then compares the bytes of the file with its own.
         """

@@ -279,8 +279,8 @@ class Run:
             self.skipped += 1
             return False
         self._check_open()
-        kept = metrics if persist else None
-        files = self._saves.begin_after(step, self.timeout_s, kept, persist=persist)
+        stored = metrics if persist else None
+        files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
         if files is None:
             return False
         try:
