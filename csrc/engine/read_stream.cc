@@ -20,7 +20,7 @@ namespace {
 // possible.
 constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
 
-// Longest range where all ranges share requests: short ones fill a request.
+// Longest range where all ranges share requests, so that several fill one.
 constexpr int64_t kSharedNbytes = int64_t{1} << 20;
 
 bool is_aligned(const std::byte* address, int64_t alignment) {
@@ -68,7 +68,7 @@ ByteRange checkable_range(const WantedRange& want) {
 struct ReadStream::Work {
   std::span<const WantedRange> wanted;
   const ConsumeRange& consume;
-  const bool shares_all;  // As of the stream.
+  const bool shares_all;  // See ReadStream::shares_all.
   const std::atomic<bool>& cancelled_by_caller;
   std::vector<int64_t> order;
   std::vector<Task> tasks;
@@ -128,6 +128,10 @@ struct ReadStream::Work {
     return stopped;
   }
 
+  const WantedRange& wanted_of(int64_t at) const {
+    return wanted[static_cast<size_t>(order[static_cast<size_t>(at)])];
+  }
+
   // Lists at most kMostNames FQNs whose bytes the task reads in `range`: "'a', 'b'".
   std::string names_in(const Task& task, const ByteRange& range) const {
     constexpr size_t kMostNames = 8;
@@ -156,11 +160,27 @@ struct ReadStream::Work {
                   error.error_number());
   }
 
-  // Verifies the bytes of a task against the block checksums.
+  // Verifies the blocks of a task that have wanted bytes. `bytes` are those of its range.
   Status check_task(const Task& task, Bytes bytes) const {
-    const WantedRange& first = wanted[static_cast<size_t>(order[static_cast<size_t>(task.first)])];
+    int64_t checked = task.range.begin;  // End of the blocks that are verified, or not wanted.
+    for (int64_t i = task.first; i < task.last;) {
+      ByteRange run = checkable_range(wanted_of(i));
+      while (++i < task.last && wanted_of(i).range.begin <= run.end) {
+        run.end = std::max(run.end, checkable_range(wanted_of(i)).end);
+      }
+      run.begin = std::max(run.begin, checked);
+      if (run.nbytes() <= 0) continue;
+      checked = run.end;
+      const Bytes blocks = slice(bytes, run.begin - task.range.begin, run.nbytes());
+      RETURN_IF_ERROR(check_blocks(task, run.begin, blocks));
+    }
+    return ok_status();
+  }
+
+  Status check_blocks(const Task& task, int64_t begin, Bytes bytes) const {
+    const WantedRange& first = wanted_of(task.first);
     if (first.sums == nullptr) return ok_status();
-    ASSIGN_OR_RETURN(const int64_t mismatch, first.sums->first_mismatch(task.range.begin, bytes));
+    ASSIGN_OR_RETURN(const int64_t mismatch, first.sums->first_mismatch(begin, bytes));
     if (mismatch < 0) return ok_status();
     const int64_t end = first.sums->block_end(mismatch + 1);
     // Any tensor with bytes in the block may be the damaged one.
@@ -218,7 +238,8 @@ Status ReadStream::open(Lane& lane, const WantedRange* for_device) {
 }
 
 int64_t ReadStream::max_aligned_range_nbytes(const FileSums* sums) const {
-  const int64_t most = shares_all() ? std::min(block_nbytes_, kSharedNbytes) : block_nbytes_;
+  const int64_t shared = std::min(block_nbytes_, std::max(kSharedNbytes, 4 * grain_of(sums)));
+  const int64_t most = shares_all() ? shared : block_nbytes_;
   return align_down(align_up(most, kReadAlignment), grain_of(sums));
 }
 
@@ -229,7 +250,9 @@ int64_t ReadStream::max_range_nbytes(const FileSums* sums) const {
 bool ReadStream::shares_all() const { return fs_.traits().max_gap_nbytes >= kInPlaceNbytes; }
 
 Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {
-  const int64_t most = align_up(block_nbytes_, kReadAlignment) - 2 * kReadAlignment;
+  // A direct read may begin and end at other offsets than what is wanted. A store has none.
+  const int64_t most = shares_all() ? align_down(block_nbytes_, kReadAlignment)
+                                    : align_up(block_nbytes_, kReadAlignment) - 2 * kReadAlignment;
   Work work(wanted, consume, most, fs_.traits().max_gap_nbytes, shares_all(), cancelled_);
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
@@ -356,7 +379,8 @@ bool ReadStream::LaneRun::submit_next() {
                              .tag = slot};
   slots_[slot] = std::move(read);
   queue_.submit({&request, 1});
-  // A cached read completes at once. Consume its bytes while they are in the processor's cache.
+  // A cached read completes at once. Consume its bytes while they are in the processor's cache. A
+  // read from a store is no direct one either, and takes long.
   return !buffered || work_.shares_all;
 }
 

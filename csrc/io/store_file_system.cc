@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -121,7 +120,7 @@ const Traits& StoreFileSystem::traits() const {
   static const Traits traits = {.publishes_by_condition = true,
                                 .writes_at_offsets = false,
                                 .has_folders = false,
-                                .request_nbytes = std::getenv("RQ") ? std::atoll(std::getenv("RQ")) << 20 : part_nbytes(0),
+                                .request_nbytes = part_nbytes(0),
                                 .max_gap_nbytes = kMaxGapNbytes};
   return traits;
 }

@@ -182,7 +182,7 @@ Status Upload::pass_copy(std::unique_lock<std::mutex> lock, Bytes bytes) {
   lock.lock();
   state.copied_nbytes += ssize(bytes);
   if (Status failed = state.status(); !failed.ok()) {  // Nobody takes the windows any more.
-    lock.unlock();  // The copy takes the lock.
+    lock.unlock();                                     // The copy takes the lock.
     return failed;
   }
   state.windows.push_back({copy->bytes, std::move(copy)});

@@ -523,6 +523,8 @@ def test_training_of_all_ranks_goes_on_if_the_disk_of_one_is_full(
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
         try:
             found += [run.save(1, state), run.save(2, state)]
+            while run._saves.is_busy:
+                time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         found.append(run.save(3, state))

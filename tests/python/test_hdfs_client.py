@@ -134,6 +134,8 @@ def test_a_call_without_an_answer_does_not_crash_the_end_of_a_process(
 
 def test_a_forked_process_is_refused() -> None:
     client = HdfsClient("hdfs")
+    with pytest.raises(StorageError):
+        client.list("127.0.0.1:9/run")
     child = os.fork()
     if not child:
         try:

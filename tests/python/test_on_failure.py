@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -92,6 +93,24 @@ def test_the_options_are_checked(tmp_path: Path) -> None:
         Run(tmp_path, max_failures=0)
 
 
+def test_a_save_that_fails_as_it_begins_counts_once(
+    small_disk: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an agent, the metrics are written first."""
+    run = Run(small_disk / "run", asynchronous=True, agent=True, on_failure="warn", max_failures=2)
+    run.save(1, SMALL)
+    run.wait()
+    with (small_disk / "other").open("wb", buffering=0) as other, contextlib.suppress(OSError):
+        while other.write(bytes(4096)):
+            pass
+    assert not run.save(2, SMALL, metrics={"loss": 1.0})
+    assert run.failures == 1
+    with pytest.raises(StorageError) as raised:
+        run.save(3, SMALL, metrics={"loss": 1.0})
+    assert "2 saves in a row have failed" in "".join(raised.value.__notes__)
+    run.close()
+
+
 def failed_on(causes: dict[int, Exception]) -> CheckpointException:
     return CheckpointException("write", {rank: _wrap_exception(e) for rank, e in causes.items()})
 
@@ -103,6 +122,7 @@ def test_storage_is_the_reason_if_all_ranks_that_failed_by_themselves_failed_by_
     assert storage_failure(failed_on({0: ended, 1: full})) == full
     assert storage_failure(failed_on({0: full, 1: ValueError("no")})) is None
     assert storage_failure(failed_on({0: ended})) is None
+    assert storage_failure(StorageError("another save was committed", errno.EEXIST)) is None
     assert storage_failure(CheckpointError("another save")) is None
 
 

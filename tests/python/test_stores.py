@@ -127,6 +127,23 @@ def test_what_is_not_there_is_told(folder: str) -> None:
         Location(f"{folder}/file").read()
 
 
+def test_damage_between_wanted_tensors_fails_no_load(folder: str) -> None:
+    """A request for two tensors also reads the one between them."""
+    two = torch.full((1 << 15,), 2.0)
+    state = {"a": torch.ones(1 << 18), "b": two, "c": torch.full((1 << 18,), 3.0)}
+    torch_ckpt.save(state, checkpoint_id=f"{folder}/step")
+    (data,) = [name for name in Location(f"{folder}/step").names() if name.endswith(".distcp")]
+    file = Location(f"{folder}/step/{data}")
+    contents = bytearray(file.read())
+    contents[contents.find(two.numpy().tobytes()) + 70_000] ^= 1
+    file.replace(bytes(contents), sync=True)
+    loaded = {name: torch.zeros_like(state[name]) for name in ("a", "c")}
+    torch_ckpt.load(loaded, checkpoint_id=f"{folder}/step")
+    assert all(torch.equal(loaded[name], state[name]) for name in loaded)
+    with pytest.raises(BaseException, match=r"cannot load 'b'"):
+        torch_ckpt.load({"b": torch.zeros_like(two)}, checkpoint_id=f"{folder}/step")
+
+
 def test_a_location_reaches_its_object(folder: str) -> None:
     place = Location(folder) / "of" / "locations"
     assert place.names() == []

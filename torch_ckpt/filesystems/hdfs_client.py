@@ -33,7 +33,7 @@ try:
     import hdfs_native
 except ImportError as error:
     raise UnsupportedError(
-        "cannot reach HDFS: hdfs-native is not installed; pip install 'torch-ckpt[hdfs]'"
+        "cannot reach HDFS: hdfs-native is not installed; pip install hdfs-native"
     ) from error
 
 __all__ = ["HdfsClient"]
@@ -57,6 +57,7 @@ _EXIT_S = 2.0
 """How long the end of the process waits for a call without an answer. The interpreter crashes if
 the call ends while it does."""
 
+_CLAIM_POLL_S = 0.1
 _CLAIM_S = 10.0
 """For how long a job that replaces a file excludes others. It needs milliseconds."""
 
@@ -166,17 +167,25 @@ class HdfsClient(StoreClient):
         """Writes a file under a new name, and renames it."""
         with self._naming("write", path):
             client, key = self._locate(path)
-            written = pending_path(key)
+            written, own = pending_path(key), ""
+            names = {written}
             try:
                 write(client, written)
+                own = self._version_of(client, written)
                 if version:
                     written = self._claim(client, written, key, version)
+                    names.add(written)
                     if self._version_of(client, key) != version:
                         raise FileExistsError(key)
                 self._rename(client, written, key, overwrite=version != "")
+                # A job that was late may have renamed the file of the next one.
+                if version and self._version_of(client, key) != own:
+                    raise FileExistsError(key)
             except BaseException:
                 with contextlib.suppress(Exception):
-                    self._call(client.delete, written)
+                    for name in names:
+                        if not own or self._version_of(client, name) == own:
+                            self._call(client.delete, name)
                 raise
 
     @staticmethod
@@ -205,7 +214,7 @@ class HdfsClient(StoreClient):
         folder, _, name = key.rpartition("/")
         digest = hashlib.sha256(f"{name}/{version}".encode()).hexdigest()[:16]
         claim = f"{folder}/{PENDING}{digest}-{name}"
-        other, deadline = "", 0.0
+        other, seen = "", 0
         while True:
             try:
                 self._rename(client, written, claim, overwrite=False)
@@ -214,27 +223,21 @@ class HdfsClient(StoreClient):
                 if self._version_of(client, key) != version:
                     raise
             found = self._version_of(client, claim)
-            if found != other:
-                other, deadline = found, time.monotonic() + _CLAIM_S
-            elif time.monotonic() > deadline:
+            # Seen often, not for long: while HDFS is down, no job gets on.
+            other, seen = found, seen + 1 if found == other else 0
+            if found and seen * _CLAIM_POLL_S > _CLAIM_S:
                 self._patiently(client.delete, claim)
-            time.sleep(0.1)
+            time.sleep(_CLAIM_POLL_S)
 
     def _rename(
         self, client: hdfs_native.Client, source: str, target: str, *, overwrite: bool
     ) -> None:
-        """Renames a file. Raises FileExistsError if it may be done, and the answer was lost.
-
-        The engine then compares the bytes of the file with its own.
-        """
+        """Renames a file, also if an answer is lost: then the target is the former source."""
+        own = self._version_of(client, source)
         try:
-            self._call(client.rename, source, target, overwrite)
-        except (FileExistsError, FileNotFoundError):
-            raise
-        except OSError:
-            try:
-                self._patiently(client.rename, source, target, overwrite)
-            except FileNotFoundError as error:
+            self._patiently(client.rename, source, target, overwrite)
+        except FileNotFoundError as error:
+            if not own or self._version_of(client, target) != own:
                 raise FileExistsError(target) from error
 
     def _read(self, path: str, offset: int, nbytes: int) -> bytes:
@@ -348,7 +351,7 @@ def _cause(error: Exception) -> tuple[int, str]:
     text = str(error)
     if found := _REMOTE.search(text):
         reason = found[2].encode().decode("unicode_escape", "replace")
-        text = f"{found[1]}: {reason.strip().splitlines()[0]}"
+        text = f"{found[1]}: {(reason.strip().splitlines() or [''])[0]}"
     if _DENIED.search(text):
         return errno.EACCES, text
     if _SETTING.match(text):

@@ -1,7 +1,7 @@
 """Object stores: what a client of a store must do, and the file system over it.
 
 The clients are Python libraries, which are imported when a URL of their scheme is first used:
-``obstore`` for S3, Google Cloud Storage, Azure and HTTP, ``hdfs-native`` for HDFS, and ``fsspec``
+``obstore`` for S3, Google Cloud Storage and Azure, ``hdfs-native`` for HDFS, and ``fsspec``
 for any other scheme that it knows. Credentials, endpoints, regions and proxies are those of the
 library's own configuration.
 

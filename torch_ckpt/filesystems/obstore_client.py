@@ -25,7 +25,7 @@ try:
     from obstore.store import from_url
 except ImportError as error:
     raise UnsupportedError(
-        "cannot reach an object store: obstore is not installed; pip install 'torch-ckpt[stores]'"
+        "cannot reach an object store: obstore is not installed; pip install obstore"
     ) from error
 
 __all__ = ["ObstoreClient"]
@@ -63,7 +63,9 @@ _NO_RANGE = re.compile("status code: 416")
 _NOT_IMPLEMENTED = re.compile("status code: 501")
 _QUERY = re.compile(r"\?[^\s\"')]*")  # A signed URL has its signature there.
 _CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
-_DENIED = re.compile("ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|Malformed")
+_DENIED = re.compile(
+    "ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|HeaderMalformed"
+)
 """In an answer of S3 with status 400: the credentials are the reason."""
 _NO_ANSWER = re.compile(
     r"HTTP error|response body|Got invalid \w+ response|ConditionalRequestConflict"
@@ -118,7 +120,7 @@ class ObstoreClient(StoreClient):
     def put(self, path: str, contents: Buffer, version: str | None) -> None:
         store, key = self._locate(path)
         mode: Any = "overwrite" if version is None else json.loads(version) if version else "create"
-        bucket = path.partition("/")[0]
+        bucket = path.strip("/").partition("/")[0]
         with self._naming("write", path):
             if version is None or self._conditional.get(bucket) is False:
                 obstore.put(store, key, contents, use_multipart=False)

@@ -34,7 +34,7 @@ class StoreClient:
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
-        self._pid = os.getpid()
+        self._pid = 0  # The process that has connected, whose threads a child lacks.
         self._lock = threading.Lock()
         self._connected: dict[str, Any] = {}  # By the first name of paths.
         # First name that was not reached -> when, why, and the error code.
@@ -47,12 +47,13 @@ class StoreClient:
     def _connection(self, path: str) -> Any:
         """Returns the library's client of the first name of a path: a bucket, or a host."""
         first = path.partition("/")[0]
-        if os.getpid() != self._pid:  # Its threads are those of the parent.
+        if self._pid not in (0, os.getpid()):
             raise UnsupportedError(
                 f"cannot reach {self._url(path)}: this process was forked from one that uses the "
                 "store; start processes with 'spawn' or 'forkserver'"
             )
         with self._lock:
+            self._pid = os.getpid()
             if first not in self._connected:
                 self._connected[first] = self._connect_once(first)
             return self._connected[first]

@@ -217,6 +217,7 @@ class FastSavePlanner(DefaultSavePlanner):
         their values combined, for another plan.
         """
         values: list[bytes] = []
+        is_unknown = False  # Replicas whose values are not known are not cut.
         if self._compares(sent):
             others = [rank for rank, items in enumerate(sent) if items.combined_values is not None]
             if others:
@@ -224,12 +225,16 @@ class FastSavePlanner(DefaultSavePlanner):
                     f"cannot plan: ranks {others[:8]} combined the values of their replicas as for "
                     "an earlier plan, which is not valid any more"
                 )
-            if any(items.values is not None for items in sent):
+            is_unknown = all(items.values is None for items in sent)
+            if not is_unknown:
                 values = [_values_of(*items) for items in zip(listed, sent, strict=True)]
         balance = not self.dedup_save_to_lowest_rank
         encoded = [items.encoded or b"" for items in listed]
         made = _native.GlobalPlan(
-            encoded, ranks_per_node(), split=balance, dedup=balance, digests=values
+            *(encoded, ranks_per_node()),
+            split=balance and not is_unknown,
+            dedup=balance,
+            digests=values,
         )
         warn_of(made.differences)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import Literal
 
@@ -16,12 +17,14 @@ OnFailure = Literal["raise", "warn"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
+_NOT_OF_STORAGE = frozenset({errno.EEXIST, errno.EINVAL, errno.ENODEV})
+
 
 class Failures:
     """Counts the saves that have failed. Every rank gets each error, so all count the same.
 
-    With ``"warn"``, ``most`` failures in a row are one too many. ``count`` has all of them after
-    which training went on.
+    Raises at failure number ``most`` in a row. ``count`` is the number of failures after which
+    training went on.
     """
 
     def __init__(self, on_failure: OnFailure, most: int) -> None:
@@ -30,7 +33,8 @@ class Failures:
         self.count = 0
         self._on_failure, self._most = on_failure, most
         self._in_a_row = 0
-        self._is_open = False  # Whether the outcome of a background save is not known yet.
+        self.is_open = False
+        """Whether the outcome of a background save is not known yet, and is to be counted."""
 
     def add(self, error: BaseException, *, warns: bool) -> None:
         """Counts a failed save. Raises the error if training must not go on.
@@ -38,7 +42,7 @@ class Failures:
         It goes on if storage is the reason. ``warns`` says whether this rank logs the first failure
         in a row.
         """
-        self._is_open = False
+        self.is_open = False
         if self._on_failure == "raise" or storage_failure(error) is None:
             raise error
         self._in_a_row += 1
@@ -53,26 +57,27 @@ class Failures:
                 why(error),
             )
 
-    def begun(self) -> None:
-        """Ends a row of failures if a background save was open: the next one begins after it."""
-        if self._is_open:
-            self._in_a_row = 0
+    def succeeded(self) -> None:
+        """Ends a row of failures."""
+        self.is_open = False
+        self._in_a_row = 0
 
     def ended(self, *, in_background: bool) -> None:
-        """Ends a row of failures after a save, unless it is open in the background."""
-        self._is_open = in_background
+        """Ends a row of failures after a save, unless its outcome is not known yet."""
         if not in_background:
-            self._in_a_row = 0
+            self.succeeded()
+        self.is_open = in_background and self._on_failure == "warn"
 
 
 def storage_failure(error: BaseException) -> StorageError | None:
     """Returns the failure of storage that is the reason of an error; ``None`` if it is another.
 
-    Of a ``CheckpointException``, storage is the reason if all ranks failed by it, or since another
-    rank did.
+    A wrong setting is another reason, and so is another job that saves the same step. Storage is
+    the reason of a ``CheckpointException`` if every rank's error is such a failure, or a
+    CancelledError that followed from one.
     """
     if isinstance(error, StorageError):
-        return error
+        return None if error.errno in _NOT_OF_STORAGE else error
     if not isinstance(error, CheckpointException):
         return None
     causes = [cause for cause, _ in error.failures.values()]

@@ -284,7 +284,7 @@ class Run:
         if files is None:
             return False
         try:
-            failure = None  # Of this rank alone.
+            failure = None  # That of this rank, which the others do not know yet.
             if self.asynchronous:
                 failure = self._saves.save_in_background(step, state, files, persist=persist)
             else:

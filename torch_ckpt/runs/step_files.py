@@ -12,7 +12,6 @@ import re
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 LEASE_S = 300.0
-"""Seconds for which a lease protects a step after it was renewed. Exceeds the skew of clocks."""
+"""Seconds for which a lease protects a step after it was renewed."""
 
 BRANCH = "branch.json"
 """The file that records on which branch of the run a step was saved."""
@@ -201,9 +200,10 @@ def remove_expired_leases(directory: Location) -> None:
         if not is_valid:
             file.discard()
     pending = [directory / name for name in directory.names() if name.startswith(PENDING)]
-    now = _now_s(directory) if pending else 0.0
+    now = _now_s(directory) if pending else None
     for file in pending:
-        if now - (file.modified_s() or now) > LEASE_S:
+        written = file.modified_s()
+        if now is not None and written is not None and now - written > LEASE_S:
             file.discard()
 
 
@@ -212,25 +212,26 @@ def _leases(directory: Location) -> Iterator[tuple[int, Location, bool]]:
         leases = list(filter(None, map(_LEASE.fullmatch, directory.names())))
     except NotFoundError:
         return
-    now = _now_s(directory) if leases else 0.0
+    now = _now_s(directory) if leases else None
     for match in leases:
         file = directory / match[0]
         written = file.modified_s()
-        yield int(match[1]), file, written is None or abs(now - written) < LEASE_S
+        is_valid = now is None or written is None or abs(now - written) < LEASE_S
+        yield int(match[1]), file, is_valid
 
 
-def _now_s(directory: Location) -> float:
+def _now_s(directory: Location) -> float | None:
     """Returns the time by the clock of the file system, by which files are dated.
 
-    A server and this machine may have different clocks.
+    A server and this machine may have different clocks. ``None`` if no file can be written.
     """
     file = directory / f"{PENDING}{secrets.token_hex(8)}"
     written = None
-    with contextlib.suppress(CheckpointError):  # The directory may be read-only.
+    with contextlib.suppress(CheckpointError):
         file.write(b"", sync=False)
         written = file.modified_s()
     file.discard()
-    return time.time() if written is None else written
+    return written
 
 
 def _renew(file: Location) -> None:

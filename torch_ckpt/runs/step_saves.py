@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import Group
@@ -146,15 +147,20 @@ class StepSaves:
 
         Returns ``None`` if this one fails as well, and training goes on.
         """
-        for _ in range(2):
+        warns = self._group.is_coordinator
+        if self._failures.is_open:  # Then its failure is not one of this save.
+            end, settle = "ending the last save", functools.partial(self.settle, timeout_s)
             try:
-                files = self.begin(step, timeout_s, metrics, persist=persist)
+                self._group.decide(end, settle, lambda _: None, timeout_s=timeout_s)
             except StorageError as error:
-                self._failures.add(error, warns=self._group.is_coordinator)
+                self._failures.add(error, warns=warns)
             else:
-                self._failures.begun()
-                return files
-        return None
+                self._failures.succeeded()
+        try:
+            return self.begin(step, timeout_s, metrics, persist=persist)
+        except StorageError as error:
+            self._failures.add(error, warns=warns)
+            return None
 
     def save_now(
         self, step: int, state: dict[str, Any], files: Mapping[str, bytes], timeout_s: float
@@ -177,7 +183,7 @@ class StepSaves:
 
     def save_in_background(
         self, step: int, state: dict[str, Any], files: Mapping[str, bytes], *, persist: bool
-    ) -> Exception | None:
+    ) -> BaseException | None:
         """Begins to save a step in the background; :meth:`settle` reports the outcome.
 
         Returns the error if it does not begin, which the other ranks must hear of.
@@ -186,7 +192,7 @@ class StepSaves:
         path = self._disk.path(step).checkpoint_id
         try:
             future = self._backend.save(step, state, path, persist=persist)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             self._remove_failed(step)
             return error
         except BaseException:
@@ -198,7 +204,7 @@ class StepSaves:
         self._pending = BackgroundSave(step, future, then)
         return None
 
-    def agreed_interval(self, interval: int, failure: Exception | None) -> int:
+    def agreed_interval(self, interval: int, failure: BaseException | None) -> int:
         """Returns the longest interval of all ranks until the next save, after a save.
 
         Raises the failure of a rank on all ranks.
