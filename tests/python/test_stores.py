@@ -86,7 +86,7 @@ def test_a_save_replaces_the_former_one(folder: str, asynchronous: bool, rows: i
         torch_ckpt.save(state_of(3), storage_writer=FastWriter(path, overwrite=False))
 
 
-def test_a_run_saves_removes_and_restores(folder: str) -> None:
+def test_a_run_saves_removes_and_restores(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Run(f"{folder}/run", keep_last=2, asynchronous=True, verify="full") as run:
         for step in range(4):
             run.save(step, state_of(step), metrics={"loss": 1.0 / (step + 1)})
@@ -102,7 +102,10 @@ def test_a_run_saves_removes_and_restores(folder: str) -> None:
     with Run(f"{folder}/run", keep_last=2) as run:
         run.save(5, state_of(5))
     assert names_in(f"{folder}/run") == ["step-4", "step-5"]
+    capsys.readouterr()
     assert main(["ls", f"{folder}/run"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in shown] == ["5", "4"]
     assert main(["rm", f"{folder}/run", "--after", "4", "--yes"]) == 0
     assert names_in(f"{folder}/run") == ["step-4"]
 

@@ -43,6 +43,8 @@ def _ls(options: argparse.Namespace) -> int:
                 return fail(f"{options.run} is not a run: it has no directory step-<n>")
         raise no_checkpoint(options.run)
     steps = [_facts(options.run / f"step-{number}", number) for number in numbers]
+    if not options.run.file_system.has_folders:  # Some servers list folders that are empty.
+        steps = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
     newest = next((step["step"] for step in steps if step["state"] == "whole"), None)
     if options.json:
         for step in steps:  # JSON has neither NaN nor infinity.
