@@ -8,7 +8,7 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int64_t kPieceNbytes = int64_t{8} << 20;  // Of a file that is copied.
+constexpr int64_t kPieceNbytes = int64_t{8} << 20;  // Length of the pieces of a copy.
 
 Status run_one(IoQueue& queue, const IoRequest& request) {
   queue.submit({&request, 1});

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.filesystems.location import PENDING as UNNAMED
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.store_client import METADATA
+from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
 from torch_ckpt.formats.committed import INDEX, PENDING
 
 __all__ = [
@@ -29,9 +30,9 @@ __all__ = [
     "stale_files",
 ]
 
-_METADATA = re.compile(r"(__\d+)?\.metadata")
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
-_UNNAMED = rf"{re.escape(UNNAMED)}[0-9a-f]{{16}}"  # Complete files get another name.
+# The name of a file until it is complete.
+_UNPUBLISHED = rf"{re.escape(UNPUBLISHED)}[0-9a-f]{{16}}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def find(directory: Location, pending: str, metadata: str = ".metadata") -> Foun
     # first one has a file, unless the save has ended.
     later = directory.names()
     return Found(
-        names.union(filter(_METADATA.fullmatch, later)),
+        names.union(filter(METADATA.fullmatch, later)),
         frozenset(filter(re.compile(pending).fullmatch, later)),
         version,
     )
@@ -122,12 +123,12 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
         data = (
             r"__\d+_\d+\.distcp|.*__\d+_\d+_[0-9a-f]{16}\.distcp"
             r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
-            rf"|{_UNNAMED}(-.*)?"
+            rf"|{_UNPUBLISHED}(-.*)?"
         )
         is_mixed = any(_RANK_METADATA.fullmatch(name) for name in found)
     else:
         own, prefixes = f"__{rank}", rf"(__{rank})?"
-        data = rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp|{_UNNAMED}-__{rank}[_.].*"
+        data = rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp|{_UNPUBLISHED}-__{rank}[_.].*"
         is_mixed = ".metadata" in found
     pattern = rf"{data}|{prefixes}({PENDING}|{INDEX})"
     if is_mixed:  # The other checkpoint may refer to any data file, but has an index of its own.
