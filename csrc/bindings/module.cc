@@ -107,6 +107,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("check_archive", &check_archive, py::arg("tail"), py::arg("nbytes"));
   py::class_<TensorView>(module, "TensorView")
       .def_static("without_memory", &without_memory, py::arg("dtype"), py::arg("sizes"));
+  bind_copy_job(module);
   bind_exchange(module);
   bind_file_system(module);
   bind_index(module);

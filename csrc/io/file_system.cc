@@ -74,7 +74,8 @@ Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool syn
 }
 
 Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
-                 const std::string& target) {
+                 const std::string& target,
+                 const std::function<Status(int64_t offset, Bytes piece)>& check) {
   ASSIGN_OR_RETURN(const auto in, from.open(source, OpenMode::kRead, Caching::kBuffered));
   ASSIGN_OR_RETURN(const auto out, to.open(target, OpenMode::kCreate, Caching::kBuffered));
   ASSIGN_OR_RETURN(const int64_t nbytes, in->size());
@@ -83,6 +84,7 @@ Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
   for (int64_t offset = 0; offset < nbytes; offset += ssize(piece)) {
     piece.resize(static_cast<size_t>(std::min(nbytes - offset, kPieceNbytes)));
     RETURN_IF_ERROR(in->read(offset, piece));
+    if (check) RETURN_IF_ERROR(check(offset, piece));
     RETURN_IF_ERROR(out->write(offset, piece));
   }
   return run_one(*to.make_queue(1),

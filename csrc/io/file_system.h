@@ -10,6 +10,7 @@
 // hot path: it moves the bytes, with many requests in flight.
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -230,8 +231,11 @@ std::string parent_directory(std::string_view path);
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync,
                   OpenMode mode = OpenMode::kCreate);
 
-// Copies a file, durably. After an error the target may exist with a subset of the bytes.
+// Copies a file, durably, in pieces of 8 MiB. `check` gets the offset and the bytes of each piece
+// before it is written, in order; an error of it ends the copy. After an error the target may exist
+// with a subset of the bytes.
 Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
-                 const std::string& target);
+                 const std::string& target,
+                 const std::function<Status(int64_t offset, Bytes piece)>& check = {});
 
 }  // namespace torch_ckpt

@@ -351,6 +351,21 @@ class LoadJob:
         slices_are_archives: bool = False,
     ) -> tuple[list[bool], list[LoadedBytes]]: ...
 
+class CopyJob:
+    def __init__(self, index: Index, nbytes_per_s: int) -> None: ...
+    def copy(
+        self,
+        file: int,
+        from_file_system: FileSystem,
+        source: _Path,
+        to_file_system: FileSystem,
+        target: _Path,
+        niceness: int,
+    ) -> None: ...
+    def cancel(self) -> None: ...
+    @property
+    def copied_nbytes(self) -> int: ...
+
 class VerifyJob:
     def __init__(
         self,

@@ -35,7 +35,9 @@ __all__ = [
     "id_in_memory",
     "inode_of",
     "nearest_directory",
+    "new_id",
     "set_id",
+    "write_id",
 ]
 
 _NAME = "run-id"
@@ -69,6 +71,17 @@ def id_in_directory(directory: Location) -> str | None:
     return found if _ID.fullmatch(found) else None
 
 
+def new_id() -> str:
+    """Returns a new id of a run."""
+    return secrets.token_hex(8)
+
+
+def write_id(directory: Location, run_id: str) -> None:
+    """Writes the id of a run into its directory, which is created if it is missing."""
+    directory.create_directories()
+    (directory / _NAME).replace(f"{run_id}\n".encode(), sync=True)
+
+
 def id_in_memory(folder: Path) -> RunId | None:
     """Returns the id of the run whose slots are in a folder; ``None`` if they have no id."""
     try:
@@ -100,7 +113,7 @@ def agreed_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
         return RunId(found, True)
     gone = {each.id for each in in_memory if each is not None and each.is_written}
     left = [each.id for each in in_memory if each is not None and each.id not in gone]
-    return RunId(left[0] if left else secrets.token_hex(8), False)
+    return RunId(left[0] if left else new_id(), False)
 
 
 def begun_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
@@ -108,8 +121,7 @@ def begun_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
     agreed = agreed_id(in_memory, directory)
     if agreed.is_written or directory.local_path is not None:
         return agreed
-    directory.create_directories()
-    (directory / _NAME).replace(f"{agreed.id}\n".encode(), sync=True)
+    write_id(directory, agreed.id)
     return RunId(agreed.id, True)
 
 
@@ -153,8 +165,7 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
             raise CheckpointError(
                 f"cannot write to {directory}: the directory of this run was removed or moved"
             )
-        directory.create_directories()
-        (directory / _NAME).replace(f"{own.id}\n".encode(), sync=True)
+        write_id(directory, own.id)
     elif found != own.id:
         raise CheckpointError(
             f"cannot write to {directory}: it belongs to another run now. Its run-id is {found}, "

@@ -10,7 +10,7 @@ from torch_ckpt.cli.terminal import FAILED, SOUND, fail
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.runs.removal import discard_after, discard_from_memory, steps_after
-from torch_ckpt.runs.step_files import listed_steps
+from torch_ckpt.runs.step_files import listed_steps, run_of_local
 from torch_ckpt.storage.verify import check_whole
 
 __all__ = ["add_to"]
@@ -40,7 +40,10 @@ def _rm(options: argparse.Namespace) -> int:
     run = options.run.resolved()
     if not listed_steps(run):
         raise no_checkpoint(run)
-    newest, newer = steps_after(run, options.after, check_whole)
+    promoted_to = run_of_local(run)
+    # The local directory last: otherwise its steps would be promoted again.
+    directories = [run] if promoted_to is None else [promoted_to, run]
+    newest, newer = steps_after(directories, options.after, check_whole)
     print(f"the newest step of {run} that remains: {newest}")
     more = f" and {len(newer) - _MOST_LISTED} more" if len(newer) > _MOST_LISTED else ""
     listed = ", ".join(map(str, newer[:_MOST_LISTED]))
@@ -48,7 +51,7 @@ def _rm(options: argparse.Namespace) -> int:
     if not options.yes and not _is_confirmed():
         return FAILED
     discarded = discard_from_memory(run, lambda step: step > options.after)
-    removed = discard_after(run, options.after)
+    removed = discard_after(directories, options.after)
     print(f"removed steps: {len(removed)} on disk, {len(discarded)} in memory")
     return SOUND
 

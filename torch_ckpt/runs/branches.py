@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.runs.retention import Retention
@@ -22,11 +22,12 @@ __all__ = ["Branches"]
 class Branches:
     """The branch on which this process saves. Owned by the coordinator of the run.
 
-    The metric of ``retention`` ranks the steps.
+    ``disks`` are the directories of the run, the one that saves go to first. The metric of
+    ``retention`` ranks the steps.
     """
 
-    def __init__(self, disk: StepDirectories, retention: Retention) -> None:
-        self._disk, self._retention = disk, retention
+    def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
+        self._disks, self._retention = disks, retention
         self._at: int | None = None  # The step that this process continues.
         self._record: Mapping[str, int | None] | None = None  # For the steps of this branch.
         self._passed_over: int | None = None  # The newest step that a restore could not load.
@@ -38,8 +39,8 @@ class Branches:
         ``newest_in_memory`` is the step itself if that is newer. ``is_given`` says that the user
         gave the step. Otherwise it is the newest that loads.
         """
-        newest = self._disk.newest_after(step)
-        self._at, self._record = step, branch_of(self._disk.path(step))
+        newest = max(filter(None, (disk.newest_after(step) for disk in self._disks)), default=None)
+        self._at, self._record = step, self._branch_of(step)
         self._has_warned, self._passed_over = False, None
         if not is_given:
             self._passed_over = newest
@@ -52,7 +53,7 @@ class Branches:
 
     def saving(self, step: int) -> dict[str, bytes]:
         """Returns the file that records the branch of a step that is saved, by name, if any."""
-        newest = self._disk.newest_after(step)
+        newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
         if newest is not None and newest != self._passed_over:
             self._record = self._record or {"continued_from": self._at}
             self._warn(f"step {step} is saved", newest)
@@ -62,18 +63,23 @@ class Branches:
         """Records that the steps after this one were removed."""
         self._has_warned, self._passed_over = False, None
         if self._at is not None and self._at >= step:
-            self._record = branch_of(self._disk.path(self._at))
+            self._record = self._branch_of(self._at)
+
+    def _branch_of(self, step: int) -> Mapping[str, int | None] | None:
+        """Returns the record of a step, which each copy of the step has."""
+        records = (branch_of(disk.path(step)) for disk in self._disks)
+        return next((record for record in records if record is not None), None)
 
     def _is_best(self, step: int) -> bool:
         with contextlib.suppress(CheckpointError):
-            return step in self._retention.best(self._disk)
+            return step in self._retention.best(self._disks)
         return False
 
     def _warn(self, what: str, newest: int) -> None:
         if self._has_warned:
             return
         self._has_warned = True
-        run, at, meaning = self._disk.directory, str(self._at), ""
+        run, at, meaning = self._disks[0].directory, str(self._at), ""
         if self._at is None:
             at, meaning = "STEP", ". STEP is the newest step to retain"
         warnings.warn(

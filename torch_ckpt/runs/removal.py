@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch_ckpt.agent.memory import discard_slots, folder_of, run_of
@@ -67,7 +67,7 @@ class Removal:
 def remove_directories(
     paths: Sequence[Location], *, leased: Callable[[], Collection[Location]] = tuple
 ) -> Removal:
-    """Removes checkpoints of one directory, so that no reader ever finds a partly deleted one.
+    """Removes checkpoints, so that no reader ever finds a partly deleted one.
 
     All are renamed. Then the directory that contains them is synced, once: otherwise a power cut
     may leave a checkpoint under its old name and without some of its files. Then they are deleted.
@@ -206,20 +206,21 @@ def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
 
 
 def steps_after(
-    directory: Location, step: int, check: Callable[[Location], None]
+    directories: Sequence[Location], step: int, check: Callable[[Location], None]
 ) -> tuple[int, list[int]]:
     """Returns the newest whole step up to a step, and the steps after it, the newest first.
 
-    ``check`` raises if a step is not whole; see :func:`check_whole`. Raises CheckpointError if a
-    lease protects one of the newer steps, and CorruptionError or NotFoundError if no other step
-    would remain that is whole, or none at all.
+    ``directories`` are those of one run: its own, and a local one if it has that. ``check`` raises
+    if a step is not whole; see :func:`check_whole`. Raises CheckpointError if a lease protects one
+    of the newer steps, and CorruptionError or NotFoundError if no other step would remain that is
+    whole, or none at all.
     """
-    what = f"cannot remove the steps of {directory} after step {step}"
-    steps = listed_steps(directory)
+    what = f"cannot remove the steps of {directories[0]} after step {step}"
+    steps = _listed(directories)
     remaining, damage = None, None
-    for found in (found for found in steps if found <= step):
+    for found, path in (each for each in steps if each[0] <= step):
         try:
-            check(directory / f"step-{found}")
+            check(path)
         except NotFoundError:
             continue
         except CheckpointError as error:
@@ -237,8 +238,8 @@ def steps_after(
             f"{what}: one step must remain, and no step up to {step} is committed. Nothing was "
             "removed"
         )
-    newer = [found for found in steps if found > step]
-    if leased := sorted(leased_steps(directory).intersection(newer)):
+    newer = list(dict.fromkeys(found for found, _ in steps if found > step))
+    if leased := sorted(set().union(*map(leased_steps, directories)).intersection(newer)):
         raise CheckpointError(f"{what}: {_leased(leased[0])}. Nothing was removed. {_AGAIN}")
     return remaining, newer
 
@@ -253,27 +254,39 @@ def discard_from_memory(directory: Location, is_discarded: Callable[[int], bool]
     return discard_slots(folder_of(run), run, is_discarded)
 
 
-def discard_after(directory: Location, step: int) -> list[int]:
-    """Removes from disk all steps of a run that are newer than a step, and returns them.
+def discard_after(directories: Sequence[Location], step: int) -> list[int]:
+    """Removes from the directories of a run all steps that are newer, and returns these.
 
     The newest is removed first. :func:`steps_after` has found that a step remains. Directories that
     are neither a checkpoint nor the remains of a save stay. Raises CheckpointError if a lease
     protects a step, or a step cannot be removed. All others were.
     """
-    steps = {directory / f"step-{each}": each for each in listed_steps(directory) if each > step}
+    steps = {path: found for found, path in _listed(directories) if found > step}
     outcome = remove_directories(
         [path for path in steps if not what_is_missing(path)],
-        leased=lambda: leased_paths(directory),
+        leased=lambda: set().union(*map(leased_paths, directories)),
     )
     failures = [f"{_leased(steps[path])}. {_AGAIN}" for path in outcome.leased]
     failures += map(str, outcome.failures.values())
-    removed = [steps[path] for path in outcome.removed]
+    removed = list(dict.fromkeys(steps[path] for path in outcome.removed))
     if failures:
         raise CheckpointError(
-            f"cannot remove all steps of {directory} after step {step}: {len(failures)} remain, "
-            f"{len(removed)} were removed. The first that remains: {failures[0]}"
+            f"cannot remove all steps of {directories[0]} after step {step}: {len(failures)} "
+            f"remain, {len(removed)} were removed. The first that remains: {failures[0]}"
         )
     return removed
+
+
+def _listed(directories: Iterable[Location]) -> list[tuple[int, Location]]:
+    """Returns the steps of a run and their directories, the newest first."""
+    return sorted(
+        (
+            (step, directory / f"step-{step}")
+            for directory in directories
+            for step in listed_steps(directory)
+        ),
+        key=lambda each: -each[0],
+    )
 
 
 def leased_paths(directory: Location) -> set[Location]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -33,14 +34,43 @@ class Retention:
         if self.keep_best is not None and self.monitor is None:
             raise ValueError(f"keep_best={self.keep_best} needs the name of a metric: pass monitor")
 
-    def best(self, disk: StepDirectories, count: int = 1) -> list[int]:
-        """Returns the steps with the best values of the metric; empty without a metric."""
-        return [] if self.monitor is None else disk.best(self.monitor, self.mode, count)
+    def best(self, disks: Sequence[StepDirectories], count: int = 1) -> list[int]:
+        """Returns the committed steps with the best values of the metric, the best one first.
+
+        Of equal values, that of the earlier step is better. A step without the metric, or with a
+        NaN, is never among the best. Empty if there is no metric.
+        """
+        if self.monitor is None:
+            return []
+        values: dict[int, float] = {}
+        for disk in disks:
+            values |= disk.values(self.monitor)
+        return self._best_of(values, count)
+
+    def retained(self, steps: Iterable[int], values: Mapping[int, float]) -> set[int]:
+        """Returns which of some whole steps remain. ``values`` are their metrics, without NaNs."""
+        newest = sorted(steps, reverse=True)
+        if not self._removes:
+            return set(newest)
+        every = self.keep_every
+        return {
+            *newest[: self.keep_last or 1],
+            *self._best_of({s: values[s] for s in newest if s in values}, self.keep_best or 0),
+            *(step for step in newest if every is not None and step % every == 0),
+        }
 
     def apply(self, disk: StepDirectories, saved: int) -> None:
         """Removes the steps that are not to be retained after ``saved``; called on one rank."""
         disk.sweep()
-        if self.keep_last is None and self.keep_best is None:
+        if not self._removes:
             return
-        best = self.best(disk, self.keep_best) if self.keep_best is not None else []
+        best = self.best([disk], self.keep_best) if self.keep_best is not None else []
         disk.retain(saved, last=self.keep_last or 1, every=self.keep_every, best=best)
+
+    @property
+    def _removes(self) -> bool:
+        return self.keep_last is not None or self.keep_best is not None
+
+    def _best_of(self, values: Mapping[int, float], count: int) -> list[int]:
+        sign = 1 if self.mode == "min" else -1
+        return sorted(values, key=lambda step: (sign * values[step], step))[:count]

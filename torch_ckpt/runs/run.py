@@ -6,9 +6,8 @@ import contextlib
 import functools
 import math
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
@@ -20,9 +19,12 @@ from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.failures import Failures, OnFailure
+from torch_ckpt.runs.last_saves import LastSaves
 from torch_ckpt.runs.preemption import Preemption
+from torch_ckpt.runs.promotion import promotion_for
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
@@ -39,7 +41,7 @@ R = TypeVar("R")
 OnBusy = Literal["wait", "skip", "error"]
 
 
-class Run:
+class Run(LastSaves):
     """A directory of checkpoints, one for each saved step of a training run.
 
     Step 100 is the checkpoint ``<directory>/step-100``, which ``dcp.load`` can load too. Names have
@@ -55,6 +57,11 @@ class Run:
     Args:
         directory: Directory of the steps, on storage that every rank can access. The first save
             creates it. Links in the path are resolved now: a run stays in one directory.
+        local: A faster directory, such as one on a local disk. Saves commit there, and a thread of
+            the first rank then promotes the steps: it copies them to ``directory``.
+        keep_local: Number of newest steps to retain in ``local``. A step that is to be retained
+            also remains there until it is promoted.
+        promote_bytes_per_s: Most bytes that are promoted in a second; no limit if ``None``.
         every: Save each step that is a multiple of this number. If ``None``, ``max_overhead``
             determines the interval.
         max_overhead: Largest share of training time that saving may cost; see :meth:`should_save`.
@@ -105,6 +112,9 @@ class Run:
         self,
         directory: str | os.PathLike[str],
         *,
+        local: str | os.PathLike[str] | None = None,
+        keep_local: int = 1,
+        promote_bytes_per_s: int | None = None,
         every: int | None = None,
         max_overhead: float = 0.035,
         keep_last: int | None = None,
@@ -140,10 +150,28 @@ class Run:
         self.skipped = 0
         """Number of steps that were skipped because the previous save was in progress."""
         self._failures = Failures(on_failure, max_failures)
-        self._disk = StepDirectories(self._location, verify=verify, reader=reader)
+        self._disks = [
+            StepDirectories(self._location, verify=verify, reader=reader)
+        ]  # The one that saves go to first.
+        if local is not None:
+            disk = StepDirectories(Location(local).resolved(), verify=verify, reader=reader)
+            self._disks.insert(0, disk)
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
-        self._writer = FastWriter(self.directory, **(writer or {}))
+        self._writer = FastWriter(self._disks[0].directory.checkpoint_id, **(writer or {}))
+        self._promotion = None
+        if local is not None:
+            self._promotion = promotion_for(
+                self._group,
+                self._disks,
+                self.retention,
+                keep=keep_local,
+                nbytes_per_s=promote_bytes_per_s,
+                writer=self._writer,
+                on_failure=on_failure,
+                most=max_failures,
+                timeout_s=timeout_s,
+            )
         self._backend = backend_for(
             self._group,
             process_group,
@@ -156,11 +184,12 @@ class Run:
         self._is_for_agent = bool(agent)
         memory = [] if self._backend is None else self._backend.tiers
         self._tiers = StepTiers(
-            [*memory, self._disk], self._group, process_group, timeout_s, self._location
+            [*memory, *self._disks], self._group, process_group, timeout_s, self._location
         )
         self._boundary = StepBoundary()
         self._saves = StepSaves(
-            disk=self._disk,
+            disks=self._disks,
+            promotion=self._promotion,
             group=self._group,
             process_group=process_group,
             writer=self._writer,
@@ -185,8 +214,19 @@ class Run:
 
     @property
     def failures(self) -> int:
-        """Number of saves that storage made fail, and after which training went on."""
-        return self._failures.count
+        """Number of saves that storage made fail, and after which training went on.
+
+        On the first rank, failed promotions count as well.
+        """
+        return self._failures.count + (0 if self._promotion is None else self._promotion.count)
+
+    @property
+    def unpromoted(self) -> int:
+        """Number of steps that were not promoted because newer ones had arrived meanwhile.
+
+        Counted on the first rank; 0 on the others.
+        """
+        return 0 if self._promotion is None else self._promotion.skipped
 
     # ---- Saving ----
 
@@ -298,106 +338,21 @@ class Run:
         return True
 
     @exclusive("wait for the background save")
-    def wait(self) -> None:
+    def wait(self, *, promoted: bool = False) -> None:
         """Waits for the background save.
 
-        Raises:
-            CheckpointError: The save failed, or is still in progress after ``timeout_s``; the
-                message names its step.
-        """
-        self._saves.settle()
-
-    @contextlib.contextmanager
-    def saving_on_exception(
-        self, state: Callable[[], dict[str, Any]], *, timeout_s: float = 30.0
-    ) -> Iterator[None]:
-        """Saves the last completed step if the block raises.
-
-        The last completed step is that of the last call of :meth:`should_save` or :meth:`save`.
-        Nothing is saved if that step is already saved, if the error is from a save or load, or if
-        an optimizer of this process has begun another step: the parameters may then be partly
-        updated. State that changes before the optimizer does (random states, data position, running
-        means) is saved as it is when the block raises.
-
-        All ranks must raise, as they do when a collective of training fails. If another rank does
-        not raise within ``timeout_s``, nothing is saved. The exception of the block is always
-        raised, with a note about the outcome. ``SystemExit`` and ``GeneratorExit`` save nothing.
-
         Args:
-            state: Returns the state to save.
-            timeout_s: Seconds that this rank waits for the others.
-
-        Example::
-
-            with run.saving_on_exception(lambda: training.state_dict()):
-                train()
-        """
-        try:
-            with self._boundary.watching_optimizers():
-                yield
-        except (SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:
-            error.add_note(f"torch_ckpt: {self._saves.save_after(error, state, timeout_s)}")
-            raise
-
-    @contextlib.contextmanager
-    def saving_on_signal(
-        self,
-        state: Callable[[], dict[str, Any]],
-        *,
-        grace_s: float = 30.0,
-        signals: Sequence[int] = (signal.SIGTERM,),
-    ) -> Iterator[None]:
-        """Saves the step that ends next when a signal arrives, and then ends the process.
-
-        Schedulers send a signal before they kill a job: SIGTERM by default in Slurm, Kubernetes and
-        ``torchrun``. The signal may arrive at one rank only. Within the block,
-        :meth:`should_save` lets the ranks agree on the step: after each step, or after at most 16
-        steps if these take less than a second. So does the end of the block. The step is then saved
-        to disk, on all ranks, and ``SystemExit`` is raised with the status of a process that the
-        signal ended, such as 143. If the step cannot be saved in time, the reason is logged.
-
-        All ranks enter the block at the same step, in their main threads, call :meth:`should_save`
-        after every step, and leave the block at the same step. If the block raises something else
-        after a signal, the background save is waited for, and the signal is sent again. Child
-        processes that are forked within the block get the signal as before.
-
-        Args:
-            state: Returns the state to save.
-            grace_s: Seconds from the signal until the scheduler kills the process; 30 by default in
-                Slurm (``KillWait``), Kubernetes and ``torchrun``.
-            signals: The signals, such as ``signal.SIGUSR1`` for ``sbatch --signal=USR1@60``.
+            promoted: Whether to wait also until all steps are in the directory of the run, if they
+                are saved to ``local`` first. All ranks must then call the method.
 
         Raises:
-            RuntimeError: The run is within such a block already.
-            SystemExit: A signal has arrived.
-            ValueError: This is not the main thread, ``grace_s`` is not positive, or a signal cannot
-                be handled.
-
-        Example::
-
-            with run.saving_on_signal(lambda: state, grace_s=60):
-                for step in range(start + 1, steps + 1):
-                    train_step()
-                    if run.should_save(step):
-                        run.save(step, state)
+            CheckpointError: The save or a promotion failed, or is still in progress after
+                ``timeout_s``; the message names its step.
         """
-        if self._preemption is not None:
-            raise RuntimeError("saving_on_signal() is in use already")
-        preemption = Preemption(signals, grace_s, state, is_alone=self._group.size == 1)
-        with preemption.catching():
-            self._preemption = preemption
-            try:
-                yield
-                if not (self._closed or self._exclusive.is_forked):
-                    with self._exclusive.use("check for a signal", self.timeout_s):
-                        self._saves.end_if_signalled(preemption, is_last=True)
-            except BaseException as error:
-                self._saves.end_after_error(preemption, error)
-                raise
-            finally:
-                self._preemption = None
+        if promoted:
+            self._saves.wait_for_promotion()
+        else:
+            self._saves.settle()
 
     # ---- Loading ----
 
@@ -433,7 +388,7 @@ class Run:
             raise ValueError("best_step() needs the name of a metric: pass monitor to the run")
 
         def choose(_: list[None]) -> int | None:
-            return next(iter(self.retention.best(self._disk)), None)
+            return next(iter(self.retention.best(self._disks)), None)
 
         return self._decide("choosing the best step", self._saves.settle, choose)
 
@@ -461,7 +416,9 @@ class Run:
             with run.lease(100) as path:
                 dcp.load(state, storage_reader=FastReader(path))
         """
-        with lease(self._disk.directory, step) as path:
+        *local, run = (disk.directory for disk in self._disks)
+        has_step = (each for each in local if has_checkpoint(each / f"step-{step}"))
+        with lease(next(has_step, run), step) as path:
             yield path.checkpoint_id
 
     @exclusive("restore a step")
@@ -538,10 +495,12 @@ class Run:
     def close(self) -> None:
         """Waits for the background save and ends the run; the run cannot be used afterwards.
 
+        With ``local``, the first rank also waits until all steps are promoted, with a progress bar.
         In a forked child of the process of the run, the method does nothing.
 
         Raises:
-            CheckpointError: The background save failed; see :meth:`wait`.
+            CheckpointError: The background save or a promotion failed; see :meth:`wait`. The steps
+                remain in ``local``, and the next run promotes them.
         """
         if self._exclusive.is_forked:
             return
@@ -550,9 +509,13 @@ class Run:
                 self._saves.settle()
             finally:
                 backend, self._backend = self._backend, None
-                if backend is not None:
-                    backend.close()
-                self._closed = True
+                try:
+                    if backend is not None:
+                        backend.close()
+                    if self._promotion is not None and not self._closed:
+                        self._promotion.close()
+                finally:
+                    self._closed = True
 
     def __enter__(self) -> Run:
         return self
@@ -565,6 +528,8 @@ class Run:
     ) -> None:
         if error is not None and self._backend is not None and not self._exclusive.is_forked:
             self._backend.leave()  # The snapshots remain for the next process.
+        if error is not None and self._promotion is not None and not self._exclusive.is_forked:
+            self._promotion.cancel()  # The next process goes on with it.
         try:
             self.close()
         except CheckpointError as save_error:

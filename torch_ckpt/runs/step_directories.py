@@ -129,19 +129,14 @@ class StepDirectories:
             timeout_s=timeout_s,
         )
 
-    def best(self, monitor: str, mode: Mode, count: int) -> list[int]:
-        """Returns the committed steps with the best values of a metric, the best one first.
-
-        Of equal values, that of the earlier step is better. A step without the metric, or with a
-        NaN, is never among the best.
-        """
-        sign = 1 if mode == "min" else -1
-        found = []
+    def values(self, monitor: str) -> dict[int, float]:
+        """Returns the metric of each committed step that has one, and not a NaN."""
+        found = {}
         for step in listed_steps(self.directory):
             value = metrics_of(self.path(step)).get(monitor, math.nan)
             if not math.isnan(value) and has_checkpoint(self.path(step)):
-                found.append((sign * value, step))
-        return [step for _, step in sorted(found)[:count]]
+                found[step] = value
+        return found
 
     def retain(self, saved: int, *, last: int, every: int | None, best: Sequence[int] = ()) -> None:
         """Removes steps except the newest ``last``, the multiples of ``every`` and the best ones.
@@ -170,9 +165,9 @@ class StepDirectories:
                 continue
             if newest:
                 old.append(step)
-        self._remove(old)
+        self.remove(old)
 
-    def _remove(self, steps: Sequence[int]) -> None:
+    def remove(self, steps: Sequence[int]) -> None:
         """Removes steps, unless they are leased; warns once of each that cannot be removed."""
         known = {}
         for step in steps:

@@ -30,6 +30,8 @@ __all__ = [
     "metrics_file",
     "metrics_of",
     "remove_expired_leases",
+    "run_of_local",
+    "tie_directories",
     "what_is_missing",
     "write_small_files",
 ]
@@ -41,6 +43,9 @@ BRANCH = "branch.json"
 """The file that records on which branch of the run a step was saved."""
 
 _METRICS = "metrics.json"
+
+_LOCAL_OF = "local-of"
+"""The file that names the directory to which local steps are promoted."""
 
 SMALL_FILES = frozenset({_METRICS, BRANCH})
 """Names of the small files of a step, beside its checkpoint."""
@@ -95,6 +100,21 @@ def what_is_missing(step: Location) -> str:
         f"`cp {step.name}/*`, which leaves out the files whose names begin with a dot: copy these "
         "as well"
     )
+
+
+# ---- A local directory of a run ----
+
+
+def tie_directories(local: Location, run: Location) -> None:
+    """Records, for people and commands, of which run a directory has local steps."""
+    (local / _LOCAL_OF).replace(f"{run}\n".encode(), sync=True)
+
+
+def run_of_local(local: Location) -> Location | None:
+    """Returns the directory to which the steps of a local directory are promoted, if any."""
+    with contextlib.suppress(CheckpointError, ValueError):
+        return Location((local / _LOCAL_OF).read().decode().strip())
+    return None
 
 
 # ---- Small files of a step ----

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.branches import Branches
 from torch_ckpt.runs.failures import Failures
 from torch_ckpt.runs.preemption import Preemption
+from torch_ckpt.runs.promotion import Promotion
 from torch_ckpt.runs.removal import (
     discard_after,
     discard_from_memory,
@@ -39,12 +40,17 @@ from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["StepSaves"]
 
+_GRACE_S = 60.0
+"""Time that other ranks give the coordinator to report that it has waited too long."""
+
 _LOG = logging.getLogger("torch_ckpt")
 
 
 class StepSaves:
     """Saves steps, one at a time. All ranks call the same methods.
 
+    Saves go to the first of ``disks``. If that is a local directory, ``promotion`` copies the steps
+    to the directory of the run, which is the last; it is ``None`` on all ranks but the coordinator.
     ``process_group`` has the ranks of ``group``, for DCP; all if ``None``. ``boundary`` records
     each step that is stored, and ``clock`` the duration of each background save. ``saved`` is the
     number of steps that were committed.
@@ -53,7 +59,8 @@ class StepSaves:
     def __init__(
         self,
         *,
-        disk: StepDirectories,
+        disks: Sequence[StepDirectories],
+        promotion: Promotion | None,
         group: Group,
         process_group: dist.ProcessGroup | None,
         writer: FastWriter,
@@ -64,12 +71,13 @@ class StepSaves:
         clock: CostClock,
         timeout_s: float,
     ) -> None:
-        self._disk, self._group, self._process_group = disk, group, process_group
+        self._disks, self._disk = disks, disks[0]
+        self._group, self._process_group = group, process_group
         self._writer, self._backend, self._retention = writer, backend, retention
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
-        self._failures = failures
+        self._failures, self._promotion = failures, promotion
         self.saved = 0
-        self.branches = Branches(disk, retention)
+        self.branches = Branches(self._disks, retention)
         self._pending: BackgroundSave | None = None
         self._failed: set[int] = set()  # Steps whose directories may have remains.
 
@@ -104,11 +112,13 @@ class StepSaves:
         metrics: Mapping[str, float] | None = None,
         *,
         persist: bool = True,
+        is_last: bool = False,
     ) -> dict[str, bytes]:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
         Returns the small files of the step on the first rank, whose metrics count. ``persist`` says
-        that the step is to be on disk.
+        that the step is to be on disk, and ``is_last`` that the process ends after it, so that
+        failed promotions do not matter.
         """
         path = self._disk.path(step)
         files: dict[str, bytes] = {}
@@ -121,6 +131,10 @@ class StepSaves:
 
         def begin(steps: list[int]) -> int:
             common = common_step(steps)
+            if self._promotion is not None:
+                if not is_last:
+                    self._promotion.check()
+                self._promotion.saving(common)
             for failed in self._failed:  # No rank and no agent uses its directory any more.
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
@@ -274,6 +288,7 @@ class StepSaves:
             _LOG.warning(
                 "%s ends the training of %s: %s", preemption, self._disk.directory, outcome
             )
+        self.end_promotion(preemption.left_s)
         preemption.end()
 
     def end_after_error(self, preemption: Preemption, error: BaseException) -> None:
@@ -288,19 +303,45 @@ class StepSaves:
         message = "%s ends the training of %s after an error; no further step was saved"
         _LOG.warning(message, preemption, self._disk.directory, exc_info=error)
 
+    def wait_for_promotion(self) -> None:
+        """Waits for the background save and for the promotion of all steps. All ranks call it."""
+
+        def wait(_: list[None]) -> None:
+            if self._promotion is not None:
+                self._promotion.wait(self._timeout_s)
+
+        # The others wait longer than the promotion may take.
+        self._group.decide(
+            "waiting for promotion", self.settle, wait, timeout_s=self._timeout_s + _GRACE_S
+        )
+
+    def end_promotion(self, timeout_s: float) -> None:
+        """Promotes what can be promoted in this time; the next process promotes the rest."""
+        if self._promotion is None:
+            return
+        try:
+            self._promotion.close(timeout_s)
+        except CheckpointError as error:
+            _LOG.warning("%s", error)
+
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
-        run, timeout_s = self._disk.directory, self._timeout_s
+        timeout_s = self._timeout_s
+        # The local directory last: otherwise its steps would be promoted again.
+        directories = [disk.directory for disk in reversed(self._disks)]
 
         def own() -> int:
             self.settle()
             return step
 
         def check(steps: list[int]) -> None:
-            steps_after(run, common_step(steps), self._disk.check)
+            steps_after(directories, common_step(steps), self._disk.check)
 
         def discard(_: list[None]) -> list[int]:
-            removed = discard_after(run, step)
+            with contextlib.ExitStack() as stack:
+                if self._promotion is not None:
+                    stack.enter_context(self._promotion.discarding_after(step))
+                removed = discard_after(directories, step)
             self.branches.discarded_after(step)
             return removed
 
@@ -321,7 +362,9 @@ class StepSaves:
     ) -> str | None:
         """Saves the last step of this process; returns the reason if that fails."""
         try:
-            files = self.begin(step, left_s())  # First: the state may need collectives.
+            files = self.begin(
+                step, left_s(), is_last=True
+            )  # First: the state may need collectives.
             self.save_now(step, state(), files, left_s())
             # Otherwise the agent writes its newest step in memory, which is this one or older.
             self._discard_from_memory(lambda each: each <= step)
@@ -342,6 +385,9 @@ class StepSaves:
                 f"metrics.json and branch.json of step {step} were not written: {error}",
                 stacklevel=2,
             )
+        if self._promotion is not None:
+            self._promotion.saved(step)
+            return
         try:
             self._retention.apply(self._disk, step)
         except (CheckpointError, OSError) as error:

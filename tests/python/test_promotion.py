@@ -1,0 +1,301 @@
+"""A run with a local directory: saves commit there, and steps are promoted in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torch_ckpt import CheckpointError, Run
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.step_files import committed_steps
+
+
+def _state(step: int, nbytes: int = 1 << 20) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"w": torch.rand(nbytes // 4, generator=generator), "step": torch.tensor(step)}
+
+
+def _restored(run: Run) -> int | None:
+    state = _state(0)
+    step = run.restore(state)
+    if step is not None:
+        assert torch.equal(state["w"], _state(step)["w"])
+    return step
+
+
+def _steps(directory: Path) -> list[int]:
+    return committed_steps(Location(directory))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_is_saved_locally_and_promoted_and_stock_reads_both(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local", asynchronous=asynchronous) as run:
+        run.save(1, _state(1))
+        run.wait()
+        assert _steps(tmp_path / "local") == [1]
+        run.wait(promoted=True)
+        assert _steps(tmp_path / "run") == [1]
+    for directory in ("run", "local"):
+        state = _state(0)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / directory / "step-1"))
+        assert torch.equal(state["w"], _state(1)["w"])
+        assert not [p for p in (tmp_path / directory / "step-1").iterdir() if "pending" in p.name]
+
+
+def test_steps_are_removed_locally_once_promoted_and_in_the_run_by_its_retention(
+    tmp_path: Path,
+) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_local=2, keep_last=3) as run:
+        for step in range(1, 7):
+            run.save(step, _state(step))
+            run.wait(promoted=True)
+        assert _steps(tmp_path / "local") == [6, 5]
+        assert _steps(tmp_path / "run") == [6, 5, 4]
+
+
+def test_the_nearest_directory_serves_and_the_other_one_if_it_is_lost(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_last=3) as run:
+        for step in (1, 2):
+            run.save(step, _state(step))
+    (tmp_path / "run" / "step-2" / ".metadata").unlink()
+    with Run(tmp_path / "run", local=tmp_path / "local") as run:
+        assert _restored(run) == 2
+    Location(tmp_path / "local").remove_all()
+    with Run(tmp_path / "run", local=tmp_path / "local") as run:
+        assert run.latest_step() == 2  # It was promoted again.
+        assert _restored(run) == 2
+
+
+def test_a_local_directory_of_another_run_is_refused_and_its_steps_are_not_restored(
+    tmp_path: Path,
+) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local") as run:
+        run.save(7, _state(7))
+    Location(tmp_path / "run").remove_all()
+    with pytest.raises(CheckpointError, match=r"its 1 steps are of run .* was removed"):
+        Run(tmp_path / "run", local=tmp_path / "local")
+    with Run(tmp_path / "run") as other:
+        other.save(1, _state(1))
+    with pytest.raises(CheckpointError, match=r"cannot use .*local as the local directory"):
+        Run(tmp_path / "run", local=tmp_path / "local")
+    with pytest.raises(CheckpointError, match="of another run"):  # Nor that of a run without one.
+        Run(tmp_path / "elsewhere", local=tmp_path / "run")
+    Location(tmp_path / "local").remove_all()
+    with Run(tmp_path / "run", local=tmp_path / "local") as run:
+        assert _restored(run) == 1
+
+
+def test_a_moved_local_directory_and_a_new_machine_go_on_with_the_run(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local") as run:
+        run.save(1, _state(1))
+    (tmp_path / "local").rename(tmp_path / "moved")
+    for local in ("moved", "new"):
+        with Run(tmp_path / "run", local=tmp_path / local) as run:
+            assert _restored(run) == 1
+
+
+def test_the_newest_step_is_promoted_first_and_one_that_would_not_remain_is_skipped(
+    tmp_path: Path,
+) -> None:
+    # Copying a step takes about a second.
+    rate = 16 << 20
+    run = Run(tmp_path / "run", local=tmp_path / "local", keep_last=2, promote_bytes_per_s=rate)
+    for step in range(1, 7):
+        run.save(step, _state(step, 24 << 20))
+        assert 1 in _steps(tmp_path / "local")  # It is being promoted: its last whole copy.
+    assert _steps(tmp_path / "run") == []
+    run.close()
+    assert _steps(tmp_path / "run") == [6, 5]
+    assert run.unpromoted == 3  # Steps 2, 3 and 4.
+    assert _steps(tmp_path / "local") == [6]
+
+
+def test_the_rate_is_kept(tmp_path: Path) -> None:
+    nbytes, rate = 48 << 20, 24 << 20
+    begin = time.monotonic()
+    with Run(tmp_path / "run", local=tmp_path / "local", promote_bytes_per_s=rate) as run:
+        run.save(1, _state(1, nbytes))
+    lasted = time.monotonic() - begin
+    # The last piece of 8 MiB need not wait.
+    assert lasted > (nbytes - (8 << 20)) / rate
+
+
+def test_an_interrupted_promotion_goes_on_where_it_ended(tmp_path: Path) -> None:
+    local, directory = tmp_path / "local", tmp_path / "run"
+    run = Run(directory, local=local, writer={"thread_count": 4}, promote_bytes_per_s=24 << 20)
+    state = {f"w{i}": torch.full((2 << 20,), float(i)) for i in range(8)}  # 64 MiB in 4 files.
+    run.save(1, state)
+    while not list(directory.glob("step-1/__*.distcp")):
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="training failed"), run:
+        raise RuntimeError("training failed")  # The run does not wait for the promotion.
+    arrived = {path: path.stat().st_ino for path in directory.glob("step-1/__*.distcp")}
+    assert 0 < len(arrived) < 4
+    with Run(directory, local=local):
+        pass
+    assert {path: path.stat().st_ino for path in arrived} == arrived
+    found = {name: torch.zeros(2 << 20) for name in state}
+    with Run(directory) as restored:
+        assert restored.restore(found) == 1
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert sorted(path.suffix for path in (directory / "step-1").iterdir()) == sorted(
+        path.suffix for path in (local / "step-1").iterdir()
+    )
+
+
+def test_a_damaged_local_step_is_not_promoted(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path / "run", local=tmp_path / "local", keep_local=2, on_failure="warn", max_failures=9
+    )
+    run.save(1, _state(1))
+    run.wait(promoted=True)
+    run._promotion.cancel()  # type: ignore[union-attr]
+    run.save(2, _state(2))
+    (file,) = (tmp_path / "local" / "step-2").glob("__*.distcp")
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+    with pytest.raises(CheckpointError, match=r"step 2 was not promoted.*checksum of the block"):
+        Run(tmp_path / "run", local=tmp_path / "local").close()
+    assert _steps(tmp_path / "run") == [1]
+    with Run(tmp_path / "run", local=tmp_path / "local", on_failure="warn") as again:
+        with pytest.warns(UserWarning, match="step 2 is passed over"):
+            assert _restored(again) == 1
+        again.save(3, _state(3))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_goes_on_while_the_directory_of_the_run_is_full(
+    tmp_path: Path, small_disk: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    filler = small_disk / "filler"
+    run = Run(
+        small_disk / "run",
+        local=tmp_path / "local",
+        keep_last=2,
+        on_failure="warn",
+        max_failures=100,
+        asynchronous=asynchronous,
+    )
+    filler.write_bytes(bytes(_free(small_disk) - (64 << 10)))
+    for step in range(1, 6):
+        assert run.save(step, _state(step))
+        run.wait()
+        _wait_until_idle(run)
+        assert len(_steps(tmp_path / "local")) <= 2
+    assert run.failures == 5
+    assert _steps(small_disk / "run") == []
+    told = [each for each in caplog.records if "was not promoted" in each.getMessage()]
+    assert len(told) == 1
+    assert "No space left" in told[0].getMessage()
+    filler.unlink()
+    run.close()  # Tries once more.
+    assert _steps(small_disk / "run") == [5, 4]
+
+
+def test_a_failed_promotion_is_raised_by_the_next_save_by_default(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    run = Run(small_disk / "run", local=tmp_path / "local")
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(_free(small_disk) - (64 << 10)))
+    run.save(1, _state(1))
+    _wait_until_idle(run)
+    with pytest.raises(CheckpointError, match=r"step 1 was not promoted to .*No space left"):
+        run.save(2, _state(2))
+    with pytest.raises(CheckpointError, match="step 1 was not promoted"):
+        run.close()
+    filler.unlink()
+    with Run(small_disk / "run", local=tmp_path / "local") as run:
+        assert _restored(run) == 1
+    assert _steps(small_disk / "run") == [1]
+
+
+def test_steps_are_discarded_in_both_directories(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_local=3) as run:
+        for step in (1, 2, 3):
+            run.save(step, _state(step))
+        run.wait(promoted=True)
+        assert run.discard_after(1) == [3, 2]
+        assert _steps(tmp_path / "local") == _steps(tmp_path / "run") == [1]
+        assert _restored(run) == 1
+        run.save(2, _state(12))  # Other values under a step that was promoted before.
+    state = _state(0)
+    with Run(tmp_path / "run") as promoted:
+        assert promoted.restore(state) == 2
+    assert torch.equal(state["w"], _state(12)["w"])
+
+
+def test_a_step_that_is_saved_again_is_promoted_again(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local") as run:
+        for values in (1, 2):
+            run.save(5, _state(values))
+            run.wait(promoted=True)
+    state = _state(0)
+    with Run(tmp_path / "run") as promoted:
+        promoted.restore(state)
+    assert torch.equal(state["w"], _state(2)["w"])
+
+
+def test_best_steps_remain_in_both_directories(tmp_path: Path) -> None:
+    values = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0}
+    options = {"keep_last": 1, "keep_best": 1, "monitor": "loss"}
+    with Run(tmp_path / "run", local=tmp_path / "local", **options) as run:  # type: ignore[arg-type]
+        for step, value in values.items():
+            run.save(step, _state(step), metrics={"loss": value})
+        run.wait(promoted=True)
+        assert run.best_step() == 2
+        assert _steps(tmp_path / "run") == [5, 2]
+        assert _steps(tmp_path / "local") == [5]
+        with run.lease(2) as path:
+            assert Path(path) == tmp_path / "run" / "step-2"
+        with run.lease(5) as path:
+            assert Path(path) == tmp_path / "local" / "step-5"
+
+
+def test_a_store_gets_the_same_files(tmp_path: Path) -> None:
+    for url in ("memory://promotion/run",):
+        with Run(url, local=tmp_path / "local", keep_last=2, keep_local=2) as run:
+            for step in (1, 2, 3):
+                run.save(step, _state(step))
+        local = Location(tmp_path / "local")
+        for step in _steps(tmp_path / "local"):
+            here = local / f"step-{step}"
+            there = Location(url) / f"step-{step}"
+            assert here.names() == there.names()
+            assert all((here / name).read() == (there / name).read() for name in here.names())
+        Location(tmp_path / "local").remove_all()
+        with Run(url, local=tmp_path / "local") as run:
+            assert _restored(run) == 3
+
+
+def test_numbers_and_directories_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_local=0 is not positive"):
+        Run(tmp_path / "run", local=tmp_path / "local", keep_local=0)
+    with pytest.raises(ValueError, match="promote_bytes_per_s=0 is not positive"):
+        Run(tmp_path / "run", local=tmp_path / "local", promote_bytes_per_s=0)
+    with pytest.raises(ValueError, match="is the directory of the run itself"):
+        Run(tmp_path / "run", local=tmp_path / "run")
+
+
+def _free(directory: Path) -> int:
+    import os
+
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_bsize
+
+
+def _wait_until_idle(run: Run) -> None:
+    promotion = run._promotion
+    assert promotion is not None
+    deadline = time.monotonic() + 60
+    while promotion._is_busy:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)

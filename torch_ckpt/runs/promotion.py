@@ -1,0 +1,413 @@
+"""Promotion: copies steps from the local directory of a run to the directory of the run.
+
+A save of such a run commits in the local directory, such as a local disk, and training goes on. A
+thread then copies the step to the directory of the run, such as a store. A step counts in either
+directory when it is whole there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch_ckpt.agent.identity import id_in_directory, new_id, write_id
+from torch_ckpt.coordination.group import Group
+from torch_ckpt.coordination.portable import why
+from torch_ckpt.errors import (
+    CancelledError,
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+)
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.failures import OnFailure, storage_failure
+from torch_ckpt.runs.retention import Retention
+from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_files import (
+    SMALL_FILES,
+    committed_steps,
+    listed_steps,
+    metrics_of,
+    tie_directories,
+)
+from torch_ckpt.storage.copying import CheckpointCopy
+from torch_ckpt.storage.progress import progress_bar
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["Promotion", "promotion_for"]
+
+_LOG = logging.getLogger("torch_ckpt")
+
+
+class Promotion:
+    """Promotes the steps of a local directory, and removes them there. Owned by the coordinator.
+
+    The newest step is first. A step that the retention of the run would remove is skipped. A local
+    step is removed if ``keep`` newer ones are there, and the step is promoted or not to be
+    retained. So the last whole copy of a retained step is never removed.
+
+    If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
+    or at failure number ``most`` in a row, :meth:`check` raises.
+
+    ``count`` is the number of failures after which promotion went on, and ``skipped`` that of steps
+    that were not promoted, because newer ones had arrived. All methods are thread-safe.
+    """
+
+    def __init__(
+        self,
+        local: StepDirectories,
+        run: StepDirectories,
+        retention: Retention,
+        *,
+        keep: int,
+        nbytes_per_s: int,
+        niceness: int,
+        on_failure: OnFailure,
+        most: int,
+    ) -> None:
+        self._local, self._run, self._retention = local, run, retention
+        self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
+        self._on_failure, self._most = on_failure, most
+        self._changed = threading.Condition()
+        self._is_requested = False
+        self._is_ended = False
+        self._thread: threading.Thread | None = None
+        self._current: int | None = None  # The step that is being copied.
+        self._copy: CheckpointCopy | None = None
+        self._saved: int | None = None  # The last step that this process has saved.
+        self._in_run: set[int] = set()  # Steps with a checkpoint in the directory of the run.
+        self._promoted: set[int] = set()  # Local steps whose very save is there.
+        self._passed_over: set[int] = set()  # Local steps that are damaged, or were skipped.
+        self._values: dict[int, float] = {}  # Metrics of steps.
+        self._failure: CheckpointError | None = None  # Of the last promotion.
+        self._in_a_row = 0
+        self._removing = threading.Lock()
+        self._skipped: set[int] = set()
+        self.count = 0
+
+    @property
+    def skipped(self) -> int:
+        return len(self._skipped)
+
+    # ---- Called by the run ----
+
+    def begin(self) -> None:
+        """Promotes the steps that a former process has left in the local directory."""
+        self._in_run = set(committed_steps(self._run.directory))
+        if committed_steps(self._local.directory):
+            self._request()
+
+    def saving(self, step: int) -> None:
+        """Protects the directory of a step that is about to be saved."""
+        with self._changed:
+            if self._saved is not None:
+                self._saved = min(self._saved, step - 1)
+
+    def saved(self, step: int) -> None:
+        """Promotes a step that was committed locally, and removes old local steps."""
+        with self._changed:
+            self._saved = step
+            self._promoted.discard(step)
+            self._passed_over.discard(step)
+            self._values.pop(step, None)
+        self._remove_old()
+        self._request()
+
+    def check(self) -> None:
+        """Raises CheckpointError if promotions have failed, and training must not go on."""
+        with self._changed:
+            failure = self._failure
+            is_last = self._on_failure == "raise" or self._in_a_row >= self._most
+        if failure is not None and is_last:
+            raise CheckpointError(str(failure)) from failure  # No failure of the save that asks.
+
+    def wait(self, timeout_s: float = math.inf) -> None:
+        """Waits until all steps are promoted, or were skipped.
+
+        Raises CheckpointError if a promotion has failed, or is in progress after ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._is_busy:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise CheckpointError(
+                        f"step {self._current} is still being promoted to {self._run.directory} "
+                        f"after a wait of {timeout_s:g} s"
+                    )
+                self._changed.wait(min(left_s, 3600.0))
+            if self._failure is not None:
+                raise self._failure
+
+    def close(self, timeout_s: float = math.inf) -> None:
+        """Promotes what can be promoted within ``timeout_s``, and ends.
+
+        Shows a progress bar. Raises CheckpointError as :meth:`wait` does. The steps then remain in
+        the local directory, and the next process of the run promotes them.
+        """
+        try:
+            if self._failure is not None and not self._is_busy:
+                self._request()  # Once more: nobody tries later.
+            with self._bar():
+                self.wait(timeout_s)
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the promotion in progress. Its step remains in the local directory."""
+        with self._changed:
+            self._is_ended = True
+            self._is_requested = False
+            thread, copy = self._thread, self._copy
+            self._changed.notify_all()
+        if copy is not None:
+            copy.cancel()
+        if thread is not None:
+            thread.join()
+
+    @contextlib.contextmanager
+    def discarding_after(self, step: int) -> Iterator[None]:
+        """Stops promotions within the block, which removes the steps after a step."""
+        self.cancel()
+        try:
+            yield
+        finally:
+            with self._changed:
+                for steps in (self._in_run, self._promoted, self._passed_over):
+                    steps.difference_update({each for each in steps if each > step})
+                self._is_ended, self._thread = False, None
+            self._request()
+
+    # ---- The thread ----
+
+    @property
+    def _is_busy(self) -> bool:
+        return not self._is_ended and (self._is_requested or self._current is not None)
+
+    def _request(self) -> None:
+        with self._changed:
+            if self._is_ended:
+                return
+            self._is_requested = True
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="torch_ckpt-promote", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._current = self._copy = None
+                self._changed.notify_all()
+                while not self._is_requested and not self._is_ended:
+                    self._changed.wait()
+                if self._is_ended:
+                    return
+            try:
+                self._promote_next()
+            except CancelledError:
+                continue
+            except Exception as error:
+                self._failed(error)
+            else:
+                with self._changed:
+                    self._failure, self._in_a_row = None, 0
+
+    def _promote_next(self) -> None:
+        """Promotes one step; if there is none, ends the request."""
+        with self._changed:
+            step = self._choose()
+            if step is None:
+                self._is_requested = False
+                return
+            self._current = step
+        source, target = self._local.path(step), self._run.path(step)
+        try:
+            copy = CheckpointCopy(
+                source, target, nbytes_per_s=self._nbytes_per_s, niceness=self._niceness
+            )
+            with self._changed:
+                self._copy = copy
+                if self._is_ended:
+                    return
+            if not copy.is_done:
+                copy.copy_files(SMALL_FILES)
+                copy.commit()
+        except (CorruptionError, NotFoundError) as error:
+            # The local step was removed meanwhile, or is damaged.
+            with self._changed:
+                self._passed_over.add(step)
+            if isinstance(error, CorruptionError):
+                raise
+            return
+        with self._changed:
+            self._current = None
+            self._promoted.add(step)
+            self._in_run.add(step)
+            # A newer step may have been promoted before.
+            newest = max(s for s in self._in_run if s <= (self._saved or s) or s == step)
+        self._retention.apply(self._run, newest)
+        with self._changed:
+            self._in_run.intersection_update(listed_steps(self._run.directory))
+        self._remove_old()
+
+    def _choose(self) -> int | None:
+        """Returns the next step to promote: the newest that the run would retain."""
+        local = committed_steps(self._local.directory)
+        retained = self._retained(local)
+        for step in local:
+            if step in self._promoted or step in self._passed_over:
+                continue
+            if step in retained:
+                return step
+            self._passed_over.add(step)
+            self._skipped.add(step)
+        return None
+
+    def _retained(self, local: Iterable[int]) -> set[int]:
+        """Returns which steps the run retains, of those in either directory."""
+        steps = self._in_run.union(local)
+        if self._saved is not None:  # Newer steps are of a branch that the run has left.
+            steps = {step for step in steps if step <= self._saved}
+        monitor = self._retention.monitor
+        if monitor is not None and self._retention.keep_best is not None:
+            for step in steps.difference(self._values):
+                metrics = metrics_of(self._local.path(step)) or metrics_of(self._run.path(step))
+                self._values[step] = metrics.get(monitor, math.nan)
+        values = {step: value for step, value in self._values.items() if not math.isnan(value)}
+        return self._retention.retained(steps, values)
+
+    def _remove_old(self) -> None:
+        """Removes local steps that need not remain."""
+        with self._removing:
+            with self._changed:
+                saved, current = self._saved, self._current
+                if saved is None:
+                    return
+                committed = [s for s in committed_steps(self._local.directory) if s <= saved]
+                retained = self._retained(committed)
+                kept = committed[: self._keep]
+                needed = {
+                    *kept,
+                    *(s for s in committed if s in retained and s not in self._promoted),
+                    *(() if current is None else (current,)),
+                }
+                self._skipped.update(set(committed) - needed - self._promoted)
+            try:
+                self._local.sweep()
+                self._local.remove(
+                    [
+                        s
+                        for s in listed_steps(self._local.directory)
+                        if s <= saved and s not in needed
+                    ]
+                )
+            except CheckpointError as error:
+                _LOG.warning("old steps were not removed from %s: %s", self._local.directory, error)
+
+    def _failed(self, error: Exception) -> None:
+        """Records a failure. The next request tries again."""
+        message = f"step {self._current} was not promoted to {self._run.directory}: {why(error)}"
+        storage = storage_failure(error)
+        failure = CheckpointError(message)
+        if storage is not None:
+            failure = StorageError(message, storage.errno)
+        failure.__cause__ = error
+        with self._changed:
+            self._is_requested = False
+            self._failure = failure
+            self._in_a_row += 1
+            if self._on_failure == "raise" or self._in_a_row >= self._most:
+                return
+            self.count += 1
+            if self._in_a_row > 1:
+                return
+        _LOG.warning("%s; it is promoted after the next save", message)
+
+    @contextlib.contextmanager
+    def _bar(self) -> Iterator[None]:
+        copy = self._copy
+        if copy is None:
+            yield
+            return
+        with progress_bar(
+            "promoting", self._run.directory, lambda: copy.nbytes, lambda: copy.read_nbytes
+        ):
+            yield
+
+
+def promotion_for(
+    group: Group,
+    disks: Sequence[StepDirectories],
+    retention: Retention,
+    *,
+    keep: int,
+    nbytes_per_s: int | None,
+    writer: FastWriter,
+    on_failure: OnFailure,
+    most: int,
+    timeout_s: float,
+) -> Promotion | None:
+    """Returns the promotion of a run with a local directory, on the coordinator.
+
+    All ranks call it. ``disks`` are the local directory and that of the run. Raises CheckpointError
+    on all ranks if the local directory has steps of another run, and ValueError if a number is out
+    of range or both directories are the same.
+    """
+    local, run = disks
+    if keep < 1:
+        raise ValueError(f"keep_local={keep} is not positive")
+    if nbytes_per_s is not None and nbytes_per_s < 1:
+        raise ValueError(f"promote_bytes_per_s={nbytes_per_s} is not positive")
+    if local.directory == run.directory:
+        raise ValueError(f"local={local.directory} is the directory of the run itself")
+    group.decide(
+        "opening the local directory",
+        lambda: None,
+        lambda _: _claim_local(local.directory, run.directory),
+        timeout_s=timeout_s,
+    )
+    if not group.is_coordinator:
+        return None
+    promotion = Promotion(
+        local,
+        run,
+        retention,
+        keep=keep,
+        nbytes_per_s=nbytes_per_s or 0,
+        niceness=writer.io.background_nice,
+        on_failure=on_failure,
+        most=most,
+    )
+    promotion.begin()
+    return promotion
+
+
+def _claim_local(local: Location, run: Location) -> None:
+    """Ties a local directory to a run: both get the same id. Called on one rank of each machine.
+
+    A path has no identity: the directory of a former run may have been removed, and another run
+    begins under its path. Raises CheckpointError if the local directory has steps of another run.
+    """
+    ours, found = id_in_directory(run), id_in_directory(local)
+    if found is not None and found == ours:
+        return
+    if steps := committed_steps(local):
+        of = "another run" if found is None else f"run {found}"
+        now = "has no id: it is new, or was removed" if ours is None else f"is of run {ours}"
+        raise CheckpointError(
+            f"cannot use {local} as the local directory of {run}: its {len(steps)} steps are of "
+            f"{of}, and {run} {now}. Use another directory, or remove {local}"
+        )
+    if ours is None:
+        ours = new_id()
+        write_id(run, ours)  # First: the id of the local directory says that this one has it.
+    write_id(local, ours)
+    tie_directories(local, run)

@@ -1,0 +1,223 @@
+"""Copies a committed checkpoint to another directory or store, file by file, ``.metadata`` last.
+
+Each file gets its name at the target when it is complete there. So a copy that was interrupted goes
+on where it ended. The files of one checkpoint may be copied by several machines, each those of its
+own disk: then one of them commits, when all files have arrived. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch_ckpt._core import _native
+from torch_ckpt.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+)
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
+from torch_ckpt.formats.committed import (
+    committed_id,
+    index_name,
+    is_committed,
+    open_committed,
+    pending_name,
+)
+from torch_ckpt.storage.gc import collect_garbage, find, pending_pattern
+
+__all__ = ["CheckpointCopy"]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The metadata and the index of the source, and the data files that the index names."""
+
+    save_id: str
+    metadata: bytes
+    index: bytes
+    files: Sequence[tuple[str, int]]
+    job: _native.CopyJob
+
+
+class CheckpointCopy:
+    """Copies one committed checkpoint. Used by one thread, except :meth:`cancel`.
+
+    Each block is verified by the checksums of the index. ``nbytes_per_s`` bounds the rate; there is
+    no bound if it is 0. The copy has the save id of the source, so the same checkpoint is never
+    copied twice. A checkpoint at the target is replaced.
+
+    Args:
+        source: Directory of the checkpoint.
+        target: Directory of the copy.
+        nbytes_per_s: Most bytes in a second.
+        niceness: Niceness of the thread that copies.
+
+    Raises:
+        NotFoundError: No checkpoint is committed at ``source``.
+        CorruptionError: The metadata at ``source`` is damaged.
+        UnsupportedError: The checkpoint has no index: stock DCP wrote it.
+
+    Example::
+
+        copy = CheckpointCopy(Location("/nvme/run/step-100"), Location("s3://bucket/run/step-100"))
+        copy.copy_files()
+        copy.commit()
+    """
+
+    def __init__(
+        self, source: Location, target: Location, *, nbytes_per_s: int = 0, niceness: int = 0
+    ) -> None:
+        self.source, self.target = source, target
+        self._niceness = niceness
+        self._opened = self._open(nbytes_per_s)
+        self.sent_nbytes = 0
+        """Bytes of the files that this copy has sent. Those that were there are not counted."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(nbytes for _, nbytes in self._opened.files)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that were read and verified so far."""
+        return self._opened.job.copied_nbytes
+
+    def cancel(self) -> None:
+        """Makes the copy fail with CancelledError. Any thread may call it."""
+        self._opened.job.cancel()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint is committed at the target."""
+        return committed_id(self.target) == self._opened.save_id
+
+    def copy_files(self, small_files: Collection[str] = ()) -> None:
+        """Copies the data files that the source has, and then the small files of these names.
+
+        Raises:
+            CancelledError: :meth:`cancel` was called.
+            CorruptionError: A file of the source is damaged.
+            StorageError: A file cannot be read or written.
+        """
+        self.target.create_directories()
+        self._mark()
+        here = set(self.source.names())
+        arrived = set(self.target.names())
+        for number, (name, nbytes) in enumerate(self._opened.files):
+            if name not in here:
+                continue  # Another machine has it.
+            if name in arrived and (self.target / name).nbytes() == nbytes:
+                continue
+            self._copy(number, name)
+            self.sent_nbytes += nbytes
+        for name in small_files:
+            if name in here:
+                (self.target / name).replace((self.source / name).read(), sync=True)
+        self.target.sync()
+
+    def missing_files(self) -> list[str]:
+        """Returns the names of the data files that have not arrived."""
+        arrived = set(self.target.names())
+        return [
+            name
+            for name, nbytes in self._opened.files
+            if name not in arrived or (self.target / name).nbytes() != nbytes
+        ]
+
+    def commit(self) -> None:
+        """Commits the copy. All data files must have arrived.
+
+        Raises:
+            AlreadyExistsError: Another save was committed at the target meanwhile.
+            CheckpointError: A data file is missing.
+            StorageError: The store failed. The checkpoint may be committed.
+        """
+        missing = self.missing_files()
+        if missing:
+            raise CheckpointError(
+                f"cannot commit {self.target}: {len(missing)} data files of {self.source} have not "
+                f"arrived, including {missing[0]}"
+            )
+        save_id = self._opened.save_id
+        self._mark()
+        (self.target / index_name(save_id)).discard()  # A commit that was killed may have left it.
+        found = find(self.target, pending_pattern(None))
+        names = [name for name, _ in self._opened.files]
+        try:
+            self.target.file_system.commit(
+                self.target.path,
+                ".metadata",
+                ".index",
+                self._opened.metadata,
+                self._opened.index,
+                save_id,
+                [],  # The files that have arrived stay after an error.
+                True,
+                None,
+                found.version,
+            )
+        except (StorageError, NotFoundError) as error:
+            if self.is_done:  # The answer was lost.
+                return
+            is_other = isinstance(error, NotFoundError) or error.errno == errno.EEXIST
+            if is_other:
+                raise AlreadyExistsError(
+                    f"cannot commit {self.target}: another save was committed there, or has "
+                    "removed the files of this copy"
+                ) from error
+            raise
+        collect_garbage(
+            self.target,
+            found,
+            referenced=names,
+            rank=None,
+            is_committed=lambda: is_committed(self.target, save_id),
+        )
+
+    def _open(self, nbytes_per_s: int) -> _Opened:
+        _, index = open_committed(self.source, "")
+        if index is None:
+            raise UnsupportedError(
+                f"cannot copy {self.source}: it has no index, since stock DCP wrote it; use "
+                "torch-ckpt convert"
+            )
+        metadata = (self.source / ".metadata").read()
+        encoded = (self.source / index_name(index.save_id)).read()
+        if committed_id(self.source) != index.save_id:
+            raise NotFoundError(
+                f"cannot copy {self.source}: another save has replaced it meanwhile"
+            )
+        job = _native.CopyJob(index, nbytes_per_s)
+        return _Opened(index.save_id, metadata, encoded, index.files, job)
+
+    def _mark(self) -> None:
+        """Creates the pending file, by which other saves and garbage collection know this copy."""
+        pending = self.target / pending_name(self._opened.save_id)
+        if pending.is_missing():
+            pending.write(b"", sync=False)
+        elif pending.nbytes():  # A commit was killed.
+            pending.replace(b"", sync=False)
+
+    def _copy(self, number: int, name: str) -> None:
+        target = self.target / name
+        partial = target
+        if target.file_system.writes_at_offsets:
+            partial = target.with_name(f"{UNPUBLISHED}{secrets.token_hex(8)}-{name}")
+        source = self.source / name
+        try:
+            self._opened.job.copy(
+                *(number, source.file_system, source.path),
+                *(partial.file_system, partial.path, self._niceness),
+            )
+            if partial is not target:
+                partial.rename(target)
+        except BaseException:
+            partial.discard()
+            raise
