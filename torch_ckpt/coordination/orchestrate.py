@@ -7,6 +7,7 @@ exchange has a deadline.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +142,11 @@ def save(
                 raise
             with _replanning_now():
                 planned = call.reduce_scatter("plan", plan, plan_for_all)
-        return call.all_reduce("write", write, finish)
+        finished = call.all_reduce("write", write, finish)
+        commit_here: Callable[[Metadata], None] | None = getattr(writer, "commit_here", None)
+        if commit_here is not None:  # The ranks have no common storage.
+            call.all_reduce("commit", functools.partial(commit_here, finished), lambda _: None)
+        return finished
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.failures import OnFailure, storage_failure
+from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import (
@@ -41,15 +42,22 @@ from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["Promotion", "promotion_for"]
 
+_POLL_S = 0.5
+"""Interval at which a place looks for the files of others in the directory of the run."""
+
 _LOG = logging.getLogger("torch_ckpt")
 
 
 class Promotion:
-    """Promotes the steps of a local directory, and removes them there. Owned by the coordinator.
+    """Promotes the steps of a local directory, and removes them there.
 
     The newest step is first. A step that the retention of the run would remove is skipped. A local
     step is removed if ``keep`` newer ones are there, and the step is promoted or not to be
     retained. So the last whole copy of a retained step is never removed.
+
+    If the ranks save at several places, the first rank at each has a promotion of the files there.
+    The coordinator's commits when all files have arrived, and chooses the steps for all: the next
+    one that is saved when no promotion is in progress, and the newest at the end.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row, :meth:`check` raises.
@@ -69,8 +77,11 @@ class Promotion:
         niceness: int,
         on_failure: OnFailure,
         most: int,
+        commits: bool = True,
+        is_alone: bool = True,
     ) -> None:
         self._local, self._run, self._retention = local, run, retention
+        self._commits, self._is_alone = commits, is_alone
         self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
         self._on_failure, self._most = on_failure, most
         self._changed = threading.Condition()
@@ -86,6 +97,9 @@ class Promotion:
         self._values: dict[int, float] = {}  # Metrics of steps.
         self._failure: CheckpointError | None = None  # Of the last promotion.
         self._in_a_row = 0
+        self._chosen: set[int] = set()  # Steps that were chosen before they were saved.
+        self._incomplete: set[int] = set()  # Steps that not all places have.
+        self._elsewhere: CheckpointError | None = None  # Why the one in progress cannot succeed.
         self._removing = threading.Lock()
         self._skipped: set[int] = set()
         self.count = 0
@@ -96,17 +110,55 @@ class Promotion:
 
     # ---- Called by the run ----
 
-    def begin(self) -> None:
-        """Promotes the steps that a former process has left in the local directory."""
+    def begin(self, whole: Sequence[int] | None = None) -> None:
+        """Promotes the steps that a former process has left in the local directory.
+
+        ``whole`` are the steps that all places have, if there are several.
+        """
         self._in_run = set(committed_steps(self._run.directory))
-        if committed_steps(self._local.directory):
+        if self._retention.monitor is not None and self._commits:
+            self._values = self._run.values(self._retention.monitor)
+        steps = committed_steps(self._local.directory)
+        if whole is not None:
+            self._passed_over.update(steps)  # Until the coordinator chooses them.
+            self._incomplete = set(steps).difference(whole)
+        elif steps:
             self._request()
 
-    def saving(self, step: int) -> None:
-        """Protects the directory of a step that is about to be saved."""
+    def choice(self, saving: int | None = None) -> list[int]:
+        """Returns the steps that all places are to promote next, on the coordinator.
+
+        ``saving`` is the step that is about to be saved. It is not chosen while other steps are
+        being promoted.
+        """
+        own = [] if saving is None else [saving]
+        with self._changed:
+            if self._is_alone:
+                return own
+            if self._is_busy and saving is not None:
+                return []
+            local = committed_steps(self._local.directory)
+            done = self._promoted | self._incomplete | set(own)
+            return own + [s for s in local if s in self._retained(local) and s not in done]
+
+    def choose(self, steps: Sequence[int]) -> None:
+        """Promotes the steps that the coordinator has chosen, once they are saved."""
+        with self._changed:
+            self._chosen = set(steps)
+            self._passed_over.difference_update(steps)
+        if steps:
+            self._request()
+
+    def saving(self, step: int, chosen: Sequence[int]) -> None:
+        """Protects the directory of a step that is about to be saved, and chooses steps."""
         with self._changed:
             if self._saved is not None:
                 self._saved = min(self._saved, step - 1)
+            if chosen:
+                self._chosen = set(chosen)
+                self._passed_over.difference_update(chosen)
+            else:
+                self._chosen.discard(step)
 
     def saved(self, step: int) -> None:
         """Promotes a step that was committed locally, and removes old local steps."""
@@ -115,8 +167,27 @@ class Promotion:
             self._promoted.discard(step)
             self._passed_over.discard(step)
             self._values.pop(step, None)
+            if step not in self._chosen:
+                self._passed_over.add(step)
         self._remove_old()
-        self._request()
+        if step in self._chosen:
+            self._request()
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why the last promotion failed; ``None`` if it did not."""
+        with self._changed:
+            return self._failure
+
+    def failed_elsewhere(self, failure: CheckpointError) -> None:
+        """Ends the promotion in progress, since another place cannot send its files."""
+        with self._changed:
+            copy = self._copy
+            if self._current is not None and self._elsewhere is None:
+                self._elsewhere = failure
+                self._changed.notify_all()
+        if copy is not None:
+            copy.cancel()
 
     def check(self) -> None:
         """Raises CheckpointError if promotions have failed, and training must not go on."""
@@ -151,7 +222,7 @@ class Promotion:
         the local directory, and the next process of the run promotes them.
         """
         try:
-            if self._failure is not None and not self._is_busy:
+            if isinstance(self._failure, StorageError) and not self._is_busy:
                 self._request()  # Once more: nobody tries later.
             with self._bar():
                 self.wait(timeout_s)
@@ -210,10 +281,14 @@ class Promotion:
                     self._changed.wait()
                 if self._is_ended:
                     return
+                self._elsewhere = None
             try:
                 self._promote_next()
             except CancelledError:
-                continue
+                with self._changed:
+                    elsewhere = self._elsewhere
+                if elsewhere is not None:
+                    self._failed(elsewhere)
             except Exception as error:
                 self._failed(error)
             else:
@@ -238,8 +313,11 @@ class Promotion:
                 if self._is_ended:
                     return
             if not copy.is_done:
-                copy.copy_files(SMALL_FILES)
-                copy.commit()
+                copy.copy_files(SMALL_FILES if self._commits else ())
+                if not self._is_alone:
+                    self._wait_for_others(copy)
+                if self._commits:
+                    copy.commit()
         except (CorruptionError, NotFoundError) as error:
             # The local step was removed meanwhile, or is damaged.
             with self._changed:
@@ -248,15 +326,41 @@ class Promotion:
                 raise
             return
         with self._changed:
-            self._current = None
             self._promoted.add(step)
             self._in_run.add(step)
             # A newer step may have been promoted before.
             newest = max(s for s in self._in_run if s <= (self._saved or s) or s == step)
-        self._retention.apply(self._run, newest)
+        if self._commits:
+            self._apply_retention(newest)
         with self._changed:
-            self._in_run.intersection_update(listed_steps(self._run.directory))
+            self._current = None
         self._remove_old()
+
+    def _wait_for_others(self, copy: CheckpointCopy) -> None:
+        """Waits until the files of all places have arrived, or the coordinator has committed.
+
+        Raises CancelledError if the coordinator has chosen another step meanwhile.
+        """
+        with self._changed:
+            chosen = frozenset(self._chosen)
+        while copy.missing_files() if self._commits else not copy.is_done:
+            with self._changed:
+                if self._is_ended or (not self._commits and self._chosen != chosen):
+                    raise CancelledError("the promotion was given up")
+                if self._elsewhere is not None:
+                    raise self._elsewhere
+                self._changed.wait(_POLL_S)
+
+    def _apply_retention(self, newest: int) -> None:
+        """Removes the steps of the run that are not to be retained."""
+        try:
+            self._retention.apply(self._run, newest)
+            steps = listed_steps(self._run.directory)
+        except CheckpointError as error:
+            _LOG.warning("old steps were not removed from %s: %s", self._run.directory, error)
+        else:
+            with self._changed:
+                self._in_run.intersection_update(steps)
 
     def _choose(self) -> int | None:
         """Returns the next step to promote: the newest that the run would retain."""
@@ -278,9 +382,8 @@ class Promotion:
             steps = {step for step in steps if step <= self._saved}
         monitor = self._retention.monitor
         if monitor is not None and self._retention.keep_best is not None:
-            for step in steps.difference(self._values):
-                metrics = metrics_of(self._local.path(step)) or metrics_of(self._run.path(step))
-                self._values[step] = metrics.get(monitor, math.nan)
+            for step in set(local).difference(self._values):
+                self._values[step] = metrics_of(self._local.path(step)).get(monitor, math.nan)
         values = {step: value for step, value in self._values.items() if not math.isnan(value)}
         return self._retention.retained(steps, values)
 
@@ -345,6 +448,7 @@ class Promotion:
 
 def promotion_for(
     group: Group,
+    places: Places,
     disks: Sequence[StepDirectories],
     retention: Retention,
     *,
@@ -355,38 +459,49 @@ def promotion_for(
     most: int,
     timeout_s: float,
 ) -> Promotion | None:
-    """Returns the promotion of a run with a local directory, on the coordinator.
+    """Returns the promotion of a run with a local directory, on the first rank at each place.
 
     All ranks call it. ``disks`` are the local directory and that of the run. Raises CheckpointError
     on all ranks if the local directory has steps of another run, and ValueError if a number is out
-    of range or both directories are the same.
+    of range.
     """
     local, run = disks
     if keep < 1:
         raise ValueError(f"keep_local={keep} is not positive")
     if nbytes_per_s is not None and nbytes_per_s < 1:
         raise ValueError(f"promote_bytes_per_s={nbytes_per_s} is not positive")
-    if local.directory == run.directory:
-        raise ValueError(f"local={local.directory} is the directory of the run itself")
-    group.decide(
-        "opening the local directory",
-        lambda: None,
-        lambda _: _claim_local(local.directory, run.directory),
-        timeout_s=timeout_s,
-    )
-    if not group.is_coordinator:
-        return None
-    promotion = Promotion(
-        local,
-        run,
-        retention,
-        keep=keep,
-        nbytes_per_s=nbytes_per_s or 0,
-        niceness=writer.io.background_nice,
-        on_failure=on_failure,
-        most=most,
-    )
-    promotion.begin()
+    activity = "opening the local directory"
+
+    def claim() -> None:
+        if places.is_first:
+            _claim_local(local.directory, run.directory)
+
+    # The coordinator first: it may write the id of the run.
+    group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
+    group.decide(activity, claim, lambda _: None, timeout_s=timeout_s)
+    whole = None
+    if places.are_several:
+        whole = group.decide(
+            activity,
+            local.report,
+            lambda reports: list(local.steps(reports)),
+            timeout_s=timeout_s,
+        )
+    promotion = None
+    if places.is_first:
+        promotion = Promotion(
+            local,
+            run,
+            retention,
+            keep=keep,
+            nbytes_per_s=nbytes_per_s or 0,
+            niceness=writer.io.background_nice,
+            on_failure=on_failure,
+            most=most,
+            commits=group.is_coordinator,
+            is_alone=not places.are_several,
+        )
+        promotion.begin(whole)
     return promotion
 
 

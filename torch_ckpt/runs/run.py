@@ -23,6 +23,8 @@ from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.failures import Failures, OnFailure
 from torch_ckpt.runs.last_saves import LastSaves
+from torch_ckpt.runs.machine_directories import MachineDirectories
+from torch_ckpt.runs.places import Places, writer_to
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.promotion import promotion_for
 from torch_ckpt.runs.retention import Retention
@@ -32,7 +34,6 @@ from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
 from torch_ckpt.runs.step_files import lease
 from torch_ckpt.runs.step_saves import StepSaves
 from torch_ckpt.runs.step_tiers import StepTiers
-from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["OnBusy", "Run"]
 
@@ -150,19 +151,25 @@ class Run(LastSaves):
         self.skipped = 0
         """Number of steps that were skipped because the previous save was in progress."""
         self._failures = Failures(on_failure, max_failures)
-        self._disks = [
-            StepDirectories(self._location, verify=verify, reader=reader)
-        ]  # The one that saves go to first.
-        if local is not None:
-            disk = StepDirectories(Location(local).resolved(), verify=verify, reader=reader)
-            self._disks.insert(0, disk)
         self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
-        self._writer = FastWriter(self._disks[0].directory.checkpoint_id, **(writer or {}))
+        self._disks = [StepDirectories(self._location, verify=verify, reader=reader)]
+        path, places = self._location, Places()
+        if local is not None:
+            path = Location(local).resolved()
+            places = Places.find(self._group, path, self._location, timeout_s)
+            local_steps = StepDirectories(path, verify=verify, reader=reader)
+            if places.are_several:
+                local_steps = MachineDirectories(
+                    path, group=self._group, places=places, timeout_s=timeout_s, reader=reader
+                )
+            self._disks.insert(0, local_steps)  # Saves go to the first.
+        self._writer = writer_to(path, places, writer or {})
         self._promotion = None
         if local is not None:
             self._promotion = promotion_for(
                 self._group,
+                places,
                 self._disks,
                 self.retention,
                 keep=keep_local,
@@ -180,6 +187,9 @@ class Run(LastSaves):
             agent=agent,
             timeout_s=timeout_s,
             reader=reader,
+            why_not="agents cannot save to local directories of several machines"
+            if places.are_several
+            else "",
         )
         self._is_for_agent = bool(agent)
         memory = [] if self._backend is None else self._backend.tiers
@@ -190,6 +200,7 @@ class Run(LastSaves):
         self._saves = StepSaves(
             disks=self._disks,
             promotion=self._promotion,
+            is_at_several_places=places.are_several,
             group=self._group,
             process_group=process_group,
             writer=self._writer,
@@ -512,8 +523,8 @@ class Run(LastSaves):
                 try:
                     if backend is not None:
                         backend.close()
-                    if self._promotion is not None and not self._closed:
-                        self._promotion.close()
+                    if not self._closed:
+                        self._saves.close_promotion()
                 finally:
                     self._closed = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -50,7 +51,8 @@ class StepSaves:
     """Saves steps, one at a time. All ranks call the same methods.
 
     Saves go to the first of ``disks``. If that is a local directory, ``promotion`` copies the steps
-    to the directory of the run, which is the last; it is ``None`` on all ranks but the coordinator.
+    to the directory of the run, which is the last; it is ``None`` on all ranks but the first at
+    each place.
     ``process_group`` has the ranks of ``group``, for DCP; all if ``None``. ``boundary`` records
     each step that is stored, and ``clock`` the duration of each background save. ``saved`` is the
     number of steps that were committed.
@@ -61,6 +63,7 @@ class StepSaves:
         *,
         disks: Sequence[StepDirectories],
         promotion: Promotion | None,
+        is_at_several_places: bool,
         group: Group,
         process_group: dist.ProcessGroup | None,
         writer: FastWriter,
@@ -76,6 +79,7 @@ class StepSaves:
         self._writer, self._backend, self._retention = writer, backend, retention
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
         self._failures, self._promotion = failures, promotion
+        self._is_at_several_places = is_at_several_places
         self.saved = 0
         self.branches = Branches(self._disks, retention)
         self._pending: BackgroundSave | None = None
@@ -116,25 +120,30 @@ class StepSaves:
     ) -> dict[str, bytes]:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
-        Returns the small files of the step on the first rank, whose metrics count. ``persist`` says
+        Returns the small files of the step, with the metrics of the first rank. ``persist`` says
         that the step is to be on disk, and ``is_last`` that the process ends after it, so that
         failed promotions do not matter.
         """
         path = self._disk.path(step)
         files: dict[str, bytes] = {}
 
-        def own() -> int:
+        def own() -> tuple[int, CheckpointError | None]:
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._retention.monitor))
             self.settle(timeout_s)
-            return step
+            return step, None if self._promotion is None else self._promotion.failure
 
-        def begin(steps: list[int]) -> int:
-            common = common_step(steps)
+        def begin(
+            answers: list[tuple[int, CheckpointError | None]],
+        ) -> tuple[dict[str, bytes], list[int]]:
+            common_step([rank_step for rank_step, _ in answers])
+            chosen: list[int] = []
             if self._promotion is not None:
+                for failure in filter(None, (failure for _, failure in answers[1:])):
+                    self._promotion.failed_elsewhere(failure)
                 if not is_last:
                     self._promotion.check()
-                self._promotion.saving(common)
+                chosen = self._promotion.choice(step)
             for failed in self._failed:  # No rank and no agent uses its directory any more.
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
@@ -143,9 +152,11 @@ class StepSaves:
             is_agent = isinstance(self._backend, AgentBackend)
             if is_agent and persist and not has_checkpoint(path):
                 write_small_files(path, files)
-            return common
+            return files, chosen
 
-        self._group.decide("beginning to save", own, begin, timeout_s=timeout_s)
+        files, chosen = self._group.decide("beginning to save", own, begin, timeout_s=timeout_s)
+        if self._promotion is not None:
+            self._promotion.saving(step, chosen)
         self._writer.small_files = files
         return files
 
@@ -288,7 +299,10 @@ class StepSaves:
             _LOG.warning(
                 "%s ends the training of %s: %s", preemption, self._disk.directory, outcome
             )
-        self.end_promotion(preemption.left_s)
+        try:
+            self.close_promotion(preemption.left_s)
+        except CheckpointError as error:
+            _LOG.warning("%s", error)
         preemption.end()
 
     def end_after_error(self, preemption: Preemption, error: BaseException) -> None:
@@ -303,26 +317,36 @@ class StepSaves:
         message = "%s ends the training of %s after an error; no further step was saved"
         _LOG.warning(message, preemption, self._disk.directory, exc_info=error)
 
-    def wait_for_promotion(self) -> None:
+    def wait_for_promotion(self, timeout_s: float | None = None) -> None:
         """Waits for the background save and for the promotion of all steps. All ranks call it."""
+        wait_s = timeout_s or self._timeout_s
+        promotion, activity = self._promotion, "waiting for promotion"
 
-        def wait(_: list[None]) -> None:
-            if self._promotion is not None:
-                self._promotion.wait(self._timeout_s)
+        def choose(_: list[None]) -> list[int]:
+            return [] if promotion is None else promotion.choice()
 
-        # The others wait longer than the promotion may take.
-        self._group.decide(
-            "waiting for promotion", self.settle, wait, timeout_s=self._timeout_s + _GRACE_S
-        )
+        def wait() -> None:
+            if promotion is not None:
+                promotion.wait(wait_s)
 
-    def end_promotion(self, timeout_s: float) -> None:
-        """Promotes what can be promoted in this time; the next process promotes the rest."""
-        if self._promotion is None:
-            return
+        settle = functools.partial(self.settle, timeout_s)
+        chosen = self._group.decide(activity, settle, choose, timeout_s=wait_s)
+        if promotion is not None and chosen:
+            promotion.choose(chosen)
+        # The first rank to arrive waits longer than a promotion may take.
+        self._group.decide(activity, wait, lambda _: None, timeout_s=wait_s + _GRACE_S)
+
+    def close_promotion(self, timeout_s: float | None = None) -> None:
+        """Promotes what can be promoted in this time; the next process promotes the rest.
+
+        The ranks wait for each other if they save at several places.
+        """
         try:
-            self._promotion.close(timeout_s)
-        except CheckpointError as error:
-            _LOG.warning("%s", error)
+            if self._is_at_several_places:
+                self.wait_for_promotion(timeout_s)
+        finally:
+            if self._promotion is not None:
+                self._promotion.close(math.inf if timeout_s is None else timeout_s)
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
@@ -345,11 +369,19 @@ class StepSaves:
             self.branches.discarded_after(step)
             return removed
 
+        def discard_elsewhere() -> None:
+            """Discards what is not on the disk of the coordinator."""
+            self._discard_from_memory(lambda each: each > step)
+            if self._promotion is not None and not self._group.is_coordinator:
+                with self._promotion.discarding_after(step):
+                    discard_after([self._disk.directory], step)
+
         self._group.decide("discarding steps", own, check, timeout_s=timeout_s)
         # From memory first: an agent must not write a step whose directory was removed.
-        memory = functools.partial(self._discard_from_memory, lambda each: each > step)
         self._boundary.went_back(step)
-        return self._group.decide("discarding steps", memory, discard, timeout_s=timeout_s)
+        return self._group.decide(
+            "discarding steps", discard_elsewhere, discard, timeout_s=timeout_s
+        )
 
     def _discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
         """Discards steps from the memory of this machine."""
@@ -376,7 +408,7 @@ class StepSaves:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
         self._boundary.committed(step)
-        if not self._group.is_coordinator:
+        if not self._group.is_coordinator and self._promotion is None:
             return
         try:
             write_small_files(self._disk.path(step), files)

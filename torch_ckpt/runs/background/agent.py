@@ -168,12 +168,13 @@ def backend_for(
     agent: bool | AgentOptions,
     timeout_s: float,
     reader: dict[str, Any] | None,
+    why_not: str = "",
 ) -> ThreadBackend | AgentBackend | None:
     """Returns the backend of a run's background saves; ``None`` if saves are synchronous.
 
-    The path of ``writer`` is the directory of the run. ``timeout_s`` is how long a rank waits for
-    another rank, or a save for a slot. Raises ValueError if ``agent`` is given, and saves are not
-    asynchronous.
+    ``why_not`` is the reason why there can be no agent, if there is one. The path of ``writer`` is
+    where the run saves. ``timeout_s`` is how long a rank waits for another rank, or a save for a
+    slot. Raises ValueError if ``agent`` is given, and saves are not asynchronous.
     """
     if not asynchronous:
         if agent:
@@ -187,15 +188,17 @@ def backend_for(
 
     if not agent:
         return make_thread_backend()
-    started, reason = _start_agent(
-        group,
-        process_group,
-        writer,
-        timeout_s=timeout_s,
-        options=agent
-        if isinstance(agent, AgentOptions)
-        else AgentOptions(check_replicas=writer.check_replicas),
-    )
+    started, reason = None, why_not
+    if not reason:
+        started, reason = _start_agent(
+            group,
+            process_group,
+            writer,
+            timeout_s=timeout_s,
+            options=agent
+            if isinstance(agent, AgentOptions)
+            else AgentOptions(check_replicas=writer.check_replicas),
+        )
     if started is None:
         fallback = make_thread_backend()
         if group.is_coordinator:

@@ -1,0 +1,158 @@
+"""MachineDirectories: the steps of a run on the local disks of several machines.
+
+Each machine has ``.metadata``, the index and the data files of its own ranks. A step is whole if
+the machines have all data files that the index names, together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from torch_ckpt.api import load
+from torch_ckpt.coordination.group import Group
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import index_name, open_committed
+from torch_ckpt.runs.places import Places
+from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.storage.machine_reader import MachineReader
+
+__all__ = ["MachineDirectories"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a machine has of a step: of which save, and which of its data files."""
+
+    save_id: str
+    files: frozenset[str]
+    present: frozenset[str]
+
+
+class MachineDirectories(StepDirectories):
+    """The steps of a run in directories of the same path on several machines.
+
+    :meth:`report` and :meth:`load` are called on all ranks, and every other method on the
+    coordinator, or on one rank of a machine for its own directory. ``group`` has the ranks of the
+    run.
+    """
+
+    def __init__(
+        self,
+        directory: Location,
+        *,
+        group: Group,
+        places: Places,
+        timeout_s: float,
+        reader: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(directory, reader=reader)
+        self._group, self._places, self._timeout_s = group, places, timeout_s
+        self.check = self._check_whole = functools.partial(_check_here)
+
+    def report(self) -> Any:
+        """Returns what this machine has of each step, on its first rank; ``None`` on others."""
+        if not self._places.is_first:
+            return None
+        found: dict[int, _Step] = {}
+        for step in committed_steps(self.directory):
+            with contextlib.suppress(CheckpointError):  # Damaged here.
+                found[step] = _step_in(self.path(step))
+        return found
+
+    def steps(self, reports: Sequence[Mapping[int, _Step] | None] = ()) -> Iterator[int]:
+        """Yields the steps that the machines have whole, together, the newest first."""
+        machines = [report for report in reports if report is not None]
+        for step in sorted(set().union(*machines), reverse=True):
+            parts = [report[step] for report in machines if step in report]
+            present = frozenset().union(*(part.present for part in parts))
+            if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
+                yield step
+
+    def load(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        planner: LoadPlanner,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        timeout_s: float,
+    ) -> None:
+        """Loads a step on all ranks of the group. Machines pass on what others lack."""
+        self._spread(step)
+        load(
+            state,
+            storage_reader=MachineReader(self.path(step).checkpoint_id, **self._reader),
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            timeout_s=timeout_s,
+        )
+
+    def _spread(self, step: int) -> None:
+        """Writes the metadata and the index to machines that lack them, such as new ones."""
+        path = self.path(step)
+
+        def has_step() -> bool:
+            return not self._places.is_first or (path / ".metadata").is_file()
+
+        def find_source(answers: list[bool]) -> int | None:
+            firsts = set(self._places.of_ranks)
+            return None if all(answers) else min(r for r in firsts if answers[r])
+
+        what, timeout_s = "spreading the metadata of a step", self._timeout_s
+        source = self._group.decide(what, has_step, find_source, timeout_s=timeout_s)
+        if source is None:
+            return
+
+        def read() -> list[tuple[str, bytes]]:
+            if self._group.rank != source:
+                return []
+            names = [index_name(_step_in(path).save_id), ".metadata"]
+            return [(name, (path / name).read()) for name in names]
+
+        files = self._group.decide(
+            what, read, lambda each: next(filter(None, each)), timeout_s=timeout_s
+        )
+
+        def write() -> None:
+            if has_step():
+                return
+            path.create_directories()
+            for name, contents in files:
+                (path / name).replace(contents, sync=False)
+
+        self._group.decide(what, write, lambda _: None, timeout_s=timeout_s)
+
+
+def _step_in(path: Location) -> _Step:
+    """Returns what a machine has of a step. Raises CheckpointError if its metadata is damaged."""
+    _, index = open_committed(path, "")
+    if index is None:
+        raise NotFoundError(f"the checkpoint in {path} has no index")
+    names = set(path.names())
+    present = [
+        name for name, nbytes in index.files if name in names and (path / name).nbytes() == nbytes
+    ]
+    return _Step(index.save_id, frozenset(name for name, _ in index.files), frozenset(present))
+
+
+def _check_here(path: Location, *, trust_pickle: bool = False) -> None:
+    """Checks that the metadata opens, and the data files on this machine have the right lengths.
+
+    Raises NotFoundError if no checkpoint is committed, and CorruptionError if it is damaged.
+    """
+    _, index = open_committed(path, "")
+    names = set(path.names())
+    for name, nbytes in () if index is None else index.files:
+        if name in names and (found := (path / name).nbytes()) != nbytes:
+            raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")

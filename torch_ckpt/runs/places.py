@@ -1,0 +1,82 @@
+"""Places: which ranks of a run share its local directory.
+
+Ranks of several machines see different directories under the same path, unless it is on a shared
+file system. Names of machines do not tell: so each rank writes a file, and looks who sees it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ckpt.coordination.group import Group
+from torch_ckpt.filesystems.location import PENDING, Location
+from torch_ckpt.storage.machine_writer import MachineWriter
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["Places", "writer_to"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the ranks of a run save. Ranks at one place share a directory.
+
+    Attributes:
+        of_ranks: For each rank of the group, the first rank at its place.
+        rank: This rank.
+    """
+
+    of_ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first at its place."""
+        return self.of_ranks[self.rank] == self.rank
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the ranks save at several places."""
+        return len(set(self.of_ranks)) > 1
+
+    @staticmethod
+    def find(group: Group, directory: Location, run: Location, timeout_s: float) -> Places:
+        """Returns the places of a local directory, which is created. All ranks call it.
+
+        Raises StorageError on all ranks if the directory cannot be written, and ValueError if it is
+        the directory of the ``run`` itself.
+        """
+        if directory == run:
+            raise ValueError(f"local={directory} is the directory of the run itself")
+        activity = "opening the local directory"
+        if group.size == 1:
+            directory.create_directories()
+            return Places()
+        token = group.decide(
+            activity, lambda: None, lambda _: secrets.token_hex(4), timeout_s=timeout_s
+        )
+        prefix = f"{PENDING}{token}-"
+        file = directory / f"{prefix}{group.rank}"
+
+        def mark() -> None:
+            directory.create_directories()
+            file.write(b"", sync=False)
+
+        def look() -> int:
+            names = (name for name in directory.names() if name.startswith(prefix))
+            return min(int(name.removeprefix(prefix)) for name in names)
+
+        try:
+            group.decide(activity, mark, lambda _: None, timeout_s=timeout_s)
+            return Places(group.decide(activity, look, tuple, timeout_s=timeout_s), group.rank)
+        finally:
+            file.discard()
+
+
+def writer_to(directory: Location, places: Places, options: Mapping[str, Any]) -> FastWriter:
+    """Returns the writer of a run that saves at these places."""
+    if places.are_several:
+        return MachineWriter(directory.checkpoint_id, is_first=places.is_first, **options)
+    return FastWriter(directory.checkpoint_id, **options)

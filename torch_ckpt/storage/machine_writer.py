@@ -1,0 +1,85 @@
+"""MachineWriter: saves a checkpoint to the local disks of several machines.
+
+Each machine has the data files of its own ranks, and a copy of ``.metadata`` and the index, which
+name the files of all machines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_ckpt.storage.directory_writer import Claim
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["MachineWriter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommitFiles:
+    """What every machine commits: the contents of ``.metadata`` and of its index."""
+
+    save_id: str
+    metadata: bytes
+    index: bytes
+    files: Collection[str]
+
+
+class MachineWriter(FastWriter):
+    """Saves to a directory that has the same path on several machines, but is not shared.
+
+    The coordinator commits on its machine. Then :meth:`commit_here` commits on the others, by the
+    first rank of each (``is_first``). So :func:`torch_ckpt.save` must save, and not DCP. Otherwise
+    it is a :class:`FastWriter`, with the same arguments.
+    """
+
+    def __init__(self, *args: Any, is_first: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_first = is_first
+        self._committed: _CommitFiles | None = None
+
+    @property
+    def _hides(self) -> bool:
+        return False  # The name of a hidden directory tells only its own machine who uses it.
+
+    def _enter(self, claim: Claim | None) -> None:
+        if self._commits:
+            return
+        if not self._is_first:
+            self.location.create_directories()
+            return
+        self._open_directory()
+        self._pending = self._create_pending()
+
+    def _check_files(self, files: Collection[str]) -> None:
+        """Checks no data files: each rank has written its own, and other machines have theirs."""
+        super()._check_files([])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits on the coordinator's machine, and passes on what the others commit."""
+        super().finish(metadata, results)
+        assert self._committed is not None
+        vars(metadata)[_ATTRIBUTE], self._committed = self._committed, None
+
+    def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
+        super()._publish_files(metadata, index, files)
+        self._committed = _CommitFiles(self.save_id, metadata, index, files)
+
+    def commit_here(self, metadata: Metadata) -> None:
+        """Commits on this machine, after the coordinator has. Called on all ranks."""
+        committed: _CommitFiles | None = vars(metadata).pop(_ATTRIBUTE, None)
+        if committed is None or self._commits or not self._is_first:
+            return
+        own = self._pending
+        self.save_id = committed.save_id  # Every rank has an id of its own until then.
+        self._pending = self._create_pending()
+        if own is not None:
+            own.discard()
+        super()._publish_files(committed.metadata, committed.index, committed.files)
+
+
+_ATTRIBUTE = "torch_ckpt_commit_files"
