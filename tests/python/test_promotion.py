@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from command import run_command
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.filesystems.location import Location
@@ -276,6 +279,26 @@ def test_a_store_gets_the_same_files(tmp_path: Path) -> None:
             assert _restored(run) == 3
 
 
+def test_ls_of_the_local_directory_shows_where_each_step_is(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_last=2) as run:
+        run.save(1, _state(1))
+        run.wait(promoted=True)
+        run.save(2, _state(2))
+    Location(tmp_path / "run" / "step-2").remove_all()
+    status, printed = run_command("ls", tmp_path / "local")
+    assert status == 0
+    newest, older = printed.splitlines()
+    assert "whole (local), newest" in newest
+    assert "whole (run)" in older
+    _, printed = run_command("ls", "--json", tmp_path / "local")
+    assert [step["tiers"] for step in json.loads(printed)["steps"]] == [["local"], ["run"]]
+    (file,) = (tmp_path / "local" / "step-2").glob("__*.distcp")
+    os.truncate(file, 10)
+    status, printed = run_command("ls", tmp_path / "local")
+    assert status == 1
+    assert "damaged" in printed
+
+
 def test_numbers_and_directories_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep_local=0 is not positive"):
         Run(tmp_path / "run", local=tmp_path / "local", keep_local=0)
@@ -286,8 +309,6 @@ def test_numbers_and_directories_are_checked(tmp_path: Path) -> None:
 
 
 def _free(directory: Path) -> int:
-    import os
-
     found = os.statvfs(directory)
     return found.f_bavail * found.f_bsize
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch_ckpt.cli.arguments import add_json
@@ -13,9 +14,15 @@ from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_tabl
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.runs.step_files import branch_of, listed_steps, metrics_of, what_is_missing
+from torch_ckpt.runs.step_files import (
+    branch_of,
+    listed_steps,
+    metrics_of,
+    run_of_local,
+    what_is_missing,
+)
 from torch_ckpt.storage.progress import readable_nbytes
-from torch_ckpt.storage.verify import check_whole
+from torch_ckpt.storage.verify import check_here, check_whole
 
 __all__ = ["add_to"]
 
@@ -26,7 +33,9 @@ def add_to(commands: Any) -> None:
         help="list the steps of a run",
         description="Lists the steps of a run, the newest first: size, age, metrics, and whether "
         "the step is whole. A step is whole if it opens, and its files have the right lengths; "
-        "torch-ckpt verify reads all bytes. A step that was saved after the run had gone back to "
+        "torch-ckpt verify reads all bytes. In a local directory, from which steps are promoted, "
+        "the list has the steps of the run as well, and where each is whole; 'part' means that other "
+        "machines have the other files. A step that was saved after the run had gone back to "
         "step 300 is marked 'from step 300'. Exit status: 0; 1 if a committed step is damaged; "
         "3 if there is no run.",
     )
@@ -36,13 +45,23 @@ def add_to(commands: Any) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    numbers = listed_steps(options.run)
-    if not numbers:
+    run = options.run
+    promoted_to, is_part = run_of_local(run)
+    # The steps of the run are those of both directories, and count where they are whole.
+    directories = {"local": run, "run": promoted_to} if promoted_to is not None else {"": run}
+    where: dict[int, list[str]] = {}
+    for tier, directory in directories.items():
+        for number in listed_steps(directory):
+            where.setdefault(number, []).append(tier)
+    if not where:
         with contextlib.suppress(NotFoundError):
             if options.run.is_file() or options.run.names():
                 return fail(f"{options.run} is not a run: it has no directory step-<n>")
         raise no_checkpoint(options.run)
-    steps = [_facts(options.run / f"step-{number}", number) for number in numbers]
+    steps = []
+    for number in sorted(where, reverse=True):
+        paths = {tier: directories[tier] / f"step-{number}" for tier in where[number]}
+        steps.append(_facts_of(paths, number, is_part=is_part))
     if not options.run.file_system.has_folders:  # Some servers list folders that are empty.
         steps = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
     newest = next((step["step"] for step in steps if step["state"] == "whole"), None)
@@ -56,10 +75,28 @@ def _ls(options: argparse.Namespace) -> int:
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
 
 
-def _facts(path: Location, number: int) -> dict[str, Any]:
+def _facts_of(paths: Mapping[str, Location], number: int, *, is_part: bool) -> dict[str, Any]:
+    """Returns the facts of a step, of the nearest tier in which it is whole, and all such tiers.
+
+    ``is_part`` says that the local directory has the files of one of several machines.
+    """
+    facts = {
+        tier: _facts(path, number, is_part=is_part and tier == "local")
+        for tier, path in paths.items()
+    }
+    sound = [tier for tier, found in facts.items() if found["state"] in ("whole", "part")]
+    whole = [tier for tier in sound if facts[tier]["state"] == "whole"]
+    return facts[(whole or sound or list(facts))[0]] | {"tiers": [tier for tier in sound if tier]}
+
+
+def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
     state, reason = "whole", None
     try:
-        check_whole(path)
+        if is_part:
+            state = "part"
+            check_here(path)
+        else:
+            check_whole(path)
     except NotFoundError:
         reason = what_is_missing(path) or None
         state = "unfinished" if reason is None else "incomplete"
@@ -90,7 +127,12 @@ def _nbytes(path: Location) -> int:
 
 def _row(step: dict[str, Any], newest: int | None) -> list[str]:
     is_newest = step["step"] == newest
-    marks = [step["state"], "newest" if is_newest else "", _branch(step["branch"])]
+    tiers = " and ".join(step["tiers"])
+    marks = [
+        f"{step['state']} ({tiers})" if tiers else step["state"],
+        "newest" if is_newest else "",
+        _branch(step["branch"]),
+    ]
     return [
         f"step {step['step']}",
         readable_nbytes(step["nbytes"]),

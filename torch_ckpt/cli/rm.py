@@ -40,7 +40,7 @@ def _rm(options: argparse.Namespace) -> int:
     run = options.run.resolved()
     if not listed_steps(run):
         raise no_checkpoint(run)
-    promoted_to = run_of_local(run)
+    promoted_to, _ = run_of_local(run)
     # The local directory last: otherwise its steps would be promoted again.
     directories = [run] if promoted_to is None else [promoted_to, run]
     newest, newer = steps_after(directories, options.after, check_whole)

@@ -17,13 +17,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt.api import load
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
+from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import index_name, open_committed
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps
 from torch_ckpt.storage.machine_reader import MachineReader
+from torch_ckpt.storage.verify import check_here
 
 __all__ = ["MachineDirectories"]
 
@@ -56,7 +57,7 @@ class MachineDirectories(StepDirectories):
     ) -> None:
         super().__init__(directory, reader=reader)
         self._group, self._places, self._timeout_s = group, places, timeout_s
-        self.check = self._check_whole = functools.partial(_check_here)
+        self.check = self._check_whole = functools.partial(check_here)
 
     def report(self) -> Any:
         """Returns what this machine has of each step, on its first rank; ``None`` on others."""
@@ -144,15 +145,3 @@ def _step_in(path: Location) -> _Step:
         name for name, nbytes in index.files if name in names and (path / name).nbytes() == nbytes
     ]
     return _Step(index.save_id, frozenset(name for name, _ in index.files), frozenset(present))
-
-
-def _check_here(path: Location, *, trust_pickle: bool = False) -> None:
-    """Checks that the metadata opens, and the data files on this machine have the right lengths.
-
-    Raises NotFoundError if no checkpoint is committed, and CorruptionError if it is damaged.
-    """
-    _, index = open_committed(path, "")
-    names = set(path.names())
-    for name, nbytes in () if index is None else index.files:
-        if name in names and (found := (path / name).nbytes()) != nbytes:
-            raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")

@@ -475,6 +475,7 @@ def promotion_for(
     def claim() -> None:
         if places.is_first:
             _claim_local(local.directory, run.directory)
+            tie_directories(local.directory, run.directory, is_part=places.are_several)
 
     # The coordinator first: it may write the id of the run.
     group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
@@ -525,4 +526,3 @@ def _claim_local(local: Location, run: Location) -> None:
         ours = new_id()
         write_id(run, ours)  # First: the id of the local directory says that this one has it.
     write_id(local, ours)
-    tie_directories(local, run)

@@ -47,6 +47,8 @@ _METRICS = "metrics.json"
 _LOCAL_OF = "local-of"
 """The file that names the directory to which local steps are promoted."""
 
+_PART = "files of one machine\n"
+
 SMALL_FILES = frozenset({_METRICS, BRANCH})
 """Names of the small files of a step, beside its checkpoint."""
 
@@ -105,16 +107,27 @@ def what_is_missing(step: Location) -> str:
 # ---- A local directory of a run ----
 
 
-def tie_directories(local: Location, run: Location) -> None:
-    """Records, for people and commands, of which run a directory has local steps."""
-    (local / _LOCAL_OF).replace(f"{run}\n".encode(), sync=True)
+def tie_directories(local: Location, run: Location, *, is_part: bool) -> None:
+    """Records, for people and commands, to which run a local directory belongs.
+
+    ``is_part`` says that other machines have the other files of its steps.
+    """
+    contents = f"{run}\n{_PART if is_part else ''}".encode()
+    with contextlib.suppress(NotFoundError):
+        if (local / _LOCAL_OF).read() == contents:
+            return
+    (local / _LOCAL_OF).replace(contents, sync=True)
 
 
-def run_of_local(local: Location) -> Location | None:
-    """Returns the directory to which the steps of a local directory are promoted, if any."""
+def run_of_local(local: Location) -> tuple[Location | None, bool]:
+    """Returns the directory to which the steps of a local directory are promoted, if any.
+
+    The second value says that other machines have the other files of these steps.
+    """
     with contextlib.suppress(CheckpointError, ValueError):
-        return Location((local / _LOCAL_OF).read().decode().strip())
-    return None
+        run, _, part = (local / _LOCAL_OF).read().decode().partition("\n")
+        return Location(run), part == _PART
+    return None, False
 
 
 # ---- Small files of a step ----

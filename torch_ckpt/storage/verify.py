@@ -20,7 +20,7 @@ from torch_ckpt.storage.stored_entries import (
     open_checkpoints,
 )
 
-__all__ = ["Report", "check_sound", "check_whole", "examine"]
+__all__ = ["Report", "check_here", "check_sound", "check_whole", "examine"]
 
 _RECORD_NBYTES = 4 << 20  # Bytes read at a time from a record of torch.save.
 _STEP_NBYTES = 256 << 20  # Bytes checked between two calls of watch().
@@ -183,6 +183,18 @@ def _check_files(path: Location, trust_pickle: bool) -> None:
         except NotFoundError:
             raise CorruptionError(f"{path / name} is missing") from None
         if found < nbytes or (index is not None and found != nbytes):
+            raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
+
+
+def check_here(path: Location, *, trust_pickle: bool = False) -> None:
+    """Checks a checkpoint of which this machine has some of the data files, by their lengths.
+
+    Raises NotFoundError if none is committed, and CorruptionError if it is damaged here.
+    """
+    _, index = open_committed(path, "")
+    names = set(path.names())
+    for name, nbytes in () if index is None else index.files:
+        if name in names and (found := (path / name).nbytes()) != nbytes:
             raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
 
 
