@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,12 @@ from command import run_command
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_files import committed_steps
+
+MODES: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "thread": {"asynchronous": True},
+    "agent": {"asynchronous": True, "agent": True},
+}
 
 
 def _state(step: int, nbytes: int = 1 << 20) -> dict[str, torch.Tensor]:
@@ -35,11 +42,11 @@ def _steps(directory: Path) -> list[int]:
     return committed_steps(Location(directory))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_step_is_saved_locally_and_promoted_and_stock_reads_both(
-    tmp_path: Path, asynchronous: bool
+    tmp_path: Path, mode: str, memory: Path
 ) -> None:
-    with Run(tmp_path / "run", local=tmp_path / "local", asynchronous=asynchronous) as run:
+    with Run(tmp_path / "run", local=tmp_path / "local", **MODES[mode]) as run:
         run.save(1, _state(1))
         run.wait()
         assert _steps(tmp_path / "local") == [1]
