@@ -10,6 +10,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr auto kLongestSleep = std::chrono::milliseconds(50);  // A cancellation is noticed then.
+constexpr auto kMaxDelay = std::chrono::seconds(1);            // So much of a stall is made up for.
 
 }  // namespace
 
@@ -57,8 +58,8 @@ Status CopyJob::pace(int64_t nbytes) {
     }
     const std::chrono::duration<double> lasts(static_cast<double>(nbytes) /
                                               static_cast<double>(nbytes_per_s_));
-    free_at_ =
-        std::max(free_at_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(lasts);
+    free_at_ = std::max(free_at_, Clock::now() - kMaxDelay) +
+               std::chrono::duration_cast<Clock::duration>(lasts);
   }
   return cancelled() ? torch_ckpt::cancelled("the copy was cancelled") : ok_status();
 }

@@ -10,6 +10,10 @@ namespace {
 
 constexpr int64_t kPieceNbytes = int64_t{8} << 20;  // Length of the pieces of a copy.
 
+// A copy syncs after so many bytes. Otherwise the last sync would write all of a file at once, and
+// whoever uses the disk at that moment would wait.
+constexpr int64_t kSyncNbytes = int64_t{64} << 20;
+
 Status run_one(IoQueue& queue, const IoRequest& request) {
   queue.submit({&request, 1});
   const std::span<const IoDone> done = queue.wait();
@@ -80,15 +84,20 @@ Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
   ASSIGN_OR_RETURN(const auto out, to.open(target, OpenMode::kCreate, Caching::kBuffered));
   ASSIGN_OR_RETURN(const int64_t nbytes, in->size());
   if (nbytes > 0) RETURN_IF_ERROR(out->preallocate(nbytes));
+  const auto queue = to.make_queue(1);
+  const auto sync = [&](int64_t end) {
+    return run_one(*queue, {.kind = IoRequest::Kind::kSync, .file = out.get(), .offset = end});
+  };
   std::vector<std::byte> piece(static_cast<size_t>(std::min(nbytes, kPieceNbytes)));
   for (int64_t offset = 0; offset < nbytes; offset += ssize(piece)) {
     piece.resize(static_cast<size_t>(std::min(nbytes - offset, kPieceNbytes)));
     RETURN_IF_ERROR(in->read(offset, piece));
     if (check) RETURN_IF_ERROR(check(offset, piece));
     RETURN_IF_ERROR(out->write(offset, piece));
+    const bool is_due = (offset + ssize(piece)) % kSyncNbytes == 0;
+    if (is_due && to.traits().writes_at_offsets) RETURN_IF_ERROR(sync(offset + ssize(piece)));
   }
-  return run_one(*to.make_queue(1),
-                 {.kind = IoRequest::Kind::kSync, .file = out.get(), .offset = nbytes});
+  return sync(nbytes);
 }
 
 }  // namespace torch_ckpt

@@ -1,0 +1,150 @@
+"""What it costs training to save to a local directory, and to promote each step from there.
+
+One process trains on one thread, and saves asynchronously: not at all, to a local directory, and to
+a local directory whose steps are promoted at a limited rate. The contenders take turns; a round
+before the others does not count. Both directories are on the same disk. Prints the machine, how
+long training stops in each save, what the saves cost training in all, and the rates of promotion.
+Takes 5 minutes, and 6 times `--gib` of disk:
+
+    python benchmarks/bench_tiers.py --dir /data --json result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_load import Bar
+from bench_tree import print_table
+from machine import describe, remove_tree, sync_tree
+
+from torch_ckpt import Run
+
+NONE, LOCAL, PROMOTED = "no saves", "local", "local, promoted"
+CONTENDERS = (NONE, LOCAL, PROMOTED)
+SIZE = 768  # Of the matrices that training multiplies.
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training. Times are in seconds; `promote_s` is of the last step, from its save on."""
+
+    contender: str
+    round: int
+    train_s: float
+    stop_s: list[float]
+    promote_s: float
+
+
+def train(folder: Path, contender: str, number: int, options: argparse.Namespace) -> Sample:
+    """Trains for a fixed number of steps, and saves a few times."""
+    numel = int(options.gib * (1 << 30)) // 4 // 16
+    state = {f"w{i}": torch.full((numel,), float(i)) for i in range(16)}
+    weights, inputs = torch.rand(SIZE, SIZE), torch.rand(SIZE, SIZE)
+    every = options.steps // options.saves
+    arguments: dict[str, Any] = {"keep_last": 2, "asynchronous": True}
+    if contender == PROMOTED:
+        arguments |= {"local": folder / "local", "promote_bytes_per_s": options.rate * 10**6}
+    run = Run(folder / ("run" if contender == PROMOTED else "local"), **arguments)
+    run.reserve(state)
+    run.save(1, state)  # Makes the memory for staging.
+    run.wait(promoted=True)
+    sync_tree(folder)
+    stops = []
+    begin = time.perf_counter()
+    for step in range(2, options.steps + 2):
+        inputs = torch.tanh(inputs @ weights)
+        if contender != NONE and step % every == 0:
+            saves = time.perf_counter()
+            run.save(step, state)
+            stops.append(time.perf_counter() - saves)
+    train_s = time.perf_counter() - begin
+    run.wait(promoted=True)
+    run.save(options.steps + 2, state)
+    run.wait()
+    saved = time.perf_counter()
+    run.wait(promoted=True)
+    promote_s = time.perf_counter() - saved
+    run.close()
+    return Sample(contender, number, train_s, stops, promote_s)
+
+
+def median(samples: Sequence[Sample], contender: str, value: Any) -> float:
+    """The median of a value of the samples of a contender."""
+    return statistics.median(value(s) for s in samples if s.contender == contender)
+
+
+def report(samples: Sequence[Sample], options: argparse.Namespace) -> list[Bar]:
+    """Prints what was measured, and returns the bars."""
+    rows = [["contender", "training", "stop of a save, median", "shortest", "longest"]]
+    for contender in CONTENDERS:
+        stops = [stop for s in samples if s.contender == contender for stop in s.stop_s]
+        row = [contender, f"{median(samples, contender, lambda s: s.train_s):.2f} s"]
+        for value in (statistics.median, min, max):
+            row.append(f"{value(stops) * 1000:.0f} ms" if stops else "-")
+        rows.append(row)
+    print_table(rows)
+
+    def stop(contender: str) -> float:
+        return median(samples, contender, lambda s: statistics.median(s.stop_s))
+
+    def cost(contender: str) -> float:
+        """What the saves of a round cost training, by the training without saves beside it."""
+        base = {s.round: s.train_s for s in samples if s.contender == NONE}
+        return median(samples, contender, lambda s: s.train_s - base[s.round])
+
+    nbytes = options.gib * (1 << 30)
+    rate = nbytes / median(samples, PROMOTED, lambda s: s.promote_s) / 10**6
+    print(f"\ncost of {options.saves} saves: local {cost(LOCAL):.2f} s, promoted ", end="")
+    print(f"{cost(PROMOTED):.2f} s of {median(samples, NONE, lambda s: s.train_s):.2f} s")
+    print(f"rate of promotion: {rate:.0f} MB/s, limit {options.rate} MB/s\n")
+    return [
+        Bar("training stops, promoted / local", stop(PROMOTED) / stop(LOCAL), 1.05, "x"),
+        Bar("cost of saves, promoted / local", cost(PROMOTED) / cost(LOCAL), 1.2, "x"),
+        Bar("rate of promotion / limit", rate / options.rate, 1.1, "x"),
+        Bar("rate of promotion / limit", rate / options.rate, 0.9, "x", at_least=True),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--rate", type=int, default=200, help="limit of promotion, MB/s")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, value in describe(options.dir).items():
+        print(f"{name}: {value}")
+    samples = []
+    for number in range(-1, options.rounds):
+        for contender in CONTENDERS[number % 3 :] + CONTENDERS[: number % 3]:
+            folder = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=options.dir))
+            try:
+                sample = train(folder, contender, number, options)
+            finally:
+                remove_tree(folder)
+            print(f"{number} {contender}: {sample.train_s:.2f} s", file=sys.stderr, flush=True)
+            if number >= 0:
+                samples.append(sample)
+    bars = report(samples, options)
+    print_table([["figure", "asked", "found", ""], *(bar.cells() for bar in bars)])
+    if options.json:
+        facts = {"samples": [asdict(sample) for sample in samples], "gib": options.gib}
+        options.json.write_text(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()
