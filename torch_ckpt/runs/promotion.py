@@ -25,6 +25,7 @@ from torch_ckpt.errors import (
     StorageError,
 )
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.failures import OnFailure, storage_failure
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.retention import Retention
@@ -42,6 +43,9 @@ from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["Promotion", "promotion_for"]
 
+_END_S = 5.0
+"""Time for a promotion to end that was cancelled."""
+
 _POLL_S = 0.5
 """Interval at which a place looks for the files of others in the directory of the run."""
 
@@ -57,7 +61,7 @@ class Promotion:
 
     If the ranks save at several places, the first rank at each has a promotion of the files there.
     The coordinator's commits when all files have arrived, and chooses the steps for all: the next
-    one that is saved when no promotion is in progress, and the newest at the end.
+    one that is saved when no promotion is in progress, and those that have waited.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row, :meth:`check` raises.
@@ -157,6 +161,8 @@ class Promotion:
             if chosen:
                 self._chosen = set(chosen)
                 self._passed_over.difference_update(chosen)
+                if not self._commits:
+                    self._failure = None  # The coordinator knows it.
             else:
                 self._chosen.discard(step)
 
@@ -193,16 +199,18 @@ class Promotion:
         """Raises CheckpointError if promotions have failed, and training must not go on."""
         with self._changed:
             failure = self._failure
-            is_last = self._on_failure == "raise" or self._in_a_row >= self._most
-        if failure is not None and is_last:
-            raise CheckpointError(str(failure)) from failure  # No failure of the save that asks.
+            if failure is None or not (self._on_failure == "raise" or self._in_a_row >= self._most):
+                return
+            self._failure = None  # Is raised once.
+        raise CheckpointError(str(failure)) from failure  # No failure of the save that asks.
 
     def wait(self, timeout_s: float = math.inf) -> None:
-        """Waits until all steps are promoted, or were skipped.
+        """Waits until all steps are promoted, or were skipped; tries those that have failed again.
 
         Raises CheckpointError if a promotion has failed, or is in progress after ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
+        self._request()
         with self._changed:
             while self._is_busy:
                 left_s = deadline - time.monotonic()
@@ -212,8 +220,9 @@ class Promotion:
                         f"after a wait of {timeout_s:g} s"
                     )
                 self._changed.wait(min(left_s, 3600.0))
-            if self._failure is not None:
-                raise self._failure
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def close(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted within ``timeout_s``, and ends.
@@ -222,15 +231,16 @@ class Promotion:
         the local directory, and the next process of the run promotes them.
         """
         try:
-            if isinstance(self._failure, StorageError) and not self._is_busy:
-                self._request()  # Once more: nobody tries later.
             with self._bar():
                 self.wait(timeout_s)
         finally:
             self.cancel()
 
-    def cancel(self) -> None:
-        """Ends the promotion in progress. Its step remains in the local directory."""
+    def cancel(self) -> bool:
+        """Ends the promotion in progress. Its step remains in the local directory.
+
+        Returns whether it has ended. A store that does not answer may keep it for a while.
+        """
         with self._changed:
             self._is_ended = True
             self._is_requested = False
@@ -239,19 +249,29 @@ class Promotion:
         if copy is not None:
             copy.cancel()
         if thread is not None:
-            thread.join()
+            thread.join(_END_S)
+        return thread is None or not thread.is_alive()
 
     @contextlib.contextmanager
     def discarding_after(self, step: int) -> Iterator[None]:
-        """Stops promotions within the block, which removes the steps after a step."""
-        self.cancel()
+        """Stops promotions within the block, which removes the steps after a step.
+
+        Raises CheckpointError if one cannot be stopped.
+        """
         try:
+            if not self.cancel():
+                raise CheckpointError(
+                    f"cannot stop the promotion of a step to {self._run.directory}, which does not "
+                    "answer; nothing was removed there. Try again"
+                )
             yield
         finally:
             with self._changed:
                 for steps in (self._in_run, self._promoted, self._passed_over):
                     steps.difference_update({each for each in steps if each > step})
-                self._is_ended, self._thread = False, None
+                self._is_ended = False
+                if self._thread is not None and not self._thread.is_alive():
+                    self._thread = None
             self._request()
 
     # ---- The thread ----
@@ -291,9 +311,6 @@ class Promotion:
                     self._failed(elsewhere)
             except Exception as error:
                 self._failed(error)
-            else:
-                with self._changed:
-                    self._failure, self._in_a_row = None, 0
 
     def _promote_next(self) -> None:
         """Promotes one step; if there is none, ends the request."""
@@ -319,13 +336,15 @@ class Promotion:
                 if self._commits:
                     copy.commit()
         except (CorruptionError, NotFoundError) as error:
-            # The local step was removed meanwhile, or is damaged.
-            with self._changed:
-                self._passed_over.add(step)
-            if isinstance(error, CorruptionError):
-                raise
-            return
+            is_gone = not has_checkpoint(source)
+            if is_gone or isinstance(error, CorruptionError):
+                with self._changed:
+                    self._passed_over.add(step)
+            if is_gone:
+                return
+            raise
         with self._changed:
+            self._failure, self._in_a_row = None, 0
             self._promoted.add(step)
             self._in_run.add(step)
             # A newer step may have been promoted before.
@@ -369,7 +388,7 @@ class Promotion:
         for step in local:
             if step in self._promoted or step in self._passed_over:
                 continue
-            if step in retained:
+            if step in retained or (step in self._chosen and not self._is_alone):
                 return step
             self._passed_over.add(step)
             self._skipped.add(step)
@@ -401,6 +420,8 @@ class Promotion:
                     *kept,
                     *(s for s in committed if s in retained and s not in self._promoted),
                     *(() if current is None else (current,)),
+                    # Other places promote these as well.
+                    *(() if self._is_alone else self._chosen - self._promoted),
                 }
                 self._skipped.update(set(committed) - needed - self._promoted)
             try:
