@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch_ckpt.agent.identity import id_in_directory, new_id, write_id
 from torch_ckpt.coordination.group import Group
@@ -102,6 +102,7 @@ class Promotion:
         self._failure: CheckpointError | None = None  # Of the last promotion.
         self._in_a_row = 0
         self._chosen: set[int] = set()  # Steps that were chosen before they were saved.
+        self._sent: set[int] = set()  # Steps whose files of this place have arrived.
         self._incomplete: set[int] = set()  # Steps that not all places have.
         self._elsewhere: CheckpointError | None = None  # Why the one in progress cannot succeed.
         self._removing = threading.Lock()
@@ -171,6 +172,7 @@ class Promotion:
         with self._changed:
             self._saved = step
             self._promoted.discard(step)
+            self._sent.discard(step)
             self._passed_over.discard(step)
             self._values.pop(step, None)
             if step not in self._chosen:
@@ -267,7 +269,7 @@ class Promotion:
             yield
         finally:
             with self._changed:
-                for steps in (self._in_run, self._promoted, self._passed_over):
+                for steps in (self._in_run, self._promoted, self._passed_over, self._sent):
                     steps.difference_update({each for each in steps if each > step})
                 self._is_ended = False
                 if self._thread is not None and not self._thread.is_alive():
@@ -330,11 +332,13 @@ class Promotion:
                 if self._is_ended:
                     return
             if not copy.is_done:
-                copy.copy_files(SMALL_FILES if self._commits else ())
-                if not self._is_alone:
-                    self._wait_for_others(copy)
                 if self._commits:
+                    copy.copy_files(SMALL_FILES)
+                    self._wait_for_others(copy)
                     copy.commit()
+                else:
+                    self._send(step, copy)
+                    return
         except (CorruptionError, NotFoundError) as error:
             is_gone = not has_checkpoint(source)
             if is_gone or isinstance(error, CorruptionError):
@@ -349,31 +353,43 @@ class Promotion:
             self._in_run.add(step)
             # A newer step may have been promoted before.
             newest = max(s for s in self._in_run if s <= (self._saved or s) or s == step)
+            local = committed_steps(self._local.directory)
+            waiting = self._chosen.union(self._retained(local).intersection(local))
         if self._commits:
-            self._apply_retention(newest)
+            self._apply_retention(newest, waiting)
         with self._changed:
             self._current = None
         self._remove_old()
 
     def _wait_for_others(self, copy: CheckpointCopy) -> None:
-        """Waits until the files of all places have arrived, or the coordinator has committed.
-
-        Raises CancelledError if the coordinator has chosen another step meanwhile.
-        """
-        with self._changed:
-            chosen = frozenset(self._chosen)
-        while copy.missing_files() if self._commits else not copy.is_done:
+        """Waits, on the coordinator, until the files of all places have arrived."""
+        while not self._is_alone and copy.missing_files():
             with self._changed:
-                if self._is_ended or (not self._commits and self._chosen != chosen):
+                if self._is_ended:
                     raise CancelledError("the promotion was given up")
                 if self._elsewhere is not None:
                     raise self._elsewhere
                 self._changed.wait(_POLL_S)
 
-    def _apply_retention(self, newest: int) -> None:
-        """Removes the steps of the run that are not to be retained."""
+    def _send(self, step: int, copy: CheckpointCopy) -> None:
+        """Sends the files of this place. Later calls wait a moment for the coordinator's commit.
+
+        The coordinator may commit another step first. So all chosen steps are sent at once.
+        """
+        if step not in self._sent:
+            copy.copy_files()
+        with self._changed:
+            if step in self._sent:
+                self._changed.wait(_POLL_S)
+            self._sent.add(step)
+
+    def _apply_retention(self, newest: int, waiting: Collection[int]) -> None:
+        """Removes the steps of the run that are not to be retained.
+
+        Some files of steps that wait to be promoted may have arrived.
+        """
         try:
-            self._retention.apply(self._run, newest)
+            self._retention.apply(self._run, newest, waiting)
             steps = listed_steps(self._run.directory)
         except CheckpointError as error:
             _LOG.warning("old steps were not removed from %s: %s", self._run.directory, error)
@@ -384,11 +400,13 @@ class Promotion:
     def _choose(self) -> int | None:
         """Returns the next step to promote: the newest that the run would retain."""
         local = committed_steps(self._local.directory)
+        waiting = [s for s in local if s not in self._promoted and s not in self._passed_over]
+        if not self._is_alone:
+            chosen = [step for step in waiting if step in self._chosen]
+            return next((s for s in chosen if s not in self._sent), next(iter(chosen), None))
         retained = self._retained(local)
-        for step in local:
-            if step in self._promoted or step in self._passed_over:
-                continue
-            if step in retained or (step in self._chosen and not self._is_alone):
+        for step in waiting:
+            if step in retained:
                 return step
             self._passed_over.add(step)
             self._skipped.add(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -59,13 +59,16 @@ class Retention:
             *(step for step in newest if every is not None and step % every == 0),
         }
 
-    def apply(self, disk: StepDirectories, saved: int) -> None:
-        """Removes the steps that are not to be retained after ``saved``; called on one rank."""
+    def apply(self, disk: StepDirectories, saved: int, in_use: Collection[int] = ()) -> None:
+        """Removes the steps that are not to be retained after ``saved``; called on one rank.
+
+        The steps ``in_use`` remain as well.
+        """
         disk.sweep()
         if not self._removes:
             return
         best = self.best([disk], self.keep_best) if self.keep_best is not None else []
-        disk.retain(saved, last=self.keep_last or 1, every=self.keep_every, best=best)
+        disk.retain(saved, last=self.keep_last or 1, every=self.keep_every, others=[*best, *in_use])
 
     @property
     def _removes(self) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -138,8 +138,10 @@ class StepDirectories:
                 found[step] = value
         return found
 
-    def retain(self, saved: int, *, last: int, every: int | None, best: Sequence[int] = ()) -> None:
-        """Removes steps except the newest ``last``, the multiples of ``every`` and the best ones.
+    def retain(
+        self, saved: int, *, last: int, every: int | None, others: Collection[int] = ()
+    ) -> None:
+        """Removes steps except the newest ``last``, the multiples of ``every``, and ``others``.
 
         ``last`` counts whole steps up to the one that was just saved, which always remains. So do
         newer steps, which belong to a branch that the run has left, damaged steps that are newer
@@ -148,7 +150,7 @@ class StepDirectories:
         """
         newest: list[int] = []
         old: list[int] = []
-        protected = {saved, *best, *leased_steps(self.directory)}
+        protected = {saved, *others, *leased_steps(self.directory)}
         for step in (step for step in listed_steps(self.directory) if step <= saved):
             if len(newest) < max(last, 1):
                 try:
