@@ -192,18 +192,21 @@ def load_oddly(folders: Sequence[Path], planner: Any) -> None:
     """Targets that share memory, of another dtype, strided, or of a class of torch's own."""
     saved = tensors_of(SHAPES, "r saved")
     strided = torch.zeros(14, 10)
-    tied = torch.zeros(SHAPES["a"])
+    storage = torch.zeros(saved["a"].numel() + 35)
+    tied, tail = storage[:-35].view(SHAPES["a"]), storage[-35:].view(7, 5)
     state = {
         "a": tied,
         "b": strided[::2, ::2],
         "c": torch.zeros(SHAPES["c"], dtype=torch.float64),
         "same a": tied,
+        "tail": tail,  # It waits for the one before it, whose storage it has.
         "quantized": torch.quantize_per_tensor(torch.zeros(9), 0.1, 0, torch.quint8),
         "subclass": torch.zeros(300, 300),
     }
     with machine_of(folders):
         dcp.load(state, storage_reader=MachineReader(own(folders), io=TINY), planner=planner())
     assert_same(tied, saved["a"])
+    assert_same(tail, full_value("tail", (7, 5), torch.float32))
     assert_same(strided[::2, ::2], saved["b"])
     torch.testing.assert_close(state["c"], saved["c"].double(), rtol=0, atol=0, equal_nan=True)
     odd = odd_tensors()
@@ -213,7 +216,8 @@ def load_oddly(folders: Sequence[Path], planner: Any) -> None:
 
 def save_oddly(path: Path) -> None:
     saved = tensors_of(SHAPES, "r saved")
-    state = {**saved, "same a": saved["a"].clone(), **odd_tensors()}
+    tail = full_value("tail", (7, 5), torch.float32)
+    state = {**saved, "same a": saved["a"].clone(), "tail": tail, **odd_tensors()}
     dcp.save(state, storage_writer=FastWriter(path, single_file_per_rank=False), no_dist=True)
 
 
