@@ -85,3 +85,86 @@ def test_machines_save_their_own_files_and_the_run_gets_all(
         for name in lost:
             shutil.rmtree(tmp_path / name)
         assert worlds.run(4, restore, tmp_path, machines) == [3] * 4
+
+
+def test_machines_restore_from_their_own_disks_and_pass_on_the_rest(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(4, save_steps, tmp_path, [0, 0, 1, 1], [1, 2], {"keep_last": 2})
+    data = list(tmp_path.glob("run/step-*/__*.distcp"))
+    for path in data:  # Nothing but the local disks can serve.
+        path.unlink()
+    cases = {
+        "the same machines": (4, [0, 0, 1, 1]),
+        "other ranks on each": (4, [1, 0, 1, 0]),
+        "a machine more": (4, [2, 0, 1, 2]),
+        "fewer ranks": (2, [1, 0]),
+        "more ranks": (6, [0, 1, 0, 1, 0, 1]),
+    }
+    for name, (ranks, machines) in cases.items():
+        assert worlds.run(ranks, restore, tmp_path, machines) == [2] * ranks, name
+    # The new machine has become a copy of the metadata, and no more.
+    assert not list(tmp_path.glob("machine-2/step-2/__*.distcp"))
+    # Then the local disks are left, of which one is not whole.
+    shutil.rmtree(tmp_path / "machine-0")
+    with pytest.raises(Exception, match="no committed step is whole"):
+        worlds.run(4, restore, tmp_path, [0, 0, 1, 1])
+
+
+def test_a_new_step_is_whole_only_when_all_machines_have_it(worlds: Worlds, tmp_path: Path) -> None:
+    machines = [0, 1]
+    worlds.run(2, save_steps, tmp_path, machines, [1, 2], {"keep_last": 2, "keep_local": 2})
+    (tmp_path / "machine-1" / "step-2" / ".metadata").unlink()
+    shutil.rmtree(tmp_path / "run" / "step-2")
+    assert worlds.run(2, restore, tmp_path, machines) == [1, 1]
+    (file,) = (tmp_path / "machine-1" / "step-1").glob("__*.distcp")
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1  # Then the directory of the run serves.
+    file.write_bytes(contents)
+    assert worlds.run(2, restore, tmp_path, machines) == [1, 1]
+
+
+def _discards(folder: Path, machines: Sequence[int]) -> list[int]:
+    with run_on(folder, machines, keep_local=3) as run:
+        for step in (1, 2, 3):
+            run.save(step, state_of(step))
+        run.wait(promoted=True)
+        removed = run.discard_after(1)
+        assert run.latest_step() == 1
+        run.save(2, state_of(2))
+        run.wait(promoted=True)
+        return removed
+
+
+def test_steps_are_discarded_on_all_machines(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(2, _discards, tmp_path, [0, 1]) == [[3, 2]] * 2
+    for directory in ("run", "machine-0", "machine-1"):
+        assert steps_in(tmp_path / directory) == [2, 1]
+
+
+def _promotes_while_one_disk_fails(folder: Path, machines: Sequence[int]) -> int:
+    run = run_on(folder, machines, on_failure="warn", max_failures=9, keep_last=3, keep_local=3)
+    with run:
+        run.save(1, state_of(1))
+        run.wait(promoted=True)
+        dist.barrier()
+        if dist.get_rank() == 1:  # A file at the place of the step's directory on the run.
+            (folder / "run" / "step-2").write_text("")
+        dist.barrier()
+        run.save(2, state_of(2))
+        run.save(3, state_of(3))
+        dist.barrier()
+        (folder / "run" / "step-2").unlink(missing_ok=True)
+        dist.barrier()
+        run.save(4, state_of(4))
+        run.wait(promoted=True)
+        return run.failures
+
+
+def test_a_failed_promotion_of_one_machine_does_not_stop_the_others(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    failures = worlds.run(2, _promotes_while_one_disk_fails, tmp_path, [0, 1])
+    assert failures[0] >= 1
+    assert steps_in(tmp_path / "run")[0] == 4
+    assert worlds.run(2, restore, tmp_path, [0, 1]) == [4, 4]
