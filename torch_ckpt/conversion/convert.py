@@ -62,7 +62,7 @@ def convert(
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
         if ties and to in _WITH_TIES:
             values.find_ties()
-        if to != "dcp" and not target.file_system.writes_at_offsets:
+        if to not in ("dcp", "safetensors") and not target.file_system.writes_at_offsets:
             write_to_store(target, lambda local: TARGETS[to](values, local, False))
             return values.ties
         try:

@@ -8,9 +8,10 @@ offsets. The files have hidden names until the coordinator publishes them.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,15 +48,28 @@ from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
-from torch_ckpt.storage.gc import remove_files
+from torch_ckpt.storage.gc import Found, remove_files
+from torch_ckpt.storage.progress import Phases
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_commit import (
     COMMIT_PATTERN,
     COMMITTED_NAMES,
+    INDEX,
+    MODEL,
+    RELAY,
     begin_model,
+    pending_index,
     pending_names,
     publish_model,
 )
+from torch_ckpt.storage.safetensors_streams import (
+    copy_file_of,
+    is_whole_run,
+    publish_streams,
+    stream_names,
+)
+from torch_ckpt.storage.stored_values import StoredValues
+from torch_ckpt.storage.temporary import remove_temporary
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["SafetensorsWriter"]
@@ -131,6 +145,7 @@ class SafetensorsWriter(FastWriter):
         torch_ckpt.save(model.state_dict(), storage_writer=SafetensorsWriter("model"))
     """
 
+    _commit_name = INDEX
     _committed_names = COMMITTED_NAMES
     _pending_pattern = COMMIT_PATTERN
 
@@ -157,19 +172,17 @@ class SafetensorsWriter(FastWriter):
             check_replicas=check_replicas,
             stager=stager,
         )
-        self._directory.given.check_writes_at_offsets("safetensors")
         if max_shard_nbytes < 1:
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
+        self._names: list[str] = []  # Of the files that this save writes, on the coordinator.
+        self._relay: FastWriter | None = None  # Of a checkpoint that becomes the model.
         self.ties: Mapping[str, str] = {}
         """Name that the planner does not list -> the listed name that it is tied to."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepares as :class:`FastWriter` does. Raises UnsupportedError if it is a store."""
-        if checkpoint_id:
-            Location(checkpoint_id).check_writes_at_offsets("safetensors")
-        super().reset(checkpoint_id)
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_relay": None}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the names of tied tensors to the plan, if :class:`FastSavePlanner` made it."""
@@ -198,10 +211,22 @@ class SafetensorsWriter(FastWriter):
             self._layout = ModelLayout.of(
                 facts, max_shard_nbytes=self.max_shard_nbytes, omitted=ties
             )
-        self._claim_directory(can_hide=False)
-        encoded = self._layout.encode()
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, _Ties) else share for share in shares]
+        self._claim_directory(can_hide=False)
+        self._names = pending_names(len(self._layout.files), self.save_id)
+        encoded = self._layout.encode()
+        if self._writes_streams:
+            self._names = stream_names(len(self._layout.files), self.save_id, self._found.names)
+            plans = [
+                dataclasses.replace(plan, storage_data=share)
+                for plan, share in zip(plans, shares, strict=True)
+            ]
+            if len(plans) > 1 or not _is_sequence(_pieces_of(plans[0], self._layout)):
+                shares = [
+                    plan.storage_data for plan in self._begin_relay(self.save_id)._place(plans)
+                ]
+                encoded = b""
         return [
             dataclasses.replace(
                 plan,
@@ -217,20 +242,20 @@ class SafetensorsWriter(FastWriter):
                 "from this rank's plan"
             )
         model_plan = plan.storage_data
+        plan = dataclasses.replace(plan, storage_data=model_plan.share)
+        if not model_plan.layout:
+            return self._begin_relay(model_plan.save_id)._write(plan, planner)
         with gc_paused():
             layout = ModelLayout.decode(model_plan.layout)
-            items = work_of(dataclasses.replace(plan, storage_data=model_plan.share))
-            pieces = [
-                _piece_of(item, layout) for item in items if item.index.fqn not in layout.omitted
-            ]
+            pieces = _pieces_of(plan, layout)
         for number in range(model_plan.rank, len(layout.files), model_plan.world_size):
             pieces.append(_Piece(number, 0, len(layout.files[number].header)))
         if not pieces:
             return []
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
-        groups = [group for group in _group_pieces(pieces, self.thread_count) if group]
+        groups = _group_pieces(pieces, self.thread_count, whole_files=self._writes_streams)
         pools = self._prepare_pools(len(groups), sum(piece.nbytes for piece in pieces))
-        names = pending_names(len(layout.files), model_plan.save_id)
+        names = self._names or pending_names(len(layout.files), model_plan.save_id)
 
         def write_group(number: int) -> list[WriteResult]:
             writer = _PieceWriter(self, planner, layout, names, pools[number], jobs)
@@ -254,15 +279,48 @@ class SafetensorsWriter(FastWriter):
 
     def end_failed_save(self) -> None:
         """Removes the files of a save that has failed on all ranks, on the rank that commits."""
-        layout, self._layout = self._layout, None
-        if layout is not None and self._pending is not None:
-            names = pending_names(len(layout.files), self.save_id)
-            remove_files(self._pending.parent, names)
+        self._layout, relay, self._relay = None, self._relay, None
+        names, self._names = self._names, []
+        if self._pending is not None:
+            # On a store, a model that needs no index is whole, and may be that of another save.
+            remove_files(self._pending.parent, set(names) - COMMITTED_NAMES)
+        if relay is not None:
+            relay.end_failed_save()
+            if self._commits:
+                remove_temporary(relay.location)
         super().end_failed_save()
+
+    @property
+    def _writes_streams(self) -> bool:
+        return not self.location.file_system.writes_at_offsets
+
+    def _begin_relay(self, save_id: str) -> FastWriter:
+        """Returns the writer of the checkpoint that several ranks save, and that becomes a model.
+
+        It has the options of this one, the tensors that were staged, and a hidden folder.
+        """
+        if self._relay is None:
+            relay = FastWriter.__new__(FastWriter)
+            relay.__dict__.update(self.__dict__, _found=Found(), _pending=None, save_id=save_id)
+            relay._phases = Phases("planning")
+            relay.location = self.location / RELAY.format(save_id)
+            self._relay = relay
+        return self._relay
 
     def _create_pending(self) -> Location:
         assert self._layout is not None
+        if self._writes_streams:
+            pending = self.location / pending_index(self.save_id)
+            pending.write(b"", sync=False)
+            return pending
         return begin_model(self.location, len(self._layout.files), self.save_id)
+
+    def _check_files(self, files: Collection[str]) -> None:
+        if files != [MODEL]:
+            super()._check_files(files)
+        elif (self.location / INDEX).exists():  # It came after the model had been written.
+            (self.location / MODEL).discard()
+            raise self._ended_by_other()
 
     def _ended_by_other(self) -> StorageError:
         return StorageError(  # Files of a model have no save id, so the other save has no name.
@@ -275,26 +333,65 @@ class SafetensorsWriter(FastWriter):
         self._phases.begin("committing")
         layout = self._layout
         assert layout is not None
-        pending = pending_names(len(layout.files), self.save_id)
+        names = self._names
         try:
-            _check_complete(layout, list(itertools.chain.from_iterable(results)))
-            claim_commit()
-            self._check_files(pending)
+            if self._relay is not None:
+                self._finish_relay(self._relay, layout, metadata, results)
+            else:
+                _check_complete(layout, list(itertools.chain.from_iterable(results)))
+                claim_commit()
+            self._check_files(names)
         except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
-            self._abandon(pending, error)
+            self._abandon(set(names) - COMMITTED_NAMES, error)
             raise
-        self._pending = None
+        pending, self._pending = self._pending, None
         try:
-            names = publish_model(
-                self.location, layout, self.save_id, self._found, sync=self.sync_files
-            )
-            self._layout = None
+            if self._writes_streams:
+                assert pending is not None
+                publish_streams(self.location, layout, names, pending, self._found)
+            else:
+                names = publish_model(
+                    self.location, layout, self.save_id, self._found, sync=self.sync_files
+                )
+            self._layout, self._names = None, []
         except NotFoundError as error:
             raise self._ended_by_other() from error
+        except StorageError as error:
+            if error.errno == errno.EEXIST and self._writes_streams:
+                raise self._ended_by_other() from error
+            raise
         _describe(metadata, layout, names, self)
         self._log_saved(sum(file.nbytes for file in layout.files))
+
+    def _finish_relay(
+        self,
+        relay: FastWriter,
+        layout: ModelLayout,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+    ) -> None:
+        """Commits the checkpoint, writes the files of the model from it, and removes it."""
+        relay._ranks = 0  # It logs nothing.
+        relay.finish(metadata, results)
+        values = StoredValues(relay.location, io=self.io)
+        pool = self._prepare_pools(1, sum(file.nbytes for file in layout.files))[0]
+        for name, file in zip(self._names, layout.files, strict=True):
+            job = self._job(name, file.nbytes, pool)
+            with finished(job):
+                copy_file_of(values, file, layout, job)
+            self.io_mode = IoMode.of(job)
+        remove_temporary(relay.location)
+        self._relay = None
+
+    def _job(self, name: str, nbytes: int, pool: _native.BufferPool) -> _native.SharedFileJob:
+        """Begins to write this rank's part of a file."""
+        path = self.location / name
+        return _native.SharedFileJob(
+            *(path.file_system, path.path, nbytes, pool),
+            *(self.io.direct, self.sync_files, self._niceness),
+        )
 
 
 def _ties_of(plans: Sequence[SavePlan]) -> dict[str, str]:
@@ -361,6 +458,20 @@ def _raise_if_any(objects: Sequence[str]) -> None:
         )
 
 
+def _pieces_of(plan: SavePlan, layout: ModelLayout) -> list[_Piece]:
+    items = (item for item in work_of(plan) if item.index.fqn not in layout.omitted)
+    return [_piece_of(item, layout) for item in items]
+
+
+def _is_sequence(pieces: Sequence[_Piece]) -> bool:
+    """Returns whether pieces can be written in the order of their offsets, each at once."""
+    return all(
+        is_whole_run(piece.item.tensor_data.chunk.sizes, piece.place.facts.sizes)
+        for piece in pieces
+        if piece.nbytes and piece.item and piece.item.tensor_data and piece.place
+    )
+
+
 def _piece_of(item: WriteItem, layout: ModelLayout) -> _Piece:
     data = item.tensor_data
     place = layout.places.get(item.index.fqn)
@@ -379,16 +490,18 @@ def _piece_of(item: WriteItem, layout: ModelLayout) -> _Piece:
     return _Piece(place.file, offset, item_nbytes(item), item, place)
 
 
-def _group_pieces(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
-    """Splits pieces, in the given order, into ``count`` groups of about equal bytes."""
+def _group_pieces(pieces: Sequence[_Piece], count: int, *, whole_files: bool) -> list[list[_Piece]]:
+    """Splits pieces, in the given order, into up to ``count`` groups of about equal bytes."""
     total = sum(piece.nbytes for piece in pieces)
     groups: list[list[_Piece]] = [[] for _ in range(count)]
-    done = 0
-    for piece in pieces:
-        middle = done + piece.nbytes // 2
-        groups[min(middle * count // max(total, 1), count - 1)].append(piece)
+    done, group = 0, groups[0]
+    for before, piece in zip([None, *pieces], pieces, strict=False):
+        if not whole_files or before is None or piece.file != before.file:
+            middle = done + piece.nbytes // 2
+            group = groups[min(middle * count // max(total, 1), count - 1)]
+        group.append(piece)
         done += piece.nbytes
-    return groups
+    return [group for group in groups if group]
 
 
 @dataclass(frozen=True)
@@ -404,16 +517,7 @@ class _PieceWriter:
 
     def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
         writer, model_file = self.writer, self.layout.files[file]
-        path = writer.location / self.names[file]
-        job = _native.SharedFileJob(
-            path.file_system,
-            path.path,
-            model_file.nbytes,
-            self.pool,
-            writer.io.direct,
-            writer.sync_files,
-            writer._niceness,
-        )
+        job = writer._job(self.names[file], model_file.nbytes, self.pool)
         self.jobs.begin(job)
         with finished(job):
             for batch in self._batches(pieces, job, model_file.header):
