@@ -19,6 +19,7 @@ from support.store_campaigns import (
     LARGE,
     SMALL,
     Campaign,
+    Writer,
     assert_only_one,
     cause_of,
     loaded,
@@ -29,7 +30,7 @@ from support.store_proxy import Fault, Request, StoreProxy
 from support.store_server import SECRET_KEY, JuiceFS, StoreServer
 
 import torch_ckpt
-from torch_ckpt import FastWriter
+from torch_ckpt import FastWriter, SafetensorsWriter
 from torch_ckpt.errors import CorruptionError, StorageError
 from torch_ckpt.filesystems.object_store import object_store
 from torch_ckpt.filesystems.obstore_client import ObstoreClient
@@ -42,10 +43,16 @@ def draws(seed: int) -> random.Random:
     return random.Random(seed)
 
 
+of_all = pytest.mark.parametrize("writer", [FastWriter, SafetensorsWriter])
+
+
+@of_all
 @on_servers
-def test_faults_by_seed(store_proxy: StoreProxy, store_url: str, seed: int, full: bool) -> None:
+def test_faults_by_seed(
+    store_proxy: StoreProxy, store_url: str, writer: Writer, seed: int, full: bool
+) -> None:
     """A save or load succeeds, or raises a typed error; no value is ever wrong."""
-    campaign = Campaign(store_proxy, store_url, draws(seed))
+    campaign = Campaign(store_proxy, store_url, draws(seed), writer)
     campaign.run(200 if full else 3)
     assert not campaign.breaches, "\n".join(campaign.breaches)
 
@@ -206,10 +213,16 @@ def test_a_stall_of_half_a_minute_fails_nothing(store_proxy: StoreProxy, store_u
     assert [fault.met for fault in store_proxy.faults] == [1, 1]
 
 
+@of_all
 def test_kills_at_requests(
-    store_server: StoreServer, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
+    store_server: StoreServer,
+    store_proxy: StoreProxy,
+    store_url: str,
+    writer: Writer,
+    seed: int,
+    full: bool,
 ) -> None:
-    campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed))
+    campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed), writer)
     campaign.run(200 if full else 4)
     assert not campaign.breaches, "\n".join(campaign.breaches)
     assert not full or campaign.found.keys() >= {"None", "1", "2"}, campaign.found
@@ -224,12 +237,17 @@ def test_kills_of_the_server(
     assert not campaign.breaches, "\n".join(campaign.breaches)
 
 
+MODEL = {"writer": SafetensorsWriter, "max_shard_nbytes": 1000}
+"""A model of several files: its index is the commit."""
+
+
 @on_servers
+@pytest.mark.parametrize("options", [{}, MODEL], ids=["checkpoint", "model"])
 def test_jobs_that_save_one_checkpoint(
-    store_server: StoreServer, store_url: str, seed: int, full: bool
+    store_server: StoreServer, store_url: str, options: dict[str, Any], seed: int, full: bool
 ) -> None:
     """One of the saves that overlap commits, and the others say so and leave nothing."""
-    campaign = RaceCampaign(store_server, store_url, draws(seed))
+    campaign = RaceCampaign(store_server, store_url, draws(seed), options)
     campaign.run(100 if full else 5)
     assert not campaign.breaches, "\n".join(campaign.breaches)
 
