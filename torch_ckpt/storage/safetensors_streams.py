@@ -30,7 +30,7 @@ from torch_ckpt.storage.safetensors_commit import (
 )
 from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
-__all__ = ["copy_file_of", "is_whole_run", "publish_streams", "stream_names"]
+__all__ = ["copy_file_of", "publish_streams", "stream_names"]
 
 _BATCH_NBYTES = 32 << 20  # Of tensors that load together, while the former ones are written.
 
@@ -40,12 +40,6 @@ def stream_names(count: int, save_id: str, found: Collection[str]) -> list[str]:
     if count == 1 and COMMITTED_NAMES.isdisjoint(found):
         return [MODEL]
     return shard_names(count, f"{save_id}-")
-
-
-def is_whole_run(sizes: Sequence[int], whole: Sequence[int]) -> bool:
-    """Returns whether a box is one range of the row-major elements of a tensor."""
-    first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
-    return list(sizes[first + 1 :]) == list(whole[first + 1 :])
 
 
 def publish_streams(

@@ -3,6 +3,9 @@
 From the names, dtypes and sizes of all tensors, the coordinator computes the offset of every tensor
 (:mod:`torch_ckpt.formats.safetensors.layout`). Each rank then writes its boxes at their final
 offsets. The files have hidden names until the coordinator publishes them.
+
+A store takes a file as one stream of one rank, in order. If several ranks have parts of the files,
+they save a checkpoint in a hidden folder, from which the coordinator writes the files.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.safetensors.layout import UNTIED, FilePlace, ModelLayout, TensorFacts
+from torch_ckpt.formats.safetensors.layout import UNTIED, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.replica_check import CheckReplicas
-from torch_ckpt.planning.replicas import CutItem, item_nbytes, work_of
+from torch_ckpt.planning.replicas import CutItem, work_of
 from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
@@ -62,9 +65,15 @@ from torch_ckpt.storage.safetensors_commit import (
     pending_names,
     publish_model,
 )
+from torch_ckpt.storage.safetensors_pieces import (
+    Piece,
+    dtype_name,
+    group_pieces,
+    is_sequence,
+    pieces_of,
+)
 from torch_ckpt.storage.safetensors_streams import (
     copy_file_of,
-    is_whole_run,
     publish_streams,
     stream_names,
 )
@@ -100,17 +109,6 @@ class _ModelPlan:
     share: Any
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A range of a file that a rank writes: a box, or the header, without an item and a place."""
-
-    file: int
-    offset: int
-    nbytes: int
-    item: WriteItem | None = None
-    place: FilePlace | None = None
-
-
 class SafetensorsWriter(FastWriter):
     """Saves a model as safetensors files for Hugging Face's loaders.
 
@@ -121,6 +119,9 @@ class SafetensorsWriter(FastWriter):
     :class:`FastSavePlanner`, which :func:`torch_ckpt.save` uses by default. The files are
     ``model.safetensors`` or those that ``model.safetensors.index.json`` names. An existing model in
     the directory is replaced atomically.
+
+    On a store, the files of a model that replaces another one have other names, which the index
+    has. With several ranks, the coordinator writes all files, from a hidden checkpoint.
 
     Args:
         path: Directory of the model, on storage that every rank can reach. Created if missing.
@@ -222,7 +223,7 @@ class SafetensorsWriter(FastWriter):
                 dataclasses.replace(plan, storage_data=share)
                 for plan, share in zip(plans, shares, strict=True)
             ]
-            if len(plans) > 1 or not _is_sequence(_pieces_of(plans[0], self._layout)):
+            if len(plans) > 1 or not is_sequence(pieces_of(plans[0], self._layout)):
                 shares = [
                     plan.storage_data for plan in self._begin_relay(self.save_id)._place(plans)
                 ]
@@ -247,13 +248,13 @@ class SafetensorsWriter(FastWriter):
             return self._begin_relay(model_plan.save_id)._write(plan, planner)
         with gc_paused():
             layout = ModelLayout.decode(model_plan.layout)
-            pieces = _pieces_of(plan, layout)
+            pieces = pieces_of(plan, layout)
         for number in range(model_plan.rank, len(layout.files), model_plan.world_size):
-            pieces.append(_Piece(number, 0, len(layout.files[number].header)))
+            pieces.append(Piece(number, 0, len(layout.files[number].header)))
         if not pieces:
             return []
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
-        groups = _group_pieces(pieces, self.thread_count, whole_files=self._writes_streams)
+        groups = group_pieces(pieces, self.thread_count, whole_files=self._writes_streams)
         pools = self._prepare_pools(len(groups), sum(piece.nbytes for piece in pieces))
         names = self._names or pending_names(len(layout.files), model_plan.save_id)
 
@@ -434,7 +435,7 @@ def _facts_of_items(plans: Sequence[SavePlan]) -> list[TensorFacts]:
             raise UnsupportedError(
                 f"cannot store {fqn!r} as safetensors: its layout is {data.properties.layout}"
             )
-        facts = TensorFacts(fqn, _dtype_name(data.properties.dtype), tuple(data.size))
+        facts = TensorFacts(fqn, dtype_name(data.properties.dtype), tuple(data.size))
         if found.setdefault(fqn, facts) != facts:
             raise MismatchError(
                 f"cannot store {fqn!r}: ranks disagree on it: {facts.dtype} of "
@@ -442,10 +443,6 @@ def _facts_of_items(plans: Sequence[SavePlan]) -> list[TensorFacts]:
             )
     _raise_if_any(objects)
     return list(found.values())
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _raise_if_any(objects: Sequence[str]) -> None:
@@ -456,52 +453,6 @@ def _raise_if_any(objects: Sequence[str]) -> None:
             f"cannot store {names}{more} as safetensors: the format supports only tensors; "
             f"{_WAY_OUT}"
         )
-
-
-def _pieces_of(plan: SavePlan, layout: ModelLayout) -> list[_Piece]:
-    items = (item for item in work_of(plan) if item.index.fqn not in layout.omitted)
-    return [_piece_of(item, layout) for item in items]
-
-
-def _is_sequence(pieces: Sequence[_Piece]) -> bool:
-    """Returns whether pieces can be written in the order of their offsets, each at once."""
-    return all(
-        is_whole_run(piece.item.tensor_data.chunk.sizes, piece.place.facts.sizes)
-        for piece in pieces
-        if piece.nbytes and piece.item and piece.item.tensor_data and piece.place
-    )
-
-
-def _piece_of(item: WriteItem, layout: ModelLayout) -> _Piece:
-    data = item.tensor_data
-    place = layout.places.get(item.index.fqn)
-    if data is None or place is None:
-        raise CheckpointError(f"cannot write {item.index.fqn!r}: the file layout does not have it")
-    facts = TensorFacts(item.index.fqn, _dtype_name(data.properties.dtype), tuple(data.size))
-    if facts != place.facts:
-        raise MismatchError(
-            f"cannot write {facts.fqn!r}: it is {facts.dtype} of {list(facts.sizes)}, and the file "
-            f"layout has {place.facts.dtype} of {list(place.facts.sizes)}"
-        )
-    offset, stride = place.offset, data.properties.dtype.itemsize
-    for size, begin in zip(reversed(data.size), reversed(data.chunk.offsets), strict=True):
-        offset += begin * stride
-        stride *= size
-    return _Piece(place.file, offset, item_nbytes(item), item, place)
-
-
-def _group_pieces(pieces: Sequence[_Piece], count: int, *, whole_files: bool) -> list[list[_Piece]]:
-    """Splits pieces, in the given order, into up to ``count`` groups of about equal bytes."""
-    total = sum(piece.nbytes for piece in pieces)
-    groups: list[list[_Piece]] = [[] for _ in range(count)]
-    done, group = 0, groups[0]
-    for before, piece in zip([None, *pieces], pieces, strict=False):
-        if not whole_files or before is None or piece.file != before.file:
-            middle = done + piece.nbytes // 2
-            group = groups[min(middle * count // max(total, 1), count - 1)]
-        group.append(piece)
-        done += piece.nbytes
-    return [group for group in groups if group]
 
 
 @dataclass(frozen=True)
@@ -515,7 +466,7 @@ class _PieceWriter:
     pool: _native.BufferPool
     jobs: FileJobs
 
-    def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
+    def write(self, file: int, pieces: Sequence[Piece]) -> WriteResult:
         writer, model_file = self.writer, self.layout.files[file]
         job = writer._job(self.names[file], model_file.nbytes, self.pool)
         self.jobs.begin(job)
@@ -527,7 +478,7 @@ class _PieceWriter:
         return WriteResult(MetadataIndex(self.names[file]), nbytes, file)
 
     def _batches(
-        self, pieces: Sequence[_Piece], job: _native.SharedFileJob, header: bytes
+        self, pieces: Sequence[Piece], job: _native.SharedFileJob, header: bytes
     ) -> Iterator[list[tuple[_native.TensorView, int, Sequence[int], Sequence[int]]]]:
         """Yields batches of boxes. Bounds the temporary copies of tensors in each batch."""
         batch: list[tuple[_native.TensorView, int, Sequence[int], Sequence[int]]] = []
