@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
+import torch
+from obstore.store import S3Store
 from store_kills import KillCampaign, RaceCampaign
 from support.radosgw import on_servers
 from support.store_campaigns import (
@@ -28,10 +31,14 @@ from support.store_campaigns import (
 )
 from support.store_proxy import Fault, Request, StoreProxy
 from support.store_server import SECRET_KEY, JuiceFS, StoreServer
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from torch_ckpt import FastWriter, SafetensorsWriter
+from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
 from torch_ckpt.errors import CorruptionError, StorageError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.object_store import object_store
 from torch_ckpt.filesystems.obstore_client import ObstoreClient
 from torch_ckpt.process_state import PROCESS
@@ -107,6 +114,45 @@ def test_a_commit_is_recognised_by_damaged_answers(
     store_proxy.forget()
     assert loaded(store_url) == 2
     assert_only_one(store_url)
+
+
+class _OwnData(DefaultSavePlanner):
+    """A planner whose values an index cannot represent, so that readers need the whole metadata."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = "other than paths"
+        return plans, metadata
+
+
+def test_metadata_that_are_replaced_between_two_requests_are_not_damaged(
+    store_server: StoreServer, store_proxy: StoreProxy, store_url: str
+) -> None:
+    """Those of such names are longer than what the first request reads."""
+    place, versions, files = Location(store_url), [], {}
+    for count in (3000, 3001):
+        state = {f"tensor.{number:0400}": torch.zeros(1) for number in range(count)}
+        torch_ckpt.save(state, storage_writer=FastWriter(store_url), planner=_OwnData())
+        files |= {n: (place / n).read() for n in place.names() if n.startswith(".index")}
+        versions.append((place / ".metadata").read())
+    assert min(map(len, versions)) > 1 << 20
+    for name, contents in {**files, ".metadata": versions[0]}.items():
+        (place / name).replace(contents, sync=True)
+    requests: list[Request] = []
+    bucket, key = store_url.removeprefix("s3://").split("/", 1)
+    direct = S3Store(bucket, endpoint=store_server.endpoint)  # The proxy waits for the function.
+
+    def replace(request: Request) -> bool:
+        requests.append(request)
+        if len(requests) == 3:  # After its beginning and its end.
+            obstore.put(direct, f"{key}/.metadata", versions[1])
+        return False
+
+    PROCESS.file_systems.clear()
+    store_proxy.add(Fault("delay", ("get",), r"/\.metadata$", when=replace))
+    found = FastReader(store_url).read_metadata().state_dict_metadata
+    assert len(found) == 3001
+    assert len(requests) > 3
 
 
 def test_a_failed_probe_fails_no_write(store_proxy: StoreProxy, store_url: str) -> None:
