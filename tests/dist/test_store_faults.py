@@ -191,10 +191,11 @@ def test_versions_are_compared_with_or_without_the_quotes_of_http(
     save(store_url, 1)
     quoted = Fault("status", ("put",), status=412, when=lambda request: '"' in request.condition)
     store_proxy.add(quoted)
-    save(store_url, 2)
-    assert quoted.met == 1
-    assert loaded(store_url) == 2
-    assert_only_one(store_url)
+    for version in (2, 3):
+        save(store_url, version)
+        assert quoted.met == 1, "later saves of the process know it"
+        assert loaded(store_url) == version
+        assert_only_one(store_url)
 
 
 def test_a_number_in_a_name_is_no_status(store_proxy: StoreProxy, store_url: str) -> None:
