@@ -11,8 +11,8 @@
 // if it lies within one run. It writes the ends of a run through the page cache, where a write
 // covers exact bytes. No page is ever written both ways.
 //
-// If the file system does not write at offsets, the file is a stream. Then one job writes all of it,
-// in ascending order, and it appears with `finish`.
+// If the file system does not write at offsets, the file is a stream. Then one job writes all of
+// it, in ascending order, and it appears with `finish`.
 //
 // FastWriter runs one job for each file that the rank contributes to, in one or more threads.
 
@@ -38,7 +38,8 @@ struct BoxPlace {
 class SharedFileJob final : public FileJob {
  public:
   // Opens the file at `path`, which exists unless it is a stream, and reserves `file_nbytes`, which
-  // is equal on all ranks. Errors: kInvalidArgument if another job uses the pool; kNotFound; kStorage.
+  // is equal on all ranks. Errors: kInvalidArgument if another job uses the pool; kNotFound;
+  // kStorage.
   static Result<std::unique_ptr<SharedFileJob>> start(FileSystem& fs, const std::string& path,
                                                       int64_t file_nbytes, BufferPool& pool,
                                                       const SaveOptions& options);
