@@ -181,6 +181,14 @@ void bind_file_system(py::module_& module) {
             return value_or_raise(without_gil([&] { return fs.version(path.string()); }));
           },
           py::arg("path"))
+      .def(
+          "publish",
+          [](FileSystem& fs, const std::filesystem::path& path, const py::bytes& contents,
+             const std::string& version) {
+            const Bytes bytes = as_bytes(static_cast<std::string_view>(contents));
+            raise_if_error(without_gil([&] { return fs.publish(path.string(), bytes, version); }));
+          },
+          py::arg("path"), py::arg("contents"), py::arg("version"))
       .def_property_readonly(
           "publishes_by_condition",
           [](const FileSystem& fs) { return fs.traits().publishes_by_condition; })

@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -17,6 +18,7 @@
 
 #include "io/posix_file_system.h"
 #include "support/memory_file_system.h"
+#include "support/memory_object_store.h"
 #include "support/read_file.h"
 #include "support/saved_file.h"
 #include "support/status_matchers.h"
@@ -198,6 +200,62 @@ TEST(SharedFileJobTest, ABoxOutsideOfItsTensorOrTheFileIsRefused) {
     const Status status = job->write(place, tensor.live);
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     EXPECT_THAT(status.message(), HasSubstr("cannot write 't' at"));
+  }
+}
+
+// Tensors in the order of the file, some of them transposed.
+std::vector<Piece> whole_tensors(const std::vector<int64_t>& rows, std::string* file) {
+  std::vector<Piece> pieces;
+  *file = std::string(100, 'h');
+  for (const int64_t count : rows) {
+    const auto seed = static_cast<uint32_t>(pieces.size()) + 1;
+    TestTensor tensor = TestTensor::random("t", DType::kInt16, {count, 320}, seed);
+    if (seed % 2 == 0) tensor = tensor.transposed(0, 1);
+    const Dims sizes = tensor.live.sizes;
+    pieces.push_back({{static_cast<int64_t>(file->size()), sizes, Dims(2)}, tensor});
+    *file += tensor.packed();
+  }
+  return pieces;
+}
+
+TEST(SharedFileJobTest, OnAStoreAFileIsOneStreamThatAppearsAtItsEnd) {
+  for (const std::vector<int64_t>& rows :
+       {std::vector<int64_t>{}, {0, 7, 0}, {3, 20'000, 1, 15'000, 4}}) {
+    std::string file;
+    const auto pieces = whole_tensors(rows, &file);
+    for (const int64_t blocks : {2, 5}) {
+      MemoryStoreFileSystem fs;
+      const auto nbytes = static_cast<int64_t>(file.size());
+      const int64_t block = int64_t{1} << 20;
+      const auto pool = make_pool(blocks * block, block);
+      ASSERT_OK_AND_ASSIGN(auto job, SharedFileJob::start(fs, "bucket/model", nbytes, *pool, {}));
+      ASSERT_OK(job->put(0, as_bytes(file).subspan(0, 100)));
+      for (const Piece& piece : pieces) ASSERT_OK(job->write(piece.place, piece.tensor.live));
+      EXPECT_EQ(read_file(fs, "bucket/model").status().code(), StatusCode::kNotFound);
+      ASSERT_OK(job->finish());
+      ASSERT_OK_AND_ASSIGN(const auto found, read_file(fs, "bucket/model"));
+      EXPECT_TRUE(std::ranges::equal(found, as_bytes(file)));
+      EXPECT_EQ(pool->free_count(), pool->block_count());
+    }
+  }
+}
+
+TEST(SharedFileJobTest, AStreamThatIsOutOfOrderOrTooShortLeavesNoFile) {
+  std::string file;
+  const auto pieces = whole_tensors({7, 7}, &file);
+  const auto nbytes = static_cast<int64_t>(file.size());
+  for (const bool is_too_short : {false, true}) {
+    MemoryStoreFileSystem fs;
+    const auto pool = make_pool(4 * kBlock, kBlock);
+    ASSERT_OK_AND_ASSIGN(auto job, SharedFileJob::start(fs, "bucket/model", nbytes, *pool, {}));
+    ASSERT_OK(job->put(0, as_bytes(file).subspan(0, 100)));
+    const Piece& piece = pieces[is_too_short ? 0 : 1];
+    const Status written = job->write(piece.place, piece.tensor.live);
+    const Status status = is_too_short ? job->finish() : written;
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.message();
+    job.reset();
+    EXPECT_EQ(read_file(fs, "bucket/model").status().code(), StatusCode::kNotFound);
+    EXPECT_EQ(pool->free_count(), pool->block_count());
   }
 }
 

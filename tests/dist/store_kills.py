@@ -15,7 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 from forks import Forks
-from support.store_campaigns import LARGE, SMALL, assert_only_one, cause_of, loaded, save, state_of
+from support.store_campaigns import (
+    LARGE,
+    SMALL,
+    Writer,
+    assert_only_one,
+    cause_of,
+    loaded,
+    save,
+    state_of,
+)
 from support.store_proxy import Fault, Request, StoreProxy
 from support.store_server import StoreServer
 
@@ -27,6 +36,7 @@ from torch_ckpt.process_state import PROCESS
 __all__ = ["KillCampaign", "RaceCampaign", "save_on_a_rank"]
 
 START_S = 60.0
+COMMITS = r"/\.metadata$|/model\.safetensors\.index\.json$"
 SAVE_S = 60.0
 TIMEOUT_S = 10.0  # For one save.
 
@@ -39,6 +49,7 @@ def save_on_a_rank(
     variables: dict[str, str],
     url: str,
     rows: int,
+    writer: Writer = FastWriter,
 ) -> None:
     """A rank: says ``ready``, waits, saves version 2, says how that went."""
     os.environ.update(variables)
@@ -50,12 +61,12 @@ def save_on_a_rank(
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    state = state_of(2, rows)
+    state = state_of(2, rows, writer)
     state["own"] = {str(rank): state["b"] + rank}
     pipe.send("ready")
     pipe.recv()
     try:
-        torch_ckpt.save(state, storage_writer=FastWriter(url), timeout_s=TIMEOUT_S)
+        torch_ckpt.save(state, storage_writer=writer(url), timeout_s=TIMEOUT_S)
     except BaseException as error:
         pipe.send(f"raised {type(cause_of(error)).__name__}: {cause_of(error)}"[:500])
         os._exit(1)
@@ -82,6 +93,7 @@ class KillCampaign:
     proxy: StoreProxy
     folder: str
     rng: random.Random
+    writer: Writer = FastWriter
     forks: Forks = field(default_factory=Forks)
     kills: int = 0
     breaches: list[str] = field(default_factory=list)
@@ -97,7 +109,7 @@ class KillCampaign:
             victims = self.rng.choice([(0,), (1,), (0, 1)])
             if rows not in self._requests:
                 self._fresh()
-                save(f"{self.folder}/whole", 1, rows)
+                save(f"{self.folder}/whole", 1, rows, self.writer)
                 self._fresh()
                 self._save(f"{self.folder}/whole", rows, (), _NEVER)
                 self._requests[rows] = len(self.proxy.requests)
@@ -112,14 +124,14 @@ class KillCampaign:
         what = f"{url}: {rows} rows, former {former}, {victims or 'server'} killed at {at}"
         self._fresh()
         if former:
-            save(url, former, rows)
+            save(url, former, rows, self.writer)
         self._fresh()
         outcomes, was_killed = self._save(url, rows, victims, at)
         self.kills += was_killed
         what = f"{what}, {outcomes}"
         self._fresh()
         try:
-            version: int | None = loaded(url, rows)
+            version: int | None = loaded(url, rows, self.writer)
         except AssertionError as error:
             self.breaches.append(f"{what}: {error}")
             return
@@ -133,9 +145,9 @@ class KillCampaign:
         if "hangs" in outcomes:
             self.breaches.append(f"{what}: a rank hangs")
         try:
-            save(url, 3, rows)
-            assert loaded(url, rows) == 3
-            assert_only_one(url)
+            save(url, 3, rows, self.writer)
+            assert loaded(url, rows, self.writer) == 3
+            assert_only_one(url, writer=self.writer)
         except BaseException as error:
             self.breaches.append(f"{what}: the next save: {cause_of(error)!r}")
 
@@ -149,7 +161,7 @@ class KillCampaign:
         variables = self.server.environment(self.proxy.endpoint)
         store = self.forks.store.port, str(self.forks.next_number())
         ranks = [
-            self.forks.start(save_on_a_rank, rank, 2, store, variables, url, rows)
+            self.forks.start(save_on_a_rank, rank, 2, store, variables, url, rows, self.writer)
             for rank in range(2)
         ]
         restarted: list[threading.Thread] = []
@@ -221,12 +233,14 @@ def _job(pipe: connection.Connection, variables: dict[str, str]) -> None:
 class RaceCampaign:
     """Jobs save one checkpoint at the same time, each through a proxy of its own.
 
-    In half of the races, no job commits before all want to: then exactly one may.
+    In half of the races, no job commits before all want to: then exactly one may. ``options`` are
+    those of every save.
     """
 
     server: StoreServer
     folder: str
     rng: random.Random
+    options: dict[str, Any] = field(default_factory=dict)
     breaches: list[str] = field(default_factory=list)
     winners: list[int] = field(default_factory=list)
 
@@ -259,16 +273,16 @@ class RaceCampaign:
         overlaps = number % 2 == 0
         if not is_first:
             PROCESS.file_systems.clear()
-            save(url, 1)
+            save(url, 1, **self.options)
         gate = threading.Barrier(len(jobs))
         for proxy in proxies:
             proxy.forget()
             if overlaps:
-                proxy.add(Fault("delay", requests=("put",), path=r"/\.metadata$", when=_wait(gate)))
+                proxy.add(Fault("delay", requests=("put",), path=COMMITS, when=_wait(gate)))
         keeps = number % 4 == 0 and is_first  # The last job may not replace a checkpoint.
-        options = [{} for _ in jobs]
+        options = [dict(self.options) for _ in jobs]
         if keeps:
-            options[-1] = {"overwrite": False}
+            options[-1]["overwrite"] = False
         for version, pipe in enumerate(jobs, 2):
             delay = 0.0 if overlaps else self.rng.uniform(0, 0.1)
             pipe.send((url, version, delay, options[version - 2]))
@@ -287,10 +301,11 @@ class RaceCampaign:
                 self.breaches.append(f"{what}: the error of a loser says nothing of the winner")
         PROCESS.file_systems.clear()
         try:
-            version = loaded(url)
+            writer = self.options.get("writer", FastWriter)
+            version = loaded(url, writer=writer)
             if version not in winners:
                 self.breaches.append(f"{what}: version {version} is there")
-            assert_only_one(url)
+            assert_only_one(url, 1 if writer is FastWriter else 3, writer)
         except BaseException as error:
             self.breaches.append(f"{what}: {cause_of(error)!r}, {Location(url).names()}")
 

@@ -12,13 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
+import torch
+from obstore.store import S3Store
 from store_kills import KillCampaign, RaceCampaign
 from support.radosgw import on_servers
 from support.store_campaigns import (
     LARGE,
     SMALL,
     Campaign,
+    Writer,
     assert_only_one,
     cause_of,
     loaded,
@@ -27,10 +31,14 @@ from support.store_campaigns import (
 )
 from support.store_proxy import Fault, Request, StoreProxy
 from support.store_server import SECRET_KEY, JuiceFS, StoreServer
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from torch_ckpt import FastWriter
+from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
 from torch_ckpt.errors import CorruptionError, StorageError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.object_store import object_store
 from torch_ckpt.filesystems.obstore_client import ObstoreClient
 from torch_ckpt.process_state import PROCESS
@@ -42,10 +50,16 @@ def draws(seed: int) -> random.Random:
     return random.Random(seed)
 
 
+of_all = pytest.mark.parametrize("writer", [FastWriter, SafetensorsWriter])
+
+
+@of_all
 @on_servers
-def test_faults_by_seed(store_proxy: StoreProxy, store_url: str, seed: int, full: bool) -> None:
+def test_faults_by_seed(
+    store_proxy: StoreProxy, store_url: str, writer: Writer, seed: int, full: bool
+) -> None:
     """A save or load succeeds, or raises a typed error; no value is ever wrong."""
-    campaign = Campaign(store_proxy, store_url, draws(seed))
+    campaign = Campaign(store_proxy, store_url, draws(seed), writer)
     campaign.run(200 if full else 3)
     assert not campaign.breaches, "\n".join(campaign.breaches)
 
@@ -102,6 +116,45 @@ def test_a_commit_is_recognised_by_damaged_answers(
     assert_only_one(store_url)
 
 
+class _OwnData(DefaultSavePlanner):
+    """A planner whose values an index cannot represent, so that readers need the whole metadata."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = "other than paths"
+        return plans, metadata
+
+
+def test_metadata_that_are_replaced_between_two_requests_are_not_damaged(
+    store_server: StoreServer, store_proxy: StoreProxy, store_url: str
+) -> None:
+    """Those of such names are longer than what the first request reads."""
+    place, versions, files = Location(store_url), [], {}
+    for count in (3000, 3001):
+        state = {f"tensor.{number:0400}": torch.zeros(1) for number in range(count)}
+        torch_ckpt.save(state, storage_writer=FastWriter(store_url), planner=_OwnData())
+        files |= {n: (place / n).read() for n in place.names() if n.startswith(".index")}
+        versions.append((place / ".metadata").read())
+    assert min(map(len, versions)) > 1 << 20
+    for name, contents in {**files, ".metadata": versions[0]}.items():
+        (place / name).replace(contents, sync=True)
+    requests: list[Request] = []
+    bucket, key = store_url.removeprefix("s3://").split("/", 1)
+    direct = S3Store(bucket, endpoint=store_server.endpoint)  # The proxy waits for the function.
+
+    def replace(request: Request) -> bool:
+        requests.append(request)
+        if len(requests) == 3:  # After its beginning and its end.
+            obstore.put(direct, f"{key}/.metadata", versions[1])
+        return False
+
+    PROCESS.file_systems.clear()
+    store_proxy.add(Fault("delay", ("get",), r"/\.metadata$", when=replace))
+    found = FastReader(store_url).read_metadata().state_dict_metadata
+    assert len(found) == 3001
+    assert len(requests) > 3
+
+
 def test_a_failed_probe_fails_no_write(store_proxy: StoreProxy, store_url: str) -> None:
     """The first write with a condition is repeated, to find out whether conditions count."""
     store_proxy.add(Fault("status", ("put",), status=403, when=is_conditional, skip=1, times=1))
@@ -138,10 +191,11 @@ def test_versions_are_compared_with_or_without_the_quotes_of_http(
     save(store_url, 1)
     quoted = Fault("status", ("put",), status=412, when=lambda request: '"' in request.condition)
     store_proxy.add(quoted)
-    save(store_url, 2)
-    assert quoted.met == 1
-    assert loaded(store_url) == 2
-    assert_only_one(store_url)
+    for version in (2, 3):
+        save(store_url, version)
+        assert quoted.met == 1, "later saves of the process know it"
+        assert loaded(store_url) == version
+        assert_only_one(store_url)
 
 
 def test_a_number_in_a_name_is_no_status(store_proxy: StoreProxy, store_url: str) -> None:
@@ -206,10 +260,16 @@ def test_a_stall_of_half_a_minute_fails_nothing(store_proxy: StoreProxy, store_u
     assert [fault.met for fault in store_proxy.faults] == [1, 1]
 
 
+@of_all
 def test_kills_at_requests(
-    store_server: StoreServer, store_proxy: StoreProxy, store_url: str, seed: int, full: bool
+    store_server: StoreServer,
+    store_proxy: StoreProxy,
+    store_url: str,
+    writer: Writer,
+    seed: int,
+    full: bool,
 ) -> None:
-    campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed))
+    campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed), writer)
     campaign.run(200 if full else 4)
     assert not campaign.breaches, "\n".join(campaign.breaches)
     assert not full or campaign.found.keys() >= {"None", "1", "2"}, campaign.found
@@ -224,12 +284,17 @@ def test_kills_of_the_server(
     assert not campaign.breaches, "\n".join(campaign.breaches)
 
 
+MODEL = {"writer": SafetensorsWriter, "max_shard_nbytes": 1000}
+"""A model of several files: its index is the commit."""
+
+
 @on_servers
+@pytest.mark.parametrize("options", [{}, MODEL], ids=["checkpoint", "model"])
 def test_jobs_that_save_one_checkpoint(
-    store_server: StoreServer, store_url: str, seed: int, full: bool
+    store_server: StoreServer, store_url: str, options: dict[str, Any], seed: int, full: bool
 ) -> None:
     """One of the saves that overlap commits, and the others say so and leave nothing."""
-    campaign = RaceCampaign(store_server, store_url, draws(seed))
+    campaign = RaceCampaign(store_server, store_url, draws(seed), options)
     campaign.run(100 if full else 5)
     assert not campaign.breaches, "\n".join(campaign.breaches)
 

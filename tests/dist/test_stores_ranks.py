@@ -16,11 +16,14 @@ from ranks import Worlds
 from support.radosgw import on_servers
 from support.store_proxy import Fault, StoreProxy
 from support.store_server import SECRET_KEY, StoreServer
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastWriter, Run
+from torch_ckpt import FastReader, FastSavePlanner, FastWriter, Run, SafetensorsWriter
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
 
 pytestmark = pytest.mark.timeout(150)
@@ -52,8 +55,7 @@ def state_of(step: int, rows: int = ROWS) -> dict[str, Any]:
     return {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "replica": replica, "step": step}
 
 
-def differences(state: dict[str, Any], step: int, rows: int = ROWS) -> list[str]:
-    expected = state_of(step, rows)
+def differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     found = []
     for name, value in state.items():
         wanted = expected[name]
@@ -73,7 +75,7 @@ def load(variables: dict[str, str], path: str, step: int) -> list[str]:
     with store(variables):
         state = state_of(-1)
         torch_ckpt.load(state, storage_reader=FastReader(path))
-        return differences(state, step)
+        return differences(state, state_of(step))
 
 
 PLACES = {
@@ -100,6 +102,59 @@ def test_ranks_save_and_others_load(worlds: Worlds, place: tuple[dict[str, str],
         assert found == [[]] * ranks
 
 
+def model_of(step: int, rows: int = ROWS) -> dict[str, Any]:
+    """Also a tensor whose shards lie side by side in a file, and a tied one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    columns = torch.arange(300 * 64.0).reshape(300, 64) + step
+    state = state_of(step, rows) | {"columns": distribute_tensor(columns, mesh, [Shard(1)])}
+    return {**state, "step": torch.tensor(step), "tied": state["replica"]}
+
+
+class _Failing(FastSavePlanner):
+    """A planner that fails on the second rank, when the first one may have written its file."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if dist.get_rank() == 1:
+            raise ValueError("no such tensor")
+        return super().finish_plan(new_plan)
+
+
+def save_model(
+    variables: dict[str, str], path: str, step: int, planner: type[FastSavePlanner]
+) -> list[str]:
+    """The names that are there after a save as safetensors, which may fail."""
+    with store(variables):
+        writer = SafetensorsWriter(path, thread_count=2)
+        with contextlib.suppress(CheckpointException):
+            torch_ckpt.save(model_of(step), storage_writer=writer, planner=planner())
+        dist.barrier()
+        place = Location(path)
+        return [
+            name for name in place.names() if (place / name).is_file() or (place / name).names()
+        ]
+
+
+def load_model(variables: dict[str, str], path: str, step: int) -> list[str]:
+    with store(variables):
+        state = model_of(-1)
+        torch_ckpt.load(state, storage_reader=FastReader(path))
+        return differences(state, model_of(step))
+
+
+def test_ranks_save_a_model_and_others_load(
+    worlds: Worlds, place: tuple[dict[str, str], str]
+) -> None:
+    variables, url = place
+    path = f"{url}/model"
+    for step, planner in enumerate([_Failing, FastSavePlanner, _Failing, FastSavePlanner]):
+        names = worlds.run(2, save_model, variables, path, step, planner, timeout_s=TIMEOUT_S)
+        count = (0, 1, 1, 2)[step]  # The second model that replaces another has an index.
+        assert [len(each) for each in names] == [count] * 2, names
+    for ranks in (3, 1):
+        found = worlds.run(ranks, load_model, variables, path, 3, timeout_s=TIMEOUT_S)
+        assert found == [[]] * ranks
+
+
 def train(variables: dict[str, str], path: str) -> list[str]:
     with store(variables), Run(path, asynchronous=True, keep_last=2, timeout_s=TIMEOUT_S) as run:
         for step in range(4):
@@ -107,7 +162,7 @@ def train(variables: dict[str, str], path: str) -> list[str]:
         run.wait()
         state = state_of(-1, 1000)
         assert run.restore(state) == 3
-        return differences(state, 3, 1000)
+        return differences(state, state_of(3, 1000))
 
 
 def test_ranks_of_a_run_resume(worlds: Worlds, place: tuple[dict[str, str], str]) -> None:

@@ -17,6 +17,7 @@ from torch_ckpt.process_state import PROCESS
 
 pytest.importorskip("hdfs_native")
 
+from torch_ckpt.filesystems import hdfs_client
 from torch_ckpt.filesystems.hdfs_client import HdfsClient
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,7 +100,10 @@ def test_several_name_nodes_have_errors_of_their_own() -> None:
             client.find(f"{host}/run/file", 0)
 
 
-def test_a_host_that_was_not_reached_fails_at_once_for_a_second(silent: str) -> None:
+def test_a_host_that_was_not_reached_fails_at_once_for_a_second(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hdfs_client, "_FIRST_S", 0.5)
     failure(f"hdfs://{silent}/run")
     began = time.monotonic()
     with pytest.raises(StorageError):
@@ -110,15 +114,16 @@ def test_a_host_that_was_not_reached_fails_at_once_for_a_second(silent: str) -> 
 END = """
 import socket, sys, time
 from torch_ckpt.errors import StorageError
-from torch_ckpt.filesystems.hdfs_client import HdfsClient
+from torch_ckpt.filesystems import hdfs_client
 
 class Slow:
     def __del__(self):
-        time.sleep(2)
+        time.sleep(1)
 
 listener = socket.create_server(("127.0.0.1", 0))
+hdfs_client._FIRST_S = 1.0
 try:
-    HdfsClient("hdfs").list(f"127.0.0.1:{listener.getsockname()[1]}")
+    hdfs_client.HdfsClient("hdfs").list(f"127.0.0.1:{listener.getsockname()[1]}")
 except StorageError as error:
     print(error)
 sys.modules["slow"] = Slow()  # The interpreter takes long to end.
@@ -129,7 +134,7 @@ listener.close()  # The library gives up meanwhile.
 def test_a_call_without_an_answer_does_not_crash_the_end_of_a_process(
     run_new_python: Callable[..., str],
 ) -> None:
-    assert "no answer in 5 s" in run_new_python(END)
+    assert "no answer in 1 s" in run_new_python(END)
 
 
 def test_a_forked_process_is_refused() -> None:

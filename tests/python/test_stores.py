@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -18,9 +19,13 @@ from random import Random
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from support.cutting import CuttingSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from waits import SOON_S, until
 
@@ -172,21 +177,144 @@ def test_a_location_reaches_its_object(folder: str) -> None:
     assert names_in(str(place)) == []
 
 
-def test_what_needs_writes_at_offsets_is_refused_at_once(folder: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"cannot write safetensors to {folder}"):
-        SafetensorsWriter(folder)
+# ---- Models ----
 
 
-def test_a_conversion_to_another_format_goes_by_a_local_directory(folder: str) -> None:
+def model_of(step: int, rows: int = 300) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state_of(step, rows).items() if name != "step"}
+
+
+def assert_model(path: str, step: int, rows: int = 300) -> None:
+    """FastReader and the loaders of Hugging Face find the same model there, and no other file."""
+    loaded = model_of(-1, rows)
+    dcp.load(loaded, storage_reader=FastReader(path))
+    torch.testing.assert_close(loaded, model_of(step, rows), rtol=0, atol=0)
+    place, found = Location(path), names_in(path)
+    files = ["model.safetensors"]
+    if "model.safetensors" not in found:
+        index = json.loads((place / "model.safetensors.index.json").read())
+        files = sorted(set(index["weight_map"].values()))
+    tensors = [safetensors.torch.load((place / name).read()) for name in files]
+    whole = {name: tensor for file in tensors for name, tensor in file.items()}
+    torch.testing.assert_close(whole, model_of(step, rows), rtol=0, atol=0)
+    assert set(found) - {"model.safetensors.index.json"} == set(files)
+
+
+@pytest.mark.parametrize("rows", [300, 1_000_000])  # One request for a file, and four parts.
+def test_a_model_replaces_the_former_one(folder: str, rows: int) -> None:
+    path = f"{folder}/model"
+    several = {"max_shard_nbytes": rows * 28 + 4096, "thread_count": 2}
+    for step, options in enumerate([{}, {}, several, several, {}]):
+        writer = SafetensorsWriter(path, **options)
+        if step % 2:
+            dcp.async_save(model_of(step, rows), storage_writer=writer).result()
+        else:
+            torch_ckpt.save(model_of(step, rows), storage_writer=writer)
+        assert "requests" in str(writer.io_mode)
+        assert_model(path, step, rows)
+        assert (step == 0) == ("model.safetensors" in names_in(path))
+        if options:
+            assert len(names_in(path)) == 3
+    with pytest.raises(CheckpointException, match=f"AlreadyExistsError.*{path}"):
+        torch_ckpt.save(model_of(5), storage_writer=SafetensorsWriter(path, overwrite=False))
+    assert_model(path, 4, rows)
+
+
+def test_a_model_of_boxes_out_of_order_is_stored(folder: str) -> None:
+    """By way of a checkpoint, as that of several ranks: a file is one stream."""
+    state = model_of(1, 5000)
+    for number in range(3):
+        planner = CuttingSavePlanner(Random(number))
+        writer = SafetensorsWriter(f"{folder}/model", max_shard_nbytes=100_000)
+        torch_ckpt.save(state, storage_writer=writer, planner=planner)
+        assert_model(f"{folder}/model", 1, 5000)
+
+
+@pytest.mark.parametrize(
+    "value", ["an object", torch.zeros(2, dtype=torch.complex128)], ids=["object", "dtype"]
+)
+def test_what_safetensors_cannot_have_is_refused_before_anything_is_written(
+    folder: str, value: object
+) -> None:
+    path = f"{folder}/model"
+    with pytest.raises(CheckpointException, match=r"UnsupportedError: cannot store 'z'"):
+        torch_ckpt.save({**model_of(1), "z": value}, storage_writer=SafetensorsWriter(path))
+    assert names_in(path) == []
+
+
+class _Failing(DefaultSavePlanner):
+    """A planner that does not give the last tensor of its plan."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.index.fqn == "w":
+            raise ValueError("no such tensor")
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_save_of_a_model_that_fails_leaves_the_former_one_alone(folder: str, step: int) -> None:
+    path = f"{folder}/model"
+    if step:
+        torch_ckpt.save(model_of(step), storage_writer=SafetensorsWriter(path))
+    writer = SafetensorsWriter(path, max_shard_nbytes=5000)
+    with pytest.raises(CheckpointException, match="no such tensor"):
+        torch_ckpt.save(model_of(2), storage_writer=writer, planner=_Failing())
+    if step:
+        assert_model(path, step)
+    else:
+        assert names_in(path) == []
+
+
+def test_files_of_a_model_without_their_index_are_no_model(folder: str) -> None:
+    """Else a reader would find a part of the model while it is written."""
+    path = f"{folder}/model"
+    for step in (1, 2):
+        writer = SafetensorsWriter(path, max_shard_nbytes=5000)
+        torch_ckpt.save(model_of(step), storage_writer=writer)
+    Location(f"{path}/model.safetensors.index.json").remove()
+    assert len(names_in(path)) == 2
+    with pytest.raises(CheckpointException, match=f"no checkpoint.*{path}"):
+        dcp.load(model_of(-1), storage_reader=FastReader(path))
+    torch_ckpt.save(model_of(3), storage_writer=SafetensorsWriter(path))
+    assert_model(path, 3)
+
+
+def test_of_two_saves_of_a_model_at_once_one_commits(folder: str) -> None:
+    for first in (0, 1):
+        path = f"{folder}/model-{first}"
+        torch_ckpt.save(model_of(0), storage_writer=SafetensorsWriter(path))
+        writers = [_HeldModel(path), _HeldModel(path)]
+        for writer, state in zip(writers, [model_of(1), model_of(2)], strict=True):
+            writer.begin(state)
+        writers[first].commit()
+        with pytest.raises(StorageError, match="another save"):
+            writers[1 - first].commit()
+        assert_model(path, first + 1)
+
+
+def test_a_conversion_to_safetensors_streams_and_replaces(folder: str) -> None:
+    target = f"{folder}/model"
+    for step in (1, 2):
+        torch_ckpt.save(model_of(step, 700_000), storage_writer=FastWriter(f"{folder}/step"))
+        convert = ["convert", f"{folder}/step", target, "--to", "safetensors"]
+        assert main(convert + ["--overwrite"] * (step - 1)) == 0
+        assert_model(target, step, 700_000)
+        assert main(convert) != 0
+        assert_model(target, step, 700_000)
+
+
+def test_a_conversion_to_a_format_of_several_files_goes_by_a_local_directory(folder: str) -> None:
     tensors = {"w": torch.randn(3000, 1000), "b": torch.arange(5)}
     torch_ckpt.save(tensors, storage_writer=FastWriter(f"{folder}/step"))
-    for form, name in (("safetensors", "model"), ("torch", "model.pt")):
-        target = f"{folder}/{form}/{name}"
-        assert main(["convert", f"{folder}/step", target, "--to", form]) == 0
-        loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        dcp.load(loaded, storage_reader=FastReader(target))
-        torch.testing.assert_close(loaded, tensors, rtol=0, atol=0)
-        assert main(["convert", f"{folder}/step", target, "--to", form, "--overwrite"]) != 0
+    target = f"{folder}/torch/model.pt"
+    assert main(["convert", f"{folder}/step", target, "--to", "torch"]) == 0
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(loaded, storage_reader=FastReader(target))
+    torch.testing.assert_close(loaded, tensors, rtol=0, atol=0)
+    assert main(["convert", f"{folder}/step", target, "--to", "torch", "--overwrite"]) != 0
+
+
+# ---- Saves at the same time ----
 
 
 def test_of_two_saves_at_once_one_commits(folder: str) -> None:
@@ -221,6 +349,10 @@ class _Held(FastWriter):
 
     def commit(self) -> None:
         self.finish(self.metadata, [self.results])
+
+
+class _HeldModel(SafetensorsWriter, _Held):
+    """The same of a model."""
 
 
 # ---- The agent, and saves in another process ----

@@ -99,6 +99,8 @@ PYTHON = {
     "storage/exchange.py _delete_keys store": Wait(STORE, "no rank waits"),
     "storage/file_jobs.py in_threads executor.map": Wait(DISK, CALL),
     "storage/file_jobs.py in_threads with ThreadPoolExecutor": Wait(DISK, CALL),
+    "storage/safetensors_streams.py copy_file_of loaded.result": Wait(CLIENT, CALL),
+    "storage/safetensors_streams.py copy_file_of with ThreadPoolExecutor": Wait(CLIENT, CALL),
     "storage/writer.py FastWriter with self._writing": Wait("at once: it is idle", CALL),
     "coordination/connect.py _dial connection.sendall": Wait("at once: a few bytes", "the parent"),
     "coordination/connect.py _dialled connection.recv": Wait("at once: it is ready", "the parent"),

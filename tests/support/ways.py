@@ -370,8 +370,8 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
 
 def is_refused(way: Way) -> bool:
     """Whether the product refuses a way in at its place."""
-    is_replaced = way["directory"] == "the same" and way["then"] not in ("", "convert to dcp")
-    return way["place"] == "store" and (way["writer"] == "safetensors" or is_replaced)
+    is_replaced = way["directory"] == "the same" and way["then"] == "convert to torch"
+    return way["place"] == "store" and is_replaced
 
 
 def format_of(way: Way) -> str:

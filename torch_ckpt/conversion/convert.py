@@ -45,7 +45,8 @@ def convert(
 
     Raises:
         AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false, or it
-            is of another format, or ``target`` is on a store and the format is not DCP's.
+            is of another format, or ``target`` is on a store and the format is not DCP's or
+            safetensors.
         NotFoundError: There is no checkpoint at ``source``, or no name with the prefix.
         UnsupportedError: The target's format cannot have a value of the source.
         CheckpointError: The source cannot be read, or the target cannot be written.
@@ -62,7 +63,7 @@ def convert(
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
         if ties and to in _WITH_TIES:
             values.find_ties()
-        if to != "dcp" and not target.file_system.writes_at_offsets:
+        if to not in ("dcp", "safetensors") and not target.file_system.writes_at_offsets:
             write_to_store(target, lambda local: TARGETS[to](values, local, False))
             return values.ties
         try:

@@ -10,8 +10,8 @@ from torch_ckpt.filesystems.location import Location
 
 __all__ = ["write_to_store"]
 
-_LAST = (".index.json", "latest_universal")
-"""Ends of the names of files that point to others."""
+_LAST = "latest_universal"
+"""Name of the file that points to others."""
 
 
 def write_to_store(target: Location, write: Callable[[Location], None]) -> None:

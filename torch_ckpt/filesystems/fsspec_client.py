@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.filesystems.store_client import METADATA, StoreClient, pending_path
 
 try:
@@ -144,20 +144,6 @@ class FsspecClient(StoreClient):
         except (NotImplementedError, FileNotFoundError):
             return time.time()  # As if it was written now: what is old by it may be removed.
         return modified.timestamp()
-
-    @contextlib.contextmanager
-    def _naming(self, what: str, path: str) -> Iterator[None]:
-        """Names the operation and the URL in errors of the library."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except FileNotFoundError as error:
-            raise NotFoundError(f"cannot {what} {self._url(path)}: there is none") from error
-        except Exception as error:
-            number = getattr(error, "errno", None) or errno.EIO
-            reason = f"{type(error).__name__}: {error}"
-            raise StorageError(f"cannot {what} {self._url(path)}: {reason}", number) from error
 
 
 def _version(info: Any) -> str:

@@ -324,26 +324,11 @@ class HdfsClient(StoreClient):
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, 5.0)
 
-    @contextlib.contextmanager
-    def _naming(self, what: str, path: str) -> Iterator[None]:
-        """Names the operation and the URL in errors of the library."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except FileNotFoundError as error:
-            raise NotFoundError(f"cannot {what} {self._url(path)}: there is none") from error
-        except FileExistsError as error:
-            raise StorageError(
-                f"cannot {what} {self._url(path)}: another one was written meanwhile", errno.EEXIST
-            ) from error
-        except (OSError, RuntimeError, NotImplementedError, ValueError) as error:
-            number, reason = _cause(error)
-            if _BELOW_FILE.search(reason):
-                raise NotFoundError(f"cannot {what} {self._url(path)}: {reason}") from None
-            raise StorageError(
-                f"cannot {what} {self._url(path)}: {reason} ({_configuration()})", number
-            ) from None
+    def _failure(self, attempt: str, error: Exception) -> CheckpointError:
+        number, reason = _cause(error)
+        if _BELOW_FILE.search(reason):
+            return NotFoundError(f"{attempt}: {reason}")
+        return StorageError(f"{attempt}: {reason} ({_configuration()})", number)
 
 
 def _cause(error: Exception) -> tuple[int, str]:

@@ -308,14 +308,6 @@ class Location:
             pending.discard()
             raise
 
-    def check_writes_at_offsets(self, what: str) -> None:
-        """Raises UnsupportedError if ``what`` cannot be written here, since it needs offsets."""
-        if not self.file_system.writes_at_offsets:
-            raise UnsupportedError(
-                f"cannot write {what} to {self}: that takes writes at offsets of a file, and this "
-                "store takes whole files only; save with FastWriter, and convert with torch-ckpt"
-            )
-
     def copy_to(self, target: Location) -> None:
         """Copies the file, durably. A failed copy may leave an incomplete file."""
         _native.copy_file(self.file_system, self.path, target.file_system, target.path)

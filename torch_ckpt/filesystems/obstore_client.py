@@ -88,6 +88,7 @@ class ObstoreClient(StoreClient):
         self._options = options
         self._impatient: dict[str, Any] = {}  # The same buckets, with few retries.
         self._conditional: dict[str, bool] = {}  # Bucket -> whether it respects conditions.
+        self._with_bare_versions: set[str] = set()  # Buckets that compare versions without quotes.
 
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         store, key = self._locate(path)
@@ -130,7 +131,7 @@ class ObstoreClient(StoreClient):
                     bucket, key, contents, mode
                 )
                 if not is_written:
-                    self._put_if(store, key, contents, mode)
+                    self._put_if(bucket, key, contents, mode)
             except (exceptions.NotSupportedError, NotImplementedError):
                 self._ignores_conditions(bucket)
                 obstore.put(store, key, contents, use_multipart=False)
@@ -152,20 +153,23 @@ class ObstoreClient(StoreClient):
             return False
         return True
 
-    def _put_if(self, store: Any, key: str, contents: Buffer, mode: Any) -> None:
+    def _put_if(self, bucket: str, key: str, contents: Buffer, mode: Any) -> None:
         """Writes an object on a condition.
 
         radosgw of Ceph 16 compares the bare version with the one that has the quotes of HTTP.
         """
+        store = self._connection(bucket)
+        quoted = mode.get("e_tag", "") if isinstance(mode, dict) else ""
+        bare: Any = {**mode, "e_tag": quoted.strip('"')} if quoted.startswith('"') else mode
+        first = bare if bucket in self._with_bare_versions else mode
         try:
             # If the first one was carried out, the caller finds its own bytes there.
-            self._repeated(lambda: obstore.put(store, key, contents, mode=mode))
+            self._repeated(lambda: obstore.put(store, key, contents, mode=first))
         except exceptions.PreconditionError:
-            quoted = mode.get("e_tag", "") if isinstance(mode, dict) else ""
-            if not quoted.startswith('"') or _version_of(store, key) != quoted:
+            if first is bare or _version_of(store, key) != quoted:
                 raise
-            bare: Any = {**mode, "e_tag": quoted.strip('"')}
             self._repeated(lambda: obstore.put(store, key, contents, mode=bare))
+            self._with_bare_versions.add(bucket)
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         store, key = self._locate(path)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 
 __all__ = ["METADATA", "PENDING", "StoreClient", "pending_path"]
 
@@ -71,3 +74,25 @@ class StoreClient:
 
     def _url(self, path: str) -> str:
         return f"{self._scheme}://{path}"
+
+    @contextlib.contextmanager
+    def _naming(self, what: str, path: str) -> Iterator[None]:
+        """Names the operation and the URL in errors of the library."""
+        attempt = f"cannot {what} {self._url(path)}"
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{attempt}: there is none") from error
+        except FileExistsError as error:
+            raise StorageError(
+                f"{attempt}: another one was written meanwhile", errno.EEXIST
+            ) from error
+        except Exception as error:
+            raise self._failure(attempt, error) from error
+
+    def _failure(self, attempt: str, error: Exception) -> CheckpointError:
+        """Returns the error for one of the library, which begins with what was attempted."""
+        number = getattr(error, "errno", None) or errno.EIO
+        return StorageError(f"{attempt}: {type(error).__name__}: {error}", number)

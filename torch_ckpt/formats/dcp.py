@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+from torch_ckpt.errors import CorruptionError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.formats.index import to_metadata
@@ -12,11 +15,31 @@ from torch_ckpt.formats.opened import Opened
 __all__ = ["open_dcp"]
 
 
+_ATTEMPTS = 4
+"""Bounds the retries while other processes commit to the same directory."""
+
+
 def open_dcp(directory: Location, prefix: str, *, verify: bool, trust_pickle: bool) -> Opened:
     """Opens a committed checkpoint, by its index if it has one and else by its metadata.
 
     The prefix of its files is empty, or ``__0`` for a checkpoint of rank 0 alone.
     """
+    path, version = directory / f"{prefix}.metadata", None
+    for attempt in itertools.count(1):
+        try:
+            return _open_once(directory, prefix, verify=verify, trust_pickle=trust_pickle)
+        except CorruptionError:
+            # A store has no open files: long metadata arrive in several requests, and another save
+            # may commit between two of them.
+            if not directory.file_system.publishes_by_condition or attempt == _ATTEMPTS:
+                raise
+            before, version = version, path.identity()
+            if version == before:
+                raise
+    raise AssertionError
+
+
+def _open_once(directory: Location, prefix: str, *, verify: bool, trust_pickle: bool) -> Opened:
     committed, index = open_committed(directory, prefix, verify=verify)
     if index is not None and index.has_entries:
         return Opened(to_metadata(index, checkpoint_id=directory.checkpoint_id), directory, index)

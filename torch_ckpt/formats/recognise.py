@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
 
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
-from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
 from torch_ckpt.formats.deepspeed.folders import deepspeed_folder, deepspeed_state
@@ -27,6 +28,8 @@ from torch_ckpt.options import Verification
 __all__ = ["open_stored"]
 
 _MODEL_INDEX = ".safetensors.index.json"
+# Files of a model that may not be complete yet, unless an index names them.
+_OF_SAVE = re.compile(r"model-[0-9a-f]{16}-\d+-of-\d+\.safetensors")
 """End of the name of Hugging Face's index of the files of a model."""
 
 
@@ -81,8 +84,7 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
         raise no_checkpoint(path) from None
     if (items := stated_items(path, names)) is not None:
         return open_torch_checkpointing(path, items, verify=verify, trust_pickle=trust_pickle)
-    safetensors = sorted(name for name in names if name.endswith((".safetensors", _MODEL_INDEX)))
-    if safetensors:
+    if safetensors := _model_files(names):
         if (state := deepspeed_state(path, names)) is not None:
             raise _two_formats(path, safetensors, state)
         return open_safetensors_directory(path, safetensors)
@@ -91,6 +93,14 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
     if has_rank_files(names):
         return open_torch_checkpointing(path, {}, verify=verify, trust_pickle=trust_pickle)
     raise no_checkpoint(path)
+
+
+def _model_files(names: Sequence[str]) -> list[str]:
+    ends = (".safetensors", _MODEL_INDEX)
+    files = sorted(name for name in names if name.endswith(ends) and not name.startswith(PENDING))
+    if any(name.endswith(_MODEL_INDEX) for name in files):
+        return files
+    return [name for name in files if not _OF_SAVE.fullmatch(name)]
 
 
 def _two_formats(path: Location, safetensors: Sequence[str], state: Location) -> UnsupportedError:

@@ -143,7 +143,7 @@ class DirectoryWriter(StagingWriter):
         if self.location.file_system.has_folders and self.location.is_missing():
             self._created = self.location
         self.location.create_directories()
-        self._found = find(self.location, self._pending_pattern, self._own_name(_METADATA))
+        self._found = find(self.location, self._pending_pattern, self._commit_name)
         self._check_may_replace(self._found.names)
         if not self._committed_names.isdisjoint(self._found.names) and not self.rank:
             warnings.warn(
@@ -407,6 +407,11 @@ class DirectoryWriter(StagingWriter):
             raise
         self._hidden = None
         remove_temporary(hidden)
+
+    @property
+    def _commit_name(self) -> str:
+        """Name of the file that a commit on a store writes."""
+        return self._own_name(_METADATA)
 
     @property
     def _committed_names(self) -> frozenset[str]:

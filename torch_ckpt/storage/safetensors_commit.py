@@ -4,7 +4,8 @@ Hugging Face's loaders open ``model.safetensors`` if it exists, and otherwise th
 ``model.safetensors.index.json`` names. Some loaders open the index first. So the commit renames a
 file to one of these two names, and then removes the other name. In between, a directory may have
 both names: one leads to the complete old model, the other to the complete new model. For several
-saves at once, see :mod:`torch_ckpt.storage.gc`.
+saves at once, see :mod:`torch_ckpt.storage.gc`; for a store without renames,
+:mod:`torch_ckpt.storage.safetensors_streams`.
 """
 
 from __future__ import annotations
@@ -16,28 +17,39 @@ from collections.abc import Collection
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
 from torch_ckpt.formats.safetensors.layout import ModelLayout
 from torch_ckpt.storage.gc import Found, end_saves, remove_files
 
 __all__ = [
     "COMMITTED_NAMES",
     "COMMIT_PATTERN",
+    "INDEX",
+    "MODEL",
+    "RELAY",
     "begin_model",
+    "pending_index",
     "pending_names",
     "publish_model",
+    "remove_stale",
+    "shard_names",
 ]
 
-_MODEL = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-COMMITTED_NAMES = frozenset({_MODEL, _INDEX})
+MODEL = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+COMMITTED_NAMES = frozenset({MODEL, INDEX})
 """A directory with a model has a file of one of these names."""
 
 COMMIT_PATTERN = r"\.model\.safetensors(\.index\.json)?\.[0-9a-f]{16}\.tmp"
 """Pattern of the pending file of a save, which its commit renames; see :mod:`.gc`."""
 
-_SHARD = re.compile(r"model-([0-9a-f]{16}-)?\d{5,}-of-\d{5,}\.safetensors")
-_PENDING = re.compile(
+RELAY = ".model-{}.checkpoint"
+"""Name of the folder, with a save id, of a checkpoint that becomes a model on a store."""
+
+_SHARD = r"model-([0-9a-f]{16}-)?\d{5,}-of-\d{5,}\.safetensors"
+_PENDING = (
     r"\.model(-\d{5,}-of-\d{5,}|)\.safetensors(\.index\.json)?\.[0-9a-f]{16}\.tmp"
+    rf"|\.model-[0-9a-f]{{16}}\.checkpoint|{re.escape(UNPUBLISHED)}[0-9a-f]{{16}}-model[-.].*"
 )
 
 
@@ -49,19 +61,23 @@ def pending_names(count: int, save_id: str) -> list[str]:
 def begin_model(directory: Location, count: int, save_id: str) -> Location:
     """Creates a model's files, empty, and returns the pending file, which the commit renames."""
     pending = pending_names(count, save_id)
-    commit_name = pending[0] if count == 1 else _pending_index(save_id)
+    commit_name = pending[0] if count == 1 else pending_index(save_id)
     for name in dict.fromkeys([commit_name, *pending]):
         (directory / name).write(b"", sync=False)
     return directory / commit_name
 
 
-def _pending_index(save_id: str) -> str:
-    return f".{_INDEX}.{save_id}.tmp"
+def pending_index(save_id: str) -> str:
+    """Returns the name of a model's index until the commit."""
+    return f".{INDEX}.{save_id}.tmp"
 
 
-def _names(count: int, infix: str = "") -> list[str]:
-    if count == 1:
-        return [_MODEL]
+def _names(count: int) -> list[str]:
+    return [MODEL] if count == 1 else shard_names(count)
+
+
+def shard_names(count: int, infix: str = "") -> list[str]:
+    """Returns the names of the files of a model with an index."""
     return [
         f"model-{infix}{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
     ]
@@ -88,10 +104,10 @@ def publish_model(
     """
     pending = pending_names(len(layout.files), save_id)
     existing = set(directory.names())
-    names, last, commit_as, other = [_MODEL], pending[0], _MODEL, _INDEX
+    names, last, commit_as, other = [MODEL], pending[0], MODEL, INDEX
     try:
         if len(pending) > 1:
-            last, commit_as, other = _pending_index(save_id), _INDEX, _MODEL
+            last, commit_as, other = pending_index(save_id), INDEX, MODEL
             names = _unused_names(directory, existing, len(pending), save_id)
             for before, after in zip(pending, names, strict=True):
                 (directory / before).rename(directory / after)
@@ -119,7 +135,7 @@ def publish_model(
         if sync:  # The name must be gone before the files of the old model are removed.
             directory.sync()
     if is_last:
-        remove_files(directory, _stale_files(found.names, names))
+        remove_stale(directory, found.names, names)
     return names
 
 
@@ -145,16 +161,15 @@ def _unused_names(
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-    return _names(count, f"{save_id}-")
+    return shard_names(count, f"{save_id}-")
 
 
-def _stale_files(found: Collection[str], current: Collection[str]) -> list[str]:
-    """Returns the names of files of replaced models and of failed saves, pending ones first."""
-    return sorted(
-        name
-        for name in found
-        if name not in current and (_SHARD.fullmatch(name) or _PENDING.fullmatch(name))
-    )
+def remove_stale(directory: Location, found: Collection[str], current: Collection[str]) -> None:
+    """Removes the files of replaced models and of failed saves, pending ones first."""
+    stale = filter(re.compile(f"{_SHARD}|{_PENDING}").fullmatch, set(found).difference(current))
+    for name in sorted(stale):
+        with contextlib.suppress(CheckpointError):
+            (directory / name).remove_all()
 
 
 def _sync_with_folders_above(directory: Location) -> None:

@@ -3,14 +3,18 @@
 From the names, dtypes and sizes of all tensors, the coordinator computes the offset of every tensor
 (:mod:`torch_ckpt.formats.safetensors.layout`). Each rank then writes its boxes at their final
 offsets. The files have hidden names until the coordinator publishes them.
+
+A store takes a file as one stream of one rank, in order. If several ranks have parts of the files,
+they save a checkpoint in a hidden folder, from which the coordinator writes the files.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,25 +41,44 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.safetensors.layout import UNTIED, FilePlace, ModelLayout, TensorFacts
+from torch_ckpt.formats.safetensors.layout import UNTIED, ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.replica_check import CheckReplicas
-from torch_ckpt.planning.replicas import CutItem, item_nbytes, work_of
+from torch_ckpt.planning.replicas import CutItem, work_of
 from torch_ckpt.planning.ties import common_ties, tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
-from torch_ckpt.storage.gc import remove_files
+from torch_ckpt.storage.gc import Found, remove_files
+from torch_ckpt.storage.progress import Phases
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_commit import (
     COMMIT_PATTERN,
     COMMITTED_NAMES,
+    INDEX,
+    MODEL,
+    RELAY,
     begin_model,
+    pending_index,
     pending_names,
     publish_model,
 )
+from torch_ckpt.storage.safetensors_pieces import (
+    Piece,
+    dtype_name,
+    group_pieces,
+    is_sequence,
+    pieces_of,
+)
+from torch_ckpt.storage.safetensors_streams import (
+    copy_file_of,
+    publish_streams,
+    stream_names,
+)
+from torch_ckpt.storage.stored_values import StoredValues
+from torch_ckpt.storage.temporary import remove_temporary
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["SafetensorsWriter"]
@@ -86,17 +109,6 @@ class _ModelPlan:
     share: Any
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A range of a file that a rank writes: a box, or the header, without an item and a place."""
-
-    file: int
-    offset: int
-    nbytes: int
-    item: WriteItem | None = None
-    place: FilePlace | None = None
-
-
 class SafetensorsWriter(FastWriter):
     """Saves a model as safetensors files for Hugging Face's loaders.
 
@@ -107,6 +119,9 @@ class SafetensorsWriter(FastWriter):
     :class:`FastSavePlanner`, which :func:`torch_ckpt.save` uses by default. The files are
     ``model.safetensors`` or those that ``model.safetensors.index.json`` names. An existing model in
     the directory is replaced atomically.
+
+    On a store, the files of a model that replaces another one have other names, which the index
+    has. With several ranks, the coordinator writes all files, from a hidden checkpoint.
 
     Args:
         path: Directory of the model, on storage that every rank can reach. Created if missing.
@@ -131,6 +146,7 @@ class SafetensorsWriter(FastWriter):
         torch_ckpt.save(model.state_dict(), storage_writer=SafetensorsWriter("model"))
     """
 
+    _commit_name = INDEX
     _committed_names = COMMITTED_NAMES
     _pending_pattern = COMMIT_PATTERN
 
@@ -157,19 +173,17 @@ class SafetensorsWriter(FastWriter):
             check_replicas=check_replicas,
             stager=stager,
         )
-        self._directory.given.check_writes_at_offsets("safetensors")
         if max_shard_nbytes < 1:
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
+        self._names: list[str] = []  # Of the files that this save writes, on the coordinator.
+        self._relay: FastWriter | None = None  # Of a checkpoint that becomes the model.
         self.ties: Mapping[str, str] = {}
         """Name that the planner does not list -> the listed name that it is tied to."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepares as :class:`FastWriter` does. Raises UnsupportedError if it is a store."""
-        if checkpoint_id:
-            Location(checkpoint_id).check_writes_at_offsets("safetensors")
-        super().reset(checkpoint_id)
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_relay": None}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the names of tied tensors to the plan, if :class:`FastSavePlanner` made it."""
@@ -198,10 +212,22 @@ class SafetensorsWriter(FastWriter):
             self._layout = ModelLayout.of(
                 facts, max_shard_nbytes=self.max_shard_nbytes, omitted=ties
             )
-        self._claim_directory(can_hide=False)
-        encoded = self._layout.encode()
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, _Ties) else share for share in shares]
+        self._claim_directory(can_hide=False)
+        self._names = pending_names(len(self._layout.files), self.save_id)
+        encoded = self._layout.encode()
+        if self._writes_streams:
+            self._names = stream_names(len(self._layout.files), self.save_id, self._found.names)
+            plans = [
+                dataclasses.replace(plan, storage_data=share)
+                for plan, share in zip(plans, shares, strict=True)
+            ]
+            if len(plans) > 1 or not is_sequence(pieces_of(plans[0], self._layout)):
+                shares = [
+                    plan.storage_data for plan in self._begin_relay(self.save_id)._place(plans)
+                ]
+                encoded = b""
         return [
             dataclasses.replace(
                 plan,
@@ -217,20 +243,20 @@ class SafetensorsWriter(FastWriter):
                 "from this rank's plan"
             )
         model_plan = plan.storage_data
+        plan = dataclasses.replace(plan, storage_data=model_plan.share)
+        if not model_plan.layout:
+            return self._begin_relay(model_plan.save_id)._write(plan, planner)
         with gc_paused():
             layout = ModelLayout.decode(model_plan.layout)
-            items = work_of(dataclasses.replace(plan, storage_data=model_plan.share))
-            pieces = [
-                _piece_of(item, layout) for item in items if item.index.fqn not in layout.omitted
-            ]
+            pieces = pieces_of(plan, layout)
         for number in range(model_plan.rank, len(layout.files), model_plan.world_size):
-            pieces.append(_Piece(number, 0, len(layout.files[number].header)))
+            pieces.append(Piece(number, 0, len(layout.files[number].header)))
         if not pieces:
             return []
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
-        groups = [group for group in _group_pieces(pieces, self.thread_count) if group]
+        groups = group_pieces(pieces, self.thread_count, whole_files=self._writes_streams)
         pools = self._prepare_pools(len(groups), sum(piece.nbytes for piece in pieces))
-        names = pending_names(len(layout.files), model_plan.save_id)
+        names = self._names or pending_names(len(layout.files), model_plan.save_id)
 
         def write_group(number: int) -> list[WriteResult]:
             writer = _PieceWriter(self, planner, layout, names, pools[number], jobs)
@@ -254,15 +280,48 @@ class SafetensorsWriter(FastWriter):
 
     def end_failed_save(self) -> None:
         """Removes the files of a save that has failed on all ranks, on the rank that commits."""
-        layout, self._layout = self._layout, None
-        if layout is not None and self._pending is not None:
-            names = pending_names(len(layout.files), self.save_id)
-            remove_files(self._pending.parent, names)
+        self._layout, relay, self._relay = None, self._relay, None
+        names, self._names = self._names, []
+        if self._pending is not None:
+            # On a store, a model that needs no index is whole, and may be that of another save.
+            remove_files(self._pending.parent, set(names) - COMMITTED_NAMES)
+        if relay is not None:
+            relay.end_failed_save()
+            if self._commits:
+                remove_temporary(relay.location)
         super().end_failed_save()
+
+    @property
+    def _writes_streams(self) -> bool:
+        return not self.location.file_system.writes_at_offsets
+
+    def _begin_relay(self, save_id: str) -> FastWriter:
+        """Returns the writer of the checkpoint that several ranks save, and that becomes a model.
+
+        It has the options of this one, the tensors that were staged, and a hidden folder.
+        """
+        if self._relay is None:
+            relay = FastWriter.__new__(FastWriter)
+            relay.__dict__.update(self.__dict__, _found=Found(), _pending=None, save_id=save_id)
+            relay._phases = Phases("planning")
+            relay.location = self.location / RELAY.format(save_id)
+            self._relay = relay
+        return self._relay
 
     def _create_pending(self) -> Location:
         assert self._layout is not None
+        if self._writes_streams:
+            pending = self.location / pending_index(self.save_id)
+            pending.write(b"", sync=False)
+            return pending
         return begin_model(self.location, len(self._layout.files), self.save_id)
+
+    def _check_files(self, files: Collection[str]) -> None:
+        if files != [MODEL]:
+            super()._check_files(files)
+        elif (self.location / INDEX).exists():  # It came after the model had been written.
+            (self.location / MODEL).discard()
+            raise self._ended_by_other()
 
     def _ended_by_other(self) -> StorageError:
         return StorageError(  # Files of a model have no save id, so the other save has no name.
@@ -275,26 +334,65 @@ class SafetensorsWriter(FastWriter):
         self._phases.begin("committing")
         layout = self._layout
         assert layout is not None
-        pending = pending_names(len(layout.files), self.save_id)
+        names = self._names
         try:
-            _check_complete(layout, list(itertools.chain.from_iterable(results)))
-            claim_commit()
-            self._check_files(pending)
+            if self._relay is not None:
+                self._finish_relay(self._relay, layout, metadata, results)
+            else:
+                _check_complete(layout, list(itertools.chain.from_iterable(results)))
+                claim_commit()
+            self._check_files(names)
         except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
-            self._abandon(pending, error)
+            self._abandon(set(names) - COMMITTED_NAMES, error)
             raise
-        self._pending = None
+        pending, self._pending = self._pending, None
         try:
-            names = publish_model(
-                self.location, layout, self.save_id, self._found, sync=self.sync_files
-            )
-            self._layout = None
+            if self._writes_streams:
+                assert pending is not None
+                publish_streams(self.location, layout, names, pending, self._found)
+            else:
+                names = publish_model(
+                    self.location, layout, self.save_id, self._found, sync=self.sync_files
+                )
+            self._layout, self._names = None, []
         except NotFoundError as error:
             raise self._ended_by_other() from error
+        except StorageError as error:
+            if error.errno == errno.EEXIST and self._writes_streams:
+                raise self._ended_by_other() from error
+            raise
         _describe(metadata, layout, names, self)
         self._log_saved(sum(file.nbytes for file in layout.files))
+
+    def _finish_relay(
+        self,
+        relay: FastWriter,
+        layout: ModelLayout,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+    ) -> None:
+        """Commits the checkpoint, writes the files of the model from it, and removes it."""
+        relay._ranks = 0  # It logs nothing.
+        relay.finish(metadata, results)
+        values = StoredValues(relay.location, io=self.io)
+        pool = self._prepare_pools(1, sum(file.nbytes for file in layout.files))[0]
+        for name, file in zip(self._names, layout.files, strict=True):
+            job = self._job(name, file.nbytes, pool)
+            with finished(job):
+                copy_file_of(values, file, layout, job)
+            self.io_mode = IoMode.of(job)
+        remove_temporary(relay.location)
+        self._relay = None
+
+    def _job(self, name: str, nbytes: int, pool: _native.BufferPool) -> _native.SharedFileJob:
+        """Begins to write this rank's part of a file."""
+        path = self.location / name
+        return _native.SharedFileJob(
+            *(path.file_system, path.path, nbytes, pool),
+            *(self.io.direct, self.sync_files, self._niceness),
+        )
 
 
 def _ties_of(plans: Sequence[SavePlan]) -> dict[str, str]:
@@ -337,7 +435,7 @@ def _facts_of_items(plans: Sequence[SavePlan]) -> list[TensorFacts]:
             raise UnsupportedError(
                 f"cannot store {fqn!r} as safetensors: its layout is {data.properties.layout}"
             )
-        facts = TensorFacts(fqn, _dtype_name(data.properties.dtype), tuple(data.size))
+        facts = TensorFacts(fqn, dtype_name(data.properties.dtype), tuple(data.size))
         if found.setdefault(fqn, facts) != facts:
             raise MismatchError(
                 f"cannot store {fqn!r}: ranks disagree on it: {facts.dtype} of "
@@ -345,10 +443,6 @@ def _facts_of_items(plans: Sequence[SavePlan]) -> list[TensorFacts]:
             )
     _raise_if_any(objects)
     return list(found.values())
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _raise_if_any(objects: Sequence[str]) -> None:
@@ -359,36 +453,6 @@ def _raise_if_any(objects: Sequence[str]) -> None:
             f"cannot store {names}{more} as safetensors: the format supports only tensors; "
             f"{_WAY_OUT}"
         )
-
-
-def _piece_of(item: WriteItem, layout: ModelLayout) -> _Piece:
-    data = item.tensor_data
-    place = layout.places.get(item.index.fqn)
-    if data is None or place is None:
-        raise CheckpointError(f"cannot write {item.index.fqn!r}: the file layout does not have it")
-    facts = TensorFacts(item.index.fqn, _dtype_name(data.properties.dtype), tuple(data.size))
-    if facts != place.facts:
-        raise MismatchError(
-            f"cannot write {facts.fqn!r}: it is {facts.dtype} of {list(facts.sizes)}, and the file "
-            f"layout has {place.facts.dtype} of {list(place.facts.sizes)}"
-        )
-    offset, stride = place.offset, data.properties.dtype.itemsize
-    for size, begin in zip(reversed(data.size), reversed(data.chunk.offsets), strict=True):
-        offset += begin * stride
-        stride *= size
-    return _Piece(place.file, offset, item_nbytes(item), item, place)
-
-
-def _group_pieces(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
-    """Splits pieces, in the given order, into ``count`` groups of about equal bytes."""
-    total = sum(piece.nbytes for piece in pieces)
-    groups: list[list[_Piece]] = [[] for _ in range(count)]
-    done = 0
-    for piece in pieces:
-        middle = done + piece.nbytes // 2
-        groups[min(middle * count // max(total, 1), count - 1)].append(piece)
-        done += piece.nbytes
-    return groups
 
 
 @dataclass(frozen=True)
@@ -402,18 +466,9 @@ class _PieceWriter:
     pool: _native.BufferPool
     jobs: FileJobs
 
-    def write(self, file: int, pieces: Sequence[_Piece]) -> WriteResult:
+    def write(self, file: int, pieces: Sequence[Piece]) -> WriteResult:
         writer, model_file = self.writer, self.layout.files[file]
-        path = writer.location / self.names[file]
-        job = _native.SharedFileJob(
-            path.file_system,
-            path.path,
-            model_file.nbytes,
-            self.pool,
-            writer.io.direct,
-            writer.sync_files,
-            writer._niceness,
-        )
+        job = writer._job(self.names[file], model_file.nbytes, self.pool)
         self.jobs.begin(job)
         with finished(job):
             for batch in self._batches(pieces, job, model_file.header):
@@ -423,7 +478,7 @@ class _PieceWriter:
         return WriteResult(MetadataIndex(self.names[file]), nbytes, file)
 
     def _batches(
-        self, pieces: Sequence[_Piece], job: _native.SharedFileJob, header: bytes
+        self, pieces: Sequence[Piece], job: _native.SharedFileJob, header: bytes
     ) -> Iterator[list[tuple[_native.TensorView, int, Sequence[int], Sequence[int]]]]:
         """Yields batches of boxes. Bounds the temporary copies of tensors in each batch."""
         batch: list[tuple[_native.TensorView, int, Sequence[int], Sequence[int]]] = []

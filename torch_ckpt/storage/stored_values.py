@@ -59,7 +59,7 @@ class StoredValues:
             rules=rules,
         )
         self.metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self.metadata, True)
+        self._reader.set_up_storage_reader(self.metadata, False)  # It logs nothing.
         self.index = index_of(self.metadata)
         stored = list(self.metadata.state_dict_metadata)
         chosen = [fqn for fqn in stored if fqn.startswith(prefix)]

@@ -73,7 +73,7 @@ Result<std::unique_ptr<SharedFileJob>> SharedFileJob::start(FileSystem& fs, cons
                                                             int64_t file_nbytes, BufferPool& pool,
                                                             const SaveOptions& options) {
   std::unique_ptr<SharedFileJob> job(new SharedFileJob(fs, path, file_nbytes, pool, options));
-  RETURN_IF_ERROR(job->open(OpenMode::kUpdate));
+  RETURN_IF_ERROR(job->open(job->is_stream() ? OpenMode::kCreate : OpenMode::kUpdate));
   RETURN_IF_ERROR(job->file_->preallocate(file_nbytes));
   return job;
 }
@@ -100,7 +100,7 @@ Status SharedFileJob::write_runs(const BoxPlace& place, const LiveTensor& tensor
   const bool contiguous = is_contiguous(tensor);
   Runs runs(place, tensor.sizes, size);
   // Short runs of a box are not adjacent, so a window would only add a copy.
-  const bool one_by_one = !runs.is_one() && runs.nbytes() < min_direct(pool_);
+  const bool one_by_one = !is_stream() && !runs.is_one() && runs.nbytes() < min_direct(pool_);
   std::vector<std::byte> packed(contiguous ? 0 : static_cast<size_t>(std::min(nbytes, kPackChunk)));
   int64_t in_run = 0;  // Number of written bytes of the current run.
   for (int64_t done = 0; done < nbytes;) {
@@ -138,7 +138,13 @@ Status SharedFileJob::put(int64_t offset, Bytes bytes) {
 }
 
 Status SharedFileJob::put_in_window(int64_t offset, Bytes bytes) {
-  if (offset != cursor_) RETURN_IF_ERROR(write_window());
+  if (offset != cursor_) {
+    if (is_stream()) {
+      return invalid_argument("cannot write at ", offset, " of ", path_, ": it is a stream of ",
+                              cursor_, " bytes by now");
+    }
+    RETURN_IF_ERROR(write_window());
+  }
   while (!bytes.empty()) {
     if (block_ != kNoBlock && cursor_ == window_ + pool_.block_nbytes()) {
       RETURN_IF_ERROR(write_window());
@@ -167,6 +173,7 @@ Status SharedFileJob::write_window() {
   const auto bytes_of = [&](int64_t begin, int64_t end) {
     return slice(block, begin - window_, end - begin);
   };
+  if (is_stream()) return submit(begin_, bytes_of(begin_, cursor_), block_);
   const int64_t page = file_->alignment();
   const int64_t first = align_up(begin_, page);
   const int64_t last = align_down(cursor_, page);
@@ -184,7 +191,13 @@ Status SharedFileJob::write_window() {
 Status SharedFileJob::finish() {
   RETURN_IF_ERROR(check_open());
   RETURN_IF_ERROR(fail(write_window()));
-  RETURN_IF_ERROR(fail(complete(std::nullopt)));
+  if (is_stream() && cursor_ != file_nbytes_) {
+    return fail(invalid_argument("cannot end ", path_, " after ", cursor_, " of ", file_nbytes_,
+                                 " bytes: a stream has no gaps"));
+  }
+  // Other ranks may still write to a file with offsets.
+  RETURN_IF_ERROR(
+      fail(complete(is_stream() ? std::optional<int64_t>(file_nbytes_) : std::nullopt)));
   finished_ = true;
   release();
   return ok_status();

@@ -11,6 +11,9 @@
 // if it lies within one run. It writes the ends of a run through the page cache, where a write
 // covers exact bytes. No page is ever written both ways.
 //
+// If the file system does not write at offsets, the file is a stream. Then one job writes all of
+// it, in ascending order, and it appears with `finish`.
+//
 // FastWriter runs one job for each file that the rank contributes to, in one or more threads.
 
 #include <cstdint>
@@ -34,8 +37,9 @@ struct BoxPlace {
 
 class SharedFileJob final : public FileJob {
  public:
-  // Opens the file at `path`, which exists, and reserves `file_nbytes`, which is equal on all
-  // ranks. Errors: kInvalidArgument if another job uses the pool; kNotFound; kStorage.
+  // Opens the file at `path`, which exists unless it is a stream, and reserves `file_nbytes`, which
+  // is equal on all ranks. Errors: kInvalidArgument if another job uses the pool; kNotFound;
+  // kStorage.
   static Result<std::unique_ptr<SharedFileJob>> start(FileSystem& fs, const std::string& path,
                                                       int64_t file_nbytes, BufferPool& pool,
                                                       const SaveOptions& options);
@@ -58,6 +62,7 @@ class SharedFileJob final : public FileJob {
   SharedFileJob(FileSystem& fs, std::string path, int64_t file_nbytes, BufferPool& pool,
                 const SaveOptions& options);
 
+  bool is_stream() const { return !fs_.traits().writes_at_offsets; }
   Status write_runs(const BoxPlace& place, const LiveTensor& tensor);
   Status put_in_window(int64_t offset, Bytes bytes);
   Status write_window();
