@@ -248,7 +248,7 @@ int64_t ReadStream::max_range_nbytes(const FileSums* sums) const {
   return max_aligned_range_nbytes(sums) - 2 * grain_of(sums);
 }
 
-bool ReadStream::shares_all() const { return fs_.traits().max_gap_nbytes >= kInPlaceNbytes; }
+bool ReadStream::shares_all() const { return !fs_.traits().reads_in_place; }
 
 Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& consume) {
   // A direct read may begin and end at other offsets than what is wanted. A store has none.

@@ -90,9 +90,11 @@ struct Traits {
   bool has_folders = true;
   // Longer requests gain nothing.
   int64_t request_nbytes = int64_t{4} << 20;
-  // Reading so many unwanted bytes is cheaper than another request. From 256 KiB on, so is another
-  // copy of any wanted bytes.
+  // Reading so many unwanted bytes is cheaper than another request.
   int64_t max_gap_nbytes = int64_t{32} << 10;
+  // Whether long ranges have requests of their own, which read into their place. Otherwise a copy
+  // of the bytes is cheaper than another request.
+  bool reads_in_place = true;
 };
 
 // An I/O request.
