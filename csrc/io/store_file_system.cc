@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kStartNbytes = int64_t{1} << 20;
 
 // A request costs about as much as the bytes that arrive meanwhile, but they also cost bandwidth.
-constexpr int64_t kMaxGapNbytes = int64_t{192} << 10;
+constexpr int64_t kMaxGapNbytes = int64_t{256} << 10;
 
 constexpr int kMaxAnswers = 8;  // To the question whether an object is what this process wrote.
 
