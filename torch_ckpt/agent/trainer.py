@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt.agent.buddies import Replication, Report
 from torch_ckpt.agent.client import AgentClient, Place
 from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
@@ -146,6 +147,8 @@ class SnapshotAgent:
         self._place = _find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
         self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
+        self._replication = Replication(self._client, self._stages, timeout_s)
+        self._replication.begin(process_group, options)
         if self._place.rank == self._place.ranks_here[0]:
             self._warn_of_former(run)
         self._sequence = 0
@@ -166,6 +169,14 @@ class SnapshotAgent:
     def folder(self) -> Path:
         """Folder of the shared memory of the run on this machine."""
         return self._client.folder
+
+    @property
+    def superseded(self) -> int:
+        """Number of saves of this machine whose replica was replaced by a newer save's.
+
+        As of the last save; 0 on all ranks but the first of the machine.
+        """
+        return self._replication.superseded
 
     @property
     def is_on_several_machines(self) -> bool:
@@ -260,12 +271,13 @@ class SnapshotAgent:
     ) -> Path | None:
         """Fills a slot; returns its file, or ``None`` if the save is skipped."""
         directory, contents, is_shared = self._decide_shares(header.save, list_items)
+        self._replication.reserve(lambda: _slot_nbytes(directory, contents, sync=sync))
         table = contents.table(str(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), contents.nbytes)
         # The agent replaces slots that are too small; unmap them here to free their memory.
         self._slots = {p: s for p, s in self._slots.items() if s[1].nbytes >= nbytes}
         wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
-        acquired = self._client.acquire(header.sequence, nbytes, wait_s)
+        acquired = self._client.acquire(header.sequence, nbytes, wait_s, self._replication.keep)
         if acquired is None:
             if self.on_busy == "skip":
                 self.skipped += 1
@@ -296,17 +308,23 @@ class SnapshotAgent:
         An error on one rank is raised on all ranks.
         """
         found: list[tuple[Location, SlotContents]] = []
+        replication = self._replication
 
-        def list_and_answer() -> Answer:
+        def list_and_answer() -> tuple[Answer, Report]:
             found.append(list_items())
-            return self._share.answer(found[0][1], save)
+            return self._share.answer(found[0][1], save), replication.report()
+
+        def decide_both(answers: list[tuple[Answer, Report]]) -> tuple[Decision, Save | None]:
+            keep = replication.agreed(save, [report for _, report in answers])
+            return decided([answer for answer, _ in answers]), keep
 
         def assign_and_answer() -> Answer:
             self._share.assign()
             return self._share.answer(found[0][1], save)
 
         decide = functools.partial(self._stages.decide, "staging", timeout_s=self.timeout_s)
-        decision: Decision = decide(list_and_answer, decided)
+        decision: Decision
+        decision, replication.keep = decide(list_and_answer, decide_both)
         if decision == "assign":  # In the save after one in which all copied everything.
             decision = decide(assign_and_answer, decided)
         if decision != "shares":
@@ -489,6 +507,10 @@ class SnapshotAgent:
         if mapped is None or mapped[0] != inode:
             mapped = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True, True)
         return mapped[1]
+
+
+def _slot_nbytes(directory: Location, contents: SlotContents, *, sync: bool) -> int:
+    return _native.slot_nbytes(len(contents.table(str(directory), sync=sync)), contents.nbytes)
 
 
 def _resolved_location(directory: str | os.PathLike[str]) -> Location:
