@@ -76,8 +76,7 @@ class Replication:
         self.superseded = 0
         self._client, self._group, self._timeout_s = client, group, timeout_s
         self._is_active = self._is_reserved = False
-        place = client.place
-        self._is_first = place.rank == place.ranks_here[0]
+        self._is_first = client.place.is_first_here
 
     def begin(self, process_group: dist.ProcessGroup | None, options: AgentOptions) -> None:
         """Makes the agents of all machines replicate to their buddies, if the options say so.

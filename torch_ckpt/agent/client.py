@@ -67,6 +67,11 @@ class Place:
     ranks_here: Sequence[int]
     run_id: RunId | None = None
 
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.rank == self.ranks_here[0]
+
     def header(self, sequence: int, step: int, *, persist: bool) -> _native.SlotHeader:
         """Returns the slot header of a snapshot of this rank."""
         return _native.SlotHeader(
