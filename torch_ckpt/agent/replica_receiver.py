@@ -123,8 +123,10 @@ class ReplicaReceiver:
             keep = _save_of(message.get("keep"))
             with self._lock:
                 if self._is_closed:
-                    raise CheckpointError("cannot store a replica: the session has ended")
+                    raise ConnectionAbortedError("this agent receives no more replicas")
                 files = self._arriving = self._begin(slots, save, keep)
+        except ConnectionAbortedError:
+            raise
         except Exception as error:
             _log.warning("cannot store a replica: %s", error)
             send(connection, Kind.ERROR, failure=failure_of(error))

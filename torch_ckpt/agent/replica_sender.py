@@ -37,6 +37,9 @@ _POLL_S = 0.5
 _RETRY_S = 1.0
 """Time between attempts to connect."""
 
+_REFUSED_S = 10.0
+"""Time between attempts to send to a buddy that has refused a save, for lack of memory."""
+
 _MAX_MARKS = 4
 """Number of marks of complete replicas; this machine has the slots of two saves."""
 
@@ -94,7 +97,8 @@ class ReplicaSender:
         self._slots, self._changed = slots, changed
         self._keep, self._rate = keep, rate
         self._is_closed = False
-        self._refused: Save | None = None
+        self._logged = ""
+        self._retries_at = 0.0  # After the buddy has refused a save.
         self._newest = -1  # Sequence of the last save that was begun.
         self._connection: socket.socket | None = None
         self._marked = replicated(folder)
@@ -121,9 +125,9 @@ class ReplicaSender:
                 is_sent = self._send(save, slots)
             except (OSError, CheckpointError) as error:
                 self._disconnect()
-                _log.warning("cannot replicate save %d to %s: %s", save[1], self._name, error)
-                if isinstance(error, CheckpointError):
-                    self._refused = save  # The next save may fit, or be sound.
+                self._log_once(f"cannot replicate save {save[1]} to {self._name}: {error}")
+                if isinstance(error, CheckpointError):  # It may have more memory later.
+                    self._retries_at = time.monotonic() + _REFUSED_S
                 with self._changed:
                     self._changed.wait(_RETRY_S)
                 continue
@@ -139,6 +143,11 @@ class ReplicaSender:
                 self._changed.notify_all()
         self._disconnect()
 
+    def _log_once(self, text: str) -> None:
+        if text != self._logged:  # Attempts are repeated every second.
+            self._logged = text
+            _log.warning(text)
+
     @property
     def _name(self) -> str:
         return f"machine {self._buddy.node}"
@@ -147,7 +156,9 @@ class ReplicaSender:
         """Returns the newest complete save, unless it is replicated."""
         complete = self._slots.scan().complete
         save = max(complete, default=None)
-        if save is None or save[0] != self._session or save in (*self._marked, self._refused):
+        if save is None or save[0] != self._session or save in self._marked:
+            return None
+        if time.monotonic() < self._retries_at:
             return None
         slots = []
         for header, file in complete[save]:
