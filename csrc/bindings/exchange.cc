@@ -14,19 +14,23 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-Exchange make_exchange(const std::vector<py::bytes>& wanted, const std::vector<std::string>& nodes,
-                       int64_t budget_nbytes) {
+Exchange make_exchange(const std::vector<py::bytes>& wanted, std::vector<std::string> nodes,
+                       int64_t budget_nbytes, std::vector<ReachableFiles> reachable,
+                       bool only_necessary) {
   std::vector<Bytes> views;
   for (const py::bytes& bytes : wanted) views.push_back(view_of(bytes));
   return value_or_raise(without_gil([&]() -> Result<Exchange> {
     std::vector<WantedBytes> decoded;
-    std::vector<const WantedBytes*> by_rank;
+    ExchangeInput input = {.nodes = std::move(nodes),
+                           .reachable = std::move(reachable),
+                           .budget_nbytes = budget_nbytes,
+                           .only_necessary = only_necessary};
     for (const Bytes view : views) {
       ASSIGN_OR_RETURN(WantedBytes one, WantedBytes::decode(view));
       decoded.push_back(std::move(one));
     }
-    for (const WantedBytes& one : decoded) by_rank.push_back(&one);
-    return Exchange::make(by_rank, nodes, budget_nbytes);
+    for (const WantedBytes& one : decoded) input.wanted.push_back(&one);
+    return Exchange::make(input);
   }));
 }
 
@@ -48,9 +52,19 @@ std::unique_ptr<ExchangeStream> make_stream(FileSystem& fs, const py::bytes& pla
 void bind_exchange(py::module_& module) {
   py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers");
   py::class_<Exchange>(module, "Exchange")
-      .def(py::init(&make_exchange), py::arg("wanted"), py::arg("nodes"), py::arg("budget_nbytes"))
+      .def(py::init(&make_exchange), py::arg("wanted"), py::arg("nodes"), py::arg("budget_nbytes"),
+           py::arg("reachable") = std::vector<ReachableFiles>(), py::arg("only_necessary") = false)
       .def_property_readonly("saved_nbytes", &Exchange::saved_nbytes)
       .def_property_readonly("wanted_nbytes", &Exchange::wanted_nbytes)
+      .def_property_readonly("is_necessary", &Exchange::is_necessary)
+      .def_property_readonly("missing",
+                             [](const Exchange& exchange) {
+                               std::vector<std::pair<std::string, std::vector<int32_t>>> out;
+                               for (const MissingFile& file : exchange.missing()) {
+                                 out.emplace_back(file.name, file.ranks);
+                               }
+                               return out;
+                             })
       .def("is_in_ring", &Exchange::is_in_ring, py::arg("rank"))
       .def(
           "of_rank",

@@ -39,13 +39,14 @@ StoredSlice to_slice(const PySlice& slice) {
 UnlockedPtr<LoadJob> make(FileSystem& fs, const std::filesystem::path& directory,
                           std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
                           int64_t block_nbytes, int threads, bool direct, bool verify,
-                          std::shared_ptr<Records> records) {
+                          std::shared_ptr<Records> records, ReachableFiles reachable) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,
                                .threads = threads,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .verify = verify,
-                               .records = std::move(records)};
+                               .records = std::move(records),
+                               .reachable = std::move(reachable)};
   auto job = value_or_raise(without_gil(
       [&] { return LoadJob::make(fs, directory.string(), options, std::move(index)); }));
   return UnlockedPtr<LoadJob>(job.release());
@@ -138,11 +139,23 @@ std::pair<std::vector<bool>, std::vector<LoadedBytes>> run_job(
 }
 
 // Returns the encoded byte ranges that the requests would read.
-py::bytes wanted(LoadJob& job, const std::vector<TensorRequest>& requests) {
+py::bytes wanted(LoadJob& job, const std::vector<TensorRequest>& requests,
+                 const std::vector<StoredSlice>& slices = {}) {
   return to_bytes(value_or_raise(without_gil([&]() -> Result<std::vector<std::byte>> {
-    ASSIGN_OR_RETURN(WantedBytes bytes, job.wanted(requests));
+    ASSIGN_OR_RETURN(WantedBytes bytes, job.wanted(requests, slices));
     return bytes.encode();
   })));
+}
+
+// Returns for each tensor whether the engine reads it; torch must read the others.
+std::vector<bool> readable(LoadJob& job, const std::vector<PyTensorRequest>& tensors) {
+  Devices devices;
+  const std::vector<TensorRequest> requests = to_requests(tensors, devices);
+  const std::vector<Outcome> outcomes =
+      value_or_raise(without_gil([&] { return job.outcomes(requests); }));
+  std::vector<bool> out;
+  for (const Outcome outcome : outcomes) out.push_back(outcome == Outcome::kLoaded);
+  return out;
 }
 
 const PlannedRead& read_at(const PlannedReads& reads, int64_t number) {
@@ -196,17 +209,20 @@ void bind_load_job(py::module_& module) {
   py::class_<LoadJob, UnlockedPtr<LoadJob>>(module, "LoadJob")
       .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
-           py::arg("verify"), py::arg("records") = nullptr, py::keep_alive<1, 2>())
+           py::arg("verify"), py::arg("records") = nullptr, py::arg("reachable") = py::none(),
+           py::keep_alive<1, 2>())
       .def("check", &check, py::arg("slices"))
       .def("cancel", &LoadJob::cancel)
       .def_property_readonly("done_nbytes", &LoadJob::loaded_nbytes)
       .def(
           "wanted_bytes",
-          [](LoadJob& job, const std::vector<PyTensorRequest>& tensors) {
+          [](LoadJob& job, const std::vector<PyTensorRequest>& tensors,
+             const std::vector<PySlice>& slices) {
             Devices devices;
-            return wanted(job, to_requests(tensors, devices));
+            return wanted(job, to_requests(tensors, devices), to_slices(slices));
           },
-          py::arg("tensors"))
+          py::arg("tensors"), py::arg("slices") = std::vector<PySlice>())
+      .def("readable", &readable, py::arg("tensors"))
       .def("run", &run_job, py::arg("tensors"), py::arg("slices"),
            py::arg("on_tensor") = py::none(), py::arg("exchange") = nullptr,
            py::arg("slices_are_archives") = false);

@@ -185,8 +185,9 @@ struct ReadStream::Work {
     const int64_t end = first.sums->block_end(mismatch + 1);
     // Any tensor with bytes in the block may be the damaged one.
     const std::string names = names_in(task, {mismatch, end});
-    return corruption("cannot load ", names, ": the ", end - mismatch, " bytes at ", mismatch,
-                      " of ", task.file->path(), " do not have the checksum that the index states");
+    return corruption(names.empty() ? "" : str_cat("cannot load ", names, ": "), "the ",
+                      end - mismatch, " bytes at ", mismatch, " of ", task.file->path(),
+                      " do not have the checksum that the index states");
   }
 
   // Verifies and consumes every range of a task, then starts the unpacking. `bytes` begin at

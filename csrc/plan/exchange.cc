@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "plan/wire.h"
@@ -122,17 +124,15 @@ std::vector<int64_t> pour(int64_t nbytes, const std::vector<int32_t>& ranks,
   return out;
 }
 
-// Selects the reader of each piece of a ring: the rank that is furthest behind its share.
+// Selects the reader of each piece of a ring: the rank that is furthest behind its share. Never
+// selects a rank without a share, since the ranks are behind by a positive sum.
+// Requires: a share is positive.
 class ReaderSelector {
  public:
   explicit ReaderSelector(const ReadRing& ring)
       : shares_(ring.shares),
-        total_(std::accumulate(ring.shares.begin(), ring.shares.end(), int64_t{0})),
-        read_(ring.shares.size(), 0) {
-    if (total_ > 0) return;
-    shares_.assign(shares_.size(), 1);
-    total_ = std::ssize(shares_);
-  }
+        total_(std::accumulate(ring.shares.begin(), ring.shares.end(), Wide{0})),
+        read_(ring.shares.size(), 0) {}
 
   // Returns the ring position of the rank that reads the next `nbytes`. Same result on every rank.
   size_t next(int64_t nbytes) {
@@ -141,7 +141,7 @@ class ReaderSelector {
     Wide most = 0;
     for (size_t i = 0; i < shares_.size(); ++i) {
       // Due bytes minus read bytes, times the sum of all shares.
-      const Wide lacks = Wide{shares_[i]} * all_read_ - Wide{read_[i]} * total_;
+      const Wide lacks = Wide{shares_[i]} * all_read_ - total_ * read_[i];
       if (i == 0 || lacks > most) {
         behind = i;
         most = lacks;
@@ -152,8 +152,8 @@ class ReaderSelector {
   }
 
  private:
-  std::vector<int64_t> shares_;
-  int64_t total_;
+  const std::vector<int64_t> shares_;
+  const Wide total_;
   std::vector<int64_t> read_;
   int64_t all_read_ = 0;
 };
@@ -245,6 +245,7 @@ Result<RankExchange> RankExchange::decode(Bytes bytes) {
       ring.shares.push_back(share);
     }
     if (std::ranges::count(ring.ranks, out.rank) != 1) return unsound();
+    if (std::ranges::max(ring.shares) == 0) return unsound();  // No rank would read.
     out.rings.push_back(std::move(ring));
   }
   if (!in.varint(&count) || count > in.left()) return unsound();
@@ -270,93 +271,250 @@ Result<RankExchange> RankExchange::decode(Bytes bytes) {
   return out;
 }
 
-Result<Exchange> Exchange::make(std::span<const WantedBytes* const> wanted,
-                                std::span<const std::string> nodes, int64_t budget_nbytes) {
-  if (wanted.size() != nodes.size()) {
-    return invalid_argument(wanted.size(), " ranks are on ", nodes.size(), " nodes");
-  }
-  // Ranks with equal requests form one group, so a thousand equal ranks cost no more than one.
-  using Files = std::vector<WantedBytes::File>;
-  const auto less = [](const Files* a, const Files* b) {
-    return std::ranges::lexicographical_compare(*a, *b, [](const auto& x, const auto& y) {
-      if (x.name != y.name) return x.name < y.name;
-      return std::ranges::lexicographical_compare(
-          x.ranges, y.ranges, {}, [](const ByteRange& r) { return std::pair(r.begin, r.end); },
-          [](const ByteRange& r) { return std::pair(r.begin, r.end); });
-    });
-  };
-  std::map<const Files*, int32_t, decltype(less)> groups(less);
-  std::vector<std::vector<int32_t>> ranks_of_group;
-  std::map<std::string_view, std::vector<std::pair<int32_t, const std::vector<ByteRange>*>>> files;
-  for (size_t rank = 0; rank < wanted.size(); ++rank) {
-    const Files& of_rank = wanted[rank]->files();
-    const auto [found, is_new] =
-        groups.emplace(&of_rank, static_cast<int32_t>(ranks_of_group.size()));
-    if (is_new) {
-      ranks_of_group.emplace_back();
-      for (const auto& file : of_rank) files[file.name].emplace_back(found->second, &file.ranges);
+namespace {
+
+// The ranks of a load. Ranks with equal requests and equal reach form one group, so a thousand
+// equal ranks cost no more than one.
+class Ranks {
+ public:
+  using Requests = std::vector<std::pair<int32_t, const std::vector<ByteRange>*>>;
+
+  explicit Ranks(const ExchangeInput& input) : nodes_(input.nodes), load_(input.wanted.size(), 0) {
+    std::map<const ReachableFiles*, int32_t, decltype(&is_less_reach)> reaches(&is_less_reach);
+    std::map<std::pair<const Files*, int32_t>, int32_t, decltype(&is_less)> groups(&is_less);
+    for (size_t rank = 0; rank < input.wanted.size(); ++rank) {
+      const ReachableFiles* reachable = input.reachable.empty() ? nullptr : &input.reachable[rank];
+      if (reachable != nullptr && !reachable->has_value()) reachable = nullptr;
+      const int32_t reach =
+          reaches.emplace(reachable, static_cast<int32_t>(reaches.size())).first->second;
+      const Files& of_rank = input.wanted[rank]->files();
+      const auto [found, is_new] =
+          groups.emplace(std::pair(&of_rank, reach), static_cast<int32_t>(groups_.size()));
+      if (is_new) {
+        groups_.push_back({{}, reachable});
+        for (const auto& file : of_rank)
+          files_[file.name].emplace_back(found->second, &file.ranges);
+      }
+      groups_[static_cast<size_t>(found->second)].ranks.push_back(static_cast<int32_t>(rank));
     }
-    ranks_of_group[static_cast<size_t>(found->second)].push_back(static_cast<int32_t>(rank));
   }
 
-  const auto ranks_of = [&](const Requesters& requesters) {
+  // The requests of each file: groups and their ranges.
+  const std::map<std::string_view, Requests>& files() const { return files_; }
+
+  std::vector<int32_t> ranks_of(const Requesters& requesters) const {
     std::vector<int32_t> out;
     for (const int32_t group : requesters) {
-      const auto& some = ranks_of_group[static_cast<size_t>(group)];
+      const auto& some = groups_[static_cast<size_t>(group)].ranks;
       out.insert(out.end(), some.begin(), some.end());
     }
     return out;
+  }
+
+  bool reaches(int32_t group, std::string_view file) const {
+    const ReachableFiles* reachable = groups_[static_cast<size_t>(group)].reachable;
+    return reachable == nullptr || (*reachable)->contains(file);
+  }
+
+  // Returns the groups of `requesters` that reach a file.
+  Requesters reaching(const Requesters& requesters, std::string_view file) const {
+    Requesters out;
+    std::ranges::copy_if(requesters, std::back_inserter(out),
+                         [&](int32_t group) { return reaches(group, file); });
+    return out;
+  }
+
+  // Returns all ranks that reach a file.
+  std::vector<int32_t> ranks_reaching(std::string_view file) const {
+    Requesters all(groups_.size());
+    std::iota(all.begin(), all.end(), 0);
+    return ranks_of(reaching(all, file));
+  }
+
+  // Returns the rank of `candidates` that reads for `ranks`. Requires: there is a candidate.
+  int32_t holder(const std::vector<int32_t>& candidates, const std::vector<int32_t>& ranks) const {
+    std::set<std::string_view> nodes;
+    for (const int32_t rank : ranks) nodes.insert(node_of(rank));
+    return *std::ranges::min_element(candidates, {}, [&](int32_t rank) {
+      return std::tuple(!nodes.contains(node_of(rank)), load_[static_cast<size_t>(rank)], rank);
+    });
+  }
+
+  std::string_view node_of(int32_t rank) const { return nodes_[static_cast<size_t>(rank)]; }
+
+  // The bytes that each rank has to read so far.
+  std::vector<int64_t>& load() { return load_; }
+
+  void add_load(int32_t rank, int64_t nbytes) { load_[static_cast<size_t>(rank)] += nbytes; }
+
+ private:
+  using Files = std::vector<WantedBytes::File>;
+  struct Group {
+    std::vector<int32_t> ranks;
+    const ReachableFiles* reachable;  // nullptr: all files.
   };
 
-  Exchange out;
-  std::map<Requesters, int32_t> ring_of;
-  std::vector<int64_t> ring_nbytes;
-  std::vector<int64_t> load(wanted.size(), 0);
-  for (const auto& [name, requests] : files) {
-    std::vector<Run> runs = cut_by_requesters(requests);
-    for (const Run& run : runs) {
-      const std::vector<int32_t> ranks = ranks_of(run.requesters);
-      const int64_t readers = std::ranges::count_if(
-          ranks, [&](int32_t rank) { return !wanted[static_cast<size_t>(rank)]->is_cached(); });
-      out.wanted_nbytes_ += run.range.nbytes() * readers;
-      out.saved_nbytes_ += run.range.nbytes() * std::max<int64_t>(readers - 1, 0);
-    }
-    for (const Run& run : joined(std::move(runs))) {
-      std::vector<int32_t> ranks = ranks_of(run.requesters);
-      if (ranks.size() == 1) {
-        load[static_cast<size_t>(ranks.front())] += run.range.nbytes();
-        continue;
-      }
-      const auto [ring, is_new] =
-          ring_of.emplace(run.requesters, static_cast<int32_t>(out.rings_.size()));
-      if (is_new) {
-        std::ranges::sort(ranks, {}, [&](int32_t rank) {
-          return std::pair(std::string_view(nodes[static_cast<size_t>(rank)]), rank);
-        });
-        out.rings_.push_back({std::move(ranks), {}});
-        ring_nbytes.push_back(0);
-      }
-      if (out.files_.empty() || out.files_.back() != name) out.files_.emplace_back(name);
-      ring_nbytes[static_cast<size_t>(ring->second)] += run.range.nbytes();
-      out.ranges_.push_back({static_cast<int32_t>(out.files_.size()) - 1, ring->second, run.range});
-    }
+  static bool is_less_reach(const ReachableFiles* a, const ReachableFiles* b) {
+    if (a == nullptr || b == nullptr) return a == nullptr && b != nullptr;
+    return **a < **b;
   }
 
-  std::vector<size_t> order(out.rings_.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::ranges::stable_sort(order, {}, [&](size_t ring) { return out.rings_[ring].ranks.size(); });
-  size_t widest = 2;
-  for (const size_t number : order) {
-    ReadRing& ring = out.rings_[number];
-    ring.shares = pour(ring_nbytes[number], ring.ranks, &load);
-    widest = std::max(widest, ring.ranks.size());
+  static bool is_less(const std::pair<const Files*, int32_t>& a,
+                      const std::pair<const Files*, int32_t>& b) {
+    if (a.second != b.second) return a.second < b.second;
+    const auto ends = [](const ByteRange& r) { return std::pair(r.begin, r.end); };
+    return std::ranges::lexicographical_compare(
+        *a.first, *b.first, [&](const auto& x, const auto& y) {
+          if (x.name != y.name) return x.name < y.name;
+          return std::ranges::lexicographical_compare(x.ranges, y.ranges, {}, ends, ends);
+        });
   }
+
+  const std::vector<std::string>& nodes_;
+  std::vector<Group> groups_;
+  std::map<std::string_view, Requests> files_;
+  std::vector<int64_t> load_;
+};
+
+// A run that is passed on.
+struct SharedRun {
+  std::string_view file;
+  Run run;
+  Requesters readers;  // The requesters that reach the file.
+};
+
+struct Rings {
+  std::vector<MissingFile> missing;
+  std::vector<std::string> files;
+  std::vector<ReadRing> rings;
+  std::vector<SharedRange> ranges;
+};
+
+// Makes the rings of all runs, which ascend by file and start, and levels the reads of `ranks`.
+Rings make_rings(const std::vector<SharedRun>& runs, Ranks& ranks) {
+  Rings out;
+  // Requesters, those of them that read, and the holder or -1.
+  std::map<std::tuple<Requesters, Requesters, int32_t>, int32_t> ring_of;
+  struct Reads {
+    std::vector<int32_t> readers;
+    int64_t nbytes = 0;
+    bool by_holder = false;
+  };
+  std::vector<Reads> reads;  // Of each ring.
+  std::string_view file_of_holders;
+  std::vector<int32_t> holders;
+  for (const SharedRun& shared : runs) {
+    const auto& [range, requesters] = shared.run;
+    int32_t holder = -1;
+    if (shared.readers.empty()) {
+      if (file_of_holders != shared.file || holders.empty()) {
+        file_of_holders = shared.file;
+        holders = ranks.ranks_reaching(shared.file);
+      }
+      if (holders.empty()) {
+        if (out.missing.empty() || out.missing.back().name != shared.file) {
+          out.missing.push_back({std::string(shared.file), {}});
+        }
+        std::vector<int32_t>& wanting = out.missing.back().ranks;
+        for (const int32_t rank : ranks.ranks_of(requesters)) wanting.push_back(rank);
+        std::ranges::sort(wanting);
+        wanting.erase(std::ranges::unique(wanting).begin(), wanting.end());
+        continue;
+      }
+      holder = ranks.holder(holders, ranks.ranks_of(requesters));
+      ranks.add_load(holder, range.nbytes());
+    }
+    const auto [ring, is_new] = ring_of.emplace(std::tuple(requesters, shared.readers, holder),
+                                                static_cast<int32_t>(out.rings.size()));
+    if (is_new) {
+      std::vector<int32_t> of_ring = ranks.ranks_of(requesters);
+      if (holder >= 0) of_ring.push_back(holder);
+      std::ranges::sort(of_ring, {},
+                        [&](int32_t rank) { return std::pair(ranks.node_of(rank), rank); });
+      std::vector<int32_t> readers =
+          holder >= 0 ? std::vector{holder} : ranks.ranks_of(shared.readers);
+      out.rings.push_back({std::move(of_ring), {}});
+      reads.push_back({.readers = std::move(readers), .by_holder = holder >= 0});
+    }
+    if (out.files.empty() || out.files.back() != shared.file) out.files.emplace_back(shared.file);
+    reads[static_cast<size_t>(ring->second)].nbytes += range.nbytes();
+    out.ranges.push_back({static_cast<int32_t>(out.files.size()) - 1, ring->second, range});
+  }
+
+  std::vector<size_t> order(out.rings.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::ranges::stable_sort(order, {}, [&](size_t ring) { return reads[ring].readers.size(); });
+  for (const size_t number : order) {
+    ReadRing& ring = out.rings[number];
+    const auto& [readers, nbytes, by_holder] = reads[number];
+    const std::vector<int64_t> poured =
+        by_holder ? std::vector{nbytes} : pour(nbytes, readers, &ranks.load());
+    ring.shares.assign(ring.ranks.size(), 0);
+    for (size_t i = 0; i < readers.size(); ++i) {
+      const auto place = std::ranges::find(ring.ranks, readers[i]) - ring.ranks.begin();
+      ring.shares[static_cast<size_t>(place)] = poured[i];
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+Result<Exchange> Exchange::make(const ExchangeInput& input) {
+  const size_t count = input.wanted.size();
+  if (input.nodes.size() != count) {
+    return invalid_argument(count, " ranks are on ", input.nodes.size(), " nodes");
+  }
+  if (!input.reachable.empty() && input.reachable.size() != count) {
+    return invalid_argument(input.reachable.size(), " of ", count, " ranks reach files");
+  }
+  Exchange out;
+  Ranks ranks(input);
+  std::vector<SharedRun> shared;
+  for (const auto& [name, requests] : ranks.files()) {
+    std::vector<Run> runs = cut_by_requesters(requests);
+    for (const Run& run : runs) {
+      const Requesters reaching = ranks.reaching(run.requesters, name);
+      if (reaching.size() < run.requesters.size()) out.is_necessary_ = true;
+      const std::vector<int32_t> readers = ranks.ranks_of(reaching);
+      const int64_t uncached = std::ranges::count_if(readers, [&](int32_t rank) {
+        return !input.wanted[static_cast<size_t>(rank)]->is_cached();
+      });
+      out.wanted_nbytes_ += run.range.nbytes() * uncached;
+      out.saved_nbytes_ += run.range.nbytes() * std::max<int64_t>(uncached - 1, 0);
+    }
+    if (input.only_necessary) {
+      std::erase_if(runs, [&](const Run& run) {
+        if (ranks.reaching(run.requesters, name).size() < run.requesters.size()) return false;
+        for (const int32_t rank : ranks.ranks_of(run.requesters)) {
+          ranks.add_load(rank, run.range.nbytes());
+        }
+        return true;
+      });
+    }
+    for (Run& run : joined(std::move(runs))) {
+      Requesters readers = ranks.reaching(run.requesters, name);
+      const std::vector<int32_t> alone = ranks.ranks_of(run.requesters);
+      if (alone.size() == 1 && !readers.empty()) {
+        ranks.add_load(alone.front(), run.range.nbytes());
+      } else {
+        shared.push_back({name, std::move(run), std::move(readers)});
+      }
+    }
+  }
+  Rings rings = make_rings(shared, ranks);
+  out.missing_ = std::move(rings.missing);
+  out.files_ = std::move(rings.files);
+  out.rings_ = std::move(rings.rings);
+  out.ranges_ = std::move(rings.ranges);
   // A piece passes through all ranks of its ring, so the budget must have room for two pieces per
   // rank of the widest ring.
+  size_t widest = 2;
+  for (const ReadRing& ring : out.rings_) widest = std::max(widest, ring.ranks.size());
   const int64_t piece_count =
       std::max<int64_t>(2 * static_cast<int64_t>(widest), kMinPiecesInFlight);
   out.piece_nbytes_ =
-      std::clamp(align_down(budget_nbytes / piece_count, kGrain), kGrain, kMaxPieceNbytes);
+      std::clamp(align_down(input.budget_nbytes / piece_count, kGrain), kGrain, kMaxPieceNbytes);
   return out;
 }
 

@@ -6,10 +6,18 @@
 // into pieces. One rank reads each piece and sends it to the next rank of a ring, until all ranks
 // of the ring have it. FastReader requests this plan between planning and reading.
 // engine/exchange/exchange_stream.h executes it.
+//
+// A rank may reach only some of the files: its machine has a disk of its own, for example. Bytes of
+// a file are read only by ranks that reach it. If no rank of a ring does, the ring gets a *holder*:
+// a rank that reaches the file, and reads and sends the bytes without wanting them.
 
 #include <cstdint>
+#include <functional>
+#include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/bytes.h"
@@ -19,10 +27,13 @@
 
 namespace torch_ckpt {
 
-// Ranks that want the same bytes.
+// The names of the files that a rank can read; nullopt if it reaches all files.
+using ReachableFiles = std::optional<std::set<std::string, std::less<>>>;
+
+// Ranks that want the same bytes, and possibly a holder.
 struct ReadRing {
   std::vector<int32_t> ranks;   // In ring order: node by node.
-  std::vector<int64_t> shares;  // Relative share of each rank in the reads.
+  std::vector<int64_t> shares;  // Relative share of each rank in the reads. 0: reads nothing.
 
   bool operator==(const ReadRing&) const = default;
 };
@@ -62,27 +73,52 @@ struct RankExchange {
   static Result<RankExchange> decode(Bytes bytes);
 };
 
-// Distributes the reads. `wanted` has the decoded requests of all ranks, `nodes` the node name of
-// each rank. `budget_nbytes` limits the memory for pieces on one rank.
+// A file that no rank reaches, and the ranks that want bytes of it, ascending.
+struct MissingFile {
+  std::string name;
+  std::vector<int32_t> ranks;
+
+  bool operator==(const MissingFile&) const = default;
+};
+
+struct ExchangeInput {
+  std::vector<const WantedBytes*> wanted = {};  // The decoded requests of each rank.
+  std::vector<std::string> nodes = {};          // Name of each rank's node.
+  std::vector<ReachableFiles> reachable = {};   // Of each rank. Empty: all reach all files.
+  int64_t budget_nbytes = 0;                    // Limits the memory for pieces on one rank.
+  // Whether a rank reads alone what it can, so that only bytes that a rank cannot reach are passed
+  // on.
+  bool only_necessary = false;
+};
+
+// Distributes the reads.
 //
 // Runs of the same ranks are one run if the gap between them is at most 32 KiB; the gap is read as
 // well. Adjacent runs below 256 KiB that different ranks want go to one ring of all those ranks.
 // The reads are then leveled like water. The smallest rings are distributed first, always to the
 // ranks with the fewest bytes to read. The bytes that only one rank wants count as its load.
+//
+// A holder is the rank with the fewest bytes to read, if possible one on the node of a rank that
+// wants the bytes. It is chosen for each run, before the reads of other rings are leveled.
 class Exchange {
  public:
-  static Result<Exchange> make(std::span<const WantedBytes* const> wanted,
-                               std::span<const std::string> nodes, int64_t budget_nbytes);
+  static Result<Exchange> make(const ExchangeInput& input);
 
-  // Bytes that are not read from storage, since another rank sends them. A rank that has all that
-  // it wants in its page cache reads nothing from storage.
+  // Bytes that are not read from storage, since another rank sends them, although the rank reaches
+  // them. A rank that has all that it wants in its page cache reads nothing from storage.
   int64_t saved_nbytes() const { return saved_nbytes_; }
 
   // Bytes that the ranks would read from storage without the exchange, each rank counted
-  // separately.
+  // separately. A rank reads no bytes that it does not reach.
   int64_t wanted_nbytes() const { return wanted_nbytes_; }
 
-  // Returns whether a rank shares any wanted bytes with another rank.
+  // Whether a rank wants bytes of a file that it does not reach.
+  bool is_necessary() const { return is_necessary_; }
+
+  // The wanted files that no rank reaches, ascending by name. Their bytes are in no ring.
+  const std::vector<MissingFile>& missing() const { return missing_; }
+
+  // Returns whether a rank shares any wanted bytes with another rank, or is a holder.
   bool is_in_ring(int32_t rank) const;
 
   RankExchange of_rank(int32_t rank) const;
@@ -91,6 +127,8 @@ class Exchange {
   int64_t piece_nbytes_ = 0;
   int64_t saved_nbytes_ = 0;
   int64_t wanted_nbytes_ = 0;
+  bool is_necessary_ = false;
+  std::vector<MissingFile> missing_;
   std::vector<std::string> files_;
   std::vector<ReadRing> rings_;
   std::vector<SharedRange> ranges_;

@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "support/status_matchers.h"
@@ -25,14 +28,24 @@ WantedBytes wanting(const std::vector<std::pair<std::string, ByteRange>>& ranges
   return *decoded;
 }
 
-Exchange share(const std::vector<WantedBytes>& wanted, int64_t budget_nbytes = kBudget,
-               std::vector<std::string> nodes = {}) {
-  std::vector<const WantedBytes*> all;
-  for (const WantedBytes& one : wanted) all.push_back(&one);
-  nodes.resize(wanted.size());
-  auto exchange = Exchange::make(all, nodes, budget_nbytes);
+Exchange share(const std::vector<WantedBytes>& wanted, ExchangeInput input) {
+  for (const WantedBytes& one : wanted) input.wanted.push_back(&one);
+  input.nodes.resize(wanted.size());
+  auto exchange = Exchange::make(input);
   EXPECT_OK(exchange);
   return *exchange;
+}
+
+Exchange share(const std::vector<WantedBytes>& wanted, int64_t budget_nbytes = kBudget) {
+  return share(wanted, {.budget_nbytes = budget_nbytes});
+}
+
+Exchange share_reaching(const std::vector<WantedBytes>& wanted,
+                        std::vector<ReachableFiles> reachable,
+                        std::vector<std::string> nodes = {}) {
+  return share(
+      wanted,
+      {.nodes = std::move(nodes), .reachable = std::move(reachable), .budget_nbytes = kBudget});
 }
 
 std::vector<RankExchange> parts_of(const Exchange& exchange, size_t ranks) {
@@ -152,7 +165,8 @@ TEST(ExchangeTest, SmallGapsAreReadWithWhatTheyLieBetween) {
 
 TEST(ExchangeTest, RingsGoFromNodeToNodeOnce) {
   const std::vector<WantedBytes> wanted(4, wanting({{"a", {0, kMiB}}}));
-  const Exchange exchange = share(wanted, kBudget, {"y", "x", "y", "x"});
+  const Exchange exchange =
+      share(wanted, {.nodes = {"y", "x", "y", "x"}, .budget_nbytes = kBudget});
   EXPECT_EQ(exchange.of_rank(0).rings[0].ranks, (std::vector<int32_t>{1, 3, 0, 2}));
 }
 
@@ -210,6 +224,242 @@ TEST(ExchangeTest, RandomWantsAreCoveredOrAlone) {
             });
             const int count = wanters[{file.name, at}];
             ASSERT_TRUE(has || count == 1) << "rank " << rank << ", " << file.name << " at " << at;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Ranks that read a byte of the rings of `exchange`.
+std::vector<int32_t> readers_of(const Exchange& exchange, size_t ranks) {
+  std::vector<int32_t> out;
+  const std::vector<int64_t> nbytes = read_nbytes(parts_of(exchange, ranks));
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    if (nbytes[rank] > 0) out.push_back(static_cast<int32_t>(rank));
+  }
+  return out;
+}
+
+TEST(ExchangeTest, OnlyRanksThatReachAFileReadIt) {
+  const std::vector<WantedBytes> wanted(4, wanting({{"a", {0, 64 * kMiB}}, {"b", {0, kMiB}}}));
+  const Exchange exchange =
+      share_reaching(wanted, {ReachableFiles({"b"}), ReachableFiles({"a"}), std::nullopt,
+                              ReachableFiles(std::set<std::string, std::less<>>())});
+  EXPECT_TRUE(exchange.is_necessary());
+  EXPECT_EQ(exchange.wanted_nbytes(), 2 * 65 * kMiB);
+  EXPECT_EQ(exchange.saved_nbytes(), 65 * kMiB);
+  const auto parts = parts_of(exchange, 4);
+  expect_rounds(parts);
+  for (const RankExchange& part : parts) {
+    for (const ExchangePiece& piece : part.pieces()) {
+      if (piece.from >= 0) continue;
+      const bool is_a = part.files[static_cast<size_t>(piece.file)] == "a";
+      EXPECT_TRUE(part.rank == 2 || part.rank == (is_a ? 1 : 0)) << part.rank;
+    }
+  }
+  const std::vector<int64_t> nbytes = read_nbytes(parts);
+  EXPECT_NEAR(nbytes[1], 65 * kMiB / 2, 4 * kMiB);
+  EXPECT_NEAR(nbytes[2], 65 * kMiB / 2, 4 * kMiB);
+}
+
+TEST(ExchangeTest, BytesThatNoneOfTheirRanksReachesHaveAHolder) {
+  const WantedBytes own = wanting({{"b", {0, 8 * kMiB}}});
+  const ReachableFiles none = std::set<std::string, std::less<>>{};
+  // Rank 1 wants something alone that it reaches, so rank 2 has less to read.
+  const std::vector<WantedBytes> wanted = {wanting({{"a", {5, kMiB}}}), own, WantedBytes(),
+                                           WantedBytes()};
+  const std::vector<ReachableFiles> reachable = {none, std::nullopt, std::nullopt, std::nullopt};
+  const Exchange exchange = share_reaching(wanted, reachable);
+  EXPECT_TRUE(exchange.is_necessary());
+  EXPECT_EQ(exchange.wanted_nbytes(), 8 * kMiB);
+  EXPECT_EQ(exchange.saved_nbytes(), 0);
+  EXPECT_EQ(readers_of(exchange, 4), (std::vector<int32_t>{2}));
+  EXPECT_EQ(exchange.of_rank(0).rings[0].ranks, (std::vector<int32_t>{0, 2}));
+  EXPECT_TRUE(exchange.is_in_ring(2));
+  EXPECT_FALSE(exchange.is_in_ring(1));
+  EXPECT_FALSE(exchange.is_in_ring(3));
+  // One on the node of a rank that wants the bytes, whatever it has to read.
+  EXPECT_EQ(readers_of(share_reaching(wanted, reachable, {"x", "x", "y", "y"}), 4),
+            (std::vector<int32_t>{1}));
+}
+
+TEST(ExchangeTest, HoldersOfManyFilesReadEquallyMuch) {
+  std::vector<WantedBytes> wanted(5);
+  for (int i = 0; i < 8; ++i) wanted[0].add("f" + std::to_string(i), {0, kMiB});
+  wanted[0] = *WantedBytes::decode(wanted[0].encode());
+  std::vector<ReachableFiles> reachable(5);
+  reachable[0].emplace();
+  EXPECT_EQ(read_nbytes(parts_of(share_reaching(wanted, reachable), 5)),
+            (std::vector<int64_t>{0, 2 * kMiB, 2 * kMiB, 2 * kMiB, 2 * kMiB}));
+}
+
+TEST(ExchangeTest, FilesThatNoRankReachesAreListedWithTheRanksThatWantThem) {
+  const WantedBytes both = wanting({{"a", {0, kMiB}}, {"a", {3 * kMiB, 4 * kMiB}}, {"b", {0, 1}}});
+  const ReachableFiles only_b({"b"});
+  const Exchange exchange = share_reaching({both, wanting({{"b", {0, 1}}}), both, WantedBytes()},
+                                           {only_b, only_b, only_b, only_b});
+  EXPECT_TRUE(exchange.is_necessary());
+  EXPECT_EQ(exchange.missing(), (std::vector<MissingFile>{{"a", {0, 2}}}));
+  EXPECT_TRUE(share({both, both}).missing().empty());
+  EXPECT_FALSE(share({both, both}).is_necessary());
+}
+
+TEST(ExchangeTest, WhatRanksReachIsReadAloneIfOnlyTheRestIsToBePassedOn) {
+  const WantedBytes both = wanting({{"a", {0, 8 * kMiB}}, {"b", {0, 8 * kMiB}}});
+  const std::vector<WantedBytes> wanted(3, both);
+  const Exchange exchange =
+      share(wanted, {.reachable = {ReachableFiles({"a"}), std::nullopt, std::nullopt},
+                     .budget_nbytes = kBudget,
+                     .only_necessary = true});
+  EXPECT_EQ(exchange.saved_nbytes(), (2 + 1) * 8 * kMiB);
+  for (const RankExchange& part : parts_of(exchange, 3)) {
+    EXPECT_EQ(part.files, (std::vector<std::string>{"b"}));
+  }
+  EXPECT_EQ(readers_of(exchange, 3), (std::vector<int32_t>{1, 2}));
+  const Exchange none =
+      share(wanted, {.reachable = std::vector<ReachableFiles>(3), .only_necessary = true});
+  EXPECT_FALSE(none.is_in_ring(0));
+}
+
+TEST(ExchangeTest, ARankWithoutAShareNeverReads) {
+  for (uint32_t seed = 0; seed < 300; ++seed) {
+    std::mt19937_64 random(seed);
+    RankExchange plan;
+    plan.piece_nbytes = 64 * kKiB;
+    plan.files = {"a"};
+    plan.rings.resize(1);
+    ReadRing& ring = plan.rings[0];
+    const int64_t sizes[] = {1, 3, kMiB, int64_t{1} << 60};
+    for (int32_t rank = 0; rank < 6; ++rank) {
+      ring.ranks.push_back(rank);
+      ring.shares.push_back(random() % 2 == 0 ? 0 : sizes[random() % 4]);
+    }
+    plan.ranges = {{0, 0, {0, kMiB}}, {0, 0, {2 * kMiB, 3 * kMiB + 1}}};
+    if (std::ranges::max(ring.shares) == 0) {
+      EXPECT_FALSE(RankExchange::decode(plan.encode()).ok()) << "no rank reads";
+      continue;
+    }
+    for (int32_t rank = 0; rank < 6; ++rank) {
+      plan.rank = rank;
+      ASSERT_OK_AND_ASSIGN(const RankExchange part, RankExchange::decode(plan.encode()));
+      for (const ExchangePiece& piece : part.pieces()) {
+        ASSERT_TRUE(piece.from >= 0 || ring.shares[static_cast<size_t>(rank)] > 0)
+            << "seed " << seed << ", rank " << rank;
+      }
+    }
+  }
+}
+
+// Compares random plans with what each 64 KiB block needs, found block by block.
+TEST(ExchangeTest, WithAnyReachEachRankGetsEachWantedByteOnceFromARankThatReachesIt) {
+  constexpr int64_t kBlock = 64 * kKiB;
+  using Block = std::pair<std::string, int64_t>;
+  for (uint32_t seed = 0; seed < 1000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const auto up_to = [&](int64_t most) {
+      return std::uniform_int_distribution<int64_t>(0, most)(random);
+    };
+    const auto ranks = static_cast<size_t>(1 + up_to(6));
+    const int64_t blocks = 1 + up_to(40);
+    std::vector<WantedBytes> wanted;
+    ExchangeInput input = {.budget_nbytes = up_to(1) == 0 ? 4 * kMiB : kBudget,
+                           .only_necessary = up_to(3) == 0};
+    std::vector<std::set<Block>> wanted_blocks(ranks);
+    const int64_t most_reach = up_to(3);  // 0: no rank reaches a file.
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      WantedBytes one;
+      for (int64_t i = up_to(5); i > 0; --i) {
+        const int64_t begin = up_to(blocks - 1);
+        const int64_t end = begin + 1 + up_to(blocks - begin - 1);
+        const std::string file = "f" + std::to_string(up_to(2));
+        one.add(file, {begin * kBlock, end * kBlock});
+        for (int64_t at = begin; at < end; ++at) wanted_blocks[rank].insert({file, at});
+      }
+      if (rank > 0 && up_to(2) == 0) {
+        one = wanted.back();
+        wanted_blocks[rank] = wanted_blocks[rank - 1];
+      }
+      wanted.push_back(*WantedBytes::decode(one.encode()));
+      input.nodes.push_back(std::to_string(up_to(2)));
+      ReachableFiles& files = input.reachable.emplace_back();
+      if (up_to(4) > 0) {
+        files.emplace();
+        for (int64_t file = 0; file < 3; ++file) {
+          if (up_to(3) < most_reach) files->insert("f" + std::to_string(file));
+        }
+      }
+    }
+    const auto reaches = [&](size_t rank, const std::string& file) {
+      return !input.reachable[rank] || input.reachable[rank]->contains(file);
+    };
+    for (const WantedBytes& one : wanted) input.wanted.push_back(&one);
+    ASSERT_OK_AND_ASSIGN(const Exchange exchange, Exchange::make(input));
+    const auto parts = parts_of(exchange, ranks);
+    expect_rounds(parts);
+
+    std::vector<std::map<Block, int>> arrived(ranks);  // How often.
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      for (const ExchangePiece& piece : parts[rank].pieces()) {
+        const std::string& file = parts[rank].files[static_cast<size_t>(piece.file)];
+        EXPECT_TRUE(piece.from >= 0 || reaches(rank, file)) << "rank " << rank << ", " << file;
+        for (int64_t at = piece.range.begin; at < piece.range.end; at += kBlock) {
+          ++arrived[rank][{file, at / kBlock}];
+        }
+      }
+    }
+    std::map<std::string, std::set<int32_t>> missing;
+    bool is_necessary = false;
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      for (const Block& block : wanted_blocks[rank]) {
+        const bool is_far = !reaches(rank, block.first);
+        is_necessary = is_necessary || is_far;
+        bool is_missing = true;
+        for (size_t any = 0; any < ranks; ++any) {
+          if (reaches(any, block.first)) is_missing = false;
+        }
+        if (is_missing) {
+          missing[block.first].insert(static_cast<int32_t>(rank));
+          EXPECT_EQ(arrived[rank][block], 0);
+        } else {
+          // A rank may read alone what it reaches.
+          EXPECT_LE(arrived[rank][block], 1);
+          EXPECT_TRUE(!is_far || arrived[rank][block] == 1)
+              << "rank " << rank << ", " << block.first;
+        }
+      }
+    }
+    EXPECT_EQ(exchange.is_necessary(), is_necessary);
+    std::vector<MissingFile> expected_missing;
+    for (const auto& [file, of] : missing)
+      expected_missing.push_back({file, {of.begin(), of.end()}});
+    EXPECT_EQ(exchange.missing(), expected_missing);
+
+    // A ring has at most one rank that wants none of its bytes: a holder, which reads all of them.
+    for (const RankExchange& part : parts) {
+      for (size_t number = 0; number < part.rings.size(); ++number) {
+        const ReadRing& ring = part.rings[number];
+        std::set<int32_t> wanting;
+        bool is_far = false;
+        for (const SharedRange& shared : part.ranges) {
+          if (shared.ring != static_cast<int32_t>(number)) continue;
+          const std::string& file = part.files[static_cast<size_t>(shared.file)];
+          for (const int32_t rank : ring.ranks) {
+            const auto& of_rank = wanted_blocks[static_cast<size_t>(rank)];
+            for (int64_t at = shared.range.begin; at < shared.range.end; at += kBlock) {
+              if (!of_rank.contains({file, at / kBlock})) continue;
+              wanting.insert(rank);
+              is_far = is_far || !reaches(static_cast<size_t>(rank), file);
+            }
+          }
+        }
+        EXPECT_TRUE(is_far || !input.only_necessary);
+        EXPECT_GE(wanting.size() + 1, ring.ranks.size());
+        for (size_t place = 0; place < ring.ranks.size(); ++place) {
+          if (wanting.contains(ring.ranks[place])) continue;
+          for (size_t other = 0; other < ring.ranks.size(); ++other) {
+            EXPECT_EQ(ring.shares[other] > 0, other == place);
           }
         }
       }

@@ -1,7 +1,7 @@
 """Types of the native engine (csrc/bindings/module.cc). Private: use the package's classes."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from typing_extensions import Buffer
@@ -108,8 +108,17 @@ class Peers: ...
 
 class Exchange:
     def __init__(
-        self, wanted: Sequence[bytes], nodes: Sequence[str], budget_nbytes: int
+        self,
+        wanted: Sequence[bytes],
+        nodes: Sequence[str],
+        budget_nbytes: int,
+        reachable: Sequence[Set[str] | None] = (),
+        only_necessary: bool = False,
     ) -> None: ...
+    @property
+    def is_necessary(self) -> bool: ...
+    @property
+    def missing(self) -> list[tuple[str, list[int]]]: ...
     @property
     def saved_nbytes(self) -> int: ...
     @property
@@ -334,14 +343,20 @@ class LoadJob:
         direct: bool,
         verify: bool,
         records: Records | None = None,
+        reachable: Set[str] | None = None,
     ) -> None: ...
     def cancel(self) -> None: ...
     @property
     def done_nbytes(self) -> int: ...
     def check(self, slices: Sequence[tuple[str, int, int, str]]) -> None: ...
     def wanted_bytes(
-        self, tensors: Sequence[tuple[tuple[str, int, int, str], Sequence[int], TensorView]]
+        self,
+        tensors: Sequence[tuple[tuple[str, int, int, str], Sequence[int], TensorView]],
+        slices: Sequence[tuple[str, int, int, str]] = (),
     ) -> bytes: ...
+    def readable(
+        self, tensors: Sequence[tuple[tuple[str, int, int, str], Sequence[int], TensorView]]
+    ) -> list[bool]: ...
     def run(
         self,
         tensors: Sequence[tuple[tuple[str, int, int, str], Sequence[int], TensorView]],

@@ -11,6 +11,9 @@
 // however little memory they have. A piece with room waits for no other piece: it is forwarded as
 // soon as it arrives.
 //
+// A piece need not have a consumer. A holder reads and sends pieces of files of which it wants
+// nothing, in the same memory.
+//
 // A rank that fails closes its connections, and then the transfers of its peers fail. Every rank
 // watches its peers: each peer sends a message when it reaches the end of the exchange. So a rank
 // notices a peer that is gone, whatever transfers that peer left incomplete.

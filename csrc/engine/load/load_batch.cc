@@ -69,7 +69,24 @@ Status LoadBatch::plan(const std::vector<int64_t>& tensor_indices,
   return ok_status();
 }
 
+// Checks that this rank reaches the files of ranges that it is about to read.
+Status LoadBatch::check_reach(std::span<const WantedRange> wanted) const {
+  std::map<const File*, const AwayFile*> away;
+  for (const auto& [name, file] : files_) {
+    if (file.away != nullptr) away.emplace(file.file.get(), file.away);
+  }
+  for (const WantedRange& want : wanted) {
+    const auto found = away.find(want.file);
+    if (found == away.end()) continue;
+    const Status refused = found->second->refusal();
+    if (want.name == nullptr) return refused;
+    return Status(refused.code(), str_cat("cannot load '", *want.name, "': ", refused.message()));
+  }
+  return ok_status();
+}
+
 Status LoadBatch::run() {
+  RETURN_IF_ERROR(check_reach(wanted_));
   for (const WantedRange& want : wanted_) RETURN_IF_ERROR(check_sums(want.sums, want.range));
   RETURN_IF_ERROR(stream_.run(wanted_, [this](int64_t index, Bytes bytes, Unpacking& unpacking) {
     return consume(index, bytes, unpacking);
@@ -87,6 +104,7 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
                         " bytes");
     }
     shared.push_back({file.file.get(), piece.range, piece.from, piece.to, file.sums.get()});
+    if (piece.from < 0 && file.away != nullptr) return file.away->refusal();
     if (piece.from < 0) RETURN_IF_ERROR(check_sums(file.sums.get(), piece.range));
   }
   const ConsumeRange consume_one = [this](int64_t index, Bytes bytes, Unpacking& unpacking) {
@@ -98,6 +116,7 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
     alone.push_back(wanted_[static_cast<size_t>(index)]);
     RETURN_IF_ERROR(check_sums(alone.back().sums, alone.back().range));
   }
+  RETURN_IF_ERROR(check_reach(alone));
 
   std::atomic<bool> stopped = false;
   const auto read_alone = [&] {

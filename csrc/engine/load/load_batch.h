@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "engine/exchange/exchange_stream.h"
 #include "engine/live_tensor.h"
+#include "engine/load/away_file.h"
 #include "engine/load/index_lookup.h"
 #include "engine/load/records.h"
 #include "engine/load/stored_frames.h"
@@ -45,6 +46,7 @@ struct OpenFile {
   std::unique_ptr<File> file;
   int64_t nbytes = 0;
   std::unique_ptr<const FileSums> sums = {};  // Block checksums; null skips verification.
+  const AwayFile* away = nullptr;             // `file`, if this rank does not reach it.
 };
 
 // The inputs of a batch. All of them outlive the batch.
@@ -104,6 +106,7 @@ class LoadBatch {
   };
 
   Status check_slice(const StoredSlice& slice) const;
+  Status check_reach(std::span<const WantedRange> wanted) const;
   Status find_tensors(const std::vector<int64_t>& requests);
   Status plan_tensor(int64_t request, const std::optional<StoredTensor>& found);
   std::vector<StridedCopy> cut(const StridedCopy& copy, const FileSums* sums) const;

@@ -50,11 +50,23 @@ struct LoadJob::State {
     if (index != nullptr) {
       ASSIGN_OR_RETURN(sums, index->sums(slice));
     }
+    if (options.reachable && !options.reachable->contains(slice.file)) {
+      if (!sums || !index->has_slices()) {
+        return Status(StatusCode::kNotFound,
+                      str_cat("cannot read ", describe(slice), ": this rank cannot reach ", path,
+                              ", and no index describes it"));
+      }
+      auto away = std::make_unique<AwayFile>(path, sums->file_nbytes);
+      const AwayFile* const file = away.get();
+      const int64_t nbytes = sums->file_nbytes;
+      if (!options.verify || !index->has_sums()) sums.reset();
+      return OpenFile{std::move(away), nbytes, std::move(sums), file};
+    }
     auto file = sums ? fs.open_known(path, sums->file_nbytes, options.caching)
                      : fs.open(path, OpenMode::kRead, options.caching);
     if (!file.ok()) return with_slice(file.status(), slice);
     ASSIGN_OR_RETURN(const int64_t nbytes, (*file)->size());
-    OpenFile open{std::move(*file), nbytes, nullptr};
+    OpenFile open{std::move(*file), nbytes};
     if (!sums) return open;
     if (sums->file_nbytes != nbytes) {
       return corruption("cannot read ", describe(slice), ": the file is ", nbytes,
@@ -102,13 +114,22 @@ Status LoadJob::check(std::span<const StoredSlice> slices) {
   return ok_status();
 }
 
-Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors) {
+Result<WantedBytes> LoadJob::wanted(std::span<const TensorRequest> tensors,
+                                    std::span<const StoredSlice> bytes) {
   WantedBytes out;
   out.set_cached(true);  // Until a range is found that is not.
   LoadResult result;
   RETURN_IF_ERROR(
-      state_->release_on_error(run_batches(tensors, {}, {}, nullptr, false, &out, &result)));
+      state_->release_on_error(run_batches(tensors, bytes, {}, nullptr, false, &out, &result)));
   return out;
+}
+
+Result<std::vector<Outcome>> LoadJob::outcomes(std::span<const TensorRequest> tensors) {
+  WantedBytes unused;
+  LoadResult result;
+  RETURN_IF_ERROR(
+      state_->release_on_error(run_batches(tensors, {}, {}, nullptr, false, &unused, &result)));
+  return std::move(result.outcomes);
 }
 
 Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,

@@ -33,6 +33,9 @@ struct LoadOptions {
   // record that is read almost whole, or that `records` require.
   bool verify = true;
   std::shared_ptr<Records> records = nullptr;
+  // The data files that this rank reaches. An exchange must supply all bytes of other files, which
+  // need an index.
+  ReachableFiles reachable = std::nullopt;
 };
 
 // Used by one thread at a time, except `cancel`. `run` starts and joins its own threads.
@@ -49,9 +52,14 @@ class LoadJob {
   // Errors: kNotFound for a missing file; kCorruption for a slice outside its file.
   Status check(std::span<const StoredSlice> slices);
 
-  // Returns the byte ranges that `run` would read for these tensors, with or without memory.
-  // Errors: those of `run`.
-  Result<WantedBytes> wanted(std::span<const TensorRequest> tensors);
+  // Returns the byte ranges that `run` would read for these tensors, with or without memory, and
+  // for these raw slices. Errors: those of `run`.
+  Result<WantedBytes> wanted(std::span<const TensorRequest> tensors,
+                             std::span<const StoredSlice> bytes = {});
+
+  // Returns for each tensor whether `run` would leave it to torch, by the index alone. Requires: no
+  // reachable file, or none that needs to be read for that. Errors: those of `run`.
+  Result<std::vector<Outcome>> outcomes(std::span<const TensorRequest> tensors);
 
   // Loads tensors into their memory, and raw slices into new memory. Passes the elements of each
   // tensor without memory to `hand_over`.

@@ -71,6 +71,9 @@ Status read_some_frames(ReadStream& stream, std::vector<PendingFrame> pending, F
 }  // namespace
 
 std::string describe(const StoredSlice& slice) {
+  if (slice.name.empty()) {
+    return str_cat(slice.nbytes, " bytes at ", slice.offset, " of ", slice.file);
+  }
   return str_cat("'", slice.name, "' (", slice.nbytes, " bytes at ", slice.offset, " of ",
                  slice.file, ")");
 }

@@ -16,7 +16,7 @@
 
 namespace torch_ckpt {
 
-// One slice of a data file. `name` is its FQN, for messages.
+// One slice of a data file. `name` is its FQN, for messages; empty if it is unknown.
 struct StoredSlice {
   std::string file;  // Relative to the checkpoint's directory.
   int64_t offset = 0;
@@ -24,7 +24,8 @@ struct StoredSlice {
   std::string name;
 };
 
-// Formats a slice as "'model.w' (4096 bytes at 128 of __0_0.distcp)".
+// Formats a slice as "'model.w' (4096 bytes at 128 of __0_0.distcp)"; without a name as
+// "4096 bytes at 128 of __0_0.distcp".
 std::string describe(const StoredSlice& slice);
 
 // Prefixes the message of a status with "cannot read <slice>: ".
