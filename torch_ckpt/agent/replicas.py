@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -52,13 +51,12 @@ class Replicas:
         self._listeners: Listeners | None = None  # Until its receiver has it.
         self._sender: ReplicaSender | None = None
         self._receiver: ReplicaReceiver | None = None
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                self._resume(decode((folder / _STATE_NAME).read_bytes())[0])
-            except (CheckpointError, KeyError, OSError, TypeError, ValueError) as error:
-                if isinstance(error, FileNotFoundError):
-                    raise
-                _log.warning("cannot replicate until the ranks restart: %s", error)
+        state = folder / _STATE_NAME
+        try:
+            if state.exists():
+                self._resume(decode(state.read_bytes())[0])
+        except (CheckpointError, KeyError, OSError, TypeError, ValueError) as error:
+            _log.warning("cannot replicate until the ranks restart: %s", error)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Continues after a former agent of the same session."""

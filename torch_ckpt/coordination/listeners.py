@@ -47,6 +47,7 @@ class Listeners:
         self, hosts: Iterable[tuple[str, int]], rank: int, secret: str | None = None
     ) -> None:
         self.addresses: list[tuple[str, int]] = []
+        self._is_named = secret is not None
         self._secret = secrets.token_bytes(16) if secret is None else bytes.fromhex(secret)
         self.secret = self._secret.hex()
         self._rank = rank
@@ -71,7 +72,7 @@ class Listeners:
         listener = socket.socket(family, socket.SOCK_STREAM)
         PROCESS.unshared.add(listener)
         try:
-            if port:  # Connections of the process that has listened there before may linger.
+            if self._is_named:  # The next process that listens there finds lingering connections.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(_BACKLOG)
