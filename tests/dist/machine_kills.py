@@ -30,6 +30,7 @@ from machines import RANKS_PER_MACHINE, memory_of
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader
+from torch_ckpt.agent.buddies import MAX_LAG
 from torch_ckpt.agent.memory import run_of
 
 ROWS = 512
@@ -43,7 +44,8 @@ class _Life:
 
     restored: dict[int, int | None] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
-    survives: dict[int, int] = field(default_factory=dict)  # The step that all machines retain.
+    # The step that all machines retain, if there is one.
+    survives: dict[int, int | None] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
 
@@ -108,7 +110,7 @@ class MachineCampaign:
             self._look_at(life)
             loses = self.rng.random() < 0.8
             if loses or is_last:  # Before that, the loss of a machine may lose all.
-                self._listen(life, pipes, lambda: len(life.survives) == size)
+                self._listen(life, pipes, lambda: None not in _all(life.survives, size))
             if is_last:
                 for pipe in pipes:
                     pipe.send("end")
@@ -132,8 +134,10 @@ class MachineCampaign:
                         break
                 pipe.close()
             self._most = max([self._most, *life.begun.values()])
-            if life.survives:
-                self._least = max(life.survives.values())
+            if None not in (survives := _all(life.survives, size)):
+                self._least = max(survives)
+            elif life.survives:  # Nothing must be restored.
+                self._least = None
 
     def _look_at(self, life: _Life) -> None:
         found = set(life.restored.values())
@@ -205,6 +209,11 @@ class MachineCampaign:
         while left := list(self.memory.glob(f"machine-*/*/{run_of(self.directory).hex()}")):
             assert time.monotonic() < deadline, f"{left} are left"
             time.sleep(0.05)
+
+
+def _all(said: dict[int, int | None], size: int) -> list[Any]:
+    """What each rank has said last."""
+    return [said.get(rank) for rank in range(size)]
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -282,9 +291,11 @@ def _train_until_told(pipe: connection.Connection, directory: Path, memory: str,
         say("begun", step)
         staged = agent.stage(state, directory / f"step-{step}", step=step, persist=False)
         assert staged is not None
+        session, sequence = staged.header.save
         keep = agent._replication.keep
-        if keep is not None and keep[0] == staged.header.session:
-            say("survives", first + keep[1])
+        # A step that has become too old may be given up by the next save.
+        is_safe = keep is not None and keep[0] == session and sequence - keep[1] < MAX_LAG
+        say("survives", first + keep[1] if is_safe and keep is not None else None)
         time.sleep(random_pauses.choice([0.0, 0.02, 0.1]))
     agent.close(drop=True)
 

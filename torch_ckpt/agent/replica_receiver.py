@@ -202,8 +202,6 @@ class ReplicaReceiver:
                 for begin, end in slot_blocks(file.slot_nbytes):
                     receive_into(connection, memoryview(head))
                     nbytes, expected = HEAD.unpack(head)
-                    if not nbytes:
-                        return False
                     if nbytes != end - begin:
                         raise CorruptionError(f"a block at {begin} has {nbytes} bytes")
                     # The first bytes would mark the replica as complete.

@@ -2,8 +2,8 @@
 
 The sender connects and sends the secret of the receiver. For each save it sends a message, waits
 for the answer, and sends the blocks of all slots. A block has a head of 8 bytes, little-endian: its
-length and its CRC-32. A length of 0 ends the save: with 1, all blocks have been sent; with 0, the
-sender has abandoned the save.
+length and its CRC-32. After all blocks, a length of 0 and the number 1 end the save. If the sender
+abandons a save, it closes the connection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from torch_ckpt.coordination.listeners import hello
 
 __all__ = [
-    "ABANDONED",
     "ALL_SENT",
     "HEAD",
     "IO_TIMEOUT_S",
@@ -31,7 +30,7 @@ __all__ = [
 ]
 
 HEAD = struct.Struct("<2I")
-ALL_SENT, ABANDONED = HEAD.pack(0, 1), HEAD.pack(0, 0)
+ALL_SENT = HEAD.pack(0, 1)
 
 IO_TIMEOUT_S = 30.0
 """Time without any progress after which a connection counts as lost."""
