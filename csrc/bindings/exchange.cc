@@ -15,16 +15,18 @@ namespace torch_ckpt {
 namespace {
 
 Exchange make_exchange(const std::vector<py::bytes>& wanted, std::vector<std::string> nodes,
-                       int64_t budget_nbytes, std::vector<ReachableFiles> reachable,
-                       bool only_necessary) {
+                       int64_t budget_nbytes, const std::vector<ReachableFiles>& reachable,
+                       const std::vector<int64_t>& reach_of_rank, bool only_necessary) {
+  ExchangeInput input = {
+      .nodes = std::move(nodes), .budget_nbytes = budget_nbytes, .only_necessary = only_necessary};
+  for (const int64_t number : reach_of_rank) {
+    if (number >= std::ssize(reachable)) throw py::index_error("there are no such files");
+    input.reachable.push_back(number < 0 ? nullptr : &reachable[static_cast<size_t>(number)]);
+  }
   std::vector<Bytes> views;
   for (const py::bytes& bytes : wanted) views.push_back(view_of(bytes));
   return value_or_raise(without_gil([&]() -> Result<Exchange> {
     std::vector<WantedBytes> decoded;
-    ExchangeInput input = {.nodes = std::move(nodes),
-                           .reachable = std::move(reachable),
-                           .budget_nbytes = budget_nbytes,
-                           .only_necessary = only_necessary};
     for (const Bytes view : views) {
       ASSIGN_OR_RETURN(WantedBytes one, WantedBytes::decode(view));
       decoded.push_back(std::move(one));
@@ -53,7 +55,8 @@ void bind_exchange(py::module_& module) {
   py::class_<Peers, std::shared_ptr<Peers>>(module, "Peers");
   py::class_<Exchange>(module, "Exchange")
       .def(py::init(&make_exchange), py::arg("wanted"), py::arg("nodes"), py::arg("budget_nbytes"),
-           py::arg("reachable") = std::vector<ReachableFiles>(), py::arg("only_necessary") = false)
+           py::arg("reachable") = std::vector<ReachableFiles>(),
+           py::arg("reach_of_rank") = std::vector<int64_t>(), py::arg("only_necessary") = false)
       .def_property_readonly("saved_nbytes", &Exchange::saved_nbytes)
       .def_property_readonly("wanted_nbytes", &Exchange::wanted_nbytes)
       .def_property_readonly("is_necessary", &Exchange::is_necessary)

@@ -39,7 +39,8 @@ StoredSlice to_slice(const PySlice& slice) {
 UnlockedPtr<LoadJob> make(FileSystem& fs, const std::filesystem::path& directory,
                           std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
                           int64_t block_nbytes, int threads, bool direct, bool verify,
-                          std::shared_ptr<Records> records, ReachableFiles reachable) {
+                          std::shared_ptr<Records> records,
+                          std::optional<ReachableFiles> reachable) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,
                                .threads = threads,

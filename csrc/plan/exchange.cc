@@ -283,8 +283,7 @@ class Ranks {
     std::map<const ReachableFiles*, int32_t, decltype(&is_less_reach)> reaches(&is_less_reach);
     std::map<std::pair<const Files*, int32_t>, int32_t, decltype(&is_less)> groups(&is_less);
     for (size_t rank = 0; rank < input.wanted.size(); ++rank) {
-      const ReachableFiles* reachable = input.reachable.empty() ? nullptr : &input.reachable[rank];
-      if (reachable != nullptr && !reachable->has_value()) reachable = nullptr;
+      const ReachableFiles* reachable = input.reachable.empty() ? nullptr : input.reachable[rank];
       const int32_t reach =
           reaches.emplace(reachable, static_cast<int32_t>(reaches.size())).first->second;
       const Files& of_rank = input.wanted[rank]->files();
@@ -313,7 +312,7 @@ class Ranks {
 
   bool reaches(int32_t group, std::string_view file) const {
     const ReachableFiles* reachable = groups_[static_cast<size_t>(group)].reachable;
-    return reachable == nullptr || (*reachable)->contains(file);
+    return reachable == nullptr || reachable->contains(file);
   }
 
   // Returns the groups of `requesters` that reach a file.
@@ -355,8 +354,8 @@ class Ranks {
   };
 
   static bool is_less_reach(const ReachableFiles* a, const ReachableFiles* b) {
-    if (a == nullptr || b == nullptr) return a == nullptr && b != nullptr;
-    return **a < **b;
+    if (a == b || a == nullptr || b == nullptr) return a == nullptr && b != nullptr;
+    return *a < *b;
   }
 
   static bool is_less(const std::pair<const Files*, int32_t>& a,

@@ -13,7 +13,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -27,8 +26,8 @@
 
 namespace torch_ckpt {
 
-// The names of the files that a rank can read; nullopt if it reaches all files.
-using ReachableFiles = std::optional<std::set<std::string, std::less<>>>;
+// The names of the files that a rank can read.
+using ReachableFiles = std::set<std::string, std::less<>>;
 
 // Ranks that want the same bytes, and possibly a holder.
 struct ReadRing {
@@ -84,8 +83,9 @@ struct MissingFile {
 struct ExchangeInput {
   std::vector<const WantedBytes*> wanted = {};  // The decoded requests of each rank.
   std::vector<std::string> nodes = {};          // Name of each rank's node.
-  std::vector<ReachableFiles> reachable = {};   // Of each rank. Empty: all reach all files.
-  int64_t budget_nbytes = 0;                    // Limits the memory for pieces on one rank.
+  // Of each rank; ranks of one machine may share it. nullptr, or an empty vector: all files.
+  std::vector<const ReachableFiles*> reachable = {};
+  int64_t budget_nbytes = 0;  // Limits the memory for pieces on one rank.
   // Whether a rank reads alone what it can, so that only bytes that a rank cannot reach are passed
   // on.
   bool only_necessary = false;

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -43,7 +44,7 @@ enum class Where { kHost, kDevice, kNoMemory };
 struct TestRank {
   std::unique_ptr<MemoryFileSystem> fs;
   std::unique_ptr<LaterDevice> device = std::make_unique<LaterDevice>();
-  ReachableFiles reachable = std::nullopt;
+  std::optional<ReachableFiles> reachable = std::nullopt;
   std::vector<TensorRequest> requests;
   std::vector<StoredSlice> raw;  // Slices that it wants as they are.
   std::vector<LoadedBytes> raw_loaded;
@@ -187,7 +188,9 @@ struct TestWorld {
     ExchangeInput input = {.nodes = std::vector<std::string>(ranks.size()),
                            .budget_nbytes = budget_nbytes};
     for (const WantedBytes& one : wanted) input.wanted.push_back(&one);
-    for (const TestRank& rank : ranks) input.reachable.push_back(rank.reachable);
+    for (const TestRank& rank : ranks) {
+      input.reachable.push_back(rank.reachable ? &*rank.reachable : nullptr);
+    }
     ASSERT_OK_AND_ASSIGN(const Exchange exchange, Exchange::make(input));
     std::vector<std::thread> threads;
     for (size_t rank = 0; rank < ranks.size(); ++rank) {

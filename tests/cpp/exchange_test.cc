@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -40,12 +41,20 @@ Exchange share(const std::vector<WantedBytes>& wanted, int64_t budget_nbytes = k
   return share(wanted, {.budget_nbytes = budget_nbytes});
 }
 
-Exchange share_reaching(const std::vector<WantedBytes>& wanted,
-                        std::vector<ReachableFiles> reachable,
+// Files that a rank reaches; nullopt for all.
+using Reach = std::optional<ReachableFiles>;
+
+std::vector<const ReachableFiles*> pointers(const std::vector<Reach>& reachable) {
+  std::vector<const ReachableFiles*> out;
+  for (const Reach& files : reachable) out.push_back(files ? &*files : nullptr);
+  return out;
+}
+
+Exchange share_reaching(const std::vector<WantedBytes>& wanted, const std::vector<Reach>& reachable,
                         std::vector<std::string> nodes = {}) {
   return share(
       wanted,
-      {.nodes = std::move(nodes), .reachable = std::move(reachable), .budget_nbytes = kBudget});
+      {.nodes = std::move(nodes), .reachable = pointers(reachable), .budget_nbytes = kBudget});
 }
 
 std::vector<RankExchange> parts_of(const Exchange& exchange, size_t ranks) {
@@ -243,9 +252,8 @@ std::vector<int32_t> readers_of(const Exchange& exchange, size_t ranks) {
 
 TEST(ExchangeTest, OnlyRanksThatReachAFileReadIt) {
   const std::vector<WantedBytes> wanted(4, wanting({{"a", {0, 64 * kMiB}}, {"b", {0, kMiB}}}));
-  const Exchange exchange =
-      share_reaching(wanted, {ReachableFiles({"b"}), ReachableFiles({"a"}), std::nullopt,
-                              ReachableFiles(std::set<std::string, std::less<>>())});
+  const Exchange exchange = share_reaching(
+      wanted, {ReachableFiles{"b"}, ReachableFiles{"a"}, std::nullopt, ReachableFiles{}});
   EXPECT_TRUE(exchange.is_necessary());
   EXPECT_EQ(exchange.wanted_nbytes(), 2 * 65 * kMiB);
   EXPECT_EQ(exchange.saved_nbytes(), 65 * kMiB);
@@ -265,11 +273,10 @@ TEST(ExchangeTest, OnlyRanksThatReachAFileReadIt) {
 
 TEST(ExchangeTest, BytesThatNoneOfTheirRanksReachesHaveAHolder) {
   const WantedBytes own = wanting({{"b", {0, 8 * kMiB}}});
-  const ReachableFiles none = std::set<std::string, std::less<>>{};
   // Rank 1 wants something alone that it reaches, so rank 2 has less to read.
   const std::vector<WantedBytes> wanted = {wanting({{"a", {5, kMiB}}}), own, WantedBytes(),
                                            WantedBytes()};
-  const std::vector<ReachableFiles> reachable = {none, std::nullopt, std::nullopt, std::nullopt};
+  const std::vector<Reach> reachable = {ReachableFiles{}, std::nullopt, std::nullopt, std::nullopt};
   const Exchange exchange = share_reaching(wanted, reachable);
   EXPECT_TRUE(exchange.is_necessary());
   EXPECT_EQ(exchange.wanted_nbytes(), 8 * kMiB);
@@ -288,7 +295,7 @@ TEST(ExchangeTest, HoldersOfManyFilesReadEquallyMuch) {
   std::vector<WantedBytes> wanted(5);
   for (int i = 0; i < 8; ++i) wanted[0].add("f" + std::to_string(i), {0, kMiB});
   wanted[0] = *WantedBytes::decode(wanted[0].encode());
-  std::vector<ReachableFiles> reachable(5);
+  std::vector<Reach> reachable(5);
   reachable[0].emplace();
   EXPECT_EQ(read_nbytes(parts_of(share_reaching(wanted, reachable), 5)),
             (std::vector<int64_t>{0, 2 * kMiB, 2 * kMiB, 2 * kMiB, 2 * kMiB}));
@@ -296,7 +303,7 @@ TEST(ExchangeTest, HoldersOfManyFilesReadEquallyMuch) {
 
 TEST(ExchangeTest, FilesThatNoRankReachesAreListedWithTheRanksThatWantThem) {
   const WantedBytes both = wanting({{"a", {0, kMiB}}, {"a", {3 * kMiB, 4 * kMiB}}, {"b", {0, 1}}});
-  const ReachableFiles only_b({"b"});
+  const Reach only_b = ReachableFiles{"b"};
   const Exchange exchange = share_reaching({both, wanting({{"b", {0, 1}}}), both, WantedBytes()},
                                            {only_b, only_b, only_b, only_b});
   EXPECT_TRUE(exchange.is_necessary());
@@ -308,17 +315,17 @@ TEST(ExchangeTest, FilesThatNoRankReachesAreListedWithTheRanksThatWantThem) {
 TEST(ExchangeTest, WhatRanksReachIsReadAloneIfOnlyTheRestIsToBePassedOn) {
   const WantedBytes both = wanting({{"a", {0, 8 * kMiB}}, {"b", {0, 8 * kMiB}}});
   const std::vector<WantedBytes> wanted(3, both);
-  const Exchange exchange =
-      share(wanted, {.reachable = {ReachableFiles({"a"}), std::nullopt, std::nullopt},
-                     .budget_nbytes = kBudget,
-                     .only_necessary = true});
+  const ReachableFiles only_a = {"a"};
+  const Exchange exchange = share(
+      wanted,
+      {.reachable = {&only_a, nullptr, nullptr}, .budget_nbytes = kBudget, .only_necessary = true});
   EXPECT_EQ(exchange.saved_nbytes(), (2 + 1) * 8 * kMiB);
   for (const RankExchange& part : parts_of(exchange, 3)) {
     EXPECT_EQ(part.files, (std::vector<std::string>{"b"}));
   }
   EXPECT_EQ(readers_of(exchange, 3), (std::vector<int32_t>{1, 2}));
   const Exchange none =
-      share(wanted, {.reachable = std::vector<ReachableFiles>(3), .only_necessary = true});
+      share(wanted, {.reachable = {nullptr, nullptr, nullptr}, .only_necessary = true});
   EXPECT_FALSE(none.is_in_ring(0));
 }
 
@@ -367,6 +374,7 @@ TEST(ExchangeTest, WithAnyReachEachRankGetsEachWantedByteOnceFromARankThatReache
     ExchangeInput input = {.budget_nbytes = up_to(1) == 0 ? 4 * kMiB : kBudget,
                            .only_necessary = up_to(3) == 0};
     std::vector<std::set<Block>> wanted_blocks(ranks);
+    std::vector<Reach> reachable;
     const int64_t most_reach = up_to(3);  // 0: no rank reaches a file.
     for (size_t rank = 0; rank < ranks; ++rank) {
       WantedBytes one;
@@ -383,7 +391,7 @@ TEST(ExchangeTest, WithAnyReachEachRankGetsEachWantedByteOnceFromARankThatReache
       }
       wanted.push_back(*WantedBytes::decode(one.encode()));
       input.nodes.push_back(std::to_string(up_to(2)));
-      ReachableFiles& files = input.reachable.emplace_back();
+      Reach& files = reachable.emplace_back();
       if (up_to(4) > 0) {
         files.emplace();
         for (int64_t file = 0; file < 3; ++file) {
@@ -392,9 +400,10 @@ TEST(ExchangeTest, WithAnyReachEachRankGetsEachWantedByteOnceFromARankThatReache
       }
     }
     const auto reaches = [&](size_t rank, const std::string& file) {
-      return !input.reachable[rank] || input.reachable[rank]->contains(file);
+      return !reachable[rank] || reachable[rank]->contains(file);
     };
     for (const WantedBytes& one : wanted) input.wanted.push_back(&one);
+    input.reachable = pointers(reachable);
     ASSERT_OK_AND_ASSIGN(const Exchange exchange, Exchange::make(input));
     const auto parts = parts_of(exchange, ranks);
     expect_rounds(parts);

@@ -112,9 +112,11 @@ class Exchange:
         wanted: Sequence[bytes],
         nodes: Sequence[str],
         budget_nbytes: int,
-        reachable: Sequence[Set[str] | None] = (),
+        reachable: Sequence[Set[str]] = (),
+        reach_of_rank: Sequence[int] = (),
         only_necessary: bool = False,
-    ) -> None: ...
+    ) -> None:
+        """The reach of a rank is the number of its set of files, or -1 if it reaches all files."""
     @property
     def is_necessary(self) -> bool: ...
     @property

@@ -10,8 +10,9 @@ import re
 import secrets
 import threading
 import time
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.coordination.waiting import LongWait
-from torch_ckpt.errors import CancelledError, CheckpointError, listed_ranks
+from torch_ckpt.errors import CancelledError, CheckpointError, NotFoundError, listed_ranks
 
 __all__ = [
     "Assigned",
@@ -36,9 +37,11 @@ __all__ = [
     "Wanted",
     "can_exchange",
     "joined",
+    "pack_names",
     "pays",
     "share_reads",
     "these_processes",
+    "unpack_names",
 ]
 
 ExchangeMode = Literal["auto", "off"]
@@ -88,6 +91,11 @@ class Wanted:
     """Memory for pieces in flight, in bytes."""
     verify: bool = True
     """Whether the rank verifies the bytes that it reads."""
+    files: bytes | None = None
+    """Names of the data files that the rank can read, by :func:`pack_names`; ``None`` for all.
+
+    Ranks of one machine send the same bytes.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,22 +132,58 @@ def can_exchange() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def pack_names(names: Iterable[str]) -> bytes:
+    """Encodes names of files. A name takes few bytes, as names of one save resemble each other."""
+    return zlib.compress("\0".join(sorted(names)).encode())
+
+
+def unpack_names(packed: bytes) -> list[str]:
+    """Returns the names that :func:`pack_names` has encoded."""
+    text = zlib.decompress(packed).decode()
+    return text.split("\0") if text else []
+
+
 def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
     """Assigns reads that several ranks want, on the coordinator, which has the reads of each rank.
 
-    The assignment is ``None`` for a rank that is not in the exchange.
+    Bytes that a rank wants and cannot read are assigned in any case, others if it pays. The
+    assignment is ``None`` for a rank that is not in the exchange.
+
+    Raises:
+        NotFoundError: No rank of the exchange can read a file that one of them wants.
+        CheckpointError: A rank cannot read a file that it wants, and the ranks that must exchange
+            are too many, or only some of them verify.
     """
     assignments: list[Assigned | None] = [None] * len(plans)
     willing = [rank for rank, plan in enumerate(plans) if plan.encoded is not None]
-    if any(plans[rank].verify for rank in willing):
+    verifying = [rank for rank in willing if plans[rank].verify]
+    if verifying and len(verifying) < len(willing):
         # A rank that verifies its bytes must not receive unverified bytes.
-        willing = [rank for rank in willing if plans[rank].verify]
+        if _make_exchange(plans, willing).is_necessary:
+            others = [plans[rank].rank for rank in willing if not plans[rank].verify]
+            raise CheckpointError(
+                f"{listed_ranks(others)} to load without verification, and others with it: ranks "
+                "that read files for each other must have the same setting"
+            )
+        willing = verifying
     exchange = _make_exchange(plans, willing)
+    if exchange.missing:
+        raise NotFoundError(_describe_missing(plans, willing, exchange.missing))
     sharing = [rank for position, rank in enumerate(willing) if exchange.is_in_ring(position)]
-    if not pays(exchange.saved_nbytes, exchange.wanted_nbytes, len(sharing)):
-        return assignments
+    only_necessary = not pays(exchange.saved_nbytes, exchange.wanted_nbytes, len(sharing))
+    if only_necessary:
+        if not exchange.is_necessary:
+            return assignments
+        exchange = _make_exchange(plans, willing, only_necessary)
+        sharing = [rank for position, rank in enumerate(willing) if exchange.is_in_ring(position)]
+        if len(sharing) > _MAX_RANKS:
+            raise CheckpointError(
+                f"{len(sharing)} ranks would have to exchange the bytes of files that not all of "
+                f"them can read, and at most {_MAX_RANKS} can; copy the files to storage that all "
+                "ranks share"
+            )
     if len(sharing) < len(willing):  # The other ranks need no connections.
-        exchange = _make_exchange(plans, sharing)
+        exchange = _make_exchange(plans, sharing, only_necessary)
     token = secrets.token_hex(8)
     by_processes = defaultdict(list)
     for position, rank in enumerate(sharing):
@@ -163,12 +207,30 @@ def pays(saved_nbytes: int, wanted_nbytes: int, ranks: int) -> bool:
     return saved_nbytes >= min_saved_nbytes and ranks <= _MAX_RANKS
 
 
-def _make_exchange(plans: Sequence[Wanted], ranks: Sequence[int]) -> _native.Exchange:
+def _make_exchange(
+    plans: Sequence[Wanted], ranks: Sequence[int], only_necessary: bool = False
+) -> _native.Exchange:
+    packed = [plans[rank].files for rank in ranks]
+    distinct = [files for files in dict.fromkeys(packed) if files is not None]
+    numbers = {files: number for number, files in enumerate(distinct)}
     return _native.Exchange(
         [plans[rank].encoded or b"" for rank in ranks],
         [plans[rank].machine for rank in ranks],
         min((plans[rank].budget_nbytes for rank in ranks), default=0),
+        [set(unpack_names(files)) for files in distinct],
+        [-1 if files is None else numbers[files] for files in packed],
+        only_necessary,
     )
+
+
+def _describe_missing(
+    plans: Sequence[Wanted], ranks: Sequence[int], missing: Sequence[tuple[str, Sequence[int]]]
+) -> str:
+    """Returns which files no rank can read, and which ranks want them."""
+    name, positions = missing[0]
+    wanting = listed_ranks([plans[ranks[position]].rank for position in positions])
+    more = f"; the same is true of {len(missing) - 1} other files" if len(missing) > 1 else ""
+    return f"no rank of the load can read {name}, of which {wanting} to load tensors{more}"
 
 
 @contextlib.contextmanager

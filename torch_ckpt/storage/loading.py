@@ -3,88 +3,48 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io as _io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import DTYPE_CODES, Destinations, is_temporary, printable
+from torch_ckpt._core.tensors import DTYPE_CODES, Destinations, is_temporary
 from torch_ckpt.coordination.group import Cancellable, current_call
 from torch_ckpt.errors import CheckpointError, CorruptionError, MismatchError, UnsupportedError
-from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.allowed_classes import HOW_TO_ALLOW
 from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, allowed_nbytes
 from torch_ckpt.formats.object_pickles import load_object
-from torch_ckpt.formats.opened import Contents
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.formats.reading import reading
-from torch_ckpt.options import READ_THREADS, IoOptions
+from torch_ckpt.options import READ_THREADS
 from torch_ckpt.planning.columns import overrides
 from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads
 from torch_ckpt.planning.loaded_objects import store_object
 from torch_ckpt.planning.targets import check_targets
 from torch_ckpt.storage.buffers import retained_nbytes_limit, useful_buffer_nbytes
+from torch_ckpt.storage.load_source import (
+    LoadSource,
+    Requests,
+    Slice,
+    StoredTensor,
+    without_memory,
+)
 
-__all__ = ["Load", "LoadSource"]
+__all__ = ["Load"]
 
 _TORCHS_OWN = _tensor_view.TensorKind.TORCHS_OWN
 
 _CHUNK_NBYTES = 4 << 20
 """Bytes that a stream transform reverses at a time."""
 
-_Slice = tuple[str, int, int, str]  # File, offset, length in bytes, FQN.
-_Tensor = tuple[ReadItem, _Slice, torch.dtype]  # The last element is the stored dtype.
 # Item, slice, target tensor, and the stored dtype if the elements must be copied to the target.
-_Destination = tuple[ReadItem, _Slice, torch.Tensor, torch.dtype | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadSource:
-    """An open checkpoint, and the options of the load."""
-
-    metadata: Metadata
-    directory: Location
-    index: _native.Index | None
-    contents: Contents | None
-    io: IoOptions
-    verify: bool
-    trust_pickle: bool
-    transforms: _StorageReaderTransforms
-    unreadable: Mapping[str, CheckpointError]  # FQN -> why the value cannot be loaded.
-    records: _native.Records | None  # Those that verification checks.
-
-    def storage_info(self, item: ReadItem) -> _StorageInfo:
-        """Returns the extent of the stored box of an item.
-
-        Raises:
-            CorruptionError: The metadata has no such box.
-        """
-        try:
-            info: _StorageInfo = self.metadata.storage_data[item.storage_index]
-        except KeyError:
-            raise CorruptionError(
-                f"cannot load {item.storage_index}: the metadata does not list it"
-            ) from None
-        return info
-
-    def stored_dtype(self, item: ReadItem) -> torch.dtype | None:
-        """Returns the dtype of a tensor that the engine can read; ``None`` for other items."""
-        if item.type == LoadItemType.BYTE_IO:
-            return None
-        stored = self.metadata.state_dict_metadata.get(item.storage_index.fqn)
-        if not isinstance(stored, TensorStorageMetadata):
-            return None
-        dtype = stored.properties.dtype
-        return dtype if dtype in DTYPE_CODES else None
+_Destination = tuple[ReadItem, Slice, torch.Tensor, torch.dtype | None]
 
 
 class Load:
@@ -106,7 +66,11 @@ class Load:
         self.source = source
         self.items = items
         self.copies = _Copies()
-        self._requests = None if isinstance(items, PlannedReads) else _Requests(source, items)
+        self._requests = None if isinstance(items, PlannedReads) else Requests(source, items)
+        if source.files is not None and self._requests is None:
+            requests = Requests(source, list(items))
+            # Columns have no means for tensors of these files that only torch can read.
+            self._requests = requests if requests.away(source) else None
         column_nbytes = items.reads.nbytes if isinstance(items, PlannedReads) else 0
         nbytes = column_nbytes if self._requests is None else self._requests.nbytes
         io, file_system = source.io, source.directory.file_system
@@ -121,7 +85,10 @@ class Load:
             io.direct,
             source.verify,
             source.records,
+            None if source.files is None else set(source.files),
         )
+        # Slices of files that this rank cannot read, which torch reads from the bytes of others.
+        self.fetched: list[Slice] | None = None
 
     def wanted_nbytes(self) -> int:
         """Returns the number of bytes of the tensors that the engine loads."""
@@ -143,19 +110,31 @@ class Load:
             CheckpointError: A file or a slice does not match the metadata.
         """
         _cancel_on_failure(self.job)
-        if isinstance(self.items, PlannedReads):
+        if self._requests is None:
+            assert isinstance(self.items, PlannedReads)
             return self.items.reads.wanted_bytes(self.job)
-        assert self._requests is not None
-        return self.job.wanted_bytes(
-            [
-                (
-                    stored,
-                    item.storage_offsets,
-                    _native.TensorView.without_memory(DTYPE_CODES[dtype], item.lengths),
-                )
-                for item, stored, dtype in self._requests.tensors
-            ]
-        )
+        slices = self.slices_to_fetch()
+        return self.job.wanted_bytes(without_memory(self._requests.tensors), slices)
+
+    def away(self) -> str | None:
+        """Returns a file that this rank must load from and cannot read; ``None`` if there is none.
+
+        Several such files are counted.
+        """
+        files = set() if self._requests is None else self._requests.away(self.source)
+        more = f" and {len(files) - 1} other files" if len(files) > 1 else ""
+        return f"{min(files)}{more}" if files else None
+
+    def slices_to_fetch(self) -> list[Slice]:
+        """Returns the slices of files of others that torch reads: another rank must send them."""
+        requests = self._requests
+        if self.fetched is None and requests is not None and requests.away(self.source):
+            away = [tensor for tensor in requests.tensors if self.source.is_away(tensor[1])]
+            readable = self.job.readable(without_memory(away))
+            requests.leave_to_torch([t for t, ok in zip(away, readable, strict=True) if not ok])
+            streams = dict.fromkeys(stored for _, stored in requests.streams)
+            self.fetched = [stored for stored in streams if self.source.is_away(stored)]
+        return self.fetched or []
 
     def run(self, planner: LoadPlanner, exchange: _native.ExchangeStream | None = None) -> None:
         """Reads all items into their targets.
@@ -168,15 +147,16 @@ class Load:
         if exchange is not None:
             _cancel_on_failure(exchange)
         if (
-            isinstance(self.items, PlannedReads)
+            self._requests is None
+            and isinstance(self.items, PlannedReads)
             and isinstance(planner, FastLoadPlanner)
             and planner.loads_plainly()
         ):
             remaining = self._run_columns(self.items, planner, exchange)
             if remaining:
-                _LoadByItem(self, _Requests(self.source, remaining), planner).run(None)
+                _LoadByItem(self, Requests(self.source, remaining), planner).run(None)
         else:
-            requests = self._requests or _Requests(self.source, list(self.items))
+            requests = self._requests or Requests(self.source, list(self.items))
             _LoadByItem(self, requests, planner).run(exchange)
         self.copies.check()
 
@@ -239,48 +219,17 @@ class _Copies:
                 )
 
 
-class _Requests:
-    """The slices of DCP's read items, grouped by their reader.
-
-    Attributes:
-        tensors: Tensors that the engine reads.
-        streams: Slices that torch reads: objects, other tensors, and slices with stream transforms.
-        nbytes: Total length of all slices.
-        transformed: Whether any slice has a stream transform.
-    """
-
-    def __init__(self, source: LoadSource, items: Sequence[ReadItem]) -> None:
-        self.tensors: list[_Tensor] = []
-        self.streams: list[tuple[ReadItem, _Slice]] = []
-        self.nbytes = 0
-        self.transformed = False
-        for item in items:
-            info = source.storage_info(item)
-            stored = (
-                info.relative_path,
-                info.offset,
-                info.length,
-                printable(item.storage_index.fqn),
-            )
-            self.nbytes += info.length
-            dtype = source.stored_dtype(item)
-            descriptors = getattr(info, "transform_descriptors", None)
-            self.transformed = self.transformed or bool(descriptors)
-            if descriptors or dtype is None:
-                self.streams.append((item, stored))
-            else:
-                self.tensors.append((item, stored, dtype))
-
-
 class _LoadByItem:
     """Loads the items of a planner that resolves and commits them one by one."""
 
-    def __init__(self, load: Load, requests: _Requests, planner: LoadPlanner) -> None:
+    def __init__(self, load: Load, requests: Requests, planner: LoadPlanner) -> None:
         self.source = load.source
         self.job = load.job
         self.copies = load.copies
         self.requests = requests
         self.planner = planner
+        self.to_fetch = load.slices_to_fetch()
+        self.fetched: dict[Slice, bytes] = {}
         self.max_retained_nbytes = retained_nbytes_limit(load.source.io)
         self.pickles = Expansion(OBJECTS_NBYTES)
         self.streams = Expansion(allowed_nbytes(0))  # The expansion of objects.
@@ -315,23 +264,27 @@ class _LoadByItem:
 
     def _load_tensors(
         self, exchange: _native.ExchangeStream | None
-    ) -> list[tuple[ReadItem, _Slice]]:
+    ) -> list[tuple[ReadItem, Slice]]:
         """Loads tensors in as few batches as possible.
 
         Returns:
             Tensors that only torch can read. Their targets are unchanged.
         """
-        remaining: list[tuple[ReadItem, _Slice]] = []
+        remaining: list[tuple[ReadItem, Slice]] = []
         waiting = self.requests.tensors
         while waiting or exchange is not None:
             batch, waiting = self._next_batch(waiting, skip_conflicts=exchange is not None)
-            remaining += self._load_batch(batch, exchange)
-            exchange = None  # The exchange ends with the first batch.
+            late: list[StoredTensor] = []
+            if exchange is not None:  # It ends with the first batch.
+                late = [tensor for tensor in waiting if self.source.is_away(tensor[1])]
+                waiting = [tensor for tensor in waiting if not self.source.is_away(tensor[1])]
+            remaining += self._load_batch(batch, late, exchange)
+            exchange = None
         return remaining
 
     def _next_batch(
-        self, waiting: list[_Tensor], *, skip_conflicts: bool
-    ) -> tuple[list[_Destination], list[_Tensor]]:
+        self, waiting: list[StoredTensor], *, skip_conflicts: bool
+    ) -> tuple[list[_Destination], list[StoredTensor]]:
         """Resolves tensors until one conflicts with the batch.
 
         Tensors conflict if their targets share memory.
@@ -345,7 +298,7 @@ class _LoadByItem:
             The batch, and the tensors for later batches.
         """
         batch: list[_Destination] = []
-        postponed: list[_Tensor] = []
+        postponed: list[StoredTensor] = []
         destinations = Destinations()
         postponed_storages: set[int] = set()
         retained_nbytes = 0
@@ -383,8 +336,12 @@ class _LoadByItem:
         return batch, postponed
 
     def _load_batch(
-        self, batch: list[_Destination], exchange: _native.ExchangeStream | None
-    ) -> list[tuple[ReadItem, _Slice]]:
+        self,
+        batch: list[_Destination],
+        late: list[StoredTensor],
+        exchange: _native.ExchangeStream | None,
+    ) -> list[tuple[ReadItem, Slice]]:
+        """Loads a batch, and the late tensors: their bytes come now, and are copied afterwards."""
         requests = [
             (
                 stored,
@@ -395,44 +352,64 @@ class _LoadByItem:
             )
             for item, stored, target, dtype in batch
         ]
+        received: dict[int, _native.LoadedBytes] = {}
 
         def copy_to_target(number: int, elements: _native.LoadedBytes) -> None:
+            if number >= len(batch):
+                received[number - len(batch)] = elements
+                return
             item, _, target, dtype = batch[number]
             assert dtype is not None
             self.copies.put(item, target, _tensor_of(elements, dtype, item.lengths))
 
-        loaded, _ = self.job.run(requests, [], copy_to_target, exchange)
-        remaining: list[tuple[ReadItem, _Slice]] = []
-        for done, (item, stored, target, _) in zip(loaded, batch, strict=True):
+        slices = [] if exchange is None else self.to_fetch
+        requests += without_memory(late)
+        loaded, data = self.job.run(requests, slices, copy_to_target, exchange)
+        data.reverse()
+        for stored in slices:
+            self.fetched[stored] = bytes(data.pop())
+        remaining: list[tuple[ReadItem, Slice]] = []
+        for done, (item, stored, target, _) in zip(loaded[: len(batch)], batch, strict=True):
             if done:
                 self.planner.commit_tensor(item, target)
             else:
                 remaining.append((item, stored))
+        for number, (item, _, dtype) in enumerate(late):
+            if number in received:
+                box = _tensor_of(received.pop(number), dtype, item.lengths)
+            else:  # It is empty.
+                box = torch.empty(item.lengths, dtype=dtype, device="cpu")
+            self._put_box(item, box)
         return remaining
 
-    def _load_streams(self, streams: list[tuple[ReadItem, _Slice]]) -> None:
+    def _load_streams(self, streams: list[tuple[ReadItem, Slice]]) -> None:
         """Loads objects, and tensors that torch must unpickle. Reads each slice once."""
-        if self.source.contents is not None:
-            for item, stored in streams:
-                with reading(_where(stored)):
-                    value = self.source.contents.value(stored[3])
-                self._load_content(item, stored, value)
-            return
-        wanted: dict[_Slice, list[ReadItem]] = {}
+        wanted: dict[Slice, list[ReadItem]] = {}
         for item, stored in streams:
-            wanted.setdefault(stored, []).append(item)
+            if self.source.contents is None or stored in self.fetched:
+                wanted.setdefault(stored, []).append(item)
+                continue
+            with reading(_where(stored)):
+                value = self.source.contents.value(stored[3])
+            self._load_content(item, stored, value)
         refused: list[str] = []
         call = current_call()
         for batch in _batches(wanted, self.max_retained_nbytes):
             archives = self.objects_are_pickled and not self.requests.transformed
-            _, slices = self.job.run([], batch, slices_are_archives=archives)
+            unread = [stored for stored in batch if stored not in self.fetched]
+            _, slices = self.job.run([], unread, slices_are_archives=archives)
             slices.reverse()
             for stored in batch:
                 if call is not None:
                     call.raise_if_failed()
                 try:
                     # Streams share bytes, and copy other memory. Nothing else refers to the slice.
-                    self._load_stream(stored, wanted[stored], bytes(slices.pop()))
+                    is_fetched = stored in self.fetched
+                    self._load_stream(
+                        stored,
+                        wanted[stored],
+                        self.fetched.pop(stored) if is_fetched else bytes(slices.pop()),
+                    )
                 except ForbiddenPickleError as error:
                     refused.append(f"{_where(stored)}: {error}")
         if refused:
@@ -441,7 +418,7 @@ class _LoadByItem:
                 f"{'; '.join(refused)}. If you trust their author, {HOW_TO_ALLOW}"
             )
 
-    def _load_stream(self, stored: _Slice, items: list[ReadItem], data: bytes) -> None:
+    def _load_stream(self, stored: Slice, items: list[ReadItem], data: bytes) -> None:
         tensor: torch.Tensor | None = None
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
@@ -452,7 +429,7 @@ class _LoadByItem:
                 tensor = self._unpickle_tensor(stream, stored)
             self._copy_box(item, tensor)
 
-    def _load_content(self, item: ReadItem, stored: _Slice, value: object) -> None:
+    def _load_content(self, item: ReadItem, stored: Slice, value: object) -> None:
         if item.type == LoadItemType.BYTE_IO:
             stream = _io.BytesIO()  # A copy, so that the caller cannot change the reader's object.
             torch.save(value, stream)
@@ -470,14 +447,16 @@ class _LoadByItem:
                 f"cannot load {item.dest_index.fqn!r}: it was saved from the meta device, without "
                 "elements"
             )
-        box = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+        self._put_box(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+
+    def _put_box(self, item: ReadItem, box: torch.Tensor) -> None:
         target = self.planner.resolve_tensor(item).detach()
         if target.size() != box.size():
             raise _shape_mismatch(item, target, box.size())
         self.copies.put(item, target, box)
         self.planner.commit_tensor(item, target)
 
-    def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: _Slice) -> None:
+    def _load_bytes(self, item: ReadItem, stream: _io.BytesIO, stored: Slice) -> None:
         if not self.objects_are_pickled:
             self.planner.load_bytes(item, stream)
             return
@@ -488,7 +467,7 @@ class _LoadByItem:
         planner: Any = self.planner
         store_object(planner, item.dest_index.fqn, value)
 
-    def _unpickle(self, stream: _io.BytesIO, stored: _Slice, **options: Any) -> object:
+    def _unpickle(self, stream: _io.BytesIO, stored: Slice, **options: Any) -> object:
         """Unpickles the archive of a slice.
 
         Raises:
@@ -504,13 +483,13 @@ class _LoadByItem:
             except CheckpointError as error:  # It does not name the slice.
                 raise type(error)(f"cannot load {_where(stored)}: {error}") from error
 
-    def _unpickle_tensor(self, stream: _io.BytesIO, stored: _Slice) -> torch.Tensor:
+    def _unpickle_tensor(self, stream: _io.BytesIO, stored: Slice) -> torch.Tensor:
         tensor = self._unpickle(stream, stored, map_location="cpu")
         if not isinstance(tensor, torch.Tensor):
             raise CorruptionError(f"cannot load {_where(stored)}: it is not a tensor")
         return tensor
 
-    def _open_stream(self, item: ReadItem, data: bytes, stored: _Slice) -> _io.BytesIO:
+    def _open_stream(self, item: ReadItem, data: bytes, stored: Slice) -> _io.BytesIO:
         """Returns the bytes of a slice after reversing its stream transforms."""
         stream = _io.BytesIO(data)
         descriptors = getattr(self.source.storage_info(item), "transform_descriptors", None)
@@ -539,7 +518,7 @@ class _LoadByItem:
         expanded.seek(0)
         return expanded
 
-    def _expansion_limit(self, item: ReadItem, stored: _Slice) -> float:
+    def _expansion_limit(self, item: ReadItem, stored: Slice) -> float:
         """Returns the bytes that the stream of an item may expand to."""
         if self.source.trust_pickle:
             return math.inf
@@ -574,14 +553,14 @@ def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) ->
     )
 
 
-def _where(stored: _Slice) -> str:
+def _where(stored: Slice) -> str:
     file, offset, nbytes, name = stored
     return f"{name!r} ({nbytes} bytes at {offset} of {file})"
 
 
-def _batches(slices: Iterable[_Slice], max_nbytes: int) -> Iterator[list[_Slice]]:
+def _batches(slices: Iterable[Slice], max_nbytes: int) -> Iterator[list[Slice]]:
     """Groups slices into batches of up to ``max_nbytes``; a longer slice has its own batch."""
-    batch: list[_Slice] = []
+    batch: list[Slice] = []
     total = 0
     for stored in slices:
         if batch and total + stored[2] > max_nbytes:

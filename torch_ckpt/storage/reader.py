@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -22,7 +22,12 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.coordination.orchestrate import calling_planner
-from torch_ckpt.errors import CheckpointError, NotFoundError, portable_errors
+from torch_ckpt.errors import (
+    CheckpointError,
+    NotFoundError,
+    UnsupportedError,
+    portable_errors,
+)
 from torch_ckpt.filesystems.location import Location, can_reach
 from torch_ckpt.formats.metadata import UnreadableMetadata
 from torch_ckpt.formats.opened import Contents, Opened
@@ -36,10 +41,12 @@ from torch_ckpt.storage.exchange import (
     Wanted,
     can_exchange,
     joined,
+    pack_names,
     share_reads,
     these_processes,
 )
-from torch_ckpt.storage.loading import Load, LoadSource
+from torch_ckpt.storage.load_source import LoadSource
+from torch_ckpt.storage.loading import Load
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 
 __all__ = ["FastReader"]
@@ -145,6 +152,7 @@ class FastReader(StorageReader):
         self._contents: Contents | None = None  # Values that have no slice of their own.
         self._unreadable: Mapping[str, CheckpointError] = {}
         self._records: _native.Records | None = None
+        self._files: frozenset[str] | None = None  # Those that this rank can read; None for all.
         self._reads: Any = None  # The reads of this rank's plan, if they are not sent.
         self._load: Load | None = None  # Set between planning and reading.
         self._phases = Phases("opening")
@@ -262,12 +270,39 @@ class FastReader(StorageReader):
             rules=self.rules,
         )
 
+    def _reachable_files(self) -> frozenset[str] | None:
+        """Returns the names of the data files that this rank can read; ``None`` for all.
+
+        Other ranks read the other files, and send their bytes. A subclass may override it. It is
+        called once for each load, when the checkpoint is open.
+        """
+        return None
+
+    def _set_files(self) -> None:
+        """Asks which data files of the open checkpoint this rank can read."""
+        files = self._reachable_files()
+        if files is not None:
+            if self._index is None:
+                raise UnsupportedError(
+                    f"cannot load {self.path}: without an index, all ranks must have all files"
+                )
+            every = {name for name, _ in self._index.files}
+            files = None if files >= every else files & every
+        self._files = files
+
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds the save id of the open checkpoint, and the reads of this rank, to the plan."""
+        """Adds the save id of the open checkpoint, and the reads of this rank, to the plan.
+
+        Raises:
+            NotFoundError: The rank cannot read a file that it wants, and exchanges no reads.
+        """
         items: Any = plan.items
+        self._set_files()
         wanted = Wanted(self._shared_save_id)
         # Without a save id, the ranks may have opened different files.
-        if self.exchange != "off" and self._shared_save_id is not None and can_exchange():
+        if self.exchange == "off" or self._shared_save_id is None or not can_exchange():
+            self._check_reach(items)
+        else:
             with gc_paused(), portable_errors():
                 self._load = Load(self._source(), items)
                 encoded = self._load.wanted_bytes()
@@ -280,18 +315,36 @@ class FastReader(StorageReader):
                 rank=dist.get_rank(),
                 budget_nbytes=self.io.exchange_nbytes,
                 verify=bool(self.verify),
+                files=None if self._files is None else pack_names(self._files),
             )
         self._reads = None
         if isinstance(items, PlannedReads) or keeps_reads(calling_planner()):
             self._reads, items = items, LocalReads(len(items))
         return dataclasses.replace(plan, items=items, storage_data=wanted)
 
+    def _check_reach(self, items: Sequence[ReadItem]) -> None:
+        """Checks that this rank can read all files that it wants.
+
+        Raises:
+            NotFoundError: It cannot.
+        """
+        if self._files is None or (away := Load(self._source(), items).away()) is None:
+            return
+        if self.exchange == "off":
+            reason = 'exchange="off" lets no other rank read it'
+        elif self._shared_save_id is None:
+            reason = "a checkpoint of one rank is read by that rank alone"
+        else:
+            reason = "there is no other rank to read it"
+        raise NotFoundError(f"cannot load {self.path}: it does not have {away}, and {reason}")
+
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Assigns the reads that several ranks want.
 
         Raises:
             CheckpointError: The ranks have opened different checkpoints, because a save replaced
-                the checkpoint in between.
+                the checkpoint in between. Or ranks that cannot read all files cannot exchange.
+            NotFoundError: No rank can read a file that a rank wants.
         """
         self._ranks = len(plans)
         wanted = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Wanted)]
@@ -305,7 +358,10 @@ class FastReader(StorageReader):
                 f"{wanted[others[0]].save_id}, and rank 0 save {save_id}; did a save replace the "
                 "checkpoint during the load?"
             )
-        assignments = share_reads(wanted)
+        try:
+            assignments = share_reads(wanted)
+        except CheckpointError as error:
+            raise type(error)(f"cannot load {self.path}: {error}") from error
         return [
             dataclasses.replace(plan, storage_data=assigned)
             for plan, assigned in zip(plans, assignments, strict=True)
@@ -366,4 +422,5 @@ class FastReader(StorageReader):
             self.transforms,
             self._unreadable,
             self._records,
+            self._files,
         )

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -35,7 +36,7 @@ struct LoadOptions {
   std::shared_ptr<Records> records = nullptr;
   // The data files that this rank reaches. An exchange must supply all bytes of other files, which
   // need an index.
-  ReachableFiles reachable = std::nullopt;
+  std::optional<ReachableFiles> reachable = std::nullopt;
 };
 
 // Used by one thread at a time, except `cancel`. `run` starts and joins its own threads.
@@ -57,8 +58,8 @@ class LoadJob {
   Result<WantedBytes> wanted(std::span<const TensorRequest> tensors,
                              std::span<const StoredSlice> bytes = {});
 
-  // Returns for each tensor whether `run` would leave it to torch, by the index alone. Requires: no
-  // reachable file, or none that needs to be read for that. Errors: those of `run`.
+  // Returns for each tensor whether `run` would load it or leave it to torch. Without an index, a
+  // tensor of up to 128 KiB counts as loaded. Errors: those of `run`.
   Result<std::vector<Outcome>> outcomes(std::span<const TensorRequest> tensors);
 
   // Loads tensors into their memory, and raw slices into new memory. Passes the elements of each

@@ -1,0 +1,24 @@
+"""MachineReader: loads a checkpoint whose data files lie on the disks of several machines."""
+
+from __future__ import annotations
+
+from torch_ckpt.storage.reader import FastReader
+
+__all__ = ["MachineReader"]
+
+
+class MachineReader(FastReader):
+    """Reads a checkpoint whose data files lie on the disks of several machines.
+
+    Each rank names a directory of its own machine. All directories have the same ``.metadata`` and
+    index, and each data file lies in at least one of them. A rank reads the files in its
+    directory, and other ranks send it the bytes of the other files that it wants. With one
+    directory that has all files, it works as ``FastReader``.
+
+    Example::
+
+        dcp.load(state, storage_reader=MachineReader("/local-disk/step-100"))
+    """
+
+    def _reachable_files(self) -> frozenset[str] | None:
+        return None if self._index is None else frozenset(self._directory.names())
