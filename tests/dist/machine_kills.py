@@ -259,7 +259,7 @@ def _train(
         )
         _train_until_told(pipe, directory, memory, say)
     except BaseException as error:
-        say("failed", f"{type(error).__name__}: {error}")
+        say("failed", f"{type(error).__name__}: {error}"[-300:])
         raise
     dist.destroy_process_group()
 
