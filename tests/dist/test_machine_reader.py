@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -192,18 +193,21 @@ def load_oddly(folders: Sequence[Path], planner: Any) -> None:
     """Targets that share memory, of another dtype, strided, or of a class of torch's own."""
     saved = tensors_of(SHAPES, "r saved")
     strided = torch.zeros(14, 10)
-    tied = torch.zeros(SHAPES["a"])
+    storage = torch.zeros(saved["a"].numel() + 35)
+    tied, tail = storage[:-35].view(SHAPES["a"]), storage[-35:].view(7, 5)
     state = {
         "a": tied,
         "b": strided[::2, ::2],
         "c": torch.zeros(SHAPES["c"], dtype=torch.float64),
         "same a": tied,
+        "tail": tail,  # It waits for the one before it, whose storage it has.
         "quantized": torch.quantize_per_tensor(torch.zeros(9), 0.1, 0, torch.quint8),
         "subclass": torch.zeros(300, 300),
     }
     with machine_of(folders):
         dcp.load(state, storage_reader=MachineReader(own(folders), io=TINY), planner=planner())
     assert_same(tied, saved["a"])
+    assert_same(tail, full_value("tail", (7, 5), torch.float32))
     assert_same(strided[::2, ::2], saved["b"])
     torch.testing.assert_close(state["c"], saved["c"].double(), rtol=0, atol=0, equal_nan=True)
     odd = odd_tensors()
@@ -213,7 +217,8 @@ def load_oddly(folders: Sequence[Path], planner: Any) -> None:
 
 def save_oddly(path: Path) -> None:
     saved = tensors_of(SHAPES, "r saved")
-    state = {**saved, "same a": saved["a"].clone(), **odd_tensors()}
+    tail = full_value("tail", (7, 5), torch.float32)
+    state = {**saved, "same a": saved["a"].clone(), "tail": tail, **odd_tensors()}
     dcp.save(state, storage_writer=FastWriter(path, single_file_per_rank=False), no_dist=True)
 
 
@@ -253,7 +258,8 @@ def load_and_fail(
     began = time.monotonic()
     state = state_of("none", Shard(0))
     with machine_of(folders):
-        reader = MachineReader(own(folders), io=TINY, **options.get(dist.get_rank(), {}))
+        given = {"reader": MachineReader, **options.get(dist.get_rank(), {})}
+        reader = given.pop("reader")(own(folders), io=TINY, **given)
         failures = failures_of(dcp.load, state, storage_reader=reader)
     took_s = time.monotonic() - began
     try:
@@ -290,27 +296,53 @@ def test_a_file_that_no_machine_has_is_named_on_all_ranks_before_anything_is_rea
     assert "of which rank 2 is to load" in failure.message or "of which ranks" in failure.message
 
 
+class CutOff(MachineReader):
+    """Finds its own data files cut off when it begins to read."""
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        folder = Path(self.path)
+        for name in data_files(folder):
+            os.truncate(folder / name, 70000)
+        return super().read_data(plan, planner)
+
+
 @pytest.mark.parametrize("how", ["a bit", "the end"])
-def test_damage_on_the_machine_of_one_rank_fails_all_and_is_named(
+def test_damage_that_one_rank_reads_fails_all_and_is_named(
     worlds: Worlds, saved: Path, how: str
 ) -> None:
     folders = spread(saved, 4)
-    # A rank of another machine loads the shard of this file, so none of its own reads it first.
+    # A rank of another machine loads the shard of this file.
     (name,) = data_files(folders[1])
     folders = [folders[0], folders[2], folders[3], folders[1]]
     file = folders[3] / name
-    data = bytearray(file.read_bytes())
     if how == "a bit":
+        data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
-    else:
-        del data[len(data) // 2 :]
-    file.write_bytes(data)
-    failures, _ = failures_on(worlds, folders)
+        file.write_bytes(data)
+    failures, _ = failures_on(worlds, folders, {3: {"reader": CutOff}} if how == "the end" else {})
     failure = failures.pop(3)
     assert failure.kind == "CorruptionError"
     assert name in failure.message
-    assert " at " in failure.message
+    assert re.search(r" at [0-9]+ of | at offset [0-9]+", failure.message), failure.message
     assert {other.kind for other in failures.values()} <= {"CancelledError"}
+
+
+def test_a_file_that_is_too_short_on_one_machine_is_read_on_another(
+    worlds: Worlds, saved: Path
+) -> None:
+    folders = spread(saved, 4, copies=2)
+    cut_off = [(folders[1], min(data_files(folders[1]))), (folders[2], max(data_files(folders[2])))]
+    for folder, name in cut_off:
+        os.truncate(folder / name, 1000)
+    worlds.run(4, load_all, folders, FastLoadPlanner, Replicate())
+    for folder in folders:
+        for name in data_files(folder) & {cut_off[0][1]}:
+            os.truncate(folder / name, 1000)
+    failures, unchanged = failures_on(worlds, folders)
+    assert unchanged
+    (failure,) = failures.values()
+    assert failure.kind == "NotFoundError"
+    assert cut_off[0][1] in failure.message
 
 
 def test_ranks_that_may_not_exchange_are_refused_before_they_read(

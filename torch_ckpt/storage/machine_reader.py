@@ -12,8 +12,9 @@ class MachineReader(FastReader):
 
     Each rank names a directory of its own machine. All directories have the same ``.metadata`` and
     index, and each data file lies in at least one of them. A rank reads the files in its
-    directory, and other ranks send it the bytes of the other files that it wants. With one
-    directory that has all files, it works as ``FastReader``.
+    directory, and other ranks send it the bytes of the other files that it wants. A file of
+    another length than the index states does not count. With one directory that has all files, it
+    works as ``FastReader``.
 
     Example::
 
@@ -21,4 +22,11 @@ class MachineReader(FastReader):
     """
 
     def _reachable_files(self) -> frozenset[str] | None:
-        return None if self._index is None else frozenset(self._directory.names())
+        if self._index is None:
+            return None
+        names = frozenset(self._directory.names())
+        return frozenset(
+            name
+            for name, nbytes in self._index.files
+            if name in names and (self._directory / name).nbytes() == nbytes
+        )
