@@ -292,22 +292,22 @@ def test_a_forked_child_is_refused_before_its_parent_has_connected(worlds: World
 
 
 def restore_without_memory(path: Path) -> tuple[int | None, float]:
-    """On one rank, the step is gone from memory between the choice of the step and its load."""
+    """The step is gone from memory between the choice of the step and its load."""
     state = {"weight": torch.full((100,), 7.0 + dist.get_rank()), "step": 1}
     own = {f"{dist.get_rank()}": state}
     run = Run(path, asynchronous=True, agent=True, timeout_s=AMPLE_S)
     run.save(1, own)
     run.wait()
-    found = SnapshotAgent.memory_checkpoints
+    found = SnapshotAgent.held
     calls = []
 
     def forgetting(agent: SnapshotAgent) -> Any:
         calls.append(agent)
-        return found(agent) if len(calls) == 1 or dist.get_rank() == 0 else []
+        return found(agent) if len(calls) == 1 else (0, [])
 
     loaded = {f"{dist.get_rank()}": {"weight": torch.zeros(100), "step": 0}}
     begin = time.monotonic()
-    with mock.patch.object(SnapshotAgent, "memory_checkpoints", forgetting):
+    with mock.patch.object(SnapshotAgent, "held", forgetting):
         step = run.restore(loaded)
     seconds = time.monotonic() - begin
     assert_same(loaded[f"{dist.get_rank()}"], state)
@@ -318,7 +318,7 @@ def restore_without_memory(path: Path) -> tuple[int | None, float]:
 
 
 @pytest.mark.usefixtures("memory")
-def test_a_step_that_one_rank_does_not_find_in_memory_is_restored_by_all_from_disk(
+def test_a_step_that_is_gone_from_memory_before_it_is_loaded_is_restored_from_disk(
     tmp_path: Path,
 ) -> None:
     with Ranks(2) as ranks:

@@ -73,6 +73,18 @@ PYTHON = {
     "agent/messages.py send connection.sendall": Wait(
         "the timeout of the socket, or the end of either process", "the caller"
     ),
+    "agent/replica_receiver.py ReplicaReceiver with self._lock": Wait(
+        "the allocation of memory for replicas", "no rank waits"
+    ),
+    "agent/replica_sender.py ReplicaSender._send connection.sendall": Wait(
+        "the timeout of the socket", "no rank waits"
+    ),
+    "agent/replica_wire.py dial connection.recv": Wait(
+        "the timeout of the socket", "no rank waits"
+    ),
+    "agent/replica_wire.py dial connection.sendall": Wait(
+        "the timeout of the socket", "no rank waits"
+    ),
     "agent/process.py Agent with self._changed": Wait(BRIEF, "no rank waits"),
     "agent/trainer.py SnapshotAgent.close self._waiting.shutdown": Wait(
         "the deadlines of the agent's answers", "the save"

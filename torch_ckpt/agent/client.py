@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
-from torch_ckpt.agent.memory import folder_of, has_agent, open_folder, short_path
+from torch_ckpt.agent.memory import Save, folder_of, has_agent, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_failure, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
@@ -66,6 +66,11 @@ class Place:
     node_count: int
     ranks_here: Sequence[int]
     run_id: RunId | None = None
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.rank == self.ranks_here[0]
 
     def header(self, sequence: int, step: int, *, persist: bool) -> _native.SlotHeader:
         """Returns the slot header of a snapshot of this rank."""
@@ -131,15 +136,56 @@ class AgentClient:
         """
         self._request(Kind.RESERVE, nbytes=nbytes)
 
-    def acquire(self, sequence: int, nbytes: int, timeout_s: float) -> AcquiredSlot | None:
+    def listen(self, hosts: Sequence[str]) -> tuple[list[tuple[str, int]], str]:
+        """Has the agent listen for the agent of another machine at these addresses of this one.
+
+        Returns where it listens, and the secret token that the other must send. Raises StorageError
+        if it cannot listen.
+        """
+        answer = self._request(Kind.LISTEN, hosts=list(hosts), node=self.place.node)
+        return [(host, port) for host, port in answer["at"]], answer["token"]
+
+    def set_buddy(self, buddy: int, at: Sequence[tuple[str, int]], token: str, source: int) -> None:
+        """Has the agent replicate the saves of this session to the agent of another node.
+
+        Its agent listens ``at`` these addresses. ``source`` is the node whose replicas arrive here.
+        """
+        self._request(Kind.BUDDY, buddy=buddy, source=source, at=list(at), token=token)
+
+    def end_replication(self) -> None:
+        """Has the agent send and receive no more replicas."""
+        self._request(Kind.BUDDY)
+
+    def reserve_replicas(self, slots: dict[int, int]) -> None:
+        """Checks that the agent has memory for replicas, given the slots of one save by node.
+
+        Raises StorageError if it has too little.
+        """
+        self._request(Kind.RESERVE_REPLICAS, slots=sorted(slots.items()))
+
+    def replicated(self) -> tuple[list[Save] | None, int]:
+        """Returns the saves in memory that the buddy has too, and how many were superseded.
+
+        Instead of the saves, returns ``None`` if the agent does not replicate.
+        """
+        answer = self._request(Kind.REPLICATED)
+        found = answer["saves"]
+        saves = found and [(bytes.fromhex(session), number) for session, number in found]
+        return saves, answer["superseded"]
+
+    def acquire(
+        self, sequence: int, nbytes: int, timeout_s: float, keep: Save | None = None
+    ) -> AcquiredSlot | None:
         """Returns a slot for all items of the rank; ``None`` if none becomes free in time.
 
-        Raises StorageError if the tmpfs has too little space.
+        ``keep`` is a save to retain even if newer ones are complete. Raises StorageError if the
+        tmpfs has too little space.
         """
         answer = self._request(
             Kind.ACQUIRE,
             max(self._timeout_s, timeout_s + _GRACE_S),
             **{"sequence": sequence, "nbytes": nbytes, "wait_s": timeout_s},
+            **({} if keep is None else {"keep": [keep[0].hex(), keep[1]]}),
         )
         if answer["kind"] == Kind.BUSY:
             return None

@@ -184,7 +184,7 @@ def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool])
     An agent that writes one of them does not commit it.
     """
     discarded = set()
-    for _, _, path in found_slots(folder):
+    for path in [path for _, _, path in found_slots(folder)] + list(folder.glob("replica-*")):
         with contextlib.suppress(CheckpointError):
             slot = _native.Slot.open(os.fsencode(path), True)
             header = slot.header()

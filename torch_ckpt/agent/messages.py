@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _MAGIC = b"TCAG"
-_VERSION = 6
+_VERSION = 7
 _HEAD = struct.Struct("<4sHQI")
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 _MAX_BODY_NBYTES = 1 << 20  # A longer message on a socket is not from this package.
@@ -63,7 +63,8 @@ class Kind(enum.StrEnum):
     RESERVE = "reserve"
     """Requests memory for a rank's slots: ``nbytes`` of each."""
     ACQUIRE = "acquire"
-    """Requests a slot to fill: ``sequence``, ``nbytes``, ``wait_s`` for a free slot."""
+    """Requests a slot to fill: ``sequence``, ``nbytes``, ``wait_s`` for a free slot, and perhaps
+    the save to ``keep``."""
     SLOT = "slot"
     """Answers ``ACQUIRE``: ``path`` of the slot, ``has_waited``."""
     BUSY = "busy"
@@ -77,6 +78,25 @@ class Kind(enum.StrEnum):
     ABORT = "abort"
     """Reports that a rank will fill no slot for a save: ``sequence``, ``node``, ``node_count``,
     ``directory``."""
+    LISTEN = "listen"
+    """Requests that the agent listens for another agent: ``hosts``, and the ``node`` of this
+    machine."""
+    LISTENING = "listening"
+    """Answers ``LISTEN``: the addresses ``at`` which it listens, and its secret ``token``."""
+    BUDDY = "buddy"
+    """Begins to replicate: ``buddy`` (the node that stores the replicas of this machine), ``at``
+    and ``token`` of its agent, and ``source`` (the node whose replicas this agent stores). Without
+    fields, the agent ends to replicate."""
+    RESERVE_REPLICAS = "reserve replicas"
+    """Requests memory for replicas: ``slots``, the lengths of all slots of one save by node."""
+    REPLICATED = "replicated"
+    """Requests the saves whose replicas are complete."""
+    SAVES = "saves"
+    """Answers ``REPLICATED``: ``saves`` in memory with a complete replica (``None`` if the agent
+    does not replicate), and the number of ``superseded`` saves."""
+    REPLICA = "replica"
+    """From agent to agent, begins the replica of a save: ``run``, ``session``, ``sequence``,
+    ``node``, ``slots`` (rank and length of each), and the save to ``keep``. Blocks follow."""
 
 
 Message = dict[str, Any]

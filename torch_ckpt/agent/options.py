@@ -10,6 +10,9 @@ from torch_ckpt.planning.replica_check import CheckReplicas, as_mode
 
 __all__ = ["AgentOptions"]
 
+_MIN_RATE = 1 << 20
+"""Minimum rate of replicas in bytes per second: at lower rates, the connection seems lost."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
@@ -29,9 +32,17 @@ class AgentOptions:
             start.
         check_replicas: How ranks and agents find out whether replicas are equal: see
             :class:`~torch_ckpt.storage.writer.FastWriter`.
+        replicas: 1 to send each save to the memory of another machine too, the buddy of this one.
+            If a machine is lost, the other machines and its replacement then restore the save from
+            memory. Doubles the memory for slots.
+        failure_domain: Name of what fails together with this machine, such as its rack. The buddy
+            of a machine is in another failure domain. The name of the host if ``None``.
+        replicate_bytes_per_s: Maximum rate at which the agent sends replicas; unlimited if
+            ``None``.
 
     Raises:
-        ValueError: ``check_replicas`` is not one of ``"sample"``, ``"full"`` and ``"off"``.
+        ValueError: ``check_replicas`` is not one of ``"sample"``, ``"full"`` and ``"off"``,
+            ``replicas`` is neither 0 nor 1, or ``replicate_bytes_per_s`` is less than 1 MiB.
     """
 
     persist_on_failure: bool = True
@@ -40,9 +51,17 @@ class AgentOptions:
     peers_timeout_s: float = 600.0
     io: IoOptions = field(default_factory=IoOptions)
     check_replicas: CheckReplicas = "sample"
+    replicas: int = 0
+    failure_domain: str | None = None
+    replicate_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         as_mode(self.check_replicas)
+        if self.replicas not in (0, 1):
+            raise ValueError(f"replicas={self.replicas!r} is neither 0 nor 1")
+        rate = self.replicate_bytes_per_s
+        if rate is not None and not rate >= _MIN_RATE:
+            raise ValueError(f"replicate_bytes_per_s={rate!r} is less than {_MIN_RATE}")
 
     def encode(self) -> str:
         """Returns the options as JSON, for a command line or a message."""

@@ -41,6 +41,7 @@ from torch_ckpt.agent.messages import (
 )
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rank_process import RankProcess
+from torch_ckpt.agent.replicas import Replicas
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import Slots, SlotScan
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, UnsupportedError
@@ -92,8 +93,13 @@ class Agent:
             is_shutting_down=self._is_shutting_down,
             is_live=self._is_live,
         )
+        self._replicas = Replicas(
+            *(folder, run, self._slots, self._changed), options=lambda: self.options
+        )
         self._first_within_s = options.linger_s
-        is_first = not any(p.name.startswith(("rank-", "done-")) for p in folder.iterdir())
+        is_first = not any(
+            p.name.startswith(("rank-", "replica-", "done-")) for p in folder.iterdir()
+        )
         if first_within_s is not None and is_first:
             self._first_within_s = min(first_within_s, options.linger_s)
         self._aborts = PendingAborts()
@@ -128,6 +134,7 @@ class Agent:
                 self._check_trainers()
             listener.close()
             path.unlink(missing_ok=True)
+            self._replicas.close()
             if any(not t.has_detached and t.is_alive for t in self._trainers.values()):
                 return False  # Live trainers start another agent.
             newest = self._slots.scan().newest
@@ -259,6 +266,10 @@ class Agent:
             Kind.PERSIST: self._persist,
             Kind.DETACH: self._detach,
             Kind.ABORT: self._abort,
+            Kind.LISTEN: self._listen,
+            Kind.BUDDY: self._set_buddy,
+            Kind.RESERVE_REPLICAS: self._reserve_replicas,
+            Kind.REPLICATED: self._replicated,
         }
         try:
             if message["kind"] not in answers:
@@ -296,6 +307,7 @@ class Agent:
                 trainer = self._trainers[rank] = RankProcess(rank, session, pid)
             self.options = options
             self._ranks = ranks
+            self._replicas.begin_session(session)
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):
                 if not self._trainers[other].is_alive:
@@ -355,6 +367,7 @@ class Agent:
         if self._next_id is not None:
             _log.info("the memory of the former run is freed for run %s", self._next_id.id)
             self._slots.discard_all()
+            self._replicas.discard()
             set_id(self.folder, self._next_id)
             self._next_id = None
 
@@ -364,16 +377,19 @@ class Agent:
         return {"kind": Kind.OK}
 
     def _with_memory(self, allocate: Callable[[], T]) -> T:
-        """Allocates memory; on failure releases slots of former ranks and retries once."""
+        """Allocates memory; on failure releases slots of former ranks, or replicas, and retries."""
         try:
             return allocate()
         except StorageError:
-            if not self._slots.release(self._ranks, self._saves.is_done):
+            is_released = self._slots.release(self._ranks, self._saves.is_done)
+            if not is_released and not self._replicas.give_up():
                 raise
             return allocate()
 
     def _acquire(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_s = int(message["sequence"]), message["nbytes"], message["wait_s"]
+        keep = message.get("keep")
+        self._replicas.keep = None if keep is None else (bytes.fromhex(keep[0]), int(keep[1]))
         self._free_former()
         if not wait_s and not self._is_admitted((trainer.session, sequence)):
             return {"kind": Kind.BUSY}
@@ -384,7 +400,11 @@ class Agent:
         while True:
             slot = self._with_memory(
                 lambda: self._slots.acquire(
-                    trainer.rank, nbytes, self._saves.is_pending, self._is_awaited
+                    trainer.rank,
+                    nbytes,
+                    self._saves.is_pending,
+                    self._is_awaited,
+                    self._replicas.keep,
                 )
             )
             if slot is not None:
@@ -418,7 +438,9 @@ class Agent:
         self._saves.begin_next()
         newest = self._slots.scan().newest
         if newest is not None and newest.session == trainer.session:
-            self._slots.retain(self._ranks, self._saves.is_pending)
+            self._slots.retain(self._ranks, self._saves.is_pending, self._replicas.keep)
+            if not self._replicas.is_active:
+                self._replicas.discard()  # Those of a former session.
         self._changed.notify_all()
         return {"kind": Kind.OK}
 
@@ -435,6 +457,27 @@ class Agent:
                 within_s=self.options.peers_timeout_s,
             )
         return {"kind": Kind.OK}
+
+    def _listen(self, trainer: RankProcess, message: Message) -> Message:
+        listening = self._replicas.listen(trainer.session, message["node"], message["hosts"])
+        return {"kind": Kind.LISTENING, **listening}
+
+    def _set_buddy(self, trainer: RankProcess, message: Message) -> Message:
+        if "buddy" in message:
+            fields = ("buddy", "at", "token", "source")
+            self._replicas.connect(*(message[field] for field in fields))
+        else:
+            self._replicas.end()
+        return {"kind": Kind.OK}
+
+    def _reserve_replicas(self, trainer: RankProcess, message: Message) -> Message:
+        self._replicas.reserve(dict(message["slots"]))
+        return {"kind": Kind.OK}
+
+    def _replicated(self, trainer: RankProcess, message: Message) -> Message:
+        saves = self._replicas.replicated(self._slots.scan())
+        encoded = None if saves is None else [(session.hex(), number) for session, number in saves]
+        return {"kind": Kind.SAVES, "saves": encoded, "superseded": self._replicas.superseded}
 
     def _is_awaited(self, save: Save, scan: SlotScan) -> bool:
         """Returns whether the ranks that have not completed a save may still complete it."""

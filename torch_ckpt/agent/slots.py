@@ -162,14 +162,23 @@ class Slots:
             for slot in self._slots.pop(rank):
                 slot.path.unlink(missing_ok=True)
 
-    def retain(self, ranks: Collection[int], is_pending: SavePredicate) -> None:
-        """Removes the slots of former ranks, except slots that a save still needs."""
+    @property
+    def nbytes(self) -> int:
+        """Length of all allocated slots."""
+        found = [slot.memory for slots in self._slots.values() for slot in slots]
+        return sum(memory.nbytes for memory in found if memory is not None)
+
+    def retain(
+        self, ranks: Collection[int], is_pending: SavePredicate, keep: Save | None = None
+    ) -> None:
+        """Removes the slots of former ranks, except those of ``keep`` and of pending saves."""
         scan = self.scan()
         newest = max(scan.complete, default=None)
         for rank in set(self._slots).difference(ranks):
             headers = [slot.header for slot in self._slots[rank]]
             is_needed = any(slot.readers for slot in self._slots[rank]) or any(
-                h is not None and (h.save == newest or is_pending(h.save, scan)) for h in headers
+                h is not None and (h.save in (newest, keep) or is_pending(h.save, scan))
+                for h in headers
             )
             if not is_needed:
                 self._remove([rank])
@@ -180,15 +189,20 @@ class Slots:
         nbytes: int,
         is_pending: SavePredicate,
         is_awaited: SavePredicate,
+        keep: Save | None = None,
     ) -> SlotFile | None:
         """Clears a slot of a rank and returns it, for the rank to fill; ``None`` if none is free.
 
         The slots of three saves are never free: the newest complete save, a save that other ranks
         may still complete (``is_awaited``), and a complete save that is still to be persisted
-        (``is_pending``). Raises StorageError if the tmpfs or the container's memory limit has too
-        little space.
+        (``is_pending``). If ``keep`` is complete, it remains in the place of the newest, unless the
+        rank would have to wait. Raises StorageError if the tmpfs or the container's memory limit
+        has too little space.
         """
-        slot = self._find_free(rank, is_pending, is_awaited)
+        slot = None
+        if keep is not None and keep in self.scan().complete:
+            slot = self._find_free(rank, is_pending, is_awaited, keep)
+        slot = slot or self._find_free(rank, is_pending, is_awaited)
         if slot is not None:
             self._allocate(slot, nbytes)
             if slot.memory is not None:
@@ -209,9 +223,12 @@ class Slots:
         rank: int,
         is_pending: SavePredicate,
         is_awaited: SavePredicate,
+        keep: Save | None = None,
     ) -> SlotFile | None:
+        """Returns an empty slot, or else that of the oldest save that is not needed."""
         scan = self.scan()
-        newest = max(scan.complete, default=None)
+        kept = max(scan.complete, default=None) if keep is None else keep
+        free: list[tuple[Save, SlotFile]] = []
         for slot in self._slots_of(rank):
             if slot.readers:
                 continue
@@ -220,9 +237,9 @@ class Slots:
                 return slot
             save = header.save
             is_needed = is_pending(save, scan) if save in scan.complete else is_awaited(save, scan)
-            if save != newest and not is_needed:
-                return slot
-        return None
+            if save != kept and not is_needed:
+                free.append((save, slot))
+        return min(free, key=lambda found: found[0])[1] if free else None
 
     def _check_limit(self, slot: SlotFile, nbytes: int) -> None:
         """Raises if the container's memory limit leaves too little for all slots of all ranks.

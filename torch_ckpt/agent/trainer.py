@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,9 @@ import torch.distributed as dist
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt.agent.buddies import Replication, Report
 from torch_ckpt.agent.client import AgentClient, Place
+from torch_ckpt.agent.holdings import Holding, Source, held_slots, sources_of_whole_saves
 from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
@@ -33,7 +36,6 @@ from torch_ckpt.agent.memory import (
     open_folder,
     run_of,
     slot_path,
-    whole_saves,
 )
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.slot_contents import SlotContents
@@ -44,6 +46,7 @@ from torch_ckpt.coordination.waiting import submitted
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.formats.committed import open_committed
+from torch_ckpt.formats.snapshot import SlotTable, merged_index
 from torch_ckpt.planning.replica_check import warn_of
 from torch_ckpt.storage.progress import Phases, is_first
 
@@ -73,12 +76,18 @@ class MemoryCheckpoint:
         folder: Folder of the slots.
         slots: Files of the slots of the save on this machine. The slot of this rank's number is
             first.
+        replicas: Those of the slots that are replicas from another machine.
+        part: The part of the replicas that this rank verifies: its number, and that of all parts.
+        others: Index of the slots on all machines; ``None`` if all are on this one.
     """
 
     save: Save
     step: int
     folder: Path
     slots: Sequence[Path]
+    replicas: Sequence[Path] = ()
+    part: tuple[int, int] = (0, 1)
+    others: _native.Index | None = None
 
 
 class SnapshotAgent:
@@ -146,7 +155,9 @@ class SnapshotAgent:
         self._place = _find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
         self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
-        if self._place.rank == self._place.ranks_here[0]:
+        self._replication = Replication(self._client, self._stages, timeout_s)
+        self._replication.begin(process_group, options)
+        if self._place.is_first_here:
             self._warn_of_former(run)
         self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
@@ -168,9 +179,12 @@ class SnapshotAgent:
         return self._client.folder
 
     @property
-    def is_on_several_machines(self) -> bool:
-        """Whether the ranks are on more than one machine."""
-        return self._place.node_count > 1
+    def superseded(self) -> int:
+        """Number of saves of this machine whose replica was replaced by a newer save's.
+
+        As of the last save; 0 on all ranks but the first of the machine.
+        """
+        return self._replication.superseded
 
     def reserve(self, state_dict: dict[str, Any]) -> None:
         """Allocates shared memory in advance, so that the first save is as fast as later saves.
@@ -260,12 +274,13 @@ class SnapshotAgent:
     ) -> Path | None:
         """Fills a slot; returns its file, or ``None`` if the save is skipped."""
         directory, contents, is_shared = self._decide_shares(header.save, list_items)
+        self._replication.reserve(lambda: _slot_nbytes(directory, contents, sync=sync))
         table = contents.table(str(directory), sync=sync)
         nbytes = _native.slot_nbytes(len(table), contents.nbytes)
         # The agent replaces slots that are too small; unmap them here to free their memory.
         self._slots = {p: s for p, s in self._slots.items() if s[1].nbytes >= nbytes}
         wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
-        acquired = self._client.acquire(header.sequence, nbytes, wait_s)
+        acquired = self._client.acquire(header.sequence, nbytes, wait_s, self._replication.keep)
         if acquired is None:
             if self.on_busy == "skip":
                 self.skipped += 1
@@ -296,17 +311,23 @@ class SnapshotAgent:
         An error on one rank is raised on all ranks.
         """
         found: list[tuple[Location, SlotContents]] = []
+        replication = self._replication
 
-        def list_and_answer() -> Answer:
+        def list_and_answer() -> tuple[Answer, Report]:
             found.append(list_items())
-            return self._share.answer(found[0][1], save)
+            return self._share.answer(found[0][1], save), replication.report()
+
+        def decide_both(answers: list[tuple[Answer, Report]]) -> tuple[Decision, Save | None]:
+            keep = replication.agreed(save, [report for _, report in answers])
+            return decided([answer for answer, _ in answers]), keep
 
         def assign_and_answer() -> Answer:
             self._share.assign()
             return self._share.answer(found[0][1], save)
 
         decide = functools.partial(self._stages.decide, "staging", timeout_s=self.timeout_s)
-        decision: Decision = decide(list_and_answer, decided)
+        decision: Decision
+        decision, replication.keep = decide(list_and_answer, decide_both)
         if decision == "assign":  # In the save after one in which all copied everything.
             decision = decide(assign_and_answer, decided)
         if decision != "shares":
@@ -398,41 +419,62 @@ class SnapshotAgent:
         """Returns the newest save in memory that is complete on all ranks; ``None`` if none is.
 
         All ranks must call this method, before the first save, and all return the same save. A save
-        of several machines counts only if every machine still has the slots of its own ranks. A
-        rank that needs shards of another machine gets an error when it loads
-        (:class:`SnapshotReader`).
+        of several machines counts if the slots of each are still there, or their replicas.
 
         Raises:
             RankTimeoutError: A rank was late or gone.
         """
-        found = {(c.save, c.step): c for c in self.memory_checkpoints()}
-        common = self._group.decide(
-            "comparing snapshots in memory",
-            lambda: set(found),
-            lambda sets: sets[0].intersection(*sets),
-            timeout_s=self.timeout_s,
-        )
-        newest = max(common, default=None)
-        return None if newest is None else found[newest]
+        return self.find(None)
 
-    def memory_checkpoints(self) -> list[MemoryCheckpoint]:
-        """Returns all complete saves in the memory of this machine, the newest first.
+    def find(self, step: int | None) -> MemoryCheckpoint | None:
+        """Returns the newest save of a step, or of any step; ``None`` if there is none in memory.
 
-        A save of several machines is included only if this rank's slot is on this machine and the
-        number of ranks is the same as now.
+        All ranks must call this method, before the first save, and all return the same save.
+
+        Raises:
+            CorruptionError: The ranks of the save disagree on a tensor.
+            NotFoundError: A slot has just been freed.
+            RankTimeoutError: A rank was late or gone.
         """
-        if self._former_run() is not None:
-            return []
-        found = complete_slots(self._client.folder, self._place.run)
-        whole = []
-        for save, slots in reversed(whole_saves(found).items()):
-            slots.sort(key=lambda item: item[0].rank != self._place.rank)  # Own slot first.
-            first = slots[0][0]
-            own = self._place.rank, self._place.world_size
-            if first.node_count == 1 or (first.rank, first.world_size) == own:
-                paths = [path for _, path in slots]
-                whole.append(MemoryCheckpoint(save, first.step, self._client.folder, paths))
-        return whole
+
+        def choose(reports: list[Holding]) -> list[Source] | None:
+            whole = sources_of_whole_saves(reports)
+            saves = [s for s, sources in whole.items() if step in (None, sources[0][1].step)]
+            return whole[max(saves)] if saves else None
+
+        sources = self._group.decide(
+            "comparing snapshots in memory", self.held, choose, timeout_s=self.timeout_s
+        )
+        if sources is None:
+            return None
+        place, folder = self._place, self._client.folder
+        here = [slots for node, slots in sources if node == place.node]
+        paths = [folder / name for slots in here for name in slots.names]
+
+        def tables() -> list[SlotTable]:
+            return [SlotTable.read(path) for path in paths] if place.is_first_here else []
+
+        others = None
+        if place.node_count > 1:
+            others = self._group.decide(
+                "sending the tables of slots",
+                tables,
+                lambda found: merged_index(chain.from_iterable(found)),
+                timeout_s=self.timeout_s,
+            )
+        own = f"rank-{place.rank}."
+        paths.sort(key=lambda path: not path.name.startswith(own))  # A stable order.
+        replicas = [folder / name for slots in here if slots.is_replica for name in slots.names]
+        part = place.ranks_here.index(place.rank), len(place.ranks_here)
+        first = sources[0][1]
+        self._replication.keep = first.save
+        return MemoryCheckpoint(first.save, first.step, folder, paths, replicas, part, others)
+
+    def held(self) -> Holding:
+        """Returns what this machine holds in memory, on its first rank; nothing on the others."""
+        if not self._place.is_first_here or self._former_run() is not None:
+            return self._place.node, []
+        return self._place.node, held_slots(self._client.folder, self._place.run)
 
     def _former_run(self) -> RunId | None:
         """Returns the other run that the memory is of, until the first save frees it."""
@@ -489,6 +531,10 @@ class SnapshotAgent:
         if mapped is None or mapped[0] != inode:
             mapped = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True, True)
         return mapped[1]
+
+
+def _slot_nbytes(directory: Location, contents: SlotContents, *, sync: bool) -> int:
+    return _native.slot_nbytes(len(contents.table(str(directory), sync=sync)), contents.nbytes)
 
 
 def _resolved_location(directory: str | os.PathLike[str]) -> Location:

@@ -338,7 +338,7 @@ def _listening(store: Store, waiting: _Waiting) -> Listeners:
     """Returns the sockets at which this rank listens; raises an error on all ranks if it cannot."""
     name = waiting.names[waiting.rank]
     try:
-        return Listeners(own_addresses(store), name)
+        return Listeners([(host, 0) for host in own_addresses(store)], name)
     except OSError as error:
         text = f"rank {name} cannot listen for the other ranks: {error}"
         waiting.fail(RankTimeoutError(text, [name], waiting.phase))

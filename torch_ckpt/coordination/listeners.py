@@ -37,14 +37,18 @@ def hello(secret: str, rank: int) -> bytes:
 class Listeners:
     """Sockets that listen at addresses of this machine, until :meth:`close`.
 
-    Hosts that this machine does not have are left out. Raises OSError if the system cannot listen
-    at any of them. ``rank`` is this rank's name, for messages. ``secret`` is what a rank must send
-    after it has connected, in hexadecimal digits.
+    Hosts that this machine does not have are left out, each with its port, or 0 for any. Raises
+    OSError if the system cannot listen at any of them. ``rank`` is this rank's name, for messages.
+    ``secret`` is what a rank must send after it has connected, in hexadecimal digits: by default, a
+    new one.
     """
 
-    def __init__(self, hosts: Iterable[str], rank: int) -> None:
+    def __init__(
+        self, hosts: Iterable[tuple[str, int]], rank: int, secret: str | None = None
+    ) -> None:
         self.addresses: list[tuple[str, int]] = []
-        self._secret = secrets.token_bytes(16)
+        self._is_named = secret is not None
+        self._secret = secrets.token_bytes(16) if secret is None else bytes.fromhex(secret)
         self.secret = self._secret.hex()
         self._rank = rank
         self._sockets: list[socket.socket] = []
@@ -52,22 +56,24 @@ class Listeners:
         self._pending: dict[socket.socket, tuple[float, bytearray]] = {}  # Since when, bytes.
         self._refused = 0
         failure: OSError | None = None
-        for host in hosts:
+        for host, port in hosts:
             try:
-                self._listen(host)
+                self._listen(host, port)
             except OSError as error:  # The name of this machine may have foreign addresses.
                 failure = error
         if not self.addresses:
             self._selector.close()
             raise failure or OSError("this machine has no address")
 
-    def _listen(self, host: str) -> None:
+    def _listen(self, host: str, port: int) -> None:
         family, _, _, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         PROCESS.unshared.add(listener)
         try:
+            if self._is_named:  # The next process that listens there finds lingering connections.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(_BACKLOG)
             listener.setblocking(False)

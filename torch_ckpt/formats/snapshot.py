@@ -5,19 +5,15 @@ the same plans as a load from disk, and works with another number of ranks or ot
 tables have checksums; the payloads do not.
 
 If the ranks are on several machines, the slots of one machine cover only the shards of its ranks.
-The checkpoint then has *holes*: boxes in a file that does not exist. A plan that reads a hole fails
-before anything is loaded.
+Other boxes are in files of other machines, which the ranks there read.
 """
 
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
@@ -27,42 +23,77 @@ from torch_ckpt.formats.object_pickles import load_object
 from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
-__all__ = ["ELSEWHERE", "holes", "open_snapshot"]
-
-ELSEWHERE = "another machine"
-"""Stands for the file name of boxes that are not in the memory of this machine."""
-
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
+__all__ = ["SlotTable", "merged_index", "open_snapshot"]
 
 _Place = tuple[_native.StoredSnapshot, int]  # Snapshot and number of the item.
 
 
-def open_snapshot(folder: Path, slots: Sequence[Path], *, trust_pickle: bool) -> Opened:
-    """Opens the slots of one save, of all ranks on this machine, as a checkpoint.
+@dataclass(frozen=True)
+class SlotTable:
+    """The table of a slot, as a rank sends it to others.
+
+    ``name`` and ``nbytes`` are those of the file. The other fields are those of StoredSnapshot.
+    """
+
+    name: str
+    nbytes: int
+    items: bytes
+    extents: Sequence[tuple[int, int, int, bool]]
+    paths: bytes | None
+
+    @classmethod
+    def of(cls, path: Path, snapshot: _native.StoredSnapshot) -> SlotTable:
+        """Returns the table of a complete slot."""
+        nbytes = path.stat().st_size
+        return cls(path.name, nbytes, snapshot.items, snapshot.extents, snapshot.paths)
+
+    @classmethod
+    def read(cls, path: Path) -> SlotTable:
+        """Returns the table of a slot. Raises NotFoundError if it has no complete snapshot."""
+        return cls.of(path, _native.Slot.open(path, False).read())
+
+
+def merged_index(tables: Iterable[SlotTable]) -> _native.Index:
+    """Returns an index of the slots of all machines, with one place for each box."""
+    foreign = ForeignFiles(Location("memory"), Location("memory"), "snapshot", is_own=True)
+    merged = _Merged(foreign, _Objects(False))
+    for table in tables:
+        merged.add(table)
+    paths = [(fqn, list(keys)) for fqn, keys in merged.paths.items()]
+    return _native.foreign_index("0" * 16, foreign.files, merged.entries(), {}, paths)
+
+
+def open_snapshot(
+    save: tuple[bytes, int],
+    folder: Path,
+    slots: Sequence[Path],
+    *,
+    trust_pickle: bool,
+    others: _native.Index | None = None,
+) -> Opened:
+    """Opens the slots of a save, which its session and sequence identify, as a checkpoint.
 
     Of several replicas, a load uses the one in the first slot, so the caller's own slot should come
-    first. Raises NotFoundError if a slot has no complete snapshot, and MismatchError if the slots
-    are not all slots of one save on this machine.
+    first. If some slots are on other machines, ``others`` is an index of all slots. Raises
+    NotFoundError if a slot has no complete snapshot, and MismatchError if the slots are not those
+    of the save.
     """
     foreign = ForeignFiles(Location(folder), Location(folder), "snapshot", is_own=True)
     merged = _Merged(foreign, _Objects(trust_pickle))
     found = [(path, _native.Slot.open(path, False).read()) for path in slots]
-    headers = [snapshot.header for _, snapshot in found]
-    saves = {(h.run, h.save, h.step, h.world_size, h.share) for h in headers}
-    ranks = {header.rank for header in headers}
-    first = headers[0]
-    is_local = first.node_count == 1
-    is_whole = ranks == set(range(first.world_size)) if is_local else len(ranks) == first.ranks_here
-    if len(saves) != 1 or not is_whole:
+    ranks = {snapshot.header.rank for _, snapshot in found}
+    saves = {snapshot.header.save for _, snapshot in found}
+    is_whole = others is not None or ranks == set(range(found[0][1].header.world_size))
+    if not saves <= {save} or not is_whole:
         raise MismatchError(
             f"cannot load the snapshots of ranks {sorted(ranks)} in {folder}: they are not from "
             "one save"
         )
     for path, snapshot in found:
-        merged.add(path, snapshot)
-    if not is_local:
-        merged.add_holes()
-    return merged.opened(names_files=is_local)
+        merged.add(SlotTable.of(path, snapshot), snapshot)
+    if others is not None:
+        merged.add_index(others)
+    return merged.opened(save)
 
 
 class _Objects:
@@ -105,58 +136,56 @@ class _Merged:
     )
     boxes: dict[str, dict[tuple[int, ...], _native.IndexBox]] = field(default_factory=dict)
     paths: dict[str, Sequence[str | int]] = field(default_factory=dict)
-    identity: bytes = b""
 
-    def add(self, path: Path, snapshot: _native.StoredSnapshot) -> None:
+    def add(self, table: SlotTable, snapshot: _native.StoredSnapshot | None = None) -> None:
+        """Adds a slot: of this machine if there is its ``snapshot``."""
         number = len(self.foreign.files)
-        self.foreign.files.append((path.name, path.stat().st_size))
-        session, sequence = snapshot.header.save
-        self.identity = session + sequence.to_bytes(8, "little")
-        work = _native.Work(_native.ItemTable.decode(snapshot.items))
-        for item, offset, nbytes, plain in snapshot.extents:
+        self.foreign.files.append((table.name, table.nbytes))
+        work = _native.Work(_native.ItemTable.decode(table.items))
+        for item, offset, nbytes, plain in table.extents:
             fqn, facts, _, offsets, sizes, _ = work.describe(item)
-            boxes = self.boxes.setdefault(fqn, {})
-            if not _agree(self.facts.setdefault(fqn, facts), facts):
-                raise CorruptionError(
-                    f"cannot load {fqn!r} of {self.foreign.path}: ranks disagree on its dtype or "
-                    "sizes"
-                )
-            key = tuple(offsets)
-            if key in boxes:
-                continue
-            boxes[key] = (offsets, sizes, number, offset, nbytes, plain, ())
-            if not plain:
+            box = (offsets, sizes, number, offset, nbytes, plain, ())
+            if self._add_box(fqn, facts, box) and not plain and snapshot is not None:
                 self.objects.add(fqn, (snapshot, item))
-        if snapshot.paths is not None:
-            for fqn, keys in _native.decode_paths(snapshot.paths):
-                self.paths.setdefault(fqn, keys)
+        for fqn, keys in _native.decode_paths(table.paths) if table.paths is not None else ():
+            self.paths.setdefault(fqn, keys)
 
-    def add_holes(self) -> None:
-        """Adds a hole for each box that only other machines have.
+    def add_index(self, index: _native.Index) -> None:
+        """Adds the boxes that only other machines have."""
+        numbers: dict[int, int] = {}
+        files = index.files
+        for fqn, facts, boxes in index:
+            for offsets, sizes, file, offset, nbytes, plain, _ in boxes:
+                number = numbers.get(file, len(self.foreign.files))
+                if self._add_box(fqn, facts, (offsets, sizes, number, offset, nbytes, plain, ())):
+                    if file not in numbers:
+                        self.foreign.files.append(files[file])
+                    numbers[file] = number
+        for fqn, keys in index.paths or ():
+            self.paths.setdefault(fqn, keys)
 
-        Tensors of which this machine has no box at all are not in the metadata.
-        """
-        number = len(self.foreign.files)
-        file_nbytes = 0
-        for fqn, facts in self.facts.items():
-            boxes = self.boxes[fqn]
-            if facts is None or sum(math.prod(box[1]) for box in boxes.values()) == math.prod(
-                facts[4]
-            ):
-                continue
-            element_nbytes = getattr(torch, facts[0].removeprefix("torch.")).itemsize
-            for offsets, sizes in holes(facts[4], [box[:2] for box in boxes.values()]):
-                nbytes = math.prod(sizes) * element_nbytes
-                boxes[offsets] = (offsets, sizes, number, 0, nbytes, True, ())
-                file_nbytes = max(file_nbytes, nbytes)
-        if file_nbytes:
-            self.foreign.files.append((ELSEWHERE, file_nbytes))
+    def _add_box(self, fqn: str, facts: _native.TensorFacts | None, box: _native.IndexBox) -> bool:
+        """Adds a box, unless there is one at its place; returns whether it was added."""
+        boxes = self.boxes.setdefault(fqn, {})
+        if not _agree(self.facts.setdefault(fqn, facts), facts):
+            raise CorruptionError(
+                f"cannot load {fqn!r} of {self.foreign.path}: ranks disagree on its dtype or sizes"
+            )
+        return boxes.setdefault(tuple(box[0]), box) is box
 
-    def opened(self, *, names_files: bool) -> Opened:
-        for fqn, boxes in sorted(self.boxes.items()):  # In the same order on all ranks.
-            self.foreign.entries.append((fqn, self.facts[fqn], list(boxes.values())))
-        self.foreign.paths = self.paths
-        return self.foreign.opened(self.objects, self.identity, names_files=names_files)
+    def entries(self) -> list[_native.IndexEntry]:
+        """Returns the entries of an index, in the same order on all ranks."""
+        return [
+            (fqn, self.facts[fqn], list(boxes.values()))
+            for fqn, boxes in sorted(self.boxes.items())
+        ]
+
+    def opened(self, save: tuple[bytes, int]) -> Opened:
+        """Returns the slots of a save as an open checkpoint."""
+        self.foreign.entries, self.foreign.paths = self.entries(), self.paths
+        session, sequence = save
+        identity = session + sequence.to_bytes(8, "little")
+        return self.foreign.opened(self.objects, identity, names_files=False)
 
 
 def _agree(first: _native.TensorFacts | None, second: _native.TensorFacts | None) -> bool:
@@ -167,34 +196,3 @@ def _agree(first: _native.TensorFacts | None, second: _native.TensorFacts | None
     if first is None or second is None:
         return first is second
     return first[0] == second[0] and list(first[4]) == list(second[4])
-
-
-def holes(whole: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[_Box]:
-    """Returns the region of a tensor that no box covers, as disjoint boxes: offsets and sizes.
-
-    Example::
-
-        assert holes([4, 2], [([1, 0], [2, 2])]) == [((0, 0), (1, 2)), ((3, 0), (1, 2))]
-    """
-    remaining: list[_Box] = [((0,) * len(whole), tuple(whole))]
-    for offsets, sizes in boxes:
-        remaining = [rest for hole in remaining for rest in _subtract(hole, offsets, sizes)]
-    return remaining
-
-
-def _subtract(hole: _Box, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[_Box]:
-    """Yields the region of a hole outside a box, as disjoint boxes."""
-    lows, highs = list(hole[0]), [o + n for o, n in zip(*hole, strict=True)]
-    if any(
-        not size or offset >= high or offset + size <= low
-        for offset, size, low, high in zip(offsets, sizes, lows, highs, strict=True)
-    ):
-        yield hole
-        return
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        for low, high in ((lows[dim], offset), (offset + size, highs[dim])):
-            if low < high:
-                begin, end = [*lows], [*highs]
-                begin[dim], end[dim] = low, high
-                yield tuple(begin), tuple(e - b for b, e in zip(begin, end, strict=True))
-        lows[dim], highs[dim] = max(lows[dim], offset), min(highs[dim], offset + size)

@@ -1,0 +1,182 @@
+"""Buddies: which machine stores the replicas of which, and how their agents find each other."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
+
+from torch_ckpt.agent.client import AgentClient
+from torch_ckpt.agent.memory import Save
+from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.coordination.addresses import own_addresses
+from torch_ckpt.coordination.connections import store_of
+from torch_ckpt.coordination.group import Group
+from torch_ckpt.errors import CheckpointError
+
+__all__ = ["MAX_LAG", "Replication", "buddies"]
+
+MAX_LAG = 4
+"""Saves after which a replicated save is no longer kept, so that a slow replica gets more time."""
+
+Report = list[Save] | None
+"""The saves of a machine that its buddy has too; ``None`` from all ranks but its first."""
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What the first rank of a machine reports: its node, failure domain, and agent."""
+
+    node: int
+    domain: str
+    at: Sequence[tuple[str, int]]
+    token: str
+
+
+def buddies(domains: Sequence[str]) -> list[int]:
+    """Returns the machine that stores the replicas of each machine, from all failure domains.
+
+    Each machine stores those of one other, which has another failure domain. Raises ValueError if
+    that is impossible, because more than half of the machines share a domain.
+
+    Example::
+
+        assert buddies(["rack 1", "rack 1", "rack 2", "rack 2"]) == [2, 3, 0, 1]
+    """
+    largest, count = Counter(domains).most_common(1)[0]
+    if 2 * count > len(domains):
+        raise ValueError(
+            f"cannot replicate to peers' memory: {count} of {len(domains)} machines share the "
+            f"failure domain {largest!r}, and at most half may. Set AgentOptions(failure_domain=) "
+            "on each machine, or replicas=0"
+        )
+    order = sorted(range(len(domains)), key=lambda machine: (domains[machine], machine))
+    found = [0] * len(domains)
+    for position, machine in enumerate(order):
+        # No domain is longer than this shift, in the order of domains.
+        found[machine] = order[(position + count) % len(order)]
+    return found
+
+
+class Replication:
+    """What the ranks decide about replicas. All ranks call the same methods, unless stated.
+
+    ``keep`` is the save that all agents retain: the newest of which all buddies have the replicas.
+    Before there is one, it is the save that the ranks have restored. ``superseded`` is the number
+    of saves of this machine whose replica a newer save has replaced; the first rank knows it.
+    """
+
+    def __init__(self, client: AgentClient, group: Group, timeout_s: float) -> None:
+        self.keep: Save | None = None
+        self.superseded = 0
+        self._client, self._group, self._timeout_s = client, group, timeout_s
+        self._is_active = self._is_reserved = False
+        self._is_first = client.place.is_first_here
+
+    def begin(self, process_group: dist.ProcessGroup | None, options: AgentOptions) -> None:
+        """Makes the agents of all machines replicate to their buddies, if the options say so.
+
+        The addresses of the agents travel between the ranks, each with a secret token. A single
+        machine has no buddy: the coordinator warns of that. Raises ValueError if the failure
+        domains are unsuitable, and StorageError if an agent cannot listen.
+        """
+        client, group, place = self._client, self._group, self._client.place
+
+        def own() -> tuple[int, _Machine | None]:
+            if not options.replicas or not self._is_first or place.node_count == 1:
+                return options.replicas, None
+            store = store_of(process_group or _get_default_group())()
+            at, token = client.listen(own_addresses(store))
+            domain = options.failure_domain or socket.gethostname()
+            return options.replicas, _Machine(place.node, domain, at, token)
+
+        def agree(
+            answers: list[tuple[int, _Machine | None]],
+        ) -> tuple[list[_Machine], list[int]] | None:
+            if len({replicas for replicas, _ in answers}) > 1:
+                raise ValueError("ranks have different AgentOptions(replicas=)")
+            machines = [machine for _, machine in answers if machine is not None]
+            machines.sort(key=lambda machine: machine.node)
+            if not machines:
+                return None
+            return machines, buddies([machine.domain for machine in machines])
+
+        if options.replicas and place.node_count == 1 and group.is_coordinator:
+            warnings.warn(
+                "saves are not replicated: AgentOptions(replicas=1) requires several machines, "
+                "and all ranks are on this one",
+                stacklevel=4,
+            )
+        found = group.decide("connecting the agents", own, agree, timeout_s=self._timeout_s)
+        self._is_active = found is not None
+        if found is not None and self._is_first:
+            machines, order = found
+            buddy = machines[order[place.node]]
+            client.set_buddy(buddy.node, buddy.at, buddy.token, order.index(place.node))
+
+    def reserve(self, slot_nbytes: Callable[[], int]) -> None:
+        """Checks, once, that each machine has memory for replicas.
+
+        ``slot_nbytes`` returns the length of a slot of this rank. If a machine has too little
+        memory, no agent replicates, and the coordinator warns with the figures.
+        """
+        if not self._is_active or self._is_reserved:
+            return
+        self._is_reserved = True
+        group, node = self._group, self._client.place.node
+        by_node = group.decide(
+            "measuring slots", lambda: (node, slot_nbytes()), _sums, timeout_s=self._timeout_s
+        )
+
+        def missing() -> str:
+            if not self._is_first:
+                return ""
+            try:
+                self._client.reserve_replicas(by_node)
+            except CheckpointError as error:
+                return f"{socket.gethostname()}: {error}"
+            return ""
+
+        reason: str = group.decide(
+            "reserving memory for replicas",
+            missing,
+            lambda reasons: next(filter(None, reasons), ""),
+            timeout_s=self._timeout_s,
+        )
+        if reason:
+            self._is_active = False
+            if self._is_first:
+                self._client.end_replication()
+            if group.is_coordinator:
+                warnings.warn(f"saving continues without replicas: {reason}", stacklevel=6)
+
+    def report(self) -> Report:
+        """Returns this rank's part of the decision on ``keep``. Any rank may call it."""
+        if not self._is_active or not self._is_first:
+            return None
+        saves, self.superseded = self._client.replicated()
+        return [] if saves is None else saves
+
+    def agreed(self, save: Save, reports: Sequence[Report]) -> Save | None:
+        """Returns the save to keep during a save, on the coordinator, from the reports of all."""
+        if not self._is_active:
+            return None
+        machines = [set(report) for report in reports if report is not None]
+        common = set.intersection(*machines) if machines else set()
+        keep = max([*common, *([] if self.keep is None else [self.keep])], default=None)
+        if keep is None:
+            return None
+        lag = save[1] - keep[1] if keep[0] == save[0] else save[1] + 1
+        return None if lag > MAX_LAG else keep
+
+
+def _sums(answers: Sequence[tuple[int, int]]) -> dict[int, int]:
+    total: Counter[int] = Counter()
+    for node, nbytes in answers:
+        total[node] += nbytes
+    return dict(total)

@@ -1,0 +1,68 @@
+"""Holdings: which slots of which saves each machine has in memory, and which saves are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_ckpt.agent.memory import Save, complete_slots, whole_saves
+from torch_ckpt.agent.replica_files import whole_replicas
+
+__all__ = ["HeldSlots", "Holding", "Source", "held_slots", "sources_of_whole_saves"]
+
+
+@dataclass(frozen=True)
+class HeldSlots:
+    """All slots that one machine has filled in one save: its own, or replicas on its buddy.
+
+    ``node`` is the machine that has filled them, one of ``node_count``, as numbered then. ``names``
+    are the files, in order of rank.
+    """
+
+    save: Save
+    step: int
+    node: int
+    node_count: int
+    is_replica: bool
+    names: Sequence[str]
+
+
+Holding = tuple[int, Sequence[HeldSlots]]
+"""The present number of a machine, and what it holds. Only its first rank reports that."""
+
+Source = tuple[int, HeldSlots]
+"""The present number of a machine, and slots that it holds."""
+
+
+def held_slots(folder: Path, run: bytes) -> list[HeldSlots]:
+    """Returns what the memory of this machine holds of a run."""
+    own = [(False, slots) for slots in whole_saves(complete_slots(folder, run)).values()]
+    replicas = [(True, slots) for slots in whole_replicas(folder, run).values()]
+    held = []
+    for is_replica, slots in own + replicas:
+        first, names = slots[0][0], [path.name for _, path in slots]
+        facts = first.save, first.step, first.node, first.node_count
+        held.append(HeldSlots(*facts, is_replica=is_replica, names=names))
+    return held
+
+
+def sources_of_whole_saves(reports: Iterable[Holding]) -> dict[Save, list[Source]]:
+    """Returns the saves of which all machines' slots exist, and where, in order of their nodes.
+
+    Slots of the machine that filled them are preferred to replicas.
+    """
+    found: dict[Save, dict[int, Source]] = {}
+    for machine, held in reports:
+        for slots in held:
+            by_node = found.setdefault(slots.save, {})
+            former = by_node.get(slots.node)
+            if former is None or (former[1].is_replica and not slots.is_replica):
+                by_node[slots.node] = machine, slots
+    whole = {}
+    for save, by_node in found.items():
+        variants = {(slots.step, slots.node_count) for _, slots in by_node.values()}
+        node_counts = {node_count for _, node_count in variants}
+        if len(variants) == 1 and node_counts == {len(by_node)}:
+            whole[save] = [by_node[node] for node in sorted(by_node)]
+    return whole

@@ -1,0 +1,193 @@
+"""The files of replicas: slots of another machine, with a checksum of each block.
+
+A replica is a copy of a slot, in the same form, so the same reader opens it. The CRC-32 of each of
+its blocks follow, and a trailer at the end of the file. A replica counts only once those of all
+ranks of its machine are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_ckpt._core import _native
+from torch_ckpt.agent.memory import Save, whole_saves
+from torch_ckpt.errors import CheckpointError, CorruptionError
+
+__all__ = [
+    "BLOCK_NBYTES",
+    "GENERATIONS",
+    "ReplicaFile",
+    "clear_replica",
+    "found_replicas",
+    "replica_path",
+    "slot_blocks",
+    "used_nbytes",
+    "verify_replica",
+    "whole_replicas",
+]
+
+BLOCK_NBYTES = 1 << 20
+"""Bytes with one checksum."""
+
+GENERATIONS = 2
+"""Replicas of each rank: one remains complete while the next one arrives."""
+
+_COMPLETE = b"COMPLETE"  # The first bytes of a complete slot; see csrc/format/FORMAT.md.
+_PAYLOAD_AT = 144  # Of the begin and the length of the payload, in the first page of a slot.
+_PAYLOAD = struct.Struct("<2q")
+_TRAILER = struct.Struct("<8s2qI4x")  # Magic, bytes per block, bytes of the slot, CRC-32 of sums.
+_MAGIC = b"TCREPL\r\n"
+_NAME = re.compile(r"replica-(\d+)-rank-(\d+)\.(\d+)")
+
+
+def replica_path(folder: Path, node: int, rank: int, generation: int) -> Path:
+    """Returns the file of a replica of a rank of another node."""
+    return folder / f"replica-{node}-rank-{rank}.{generation}"
+
+
+def found_replicas(folder: Path) -> list[tuple[int, int, Path]]:
+    """Returns the rank, generation and file of every replica in a folder, complete or not."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    matches = filter(None, map(_NAME.fullmatch, names))
+    return [(int(match[2]), int(match[3]), folder / match[0]) for match in matches]
+
+
+def _complete(folder: Path) -> Iterator[tuple[_native.SlotHeader, Path]]:
+    for _, _, path in found_replicas(folder):
+        with contextlib.suppress(CheckpointError):
+            slot = _native.Slot.open(os.fsencode(path), False)
+            yield slot.header(), path
+
+
+def whole_replicas(
+    folder: Path, run: bytes
+) -> dict[tuple[Save, int], list[tuple[_native.SlotHeader, Path]]]:
+    """Returns the replicas of each save and node that are complete for all ranks of the node."""
+    by_node: dict[int, list[tuple[_native.SlotHeader, Path]]] = {}
+    for header, path in _complete(folder):
+        if header.run == run:
+            by_node.setdefault(header.node, []).append((header, path))
+    return {
+        (save, node): slots
+        for node, found in by_node.items()
+        for save, slots in whole_saves(found).items()
+    }
+
+
+def clear_replica(path: Path) -> None:
+    """Marks a replica as incomplete; does nothing if its file is no slot."""
+    with contextlib.suppress(CheckpointError):
+        _native.Slot.open(os.fsencode(path), True).clear()
+
+
+def used_nbytes(slot: _native.Slot) -> int:
+    """Returns the length of a complete slot up to the end of its payload."""
+    with memoryview(slot) as view:
+        begin, nbytes = _PAYLOAD.unpack_from(view, _PAYLOAD_AT)
+        return min(int(begin + nbytes), len(view))
+
+
+def slot_blocks(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yields begin and end of each block of a slot."""
+    for begin in range(0, nbytes, BLOCK_NBYTES):
+        yield begin, min(begin + BLOCK_NBYTES, nbytes)
+
+
+def _sums_at(slot_nbytes: int) -> int:
+    return -(-slot_nbytes // 8) * 8
+
+
+def _sums_nbytes(slot_nbytes: int) -> int:
+    return 4 * -(-slot_nbytes // BLOCK_NBYTES)
+
+
+@dataclass
+class ReplicaFile:
+    """A replica that arrives. ``slot_nbytes`` is the length of the slot without its checksums."""
+
+    path: Path
+    slot_nbytes: int
+    memory: _native.Slot
+
+    @staticmethod
+    def file_nbytes(slot_nbytes: int) -> int:
+        """Returns the length of the file of a replica."""
+        end = _sums_at(slot_nbytes) + _sums_nbytes(slot_nbytes) + _TRAILER.size
+        return -(-end // 8) * 8
+
+    @classmethod
+    def begin(cls, path: Path, slot_nbytes: int) -> ReplicaFile:
+        """Returns an incomplete replica, in the memory of a former one if that is large enough.
+
+        Raises StorageError if the tmpfs has too little space.
+        """
+        nbytes = cls.file_nbytes(slot_nbytes)
+        memory = None
+        with contextlib.suppress(CheckpointError):
+            found = _native.Slot.open(os.fsencode(path), True)
+            found.clear()
+            memory = found if found.nbytes >= nbytes else None
+        if memory is None:
+            path.unlink(missing_ok=True)
+            memory = _native.Slot.create(os.fsencode(path), nbytes)
+        return cls(path, slot_nbytes, memory)
+
+    def finish(self, sums: Sequence[int]) -> None:
+        """Stores the checksums of all blocks."""
+        encoded = struct.pack(f"<{len(sums)}I", *sums)
+        at = _sums_at(self.slot_nbytes)
+        trailer = _TRAILER.pack(_MAGIC, BLOCK_NBYTES, self.slot_nbytes, zlib.crc32(encoded))
+        with memoryview(self.memory) as view:
+            view[at : at + len(encoded)] = encoded
+            view[len(view) - len(trailer) :] = trailer
+
+    def complete(self) -> None:
+        """Marks the replica as complete."""
+        with memoryview(self.memory) as view:
+            view[: len(_COMPLETE)] = _COMPLETE
+        self.memory.read()
+
+
+def verify_replica(path: Path, part: int = 0, parts: int = 1) -> None:
+    """Compares blocks of a replica with their checksums: one part of several equal ones.
+
+    Raises CorruptionError, with the name of the file, if a block is damaged.
+    """
+    with memoryview(_native.Slot.open(os.fsencode(path), False)) as view:
+        for begin, end, expected in _share(_blocks(path, view), part, parts):
+            if zlib.crc32(view[begin:end]) != expected:
+                raise CorruptionError(
+                    f"cannot load replica {path}: the {end - begin} bytes at {begin} do not have "
+                    "their checksum"
+                )
+
+
+def _share(
+    blocks: list[tuple[int, int, int]], part: int, parts: int
+) -> Iterable[tuple[int, int, int]]:
+    return blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
+
+
+def _blocks(path: Path, view: memoryview) -> list[tuple[int, int, int]]:
+    """Returns begin, end and checksum of each block."""
+    magic, block_nbytes, slot_nbytes, sum_of_sums = _TRAILER.unpack_from(
+        view, len(view) - _TRAILER.size
+    )
+    at, nbytes = _sums_at(slot_nbytes), _sums_nbytes(slot_nbytes)
+    is_sound = magic == _MAGIC and block_nbytes == BLOCK_NBYTES
+    if is_sound and slot_nbytes > 0 and at + nbytes <= len(view) - _TRAILER.size:
+        encoded = bytes(view[at : at + nbytes])
+        if zlib.crc32(encoded) == sum_of_sums:
+            sums = struct.unpack(f"<{nbytes // 4}I", encoded)
+            return [
+                (begin, end, expected)
+                for (begin, end), expected in zip(slot_blocks(slot_nbytes), sums, strict=True)
+            ]
+    raise CorruptionError(f"cannot load replica {path}: its checksums are damaged")

@@ -1,0 +1,126 @@
+"""The connection between the agents of two machines: blocks with checksums, after a message.
+
+The sender connects and sends the secret of the receiver. For each save it sends a message, waits
+for the answer, and sends the blocks of all slots. A block has a head of 8 bytes, little-endian: its
+length and its CRC-32. After all blocks, a length of 0 and the number 1 end the save. If the sender
+abandons a save, it closes the connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from torch_ckpt.coordination.listeners import hello
+
+__all__ = [
+    "ALL_SENT",
+    "HEAD",
+    "IO_TIMEOUT_S",
+    "POLL_S",
+    "OvertakenError",
+    "dial",
+    "receive_into",
+    "send_block",
+    "wait_readable",
+]
+
+HEAD = struct.Struct("<2I")
+ALL_SENT = HEAD.pack(0, 1)
+
+IO_TIMEOUT_S = 30.0
+"""Time without any progress after which a connection counts as lost."""
+
+POLL_S = 0.2
+"""Interval at which a wait on a connection checks whether it is still wanted."""
+
+_CHUNK_NBYTES = 256 << 10
+
+_KEEPALIVE = {
+    socket.SO_KEEPALIVE: (socket.SOL_SOCKET, 1),
+    socket.TCP_KEEPIDLE: (socket.IPPROTO_TCP, 3),
+    socket.TCP_KEEPINTVL: (socket.IPPROTO_TCP, 2),
+    socket.TCP_KEEPCNT: (socket.IPPROTO_TCP, 3),
+    socket.TCP_NODELAY: (socket.IPPROTO_TCP, 1),
+}
+
+
+class OvertakenError(Exception):
+    """The slots that are being sent are needed for a newer save."""
+
+
+def prepared(connection: socket.socket) -> socket.socket:
+    """Returns a connection on which the end of the other machine is noticed."""
+    for option, (level, value) in _KEEPALIVE.items():
+        connection.setsockopt(level, option, value)
+    return connection
+
+
+def dial(addresses: Sequence[tuple[str, int]], token: str, node: int) -> socket.socket:
+    """Connects to an agent at the first of its addresses that confirms the secret.
+
+    Raises OSError if none does.
+    """
+    failures = []
+    for host, port in addresses:
+        try:
+            connection = prepared(socket.create_connection((host, port), IO_TIMEOUT_S / 6))
+        except OSError as error:
+            failures.append(f"{host}: {error}")
+            continue
+        try:
+            connection.settimeout(IO_TIMEOUT_S / 6)
+            connection.sendall(hello(token, node))
+            if connection.recv(1) == b"\1":
+                connection.settimeout(IO_TIMEOUT_S)
+                return connection
+            failures.append(f"{host}: it refuses this agent")
+        except OSError as error:
+            failures.append(f"{host}: {error}")
+        connection.close()
+    raise OSError(errno.EHOSTUNREACH, "; ".join(failures))
+
+
+def send_block(
+    connection: socket.socket, views: Sequence[bytes | memoryview], is_overtaken: Callable[[], bool]
+) -> None:
+    """Sends bytes, in short steps.
+
+    Raises OvertakenError if ``is_overtaken`` returns true, and OSError if nothing could be sent
+    for ``IO_TIMEOUT_S``.
+    """
+    for each in views:
+        view = memoryview(each)
+        deadline = time.monotonic() + IO_TIMEOUT_S
+        while len(view):
+            if is_overtaken():
+                raise OvertakenError
+            connection.settimeout(POLL_S)
+            try:
+                view = view[connection.send(view[:_CHUNK_NBYTES]) :]
+                deadline = time.monotonic() + IO_TIMEOUT_S
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+    connection.settimeout(IO_TIMEOUT_S)
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Receives exactly as many bytes as a view has. Raises OSError if the connection ends."""
+    while len(view):
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionResetError("the sender closed the connection")
+        view = view[count:]
+
+
+def wait_readable(connection: socket.socket, is_wanted: Callable[[], bool]) -> bool:
+    """Waits until bytes have arrived; returns whether they are still wanted."""
+    while is_wanted():
+        if select.select([connection], [], [], POLL_S)[0]:
+            return True
+    return False

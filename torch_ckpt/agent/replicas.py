@@ -1,0 +1,188 @@
+"""Replicas: what an agent sends to its buddy's agent, and what it stores for another machine."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_ckpt.agent.memory import Save
+from torch_ckpt.agent.messages import decode, encode
+from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.agent.replica_files import GENERATIONS, ReplicaFile, found_replicas
+from torch_ckpt.agent.replica_receiver import ReplicaReceiver, check_memory, remove_replicas
+from torch_ckpt.agent.replica_sender import Buddy, ReplicaSender
+from torch_ckpt.agent.slots import Slots, SlotScan
+from torch_ckpt.coordination.listeners import Listeners
+from torch_ckpt.errors import CheckpointError, StorageError
+
+__all__ = ["Replicas"]
+
+_log = logging.getLogger("torch_ckpt.agent")
+
+_STATE_NAME = "replication"
+"""The file beside the slots with which a restarted agent continues. It has the secret tokens."""
+
+
+class Replicas:
+    """The replicas of one agent. Requires: the caller holds the lock ``changed`` of the agent.
+
+    ``keep`` is the save that the ranks retain on all machines: the newest that all buddies have.
+    A restarted agent listens at the addresses of the former one, with the same token.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: bytes,
+        slots: Slots,
+        changed: threading.Condition,
+        *,
+        options: Callable[[], AgentOptions],
+    ) -> None:
+        self.keep: Save | None = None
+        self._folder, self._run = folder, run
+        self._slots, self._changed = slots, changed
+        self._options = options
+        self._state: dict[str, Any] = {}
+        self._listeners: Listeners | None = None  # Until its receiver has it.
+        self._sender: ReplicaSender | None = None
+        self._receiver: ReplicaReceiver | None = None
+        state = folder / _STATE_NAME
+        try:
+            if state.exists():
+                self._resume(decode(state.read_bytes())[0])
+        except (CheckpointError, KeyError, OSError, TypeError, ValueError) as error:
+            _log.warning("cannot replicate until the ranks restart: %s", error)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Continues after a former agent of the same session."""
+        token = state["token"]
+        self._listeners = Listeners(
+            [(host, int(port)) for host, port in state["at"]], state["node"], token
+        )
+        self._state = state
+        self._start()
+        _log.info("replicating to machine %d", state["buddy"])
+
+    def listen(self, session: bytes, node: int, hosts: Sequence[str]) -> dict[str, Any]:
+        """Listens for another agent, in a new session; returns where, and the secret token.
+
+        Raises StorageError if the system cannot listen.
+        """
+        self.end()
+        token = secrets.token_hex(16)
+        try:
+            self._listeners = Listeners([(host, 0) for host in hosts], node, token)
+        except OSError as error:
+            raise StorageError(
+                f"cannot listen for replicas: {error.strerror or error}", error.errno
+            ) from error
+        self._state = {"session": session.hex(), "node": node, "token": token}
+        self._state["at"] = self._listeners.addresses
+        return {"at": self._listeners.addresses, "token": token}
+
+    def connect(self, buddy: int, at: Sequence[tuple[str, int]], token: str, source: int) -> None:
+        """Begins to send to a buddy, and to receive from a source."""
+        if self._listeners is None:
+            raise CheckpointError("cannot replicate: this agent does not listen for replicas")
+        self._state |= {"buddy": buddy, "buddy_at": list(at), "buddy_token": token}
+        self._state["source"] = source
+        pending = self._folder / f"{_STATE_NAME}.tmp"
+        try:
+            pending.touch(mode=0o600)
+            pending.write_bytes(encode(self._state))
+            pending.rename(self._folder / _STATE_NAME)
+        except OSError as error:
+            raise StorageError(f"cannot write {pending}: {error.strerror}", error.errno) from error
+        self._start()
+
+    def _start(self) -> None:
+        state, listeners = self._state, self._listeners
+        assert listeners is not None
+        session, node = bytes.fromhex(state["session"]), state["node"]
+        buddy = Buddy(
+            state["buddy"],
+            [(host, int(port)) for host, port in state["buddy_at"]],
+            state["buddy_token"],
+        )
+        self._listeners = None
+        self._receiver = ReplicaReceiver(
+            self._folder, self._run, session, state["source"], listeners
+        )
+        self._sender = ReplicaSender(
+            self._folder,
+            self._run,
+            session,
+            node,
+            buddy,
+            self._slots,
+            self._changed,
+            keep=lambda: self.keep,
+            rate=lambda: self._options().replicate_bytes_per_s,
+        )
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this agent replicates."""
+        return self._sender is not None
+
+    def replicated(self, scan: SlotScan) -> list[Save] | None:
+        """Returns the complete saves of this machine of which the buddy has the replica.
+
+        ``None`` if this agent does not replicate.
+        """
+        sender = self._sender
+        return None if sender is None else [s for s in scan.complete if sender.is_complete(s)]
+
+    @property
+    def superseded(self) -> int:
+        """Number of saves whose replica was not begun or not finished, because of a newer save."""
+        return 0 if self._sender is None else self._sender.superseded
+
+    def reserve(self, slots: dict[int, int]) -> None:
+        """Checks that there is memory for replicas, besides the slots of this machine's ranks.
+
+        ``slots`` has the length of all slots of one save, by node. Raises StorageError if the tmpfs
+        or the container's memory limit has too little.
+        """
+        own = slots[self._state["node"]] * GENERATIONS
+        wanted = ReplicaFile.file_nbytes(slots[self._state["source"]]) * GENERATIONS
+        present = sum(path.stat().st_size for _, _, path in found_replicas(self._folder))
+        check_memory(self._folder, max(own - self._slots.nbytes, 0) + max(wanted - present, 0))
+
+    def close(self) -> None:
+        """Ends to send and to receive in this process."""
+        ended = self._listeners, self._sender, self._receiver
+        self._listeners = self._sender = self._receiver = None
+        for each in ended:
+            if each is not None:
+                each.close()
+
+    def end(self) -> None:
+        """Ends to send and to receive; the replicas remain."""
+        self.close()
+        self._state = {}
+        (self._folder / _STATE_NAME).unlink(missing_ok=True)
+
+    def begin_session(self, session: bytes) -> None:
+        """Ends what an earlier session has begun, so that no replica of it is replaced any more."""
+        if self._state and bytes.fromhex(self._state["session"]) < session:
+            self.end()
+
+    def discard(self) -> bool:
+        """Frees all replicas that are stored here; returns whether there were any."""
+        found = found_replicas(self._folder)
+        remove_replicas(self._folder)
+        return bool(found)
+
+    def give_up(self) -> bool:
+        """Frees the memory of replicas for slots of this machine's ranks; see :meth:`discard`."""
+        self.end()
+        is_freed = self.discard()
+        if is_freed:
+            _log.warning("this machine stores no more replicas: the slots of its ranks need memory")
+        return is_freed
