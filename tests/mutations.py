@@ -34,6 +34,13 @@ class Mutation:
 
 
 MUTATIONS = {
+    "a promotion keeps what was promoted before": [
+        Mutation(
+            "torch_ckpt/runs/promotion.py",
+            "            self._promoted.discard(step)\n            self._sent",
+            "            self._sent",
+        )
+    ],
     "a window begins at any byte": [
         Mutation(
             "csrc/engine/save/save_job.cc",

@@ -7,6 +7,7 @@ name of a list is the plainest.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import random
@@ -126,6 +127,8 @@ class Saving:
                 writer: dict[str, Any] = {"sync_files": False}
             else:
                 writer = self.options
+            if options.pop("promoted", False):
+                options["local"] = self.place.scratch / "local"
             self.opened_run = self.stack.enter_context(
                 Run(self.place.path, writer=writer, **options)
             )
@@ -213,7 +216,12 @@ def _step(path: Location) -> int:
 def _save_by_run(s: Saving, state: Any, path: Location, **options: Any) -> Wait:
     run = s.run(**options)
     run.save(_step(path), state)
-    return run.wait if options else None
+    if "promoted" not in options:
+        return run.wait if options else None
+    if "asynchronous" in options:
+        return functools.partial(run.wait, promoted=True)
+    run.wait(promoted=True)
+    return None
 
 
 CALLS = {
@@ -234,6 +242,10 @@ CALLS = {
     "stage": Call(_save_staged, f"{Call.uses} stager"),
     "run": Call(_save_by_run, OWN_PLANNER),
     "run, async": Call(lambda *args: _save_by_run(*args, asynchronous=True), f"{OWN_PLANNER} ends"),
+    "run, promoted": Call(lambda *args: _save_by_run(*args, promoted=True), OWN_PLANNER),
+    "run, async, promoted": Call(
+        lambda *args: _save_by_run(*args, asynchronous=True, promoted=True), f"{OWN_PLANNER} ends"
+    ),
     "run, agent": Call(
         lambda *args: _save_by_run(*args, asynchronous=True, agent=True), f"{OWN_PLANNER} ends"
     ),
