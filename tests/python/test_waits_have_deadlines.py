@@ -159,6 +159,13 @@ PYTHON = {
     "runs/background/save.py BackgroundSave.settle self._ended.result": Wait(
         "at once: it is done", "the step"
     ),
+    "runs/promotion.py Promotion with self._changed": Wait(BRIEF, "the save"),
+    "runs/promotion.py Promotion with self._removing": Wait(
+        "a removal of local steps: as long as the local disk takes", "the save"
+    ),
+    "runs/promotion.py Promotion._work self._changed.wait": Wait(
+        "the next save, or the end of the run", "no rank waits"
+    ),
     "runs/step_files.py lease thread.join": Wait("at once: it was told to end", "no rank waits"),
     "staging/copied_state.py CopiedState._copy x.wait": Wait(
         "the collective of torch that makes the tensor", "torch"
