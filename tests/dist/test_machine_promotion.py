@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import Worlds
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from torch_ckpt import Run
+from torch_ckpt import CheckpointError, Run
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_files import committed_steps
 
@@ -168,3 +168,46 @@ def test_a_failed_promotion_of_one_machine_does_not_stop_the_others(
     assert failures[0] >= 1
     assert steps_in(tmp_path / "run")[0] == 4
     assert worlds.run(2, restore, tmp_path, [0, 1]) == [4, 4]
+
+
+def _closes_after_damage(folder: Path, machines: Sequence[int]) -> str:
+    rate = 8 << 20  # A step takes about two seconds.
+    local = folder / f"machine-{machines[dist.get_rank()]}"
+    run = Run(folder / "run", local=local, timeout_s=15, promote_bytes_per_s=rate)
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    run.save(1, {"w": distribute_tensor(torch.ones(2, 4 << 20), mesh, [Shard(0)])})
+    if dist.get_rank() == 1:
+        (file,) = (local / "step-1").glob("__*.distcp")
+        with file.open("r+b") as data:
+            data.seek(-3000, os.SEEK_END)
+            data.write(b"damage")
+    with pytest.raises(CheckpointError) as raised:
+        run.close()
+    return str(raised.value)
+
+
+def test_a_run_ends_if_the_files_of_a_machine_cannot_be_promoted(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for message in worlds.run(2, _closes_after_damage, tmp_path, [0, 1]):
+        assert "step 1 was not promoted" in message
+        assert "checksum" in message
+    assert steps_in(tmp_path / "run") == []
+
+
+def _saves_again(folder: Path, machines: Sequence[int]) -> None:
+    with run_on(folder, machines, promote_bytes_per_s=1 << 20) as run:
+        run.save(7, state_of(7))
+        run.save(8, state_of(8))  # Step 7 is being promoted: this one is chosen later.
+        run.wait(promoted=True)
+        assert steps_in(folder / "run") == [8, 7]
+
+
+def test_a_step_that_a_kill_left_on_one_machine_is_promoted_when_it_is_saved_again(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    machines = [0, 1]
+    worlds.run(2, save_steps, tmp_path, machines, [8], {})
+    (tmp_path / "machine-1" / "step-8" / ".metadata").unlink()
+    shutil.rmtree(tmp_path / "run" / "step-8")
+    worlds.run(2, _saves_again, tmp_path, machines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -252,6 +254,91 @@ def test_a_step_that_is_saved_again_is_promoted_again(tmp_path: Path) -> None:
     with Run(tmp_path / "run") as promoted:
         promoted.restore(state)
     assert torch.equal(state["w"], _state(2)["w"])
+
+
+_EXITS = """
+import sys, time, torch
+from pathlib import Path
+from torch_ckpt import Run
+folder = sys.argv[1]
+run = Run(f"{folder}/run", local=f"{folder}/local", promote_bytes_per_s=60 << 20)
+run.save(1, {"w": torch.zeros(16 << 20)})
+while not list(Path(folder).glob("run/step-1/.pending-*")):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+def test_a_process_that_exits_without_close_does_not_abort(tmp_path: Path) -> None:
+    for number in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", _EXITS, tmp_path / str(number)], stderr=subprocess.PIPE
+        )
+        assert ended.returncode == 3, ended.stderr
+
+
+@pytest.mark.parametrize("thread_count", [1, 4])
+def test_a_step_that_is_saved_again_while_it_is_promoted_is_promoted_with_the_new_values(
+    tmp_path: Path, thread_count: int
+) -> None:
+    # Copying takes about two seconds. One file is open meanwhile; of several, the later are gone.
+    run = Run(
+        tmp_path / "run",
+        local=tmp_path / "local",
+        promote_bytes_per_s=32 << 20,
+        writer={"thread_count": thread_count},
+    )
+    state = {f"w{i}": torch.ones(4 << 20) for i in range(4)}
+    run.save(5, state)
+    while not list((tmp_path / "run").glob("step-5/.pending-*")):
+        time.sleep(0.01)
+    for value in state.values():
+        value.fill_(2)
+    run.save(5, state)
+    run.close()
+    with Run(tmp_path / "run") as promoted:
+        found = {name: torch.zeros(4 << 20) for name in state}
+        assert promoted.restore(found) == 5
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_a_step_that_is_saved_again_without_metrics_has_none_in_the_run(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local") as run:
+        run.save(1, _state(1), metrics={"loss": 1.0})
+        run.wait(promoted=True)
+        assert (tmp_path / "run" / "step-1" / "metrics.json").exists()
+        run.save(1, _state(2))
+    assert not (tmp_path / "run" / "step-1" / "metrics.json").exists()
+
+
+def test_a_run_whose_local_directory_another_run_has_taken_over_does_not_save_there(
+    tmp_path: Path,
+) -> None:
+    first = Run(tmp_path / "first", local=tmp_path / "local", keep_local=3)
+    with Run(tmp_path / "second", local=tmp_path / "local", keep_local=3) as second:
+        with pytest.raises(CheckpointError, match=r"cannot use .*local: it belongs to run"):
+            first.save(1, _state(1))
+        second.save(2, _state(2))
+    with pytest.raises(CheckpointError, match=r"cannot use .*local: it belongs to run"):
+        first.close()  # It does not promote the other run's step.
+    assert _steps(tmp_path / "second") == [2]
+    assert _steps(tmp_path / "first") == []
+
+
+def test_steps_are_not_promoted_to_the_directory_of_another_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", local=tmp_path / "local")
+    run.save(1, _state(1))
+    run.wait(promoted=True)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run.save(2, _state(2))
+    with pytest.raises(CheckpointError, match=r"step 2 was not promoted.*was removed or moved"):
+        run.wait(promoted=True)
+    assert not (tmp_path / "run").exists()
+    other = Run(tmp_path / "run", local=tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"step 2 was not promoted.*belongs to run"):
+        run.close()
+    other.close()
+    assert _steps(tmp_path / "run") == []
 
 
 def test_best_steps_remain_in_both_directories(tmp_path: Path) -> None:

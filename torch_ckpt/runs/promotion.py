@@ -7,9 +7,11 @@ directory when it is whole there.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -66,6 +68,9 @@ class Promotion:
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row, :meth:`check` raises.
 
+    ``run_id`` is the id that both directories have. A directory that another run has taken over is
+    neither read nor written.
+
     ``count`` is the number of failures after which promotion went on, and ``skipped`` that of steps
     that were not promoted, because newer ones had arrived. All methods are thread-safe.
     """
@@ -83,8 +88,10 @@ class Promotion:
         most: int,
         commits: bool = True,
         is_alone: bool = True,
+        run_id: str | None = None,
     ) -> None:
         self._local, self._run, self._retention = local, run, retention
+        self._run_id = run_id
         self._commits, self._is_alone = commits, is_alone
         self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
         self._on_failure, self._most = on_failure, most
@@ -94,6 +101,7 @@ class Promotion:
         self._thread: threading.Thread | None = None
         self._current: int | None = None  # The step that is being copied.
         self._copy: CheckpointCopy | None = None
+        self._is_replaced = False  # Whether that step was saved again meanwhile.
         self._saved: int | None = None  # The last step that this process has saved.
         self._in_run: set[int] = set()  # Steps with a checkpoint in the directory of the run.
         self._promoted: set[int] = set()  # Local steps whose very save is there.
@@ -171,12 +179,17 @@ class Promotion:
         """Promotes a step that was committed locally, and removes old local steps."""
         with self._changed:
             self._saved = step
-            self._promoted.discard(step)
-            self._sent.discard(step)
-            self._passed_over.discard(step)
+            for steps in (self._promoted, self._sent, self._passed_over, self._incomplete):
+                steps.discard(step)
             self._values.pop(step, None)
             if step not in self._chosen:
                 self._passed_over.add(step)
+            replaced = None
+            if self._current == step:
+                self._is_replaced, replaced = True, self._copy
+                self._changed.notify_all()
+        if replaced is not None:
+            replaced.cancel()  # The new checkpoint of the step is next.
         self._remove_old()
         if step in self._chosen:
             self._request()
@@ -198,7 +211,11 @@ class Promotion:
             copy.cancel()
 
     def check(self) -> None:
-        """Raises CheckpointError if promotions have failed, and training must not go on."""
+        """Raises CheckpointError if promotions have failed, and training must not go on.
+
+        So it does if another run has taken over the local directory, before a save goes there.
+        """
+        self._check_id(self._local.directory)
         with self._changed:
             failure = self._failure
             if failure is None or not (self._on_failure == "raise" or self._in_a_row >= self._most):
@@ -230,11 +247,13 @@ class Promotion:
         """Promotes what can be promoted within ``timeout_s``, and ends.
 
         Shows a progress bar. Raises CheckpointError as :meth:`wait` does. The steps then remain in
-        the local directory, and the next process of the run promotes them.
+        the local directory, and the next process of the run promotes them. With several places, the
+        caller has waited before: the files of another place may never arrive.
         """
         try:
-            with self._bar():
-                self.wait(timeout_s)
+            if self._is_alone:
+                with self._bar():
+                    self.wait(timeout_s)
         finally:
             self.cancel()
 
@@ -252,7 +271,12 @@ class Promotion:
             copy.cancel()
         if thread is not None:
             thread.join(_END_S)
+        atexit.unregister(self._at_exit)
         return thread is None or not thread.is_alive()
+
+    def _at_exit(self, pid: int) -> None:
+        if pid == os.getpid():  # A forked child has no such thread.
+            self.cancel()
 
     @contextlib.contextmanager
     def discarding_after(self, step: int) -> Iterator[None]:
@@ -292,12 +316,15 @@ class Promotion:
                     target=self._work, name="torch_ckpt-promote", daemon=True
                 )
                 self._thread.start()
+                # The interpreter must not end while native code of the thread runs.
+                atexit.register(self._at_exit, os.getpid())
             self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
             with self._changed:
                 self._current = self._copy = None
+                self._is_replaced = False
                 self._changed.notify_all()
                 while not self._is_requested and not self._is_ended:
                     self._changed.wait()
@@ -323,13 +350,16 @@ class Promotion:
                 return
             self._current = step
         source, target = self._local.path(step), self._run.path(step)
+        for disk in (self._local, self._run):
+            self._check_id(disk.directory)
+        copy: CheckpointCopy | None = None
         try:
             copy = CheckpointCopy(
                 source, target, nbytes_per_s=self._nbytes_per_s, niceness=self._niceness
             )
             with self._changed:
                 self._copy = copy
-                if self._is_ended:
+                if self._is_ended or self._is_replaced:
                     return
             if not copy.is_done:
                 if self._commits:
@@ -341,6 +371,9 @@ class Promotion:
                     return
         except (CorruptionError, NotFoundError) as error:
             is_gone = not has_checkpoint(source)
+            is_of_source = copy is not None and copy.is_of_source
+            if isinstance(error, NotFoundError) and not (is_gone or is_of_source):
+                return  # It was saved again. The new checkpoint is next.
             if is_gone or isinstance(error, CorruptionError):
                 with self._changed:
                     self._passed_over.add(step)
@@ -349,7 +382,8 @@ class Promotion:
             raise
         with self._changed:
             self._failure, self._in_a_row = None, 0
-            self._promoted.add(step)
+            if not self._is_replaced:
+                self._promoted.add(step)
             self._in_run.add(step)
             # A newer step may have been promoted before.
             newest = max(s for s in self._in_run if s <= (self._saved or s) or s == step)
@@ -365,7 +399,7 @@ class Promotion:
         """Waits, on the coordinator, until the files of all places have arrived."""
         while not self._is_alone and copy.missing_files():
             with self._changed:
-                if self._is_ended:
+                if self._is_ended or self._is_replaced:
                     raise CancelledError("the promotion was given up")
                 if self._elsewhere is not None:
                     raise self._elsewhere
@@ -381,7 +415,17 @@ class Promotion:
         with self._changed:
             if step in self._sent:
                 self._changed.wait(_POLL_S)
-            self._sent.add(step)
+            if not self._is_replaced:
+                self._sent.add(step)
+
+    def _check_id(self, directory: Location) -> None:
+        """Raises CheckpointError if a directory is not that of this run any more."""
+        if self._run_id is None or (found := id_in_directory(directory)) == self._run_id:
+            return
+        now = "was removed or moved" if found is None else f"belongs to run {found} now"
+        raise CheckpointError(
+            f"cannot use {directory}: it {now}, and this run has the id {self._run_id}"
+        )
 
     def _apply_retention(self, newest: int, waiting: Collection[int]) -> None:
         """Removes the steps of the run that are not to be retained.
@@ -511,9 +555,12 @@ def promotion_for(
         raise ValueError(f"promote_bytes_per_s={nbytes_per_s} is not positive")
     activity = "opening the local directory"
 
+    run_id: str | None = None
+
     def claim() -> None:
+        nonlocal run_id
         if places.is_first:
-            _claim_local(local.directory, run.directory)
+            run_id = _claim_local(local.directory, run.directory)
             tie_directories(local.directory, run.directory, is_part=places.are_several)
 
     # The coordinator first: it may write the id of the run.
@@ -540,20 +587,23 @@ def promotion_for(
             most=most,
             commits=group.is_coordinator,
             is_alone=not places.are_several,
+            run_id=run_id,
         )
         promotion.begin(whole)
     return promotion
 
 
-def _claim_local(local: Location, run: Location) -> None:
-    """Ties a local directory to a run: both get the same id. Called on one rank of each machine.
+def _claim_local(local: Location, run: Location) -> str:
+    """Ties a local directory to a run: both get the same id, which is returned.
+
+    Called on one rank of each machine.
 
     A path has no identity: the directory of a former run may have been removed, and another run
     begins under its path. Raises CheckpointError if the local directory has steps of another run.
     """
     ours, found = id_in_directory(run), id_in_directory(local)
     if found is not None and found == ours:
-        return
+        return found
     if steps := committed_steps(local):
         of = "another run" if found is None else f"run {found}"
         now = "has no id: it is new, or was removed" if ours is None else f"is of run {ours}"
@@ -565,3 +615,4 @@ def _claim_local(local: Location, run: Location) -> None:
         ours = new_id()
         write_id(run, ours)  # First: the id of the local directory says that this one has it.
     write_id(local, ours)
+    return ours

@@ -98,8 +98,15 @@ class CheckpointCopy:
         """Whether the checkpoint is committed at the target."""
         return committed_id(self.target) == self._opened.save_id
 
+    @property
+    def is_of_source(self) -> bool:
+        """Whether the source still has this checkpoint, and not that of a later save."""
+        return committed_id(self.source) == self._opened.save_id
+
     def copy_files(self, small_files: Collection[str] = ()) -> None:
         """Copies the data files that the source has, and then the small files of these names.
+
+        A small file that the source lacks is removed at the target.
 
         Raises:
             CancelledError: :meth:`cancel` was called.
@@ -120,16 +127,17 @@ class CheckpointCopy:
         for name in small_files:
             if name in here:
                 (self.target / name).replace((self.source / name).read(), sync=True)
+            elif name in arrived:  # Of a former save.
+                (self.target / name).discard()
         self.target.sync()
 
     def missing_files(self) -> list[str]:
         """Returns the names of the data files that have not arrived."""
-        arrived = set(self.target.names())
-        return [
-            name
-            for name, nbytes in self._opened.files
-            if name not in arrived or (self.target / name).nbytes() != nbytes
-        ]
+        files, arrived = self._opened.files, set(self.target.names())
+        # Usual while other machines send theirs: then no lengths are looked up.
+        if absent := [name for name, _ in files if name not in arrived]:
+            return absent
+        return [name for name, nbytes in files if (self.target / name).nbytes() != nbytes]
 
     def commit(self) -> None:
         """Commits the copy. All data files must have arrived.
