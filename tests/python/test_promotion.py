@@ -117,7 +117,7 @@ def test_the_newest_step_is_promoted_first_and_one_that_would_not_remain_is_skip
     tmp_path: Path,
 ) -> None:
     # Copying a step takes about a second.
-    rate = 16 << 20
+    rate = 8 << 20
     run = Run(tmp_path / "run", local=tmp_path / "local", keep_last=2, promote_bytes_per_s=rate)
     for step in range(1, 7):
         run.save(step, _state(step, 24 << 20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -51,7 +52,14 @@ def _ls(options: argparse.Namespace) -> int:
     directories = {"local": run, "run": promoted_to} if promoted_to is not None else {"": run}
     where: dict[int, list[str]] = {}
     for tier, directory in directories.items():
-        for number in listed_steps(directory):
+        try:
+            numbers = listed_steps(directory)
+        except CheckpointError as error:
+            if tier != "run":
+                raise
+            print(f"the steps of {directory} are not listed: {error}", file=sys.stderr)
+            continue
+        for number in numbers:
             where.setdefault(number, []).append(tier)
     if not where:
         with contextlib.suppress(NotFoundError):

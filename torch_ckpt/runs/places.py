@@ -66,7 +66,7 @@ class Places:
 
         def look() -> int:
             names = (name for name in directory.names() if name.startswith(prefix))
-            return min(int(name.removeprefix(prefix)) for name in names)
+            return min([group.rank, *(int(name.removeprefix(prefix)) for name in names)])
 
         try:
             group.decide(activity, mark, lambda _: None, timeout_s=timeout_s)

@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from torch_ckpt.agent.identity import id_in_directory, new_id, write_id
-from torch_ckpt.coordination.group import Group
+from torch_ckpt.agent.identity import id_in_directory
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import (
     CancelledError,
@@ -27,9 +26,8 @@ from torch_ckpt.errors import (
     StorageError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.formats.committed import committed_id, has_checkpoint
 from torch_ckpt.runs.failures import OnFailure, storage_failure
-from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import (
@@ -37,13 +35,11 @@ from torch_ckpt.runs.step_files import (
     committed_steps,
     listed_steps,
     metrics_of,
-    tie_directories,
 )
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.progress import progress_bar
-from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["Promotion", "promotion_for"]
+__all__ = ["Promotion"]
 
 _END_S = 5.0
 """Time for a promotion to end that was cancelled."""
@@ -103,6 +99,7 @@ class Promotion:
         self._copy: CheckpointCopy | None = None
         self._is_replaced = False  # Whether that step was saved again meanwhile.
         self._saved: int | None = None  # The last step that this process has saved.
+        self._in_save: int | None = None  # Its small files may follow the commit.
         self._in_run: set[int] = set()  # Steps with a checkpoint in the directory of the run.
         self._promoted: set[int] = set()  # Local steps whose very save is there.
         self._passed_over: set[int] = set()  # Local steps that are damaged, or were skipped.
@@ -124,18 +121,33 @@ class Promotion:
     # ---- Called by the run ----
 
     def begin(self, whole: Sequence[int] | None = None) -> None:
-        """Promotes the steps that a former process has left in the local directory.
+        """Looks up which steps there are. ``whole`` are those that all places have, if several.
 
-        ``whole`` are the steps that all places have, if there are several.
+        A step that another save has committed in the directory of the run stays there: which of the
+        two is newer is unknown, since the run may have gone on from another local directory.
         """
         self._in_run = set(committed_steps(self._run.directory))
         if self._retention.monitor is not None and self._commits:
             self._values = self._run.values(self._retention.monitor)
         steps = committed_steps(self._local.directory)
+        other = {
+            step
+            for step in self._in_run.intersection(steps)
+            if committed_id(self._local.path(step)) != committed_id(self._run.path(step))
+        }
+        if other:
+            _LOG.warning(
+                "steps %s of %s are of other saves than those of %s, and are not promoted",
+                *(sorted(other), self._local.directory, self._run.directory),
+            )
+        self._passed_over.update(other)
         if whole is not None:
             self._passed_over.update(steps)  # Until the coordinator chooses them.
-            self._incomplete = set(steps).difference(whole)
-        elif steps:
+            self._incomplete = set(steps).difference(whole) | other
+
+    def start(self) -> None:
+        """Promotes the steps that a former process has left in the local directory."""
+        if self._is_alone and committed_steps(self._local.directory):
             self._request()
 
     def choice(self, saving: int | None = None) -> list[int]:
@@ -154,17 +166,20 @@ class Promotion:
             done = self._promoted | self._incomplete | set(own)
             return own + [s for s in local if s in self._retained(local) and s not in done]
 
-    def choose(self, steps: Sequence[int]) -> None:
-        """Promotes the steps that the coordinator has chosen, once they are saved."""
+    def retry(self, chosen: Sequence[int]) -> None:
+        """Promotes the steps that wait, at last those that the coordinator has ``chosen``."""
         with self._changed:
-            self._chosen = set(steps)
-            self._passed_over.difference_update(steps)
-        if steps:
-            self._request()
+            if isinstance(self._failure, StorageError):
+                self._failure = None
+            if not self._is_alone:
+                self._chosen.update(chosen)
+                self._passed_over.difference_update(chosen)
+        self._request()
 
     def saving(self, step: int, chosen: Sequence[int]) -> None:
         """Protects the directory of a step that is about to be saved, and chooses steps."""
         with self._changed:
+            self._in_save = step
             if self._saved is not None:
                 self._saved = min(self._saved, step - 1)
             if chosen:
@@ -178,7 +193,7 @@ class Promotion:
     def saved(self, step: int) -> None:
         """Promotes a step that was committed locally, and removes old local steps."""
         with self._changed:
-            self._saved = step
+            self._saved, self._in_save = step, None
             for steps in (self._promoted, self._sent, self._passed_over, self._incomplete):
                 steps.discard(step)
             self._values.pop(step, None)
@@ -223,6 +238,14 @@ class Promotion:
             self._failure = None  # Is raised once.
         raise CheckpointError(str(failure)) from failure  # No failure of the save that asks.
 
+    def look(self, wait_s: float) -> tuple[bool, CheckpointError | None]:
+        """Waits a moment; returns whether promotions are in progress, and why the last failed."""
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while self._is_busy and self._failure is None and time.monotonic() < deadline:
+                self._changed.wait(max(deadline - time.monotonic(), 0.001))
+            return self._is_busy, self._failure
+
     def wait(self, timeout_s: float = math.inf) -> None:
         """Waits until all steps are promoted, or were skipped; tries those that have failed again.
 
@@ -250,17 +273,18 @@ class Promotion:
         the local directory, and the next process of the run promotes them. With several places, the
         caller has waited before: the files of another place may never arrive.
         """
+        deadline = time.monotonic() + timeout_s
         try:
             if self._is_alone:
                 with self._bar():
                     self.wait(timeout_s)
         finally:
-            self.cancel()
+            self.cancel(max(min(deadline - time.monotonic(), _END_S), 0.1))
 
-    def cancel(self) -> bool:
+    def cancel(self, wait_s: float = _END_S) -> bool:
         """Ends the promotion in progress. Its step remains in the local directory.
 
-        Returns whether it has ended. A store that does not answer may keep it for a while.
+        Returns whether it has ended within ``wait_s``. A store that does not answer may keep it.
         """
         with self._changed:
             self._is_ended = True
@@ -270,7 +294,7 @@ class Promotion:
         if copy is not None:
             copy.cancel()
         if thread is not None:
-            thread.join(_END_S)
+            thread.join(wait_s)
         atexit.unregister(self._at_exit)
         return thread is None or not thread.is_alive()
 
@@ -444,7 +468,8 @@ class Promotion:
     def _choose(self) -> int | None:
         """Returns the next step to promote: the newest that the run would retain."""
         local = committed_steps(self._local.directory)
-        waiting = [s for s in local if s not in self._promoted and s not in self._passed_over]
+        done = self._promoted | self._passed_over
+        waiting = [step for step in local if step not in done and step != self._in_save]
         if not self._is_alone:
             chosen = [step for step in waiting if step in self._chosen]
             return next((s for s in chosen if s not in self._sent), next(iter(chosen), None))
@@ -527,92 +552,3 @@ class Promotion:
             "promoting", self._run.directory, lambda: copy.nbytes, lambda: copy.read_nbytes
         ):
             yield
-
-
-def promotion_for(
-    group: Group,
-    places: Places,
-    disks: Sequence[StepDirectories],
-    retention: Retention,
-    *,
-    keep: int,
-    nbytes_per_s: int | None,
-    writer: FastWriter,
-    on_failure: OnFailure,
-    most: int,
-    timeout_s: float,
-) -> Promotion | None:
-    """Returns the promotion of a run with a local directory, on the first rank at each place.
-
-    All ranks call it. ``disks`` are the local directory and that of the run. Raises CheckpointError
-    on all ranks if the local directory has steps of another run, and ValueError if a number is out
-    of range.
-    """
-    local, run = disks
-    if keep < 1:
-        raise ValueError(f"keep_local={keep} is not positive")
-    if nbytes_per_s is not None and nbytes_per_s < 1:
-        raise ValueError(f"promote_bytes_per_s={nbytes_per_s} is not positive")
-    activity = "opening the local directory"
-
-    run_id: str | None = None
-
-    def claim() -> None:
-        nonlocal run_id
-        if places.is_first:
-            run_id = _claim_local(local.directory, run.directory)
-            tie_directories(local.directory, run.directory, is_part=places.are_several)
-
-    # The coordinator first: it may write the id of the run.
-    group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
-    group.decide(activity, claim, lambda _: None, timeout_s=timeout_s)
-    whole = None
-    if places.are_several:
-        whole = group.decide(
-            activity,
-            local.report,
-            lambda reports: list(local.steps(reports)),
-            timeout_s=timeout_s,
-        )
-    promotion = None
-    if places.is_first:
-        promotion = Promotion(
-            local,
-            run,
-            retention,
-            keep=keep,
-            nbytes_per_s=nbytes_per_s or 0,
-            niceness=writer.io.background_nice,
-            on_failure=on_failure,
-            most=most,
-            commits=group.is_coordinator,
-            is_alone=not places.are_several,
-            run_id=run_id,
-        )
-        promotion.begin(whole)
-    return promotion
-
-
-def _claim_local(local: Location, run: Location) -> str:
-    """Ties a local directory to a run: both get the same id, which is returned.
-
-    Called on one rank of each machine.
-
-    A path has no identity: the directory of a former run may have been removed, and another run
-    begins under its path. Raises CheckpointError if the local directory has steps of another run.
-    """
-    ours, found = id_in_directory(run), id_in_directory(local)
-    if found is not None and found == ours:
-        return found
-    if steps := committed_steps(local):
-        of = "another run" if found is None else f"run {found}"
-        now = "has no id: it is new, or was removed" if ours is None else f"is of run {ours}"
-        raise CheckpointError(
-            f"cannot use {local} as the local directory of {run}: its {len(steps)} steps are of "
-            f"{of}, and {run} {now}. Use another directory, or remove {local}"
-        )
-    if ours is None:
-        ours = new_id()
-        write_id(run, ours)  # First: the id of the local directory says that this one has it.
-    write_id(local, ours)
-    return ours

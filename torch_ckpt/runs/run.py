@@ -23,10 +23,10 @@ from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.failures import Failures, OnFailure
 from torch_ckpt.runs.last_saves import LastSaves
+from torch_ckpt.runs.local_directory import promotion_for
 from torch_ckpt.runs.machine_directories import MachineDirectories
 from torch_ckpt.runs.places import Places, writer_to
 from torch_ckpt.runs.preemption import Preemption
-from torch_ckpt.runs.promotion import promotion_for
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
@@ -191,7 +191,7 @@ class Run(LastSaves):
             if places.are_several
             else "",
         )
-        self._is_for_agent = bool(agent)
+        self._is_for_agent, self._are_places_several = bool(agent), places.are_several
         memory = [] if self._backend is None else self._backend.tiers
         self._tiers = StepTiers(
             [*memory, *self._disks], self._group, process_group, timeout_s, self._location
@@ -212,6 +212,8 @@ class Run(LastSaves):
             timeout_s=timeout_s,
         )
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
+        if self._promotion is not None:
+            self._promotion.start()
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -361,7 +363,7 @@ class Run(LastSaves):
                 ``timeout_s``; the message names its step.
         """
         if promoted:
-            self._saves.wait_for_promotion()
+            self._saves.wait_for_promotion(self.timeout_s)
         else:
             self._saves.settle()
 
@@ -428,6 +430,8 @@ class Run(LastSaves):
                 dcp.load(state, storage_reader=FastReader(path))
         """
         *local, run = (disk.directory for disk in self._disks)
+        if self._are_places_several:  # A local directory has the files of one machine.
+            local = []
         has_step = (each for each in local if has_checkpoint(each / f"step-{step}"))
         with lease(next(has_step, run), step) as path:
             yield path.checkpoint_id
@@ -539,8 +543,8 @@ class Run(LastSaves):
     ) -> None:
         if error is not None and self._backend is not None and not self._exclusive.is_forked:
             self._backend.leave()  # The snapshots remain for the next process.
-        if error is not None and self._promotion is not None and not self._exclusive.is_forked:
-            self._promotion.cancel()  # The next process goes on with it.
+        if error is not None and not self._exclusive.is_forked:
+            self._saves.give_up_promotion()  # The next process goes on with it.
         try:
             self.close()
         except CheckpointError as save_error:

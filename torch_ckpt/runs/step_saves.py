@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,8 +42,8 @@ from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["StepSaves"]
 
-_GRACE_S = 60.0
-"""Time that other ranks give the coordinator to report that it has waited too long."""
+_ROUND_S = 2.0
+"""Time after which the ranks tell each other how far their promotions are."""
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -317,36 +318,58 @@ class StepSaves:
         message = "%s ends the training of %s after an error; no further step was saved"
         _LOG.warning(message, preemption, self._disk.directory, exc_info=error)
 
-    def wait_for_promotion(self, timeout_s: float | None = None) -> None:
-        """Waits for the background save and for the promotion of all steps. All ranks call it."""
-        wait_s = timeout_s or self._timeout_s
+    def wait_for_promotion(self, timeout_s: float) -> None:
+        """Waits for the background save and for the promotion of all steps. All ranks call it.
+
+        Raises CheckpointError on all ranks if either fails, or takes longer.
+        """
+        deadline = time.monotonic() + timeout_s
         promotion, activity = self._promotion, "waiting for promotion"
 
         def choose(_: list[None]) -> list[int]:
             return [] if promotion is None else promotion.choice()
 
-        def wait() -> None:
-            if promotion is not None:
-                promotion.wait(wait_s)
+        def look() -> tuple[bool, CheckpointError | None]:
+            wait_s = min(_ROUND_S, max(deadline - time.monotonic(), 0.0))
+            return (False, None) if promotion is None else promotion.look(wait_s)
 
-        settle = functools.partial(self.settle, timeout_s)
-        chosen = self._group.decide(activity, settle, choose, timeout_s=wait_s)
-        if promotion is not None and chosen:
-            promotion.choose(chosen)
-        # The first rank to arrive waits longer than a promotion may take.
-        self._group.decide(activity, wait, lambda _: None, timeout_s=wait_s + _GRACE_S)
+        def is_busy(answers: list[tuple[bool, CheckpointError | None]]) -> bool:
+            for failure in filter(None, (failure for _, failure in answers)):
+                raise failure
+            if time.monotonic() >= deadline and any(busy for busy, _ in answers):
+                raise CheckpointError(
+                    f"steps of {self._disk.directory} are still being promoted to "
+                    f"{self._disks[-1].directory} after a wait of {timeout_s:g} s"
+                )
+            return any(busy for busy, _ in answers)
 
-    def close_promotion(self, timeout_s: float | None = None) -> None:
+        settle = functools.partial(self.settle, min(timeout_s, self._timeout_s))
+        chosen = self._group.decide(activity, settle, choose, timeout_s=self._timeout_s)
+        if promotion is not None:
+            promotion.retry(chosen)
+        # In rounds: a rank that is lost, or fails, is noticed soon.
+        while self._group.decide(activity, look, is_busy, timeout_s=self._timeout_s):
+            pass
+
+    def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted in this time; the next process promotes the rest.
 
         The ranks wait for each other if they save at several places.
         """
+        deadline = time.monotonic() + timeout_s
         try:
             if self._is_at_several_places:
                 self.wait_for_promotion(timeout_s)
         finally:
             if self._promotion is not None:
-                self._promotion.close(math.inf if timeout_s is None else timeout_s)
+                self._promotion.close(max(deadline - time.monotonic(), 0.0))
+
+    def give_up_promotion(self) -> None:
+        """Ends the promotion in progress. The ranks no longer wait for each other."""
+        self._is_at_several_places = False
+        promotion, self._promotion = self._promotion, None
+        if promotion is not None:
+            promotion.cancel()
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""

@@ -1,0 +1,108 @@
+"""How a run opens its local directory: it belongs to this run, and its steps are promoted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_ckpt.agent.identity import id_in_directory, new_id, write_id
+from torch_ckpt.coordination.group import Group
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.failures import OnFailure
+from torch_ckpt.runs.places import Places
+from torch_ckpt.runs.promotion import Promotion
+from torch_ckpt.runs.retention import Retention
+from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_files import committed_steps, tie_directories
+from torch_ckpt.storage.writer import FastWriter
+
+__all__ = ["promotion_for"]
+
+
+def promotion_for(
+    group: Group,
+    places: Places,
+    disks: Sequence[StepDirectories],
+    retention: Retention,
+    *,
+    keep: int,
+    nbytes_per_s: int | None,
+    writer: FastWriter,
+    on_failure: OnFailure,
+    most: int,
+    timeout_s: float,
+) -> Promotion | None:
+    """Returns the promotion of a run with a local directory, on the first rank at each place.
+
+    All ranks call it. ``disks`` are the local directory and that of the run. Raises CheckpointError
+    on all ranks if the local directory has steps of another run, and ValueError if a number is out
+    of range.
+    """
+    local, run = disks
+    if keep < 1:
+        raise ValueError(f"keep_local={keep} is not positive")
+    if nbytes_per_s is not None and nbytes_per_s < 1:
+        raise ValueError(f"promote_bytes_per_s={nbytes_per_s} is not positive")
+    activity = "opening the local directory"
+
+    run_id: str | None = None
+
+    def claim() -> None:
+        nonlocal run_id
+        if places.is_first:
+            run_id = _claim_local(local.directory, run.directory)
+            tie_directories(local.directory, run.directory, is_part=places.are_several)
+
+    # The coordinator first: it may write the id of the run.
+    group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
+    group.decide(activity, claim, lambda _: None, timeout_s=timeout_s)
+    whole = None
+    if places.are_several:
+        whole = group.decide(
+            activity,
+            local.report,
+            lambda reports: list(local.steps(reports)),
+            timeout_s=timeout_s,
+        )
+    promotion = None
+    if places.is_first:
+        promotion = Promotion(
+            local,
+            run,
+            retention,
+            keep=keep,
+            nbytes_per_s=nbytes_per_s or 0,
+            niceness=writer.io.background_nice,
+            on_failure=on_failure,
+            most=most,
+            commits=group.is_coordinator,
+            is_alone=not places.are_several,
+            run_id=run_id,
+        )
+        promotion.begin(whole)  # It starts when the run is complete.
+    return promotion
+
+
+def _claim_local(local: Location, run: Location) -> str:
+    """Ties a local directory to a run: both get the same id, which is returned.
+
+    Called on one rank of each machine.
+
+    A path has no identity: the directory of a former run may have been removed, and another run
+    begins under its path. Raises CheckpointError if the local directory has steps of another run.
+    """
+    ours, found = id_in_directory(run), id_in_directory(local)
+    if found is not None and found == ours:
+        return found
+    if steps := committed_steps(local):
+        of = "another run" if found is None else f"run {found}"
+        now = "has no id: it is new, or was removed" if ours is None else f"is of run {ours}"
+        raise CheckpointError(
+            f"cannot use {local} as the local directory of {run}: its {len(steps)} steps are of "
+            f"{of}, and {run} {now}. Use another directory, or remove {local}"
+        )
+    if ours is None:
+        ours = new_id()
+        write_id(run, ours)  # First: the id of the local directory says that this one has it.
+    write_id(local, ours)
+    return ours
