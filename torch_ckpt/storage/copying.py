@@ -155,7 +155,10 @@ class CheckpointCopy:
             )
         save_id = self._opened.save_id
         self._mark()
-        (self.target / index_name(save_id)).discard()  # A commit that was killed may have left it.
+        pending = self.target / pending_name(save_id)
+        if pending.nbytes():  # A commit was killed, and may have left the index, too.
+            pending.replace(b"", sync=False)
+        (self.target / index_name(save_id)).discard()
         found = find(self.target, pending_pattern(None))
         names = [name for name, _ in self._opened.files]
         try:
@@ -208,10 +211,13 @@ class CheckpointCopy:
     def _mark(self) -> None:
         """Creates the pending file, by which other saves and garbage collection know this copy."""
         pending = self.target / pending_name(self._opened.save_id)
-        if pending.is_missing():
+        if not pending.is_missing():
+            return
+        try:
             pending.write(b"", sync=False)
-        elif pending.nbytes():  # A commit was killed.
-            pending.replace(b"", sync=False)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:  # Another machine was faster.
+                raise
 
     def _copy(self, number: int, name: str) -> None:
         target = self.target / name
