@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from ranks import Worlds
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from torch_ckpt import CheckpointError, Run
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_files import committed_steps
 
@@ -211,3 +214,28 @@ def test_a_step_that_a_kill_left_on_one_machine_is_promoted_when_it_is_saved_aga
     (tmp_path / "machine-1" / "step-8" / ".metadata").unlink()
     shutil.rmtree(tmp_path / "run" / "step-8")
     worlds.run(2, _saves_again, tmp_path, machines)
+
+
+def _fails_alone(folder: Path, machines: Sequence[int]) -> float:
+    begin = time.monotonic()
+    with contextlib.suppress(KeyError), run_on(folder, machines, keep_last=2) as run:
+        run.save(1, state_of(1))
+        run.wait(promoted=True)
+        with pytest.raises(NotFoundError), run.lease(2):
+            pass
+        with run.lease(1) as path:  # A local directory has the files of one machine.
+            assert Path(path) == folder / "run" / "step-1"
+        if dist.get_rank():
+            begin = time.monotonic()
+            raise KeyError("training has failed")
+        dist.barrier()
+        return 0.0
+    lasted = time.monotonic() - begin
+    dist.barrier()
+    return lasted
+
+
+def test_a_machine_whose_training_fails_does_not_wait_for_the_others(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    assert worlds.run(2, _fails_alone, tmp_path, [0, 1])[1] < 20

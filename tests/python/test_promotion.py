@@ -393,6 +393,24 @@ def test_ls_of_the_local_directory_shows_where_each_step_is(tmp_path: Path) -> N
     assert "damaged" in printed
 
 
+def test_a_stale_local_directory_replaces_no_step_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "old", keep_local=2) as run:
+        for step in (1, 2):
+            run.save(step, _state(step))
+    Location(tmp_path / "run" / "step-2").remove_all()
+    with Run(tmp_path / "run", local=tmp_path / "new") as run:
+        for step in (2, 3):
+            run.save(step, _state(10 * step))
+    with Run(tmp_path / "run", local=tmp_path / "old") as run:
+        assert run.latest_step() == 3
+    assert "steps [2] of" in caplog.text
+    state = _state(0)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "run" / "step-2"))
+    assert torch.equal(state["w"], _state(20)["w"])
+
+
 def test_numbers_and_directories_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep_local=0 is not positive"):
         Run(tmp_path / "run", local=tmp_path / "local", keep_local=0)
