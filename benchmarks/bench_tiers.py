@@ -31,7 +31,7 @@ from torch_ckpt import Run
 
 NONE, LOCAL, PROMOTED = "no saves", "local", "local, promoted"
 CONTENDERS = (NONE, LOCAL, PROMOTED)
-SIZE = 768  # Of the matrices that training multiplies.
+SIZE = 768  # Rows and columns of the matrices that training multiplies.
 
 
 @dataclass(frozen=True)

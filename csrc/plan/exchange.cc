@@ -399,7 +399,7 @@ Rings make_rings(const std::vector<SharedRun>& runs, Ranks& ranks) {
     int64_t nbytes = 0;
     bool by_holder = false;
   };
-  std::vector<Reads> reads;  // Of each ring.
+  std::vector<Reads> reads;  // By ring.
   std::string_view file_of_holders;
   std::vector<int32_t> holders;
   for (const SharedRun& shared : runs) {

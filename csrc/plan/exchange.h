@@ -83,7 +83,7 @@ struct MissingFile {
 struct ExchangeInput {
   std::vector<const WantedBytes*> wanted = {};  // The decoded requests of each rank.
   std::vector<std::string> nodes = {};          // Name of each rank's node.
-  // Of each rank; ranks of one machine may share it. nullptr, or an empty vector: all files.
+  // For each rank; ranks of one machine may share it. nullptr, or an empty vector: all files.
   std::vector<const ReachableFiles*> reachable = {};
   int64_t budget_nbytes = 0;  // Limits the memory for pieces on one rank.
   // Whether a rank reads alone what it can, so that only bytes that a rank cannot reach are passed

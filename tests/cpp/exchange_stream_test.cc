@@ -59,7 +59,7 @@ struct TestRank {
 struct TestWorld {
   std::vector<std::vector<TestTensor>> saved;
   std::vector<std::vector<StoredSlice>> slices;
-  std::vector<std::string> contents;  // Of each file.
+  std::vector<std::string> contents;  // By file.
   std::vector<TestRank> ranks;
   PeerNetwork network;
   bool one_node = false;  // Whether ranks copy from each other's memory.

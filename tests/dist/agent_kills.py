@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Forks
+from lives import TIMEOUT_S, Life
 from support.agents import agent_pid, kill_agent
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
@@ -39,22 +40,17 @@ from torch_ckpt.errors import NotFoundError
 
 ROWS = 12 * 1024  # Divides by all world sizes; 48 MiB of shards, so that copies take a while.
 COLUMNS = 1024
-TIMEOUT_S = 150.0  # For a machine that is busy.
 VICTIMS = ["all", "one", "agent", "all and agent", "one by SIGTERM", "agent by SIGTERM"]
 
 
 @dataclass
-class _Life:
-    """What the ranks of one life have said."""
+class _Life(Life):
+    """What the ranks of one life report."""
 
     restored: dict[int, tuple[int, str]] = field(default_factory=dict)  # Step, and from where.
     begun: dict[int, int] = field(default_factory=dict)  # The last step of each rank.
     staged: dict[int, int] = field(default_factory=dict)
     persisted: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
-
-    def take(self, rank: int, said: tuple[str, Any]) -> None:
-        getattr(self, said[0])[rank] = said[1]
 
 
 class AgentCampaign:
@@ -80,7 +76,7 @@ class AgentCampaign:
         self._most = 0  # The newest that any rank has begun.
 
     def run(self, kills: int) -> None:
-        """Kills so often, and looks after each; then ends in good order."""
+        """Kills so often, and checks after each; then ends in good order."""
         for number in range(kills):
             victims = VICTIMS[number] if number < len(VICTIMS) else self.rng.choice(VICTIMS)
             try:
@@ -105,7 +101,7 @@ class AgentCampaign:
         return "\n".join(rows + self.breaches)
 
     def _live(self, victims: str | None) -> None:
-        """Starts the ranks anew, looks what they find, and kills."""
+        """Starts the ranks anew, checks what they find, and kills."""
         world_size = self.rng.choice([2, 2, 2, 1, 3])
         store = (self._forks.store.port, str(self._forks.next_number()))
         memory = os.environ.get("TORCH_CKPT_MEMORY", "/dev/shm")
@@ -116,17 +112,17 @@ class AgentCampaign:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
         life = _Life()
         try:
-            self._listen(life, pipes, lambda: len(life.restored) == world_size)
-            self._look_at(life, world_size)
+            life.listen(pipes, lambda: len(life.restored) == world_size)
+            self._check_restored(life, world_size)
             some = self._most + self.rng.randrange(1, 4)
-            self._listen(life, pipes, lambda: max(life.begun.values(), default=0) >= some)
+            life.listen(pipes, lambda: max(life.begun.values(), default=0) >= some)
             if victims is None:
                 for pipe in pipes:
                     pipe.send("end")
-                self._listen(life, pipes, lambda: not pipes)
+                life.listen(pipes, lambda: not pipes)
                 self._check_end()
                 return
-            self._pause(life, pipes, self.rng.uniform(0, self.rng.choice([0.02, 0.1])))
+            life.pause(pipes, self.rng.uniform(0, self.rng.choice([0.02, 0.1])))
             self._kill(life, pipes, ranks, victims)
         finally:
             for process, pipe in ranks:
@@ -135,7 +131,7 @@ class AgentCampaign:
                 pipe.close()
             self._remember(life, world_size)
 
-    def _look_at(self, life: _Life, world_size: int) -> None:
+    def _check_restored(self, life: _Life, world_size: int) -> None:
         found = set(life.restored.values())
         assert len(found) == 1, f"ranks have restored different steps: {life.restored}"
         step, where = found.pop()
@@ -155,38 +151,18 @@ class AgentCampaign:
         if victims.startswith("agent"):
             # Trainers go on, with another agent: what comes now is saved as ever.
             step = max(life.begun.values()) + 2
-            self._listen(
-                life, pipes, lambda: min(life.persisted.get(r, 0) for r in pipes.values()) >= step
+            life.listen(
+                pipes, lambda: min(life.persisted.get(r, 0) for r in pipes.values()) >= step
             )
             return
         order = list(range(len(ranks)))
         self.rng.shuffle(order)
         for number, rank in enumerate(order):
             if number == 1 and not victims.startswith("all"):
-                self._pause(life, pipes, self.rng.uniform(0, 0.3))  # Until somebody notices.
+                life.pause(pipes, self.rng.uniform(0, 0.3))  # Until somebody notices.
                 by = signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 os.kill(ranks[rank][0].pid, by)
-
-    def _listen(self, life: _Life, pipes: Any, until: Any) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not until():
-            assert time.monotonic() < deadline, f"nothing happens any more: {life}"
-            self._hear(life, pipes, 1.0)
-            assert not life.failed, f"a rank has failed: {life.failed}"
-
-    def _pause(self, life: _Life, pipes: Any, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self._hear(life, pipes, left)
-
-    def _hear(self, life: _Life, pipes: dict[connection.Connection, int], seconds: float) -> None:
-        for pipe in connection.wait(list(pipes), seconds):
-            assert isinstance(pipe, connection.Connection)
-            try:
-                life.take(pipes[pipe], pipe.recv())
-            except (EOFError, OSError):
-                del pipes[pipe]
 
     def _remember(self, life: _Life, world_size: int) -> None:
         if len(life.staged) == world_size:

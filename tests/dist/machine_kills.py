@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Forks
+from lives import TIMEOUT_S, Life
 from machines import RANKS_PER_MACHINE, memory_of
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
@@ -35,18 +36,16 @@ from torch_ckpt.agent.memory import run_of
 
 ROWS = 512
 COLUMNS = 1024  # 2 MiB of shards in all, and 512 KiB of replicas.
-TIMEOUT_S = 150.0  # For a machine that is busy.
 
 
 @dataclass
-class _Life:
-    """What the ranks of one life have said."""
+class _Life(Life):
+    """What the ranks of one life report."""
 
     restored: dict[int, int | None] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
     # The step that all machines retain, if there is one.
     survives: dict[int, int | None] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
 
 
 class MachineCampaign:
@@ -70,7 +69,7 @@ class MachineCampaign:
         self._most = 0
 
     def run(self, kills: int) -> None:
-        """Loses machines or trainers so often, and looks after each."""
+        """Loses machines or trainers so often, and checks after each."""
         for number in range(kills + 1):
             try:
                 self._live(is_last=number == kills)
@@ -93,7 +92,7 @@ class MachineCampaign:
                     os.kill(int(lock.read_text()), signal.SIGKILL)
 
     def _live(self, *, is_last: bool) -> None:
-        """Starts the ranks anew, looks what they find, and kills."""
+        """Starts the ranks anew, checks what they find, and kills."""
         machines = self._machines
         store = (self._forks.store.port, str(self._forks.next_number()))
         size = RANKS_PER_MACHINE * len(machines)
@@ -106,18 +105,18 @@ class MachineCampaign:
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
         life = _Life()
         try:
-            self._listen(life, pipes, lambda: len(life.restored) == size)
-            self._look_at(life)
+            life.listen(pipes, lambda: len(life.restored) == size)
+            self._check_restored(life)
             loses = self.rng.random() < 0.8
             if loses or is_last:  # Before that, the loss of a machine may lose all.
-                self._listen(life, pipes, lambda: None not in _all(life.survives, size))
+                life.listen(pipes, lambda: None not in _all(life.survives, size))
             if is_last:
                 for pipe in pipes:
                     pipe.send("end")
-                self._listen(life, pipes, lambda: not pipes)
+                life.listen(pipes, lambda: not pipes)
                 self._check_end()
                 return
-            self._pause(life, pipes, self.rng.uniform(0, 0.5))
+            life.pause(pipes, self.rng.uniform(0, 0.5))
             lost = self.rng.choice(machines) if loses else None
             self._kill(life, pipes, ranks, lost)
             self._replace(lost)
@@ -125,11 +124,11 @@ class MachineCampaign:
             for process, pipe in ranks:
                 process.kill()
                 process.join()
-                while True:  # What it has said before its end.
+                while True:  # What it has reported before its end.
                     try:
                         if not pipe.poll():
                             break
-                        self._take(life, pipes.get(pipe, 0), pipe.recv())
+                        life.take(pipes.get(pipe, 0), pipe.recv())
                     except (EOFError, OSError):
                         break
                 pipe.close()
@@ -139,7 +138,7 @@ class MachineCampaign:
             elif life.survives:  # Nothing must be restored.
                 self._least = None
 
-    def _look_at(self, life: _Life) -> None:
+    def _check_restored(self, life: _Life) -> None:
         found = set(life.restored.values())
         assert len(found) == 1, f"ranks have restored different steps: {life.restored}"
         step = found.pop()
@@ -163,7 +162,7 @@ class MachineCampaign:
                 with contextlib.suppress(OSError, ValueError):
                     os.kill(int(lock.read_text()), signal.SIGKILL)
             shutil.rmtree(folder)
-            self._pause(life, pipes, self.rng.uniform(0, 0.3))  # Until somebody notices.
+            life.pause(pipes, self.rng.uniform(0, 0.3))  # Until somebody notices.
             order = [r for r in order if r not in here]
         for rank in order:
             ranks[rank][0].kill()
@@ -178,31 +177,6 @@ class MachineCampaign:
         self.rng.shuffle(left)
         self._machines = left
 
-    def _listen(self, life: _Life, pipes: Any, until: Any) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not until():
-            assert time.monotonic() < deadline, f"nothing happens any more: {life}"
-            self._hear(life, pipes, 1.0)
-            assert not life.failed, f"a rank has failed: {life.failed}"
-
-    def _pause(self, life: _Life, pipes: Any, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self._hear(life, pipes, left)
-
-    def _hear(self, life: _Life, pipes: dict[connection.Connection, int], seconds: float) -> None:
-        if not pipes:
-            time.sleep(seconds)
-        for pipe in connection.wait(list(pipes), seconds):
-            assert isinstance(pipe, connection.Connection)
-            try:
-                self._take(life, pipes[pipe], pipe.recv())
-            except (EOFError, OSError):
-                del pipes[pipe]
-
-    def _take(self, life: _Life, rank: int, said: tuple[str, Any]) -> None:
-        getattr(life, said[0])[rank] = said[1]
-
     def _check_end(self) -> None:
         """After a good end, nothing is left in memory."""
         deadline = time.monotonic() + TIMEOUT_S
@@ -211,9 +185,9 @@ class MachineCampaign:
             time.sleep(0.05)
 
 
-def _all(said: dict[int, int | None], size: int) -> list[Any]:
-    """What each rank has said last."""
-    return [said.get(rank) for rank in range(size)]
+def _all(reports: dict[int, int | None], size: int) -> list[Any]:
+    """The last report of each rank."""
+    return [reports.get(rank) for rank in range(size)]
 
 
 def _state(step: int) -> dict[str, Any]:

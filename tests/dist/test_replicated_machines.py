@@ -174,14 +174,19 @@ def restore_from_disk(
     made.close()
 
 
+def save_and_replicate(world: Ranks, run: Path, memory: Path) -> None:
+    """Saves step 1 to disk, and step 2 to memory alone, and waits for its replicas."""
+    world.run(save, run, memory, 1, True, QUIET)
+    world.run(save, run, memory, 2, False, QUIET)
+    until_replicated(memory, run, 2)
+
+
 def test_after_the_loss_of_two_buddies_the_newest_step_on_disk_is_restored(
     tmp_path: Path, memory: Path
 ) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
-        world.run(save, run, memory, 1, True, QUIET)
-        world.run(save, run, memory, 2, False, QUIET)
-        until_replicated(memory, run, 2)
+        save_and_replicate(world, run, memory)
         world.kill()
     for machine in (1, 2):
         lose(memory, machine, run)
@@ -194,9 +199,7 @@ def test_a_replica_with_a_flipped_bit_is_refused_by_name_and_the_disk_serves(
 ) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
-        world.run(save, run, memory, 1, True, QUIET)
-        world.run(save, run, memory, 2, False, QUIET)
-        until_replicated(memory, run, 2)
+        save_and_replicate(world, run, memory)
         world.kill()
     lose(memory, 1, run)
     found = whole_replicas(folder_on(memory, 2, run), run_of(run))
@@ -330,9 +333,7 @@ def test_steps_that_are_discarded_are_not_restored_from_replicas(
 ) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
-        world.run(save, run, memory, 1, True, QUIET)
-        world.run(save, run, memory, 2, False, QUIET)
-        until_replicated(memory, run, 2)
+        save_and_replicate(world, run, memory)
         world.run(discard, run, memory)
         assert 2 not in replicated_steps(memory, run, 0)
         world.kill()

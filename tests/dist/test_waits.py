@@ -298,7 +298,7 @@ def restore_without_memory(path: Path) -> tuple[int | None, float]:
     run = Run(path, asynchronous=True, agent=True, timeout_s=AMPLE_S)
     run.save(1, own)
     run.wait()
-    found = SnapshotAgent.held
+    found = SnapshotAgent.slot_report
     calls = []
 
     def forgetting(agent: SnapshotAgent) -> Any:
@@ -307,7 +307,7 @@ def restore_without_memory(path: Path) -> tuple[int | None, float]:
 
     loaded = {f"{dist.get_rank()}": {"weight": torch.zeros(100), "step": 0}}
     begin = time.monotonic()
-    with mock.patch.object(SnapshotAgent, "held", forgetting):
+    with mock.patch.object(SnapshotAgent, "slot_report", forgetting):
         step = run.restore(loaded)
     seconds = time.monotonic() - begin
     assert_same(loaded[f"{dist.get_rank()}"], state)

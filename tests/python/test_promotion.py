@@ -204,9 +204,9 @@ def test_training_goes_on_while_the_directory_of_the_run_is_full(
         assert len(_steps(tmp_path / "local")) <= 2
     assert run.failures == 5
     assert _steps(small_disk / "run") == []
-    told = [each for each in caplog.records if "was not promoted" in each.getMessage()]
-    assert len(told) == 1
-    assert "No space left" in told[0].getMessage()
+    warned = [each for each in caplog.records if "was not promoted" in each.getMessage()]
+    assert len(warned) == 1
+    assert "No space left" in warned[0].getMessage()
     filler.unlink()
     run.close()  # Tries once more.
     assert _steps(small_disk / "run") == [5, 4]

@@ -218,7 +218,6 @@ class Campaign:
             text = f"{verb} raised {type(error).__name__}: {error}"
             self.errors.append(text)
             place = self.folder if verb == "save" else r"\.distcp|\.index|\.metadata"
-            place += "|cannot reach s3://"  # The first request is to the bucket.
             if not isinstance(error, CheckpointError) or not re.search(place, text):
                 self.breaches.append(f"{what}: {text}")
         return error

@@ -22,7 +22,7 @@ from torch_ckpt.errors import CheckpointError
 __all__ = ["MAX_LAG", "Replication", "buddies"]
 
 MAX_LAG = 4
-"""Saves after which a replicated save is no longer kept, so that a slow replica gets more time."""
+"""Saves after which a replicated save is not retained any more: a slow replica gets more time."""
 
 Report = list[Save] | None
 """The saves of a machine that its buddy has too; ``None`` from all ranks but its first."""

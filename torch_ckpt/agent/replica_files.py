@@ -40,7 +40,7 @@ GENERATIONS = 2
 """Replicas of each rank: one remains complete while the next one arrives."""
 
 _COMPLETE = b"COMPLETE"  # The first bytes of a complete slot; see csrc/format/FORMAT.md.
-_PAYLOAD_AT = 144  # Of the begin and the length of the payload, in the first page of a slot.
+_PAYLOAD_AT = 144  # Where a slot has begin and length of its payload.
 _PAYLOAD = struct.Struct("<2q")
 _TRAILER = struct.Struct("<8s2qI4x")  # Magic, bytes per block, bytes of the slot, CRC-32 of sums.
 _MAGIC = b"TCREPL\r\n"

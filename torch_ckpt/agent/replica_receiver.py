@@ -163,9 +163,9 @@ class ReplicaReceiver:
         """
         whole = whole_replicas(self._folder, self._run)
         saves = {found for found, _ in whole}
-        kept = keep if keep in saves else max(saves - {save}, default=None)
+        retained = keep if keep in saves else max(saves - {save}, default=None)
         remaining = {
-            path for (found, _), slots in whole.items() if found == kept for _, path in slots
+            path for (found, _), slots in whole.items() if found == retained for _, path in slots
         }
         generations = [
             [replica_path(self._folder, self._source, rank, number) for rank, _ in slots]

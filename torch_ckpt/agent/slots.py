@@ -227,7 +227,7 @@ class Slots:
     ) -> SlotFile | None:
         """Returns an empty slot, or else that of the oldest save that is not needed."""
         scan = self.scan()
-        kept = max(scan.complete, default=None) if keep is None else keep
+        retained = max(scan.complete, default=None) if keep is None else keep
         free: list[tuple[Save, SlotFile]] = []
         for slot in self._slots_of(rank):
             if slot.readers:
@@ -237,7 +237,7 @@ class Slots:
                 return slot
             save = header.save
             is_needed = is_pending(save, scan) if save in scan.complete else is_awaited(save, scan)
-            if save != kept and not is_needed:
+            if save != retained and not is_needed:
                 free.append((save, slot))
         return min(free, key=lambda found: found[0])[1] if free else None
 

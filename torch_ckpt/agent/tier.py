@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torch_ckpt.agent.holdings import Holding, sources_of_whole_saves
 from torch_ckpt.agent.reader import SnapshotReader
+from torch_ckpt.agent.slot_reports import SlotReport, sources_of_whole_saves
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.api import load
 from torch_ckpt.errors import CorruptionError, NotFoundError
@@ -31,11 +31,11 @@ class SnapshotTier:
         """Makes the tier empty: the agent ends, and first writes its steps to disk."""
         self._has_ended = True
 
-    def report(self) -> Holding:
+    def report(self) -> SlotReport:
         """Returns what this machine has in memory, on its first rank."""
-        return (-1, []) if self._has_ended else self._agent.held()
+        return (-1, []) if self._has_ended else self._agent.slot_report()
 
-    def steps(self, reports: Sequence[Holding]) -> Iterator[int]:
+    def steps(self, reports: Sequence[SlotReport]) -> Iterator[int]:
         """Returns the steps of which all slots are in memory somewhere, the newest first."""
         whole = sources_of_whole_saves(reports).values()
         return iter(sorted({sources[0][1].step for sources in whole}, reverse=True))

@@ -24,7 +24,6 @@ from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.buddies import Replication, Report
 from torch_ckpt.agent.client import AgentClient, Place
-from torch_ckpt.agent.holdings import Holding, Source, held_slots, sources_of_whole_saves
 from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
@@ -39,6 +38,7 @@ from torch_ckpt.agent.memory import (
 )
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.slot_contents import SlotContents
+from torch_ckpt.agent.slot_reports import SlotReport, Source, machine_slots, sources_of_whole_saves
 from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group, group_of
@@ -437,13 +437,13 @@ class SnapshotAgent:
             RankTimeoutError: A rank was late or gone.
         """
 
-        def choose(reports: list[Holding]) -> list[Source] | None:
+        def choose(reports: list[SlotReport]) -> list[Source] | None:
             whole = sources_of_whole_saves(reports)
             saves = [s for s, sources in whole.items() if step in (None, sources[0][1].step)]
             return whole[max(saves)] if saves else None
 
         sources = self._group.decide(
-            "comparing snapshots in memory", self.held, choose, timeout_s=self.timeout_s
+            "comparing snapshots in memory", self.slot_report, choose, timeout_s=self.timeout_s
         )
         if sources is None:
             return None
@@ -470,11 +470,11 @@ class SnapshotAgent:
         self._replication.keep = first.save
         return MemoryCheckpoint(first.save, first.step, folder, paths, replicas, part, others)
 
-    def held(self) -> Holding:
+    def slot_report(self) -> SlotReport:
         """Returns what this machine holds in memory, on its first rank; nothing on the others."""
         if not self._place.is_first_here or self._former_run() is not None:
             return self._place.node, []
-        return self._place.node, held_slots(self._client.folder, self._place.run)
+        return self._place.node, machine_slots(self._client.folder, self._place.run)
 
     def _former_run(self) -> RunId | None:
         """Returns the other run that the memory is of, until the first save frees it."""

@@ -58,7 +58,12 @@ class StoreClient:
         with self._lock:
             self._pid = os.getpid()
             if first not in self._connected:
-                self._connected[first] = self._connect_once(first)
+                try:
+                    self._connected[first] = self._connect_once(first)
+                except StorageError as error:
+                    raise StorageError(
+                        f"{error} (needed for {self._url(path)})", error.errno
+                    ) from error.__cause__
             return self._connected[first]
 
     def _connect_once(self, first: str) -> Any:

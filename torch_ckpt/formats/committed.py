@@ -23,6 +23,7 @@ __all__ = [
     "INDEX_MARK",
     "PENDING",
     "committed_id",
+    "files_in",
     "has_checkpoint",
     "index_name",
     "is_committed",
@@ -127,6 +128,14 @@ def open_committed(
     if index is None and verify:
         _check_never_indexed(metadata, indexed_files, newer=newer, why=why, where=str(path))
     return metadata, index
+
+
+def files_in(directory: Location, files: Iterable[tuple[str, int]]) -> frozenset[str]:
+    """Returns which data files of an index a directory has, with the right lengths."""
+    names = frozenset(directory.names())
+    return frozenset(
+        name for name, nbytes in files if name in names and (directory / name).nbytes() == nbytes
+    )
 
 
 def committed_id(directory: Location, prefix: str = "") -> str | None:

@@ -12,18 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner
-
-from torch_ckpt.api import load
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import index_name, open_committed
+from torch_ckpt.formats.committed import files_in, index_name, open_committed
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps
 from torch_ckpt.storage.machine_reader import MachineReader
+from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_here
 
 __all__ = ["MachineDirectories"]
@@ -78,26 +75,10 @@ class MachineDirectories(StepDirectories):
             if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
                 yield step
 
-    def load(
-        self,
-        step: int,
-        state: dict[str, Any],
-        *,
-        planner: LoadPlanner,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        timeout_s: float,
-    ) -> None:
-        """Loads a step on all ranks of the group. Machines pass on what others lack."""
+    def _reader_of(self, step: int) -> FastReader:
+        """Returns a reader by which machines pass on what others lack. Called on all ranks."""
         self._spread(step)
-        load(
-            state,
-            storage_reader=MachineReader(self.path(step).checkpoint_id, **self._reader),
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            timeout_s=timeout_s,
-        )
+        return MachineReader(self.path(step).checkpoint_id, **self._reader)
 
     def _spread(self, step: int) -> None:
         """Writes the metadata and the index to machines that lack them, such as new ones."""
@@ -140,8 +121,5 @@ def _step_in(path: Location) -> _Step:
     _, index = open_committed(path, "")
     if index is None:
         raise NotFoundError(f"the checkpoint in {path} has no index")
-    names = set(path.names())
-    present = [
-        name for name, nbytes in index.files if name in names and (path / name).nbytes() == nbytes
-    ]
-    return _Step(index.save_id, frozenset(name for name, _ in index.files), frozenset(present))
+    files = frozenset(name for name, _ in index.files)
+    return _Step(index.save_id, files, files_in(path, index.files))

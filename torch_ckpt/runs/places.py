@@ -1,7 +1,8 @@
 """Places: which ranks of a run share its local directory.
 
-Ranks of several machines see different directories under the same path, unless it is on a shared
-file system. Names of machines do not tell: so each rank writes a file, and looks who sees it.
+Under the same path, ranks of several machines find different directories, unless it is on a shared
+file system. The names of machines do not show which. So each rank writes a file, and lists those of
+the other ranks.
 """
 
 from __future__ import annotations
@@ -64,13 +65,15 @@ class Places:
             directory.create_directories()
             file.write(b"", sync=False)
 
-        def look() -> int:
+        def first_here() -> int:
             names = (name for name in directory.names() if name.startswith(prefix))
             return min([group.rank, *(int(name.removeprefix(prefix)) for name in names)])
 
         try:
             group.decide(activity, mark, lambda _: None, timeout_s=timeout_s)
-            return Places(group.decide(activity, look, tuple, timeout_s=timeout_s), group.rank)
+            return Places(
+                group.decide(activity, first_here, tuple, timeout_s=timeout_s), group.rank
+            )
         finally:
             file.discard()
 

@@ -45,7 +45,7 @@ _END_S = 5.0
 """Time for a promotion to end that was cancelled."""
 
 _POLL_S = 0.5
-"""Interval at which a place looks for the files of others in the directory of the run."""
+"""Interval at which a place asks whether the files of others, or the commit, have arrived."""
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -104,7 +104,7 @@ class Promotion:
         self._promoted: set[int] = set()  # Local steps whose very save is there.
         self._passed_over: set[int] = set()  # Local steps that are damaged, or were skipped.
         self._values: dict[int, float] = {}  # Metrics of steps.
-        self._failure: CheckpointError | None = None  # Of the last promotion.
+        self._failure: CheckpointError | None = None  # Why the last promotion failed.
         self._in_a_row = 0
         self._chosen: set[int] = set()  # Steps that were chosen before they were saved.
         self._sent: set[int] = set()  # Steps whose files of this place have arrived.
@@ -238,7 +238,7 @@ class Promotion:
             self._failure = None  # Is raised once.
         raise CheckpointError(str(failure)) from failure  # No failure of the save that asks.
 
-    def look(self, wait_s: float) -> tuple[bool, CheckpointError | None]:
+    def progress(self, wait_s: float) -> tuple[bool, CheckpointError | None]:
         """Waits a moment; returns whether promotions are in progress, and why the last failed."""
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -502,9 +502,8 @@ class Promotion:
                     return
                 committed = [s for s in committed_steps(self._local.directory) if s <= saved]
                 retained = self._retained(committed)
-                kept = committed[: self._keep]
                 needed = {
-                    *kept,
+                    *committed[: self._keep],
                     *(s for s in committed if s in retained and s not in self._promoted),
                     *(() if current is None else (current,)),
                     # Other places promote these as well.

@@ -191,7 +191,7 @@ class Run(LastSaves):
             if places.are_several
             else "",
         )
-        self._is_for_agent, self._are_places_several = bool(agent), places.are_several
+        self._is_for_agent, self._places = bool(agent), places
         memory = [] if self._backend is None else self._backend.tiers
         self._tiers = StepTiers(
             [*memory, *self._disks], self._group, process_group, timeout_s, self._location
@@ -200,7 +200,7 @@ class Run(LastSaves):
         self._saves = StepSaves(
             disks=self._disks,
             promotion=self._promotion,
-            is_at_several_places=places.are_several,
+            places=places,
             group=self._group,
             process_group=process_group,
             writer=self._writer,
@@ -430,7 +430,7 @@ class Run(LastSaves):
                 dcp.load(state, storage_reader=FastReader(path))
         """
         *local, run = (disk.directory for disk in self._disks)
-        if self._are_places_several:  # A local directory has the files of one machine.
+        if self._places.are_several:  # A local directory has the files of one machine.
             local = []
         has_step = (each for each in local if has_checkpoint(each / f"step-{step}"))
         with lease(next(has_step, run), step) as path:

@@ -122,12 +122,15 @@ class StepDirectories:
         """Loads a step on all ranks of the group, as :func:`torch_ckpt.load` does."""
         load(
             state,
-            storage_reader=FastReader(self.path(step).checkpoint_id, **self._reader),
+            storage_reader=self._reader_of(step),
             planner=planner,
             process_group=process_group,
             no_dist=no_dist,
             timeout_s=timeout_s,
         )
+
+    def _reader_of(self, step: int) -> FastReader:
+        return FastReader(self.path(step).checkpoint_id, **self._reader)
 
     def values(self, monitor: str) -> dict[int, float]:
         """Returns the metric of each committed step that has one, and not a NaN."""

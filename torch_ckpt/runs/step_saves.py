@@ -24,6 +24,7 @@ from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.branches import Branches
 from torch_ckpt.runs.failures import Failures
+from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.promotion import Promotion
 from torch_ckpt.runs.removal import (
@@ -43,7 +44,7 @@ from torch_ckpt.storage.writer import FastWriter
 __all__ = ["StepSaves"]
 
 _ROUND_S = 2.0
-"""Time after which the ranks tell each other how far their promotions are."""
+"""Interval at which the ranks exchange whether their promotions are in progress."""
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -64,7 +65,7 @@ class StepSaves:
         *,
         disks: Sequence[StepDirectories],
         promotion: Promotion | None,
-        is_at_several_places: bool,
+        places: Places,
         group: Group,
         process_group: dist.ProcessGroup | None,
         writer: FastWriter,
@@ -80,7 +81,7 @@ class StepSaves:
         self._writer, self._backend, self._retention = writer, backend, retention
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
         self._failures, self._promotion = failures, promotion
-        self._is_at_several_places = is_at_several_places
+        self._is_at_several_places = places.are_several
         self.saved = 0
         self.branches = Branches(self._disks, retention)
         self._pending: BackgroundSave | None = None
@@ -329,9 +330,9 @@ class StepSaves:
         def choose(_: list[None]) -> list[int]:
             return [] if promotion is None else promotion.choice()
 
-        def look() -> tuple[bool, CheckpointError | None]:
+        def progress() -> tuple[bool, CheckpointError | None]:
             wait_s = min(_ROUND_S, max(deadline - time.monotonic(), 0.0))
-            return (False, None) if promotion is None else promotion.look(wait_s)
+            return (False, None) if promotion is None else promotion.progress(wait_s)
 
         def is_busy(answers: list[tuple[bool, CheckpointError | None]]) -> bool:
             for failure in filter(None, (failure for _, failure in answers)):
@@ -348,7 +349,7 @@ class StepSaves:
         if promotion is not None:
             promotion.retry(chosen)
         # In rounds: a rank that is lost, or fails, is noticed soon.
-        while self._group.decide(activity, look, is_busy, timeout_s=self._timeout_s):
+        while self._group.decide(activity, progress, is_busy, timeout_s=self._timeout_s):
             pass
 
     def close_promotion(self, timeout_s: float = math.inf) -> None:

@@ -24,6 +24,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
 from torch_ckpt.formats.committed import (
     committed_id,
+    files_in,
     index_name,
     is_committed,
     open_committed,
@@ -116,28 +117,27 @@ class CheckpointCopy:
         self.target.create_directories()
         self._mark()
         here = set(self.source.names())
-        arrived = set(self.target.names())
+        ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
+        arrived = files_in(self.target, ours)
         for number, (name, nbytes) in enumerate(self._opened.files):
-            if name not in here:
-                continue  # Another machine has it.
-            if name in arrived and (self.target / name).nbytes() == nbytes:
-                continue
-            self._copy(number, name)
-            self.sent_nbytes += nbytes
+            if name in here and name not in arrived:
+                self._copy(number, name)
+                self.sent_nbytes += nbytes
         for name in small_files:
             if name in here:
                 (self.target / name).replace((self.source / name).read(), sync=True)
-            elif name in arrived:  # Of a former save.
+            else:  # A former save may have left it.
                 (self.target / name).discard()
         self.target.sync()
 
     def missing_files(self) -> list[str]:
         """Returns the names of the data files that have not arrived."""
         files, arrived = self._opened.files, set(self.target.names())
-        # Usual while other machines send theirs: then no lengths are looked up.
+        # Usual while other machines send theirs: then no lengths are read.
         if absent := [name for name, _ in files if name not in arrived]:
             return absent
-        return [name for name, nbytes in files if (self.target / name).nbytes() != nbytes]
+        sound = files_in(self.target, files)
+        return [name for name, _ in files if name not in sound]
 
     def commit(self) -> None:
         """Commits the copy. All data files must have arrived.

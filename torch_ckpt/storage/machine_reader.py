@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch_ckpt.formats.committed import files_in
 from torch_ckpt.storage.reader import FastReader
 
 __all__ = ["MachineReader"]
@@ -22,11 +23,4 @@ class MachineReader(FastReader):
     """
 
     def _reachable_files(self) -> frozenset[str] | None:
-        if self._index is None:
-            return None
-        names = frozenset(self._directory.names())
-        return frozenset(
-            name
-            for name, nbytes in self._index.files
-            if name in names and (self._directory / name).nbytes() == nbytes
-        )
+        return None if self._index is None else files_in(self._directory, self._index.files)

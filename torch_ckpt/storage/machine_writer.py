@@ -44,7 +44,7 @@ class MachineWriter(FastWriter):
 
     @property
     def _hides(self) -> bool:
-        return False  # The name of a hidden directory tells only its own machine who uses it.
+        return False  # Other machines cannot know whether the owner of a hidden directory lives.
 
     def _enter(self, claim: Claim | None) -> None:
         if self._commits:
@@ -63,7 +63,8 @@ class MachineWriter(FastWriter):
         """Commits on the coordinator's machine, and passes on what the others commit."""
         super().finish(metadata, results)
         assert self._committed is not None
-        vars(metadata)[_ATTRIBUTE], self._committed = self._committed, None
+        setattr(metadata, _ATTRIBUTE, self._committed)
+        self._committed = None
 
     def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
         super()._publish_files(metadata, index, files)
@@ -71,7 +72,7 @@ class MachineWriter(FastWriter):
 
     def commit_here(self, metadata: Metadata) -> None:
         """Commits on this machine, after the coordinator has. Called on all ranks."""
-        committed: _CommitFiles | None = vars(metadata).pop(_ATTRIBUTE, None)
+        committed: _CommitFiles | None = metadata.__dict__.pop(_ATTRIBUTE, None)
         if committed is None or self._commits or not self._is_first:
             return
         own = self._pending

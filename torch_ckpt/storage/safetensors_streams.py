@@ -32,7 +32,7 @@ from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
 __all__ = ["copy_file_of", "publish_streams", "stream_names"]
 
-_BATCH_NBYTES = 32 << 20  # Of tensors that load together, while the former ones are written.
+_BATCH_NBYTES = 32 << 20  # Tensors that load together, while the former ones are written.
 
 
 def stream_names(count: int, save_id: str, found: Collection[str]) -> list[str]:

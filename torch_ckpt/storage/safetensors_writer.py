@@ -177,8 +177,8 @@ class SafetensorsWriter(FastWriter):
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
-        self._names: list[str] = []  # Of the files that this save writes, on the coordinator.
-        self._relay: FastWriter | None = None  # Of a checkpoint that becomes the model.
+        self._names: list[str] = []  # The files that this save writes, on the coordinator.
+        self._relay: FastWriter | None = None  # Writes the checkpoint that becomes the model.
         self.ties: Mapping[str, str] = {}
         """Name that the planner does not list -> the listed name that it is tied to."""
 

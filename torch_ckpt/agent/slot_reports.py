@@ -1,4 +1,4 @@
-"""Holdings: which slots of which saves each machine has in memory, and which saves are whole."""
+"""Slot reports: which slots of which saves each machine has, and which saves are whole."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from torch_ckpt.agent.memory import Save, complete_slots, whole_saves
 from torch_ckpt.agent.replica_files import whole_replicas
 
-__all__ = ["HeldSlots", "Holding", "Source", "held_slots", "sources_of_whole_saves"]
+__all__ = ["MachineSlots", "SlotReport", "Source", "machine_slots", "sources_of_whole_saves"]
 
 
 @dataclass(frozen=True)
-class HeldSlots:
+class MachineSlots:
     """All slots that one machine has filled in one save: its own, or replicas on its buddy.
 
     ``node`` is the machine that has filled them, one of ``node_count``, as numbered then. ``names``
@@ -28,33 +28,33 @@ class HeldSlots:
     names: Sequence[str]
 
 
-Holding = tuple[int, Sequence[HeldSlots]]
-"""The present number of a machine, and what it holds. Only its first rank reports that."""
+SlotReport = tuple[int, Sequence[MachineSlots]]
+"""The present number of a machine, and its slots. Only its first rank reports them."""
 
-Source = tuple[int, HeldSlots]
-"""The present number of a machine, and slots that it holds."""
+Source = tuple[int, MachineSlots]
+"""The present number of a machine, and slots in its memory."""
 
 
-def held_slots(folder: Path, run: bytes) -> list[HeldSlots]:
-    """Returns what the memory of this machine holds of a run."""
+def machine_slots(folder: Path, run: bytes) -> list[MachineSlots]:
+    """Returns the slots of a run in the memory of this machine."""
     own = [(False, slots) for slots in whole_saves(complete_slots(folder, run)).values()]
     replicas = [(True, slots) for slots in whole_replicas(folder, run).values()]
-    held = []
+    found = []
     for is_replica, slots in own + replicas:
         first, names = slots[0][0], [path.name for _, path in slots]
         facts = first.save, first.step, first.node, first.node_count
-        held.append(HeldSlots(*facts, is_replica=is_replica, names=names))
-    return held
+        found.append(MachineSlots(*facts, is_replica=is_replica, names=names))
+    return found
 
 
-def sources_of_whole_saves(reports: Iterable[Holding]) -> dict[Save, list[Source]]:
+def sources_of_whole_saves(reports: Iterable[SlotReport]) -> dict[Save, list[Source]]:
     """Returns the saves of which all machines' slots exist, and where, in order of their nodes.
 
     Slots of the machine that filled them are preferred to replicas.
     """
     found: dict[Save, dict[int, Source]] = {}
-    for machine, held in reports:
-        for slots in held:
+    for machine, report in reports:
+        for slots in report:
             by_node = found.setdefault(slots.save, {})
             former = by_node.get(slots.node)
             if former is None or (former[1].is_replica and not slots.is_replica):
