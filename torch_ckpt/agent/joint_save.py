@@ -267,7 +267,7 @@ class JointSave:
                     f"cannot commit {self._directory}: a slot was refilled meanwhile"
                 )
             self._publish_manifest(reports)
-        self._written = [name for _, (name, _, _), _ in reports]
+        self._written = [name for _, (name, *_), _ in reports]
         self._reports = reports
         self._reset_deadline()
 
@@ -330,9 +330,9 @@ class JointSave:
             return None
         facts, blobs = got
         return [
-            (rank, (name, nbytes, sums), extents)
-            for (rank, name, nbytes), sums, extents in zip(
-                facts["files"], blobs[::2], blobs[1::2], strict=True
+            (rank, (name, nbytes, sums, digests, origin), extents)
+            for (rank, name, nbytes, origin), sums, digests, extents in zip(
+                facts["files"], blobs[::3], blobs[1::3], blobs[2::3], strict=True
             )
         ]
 
@@ -343,7 +343,7 @@ class JointSave:
         files = snapshot_commit_files(
             self._plan.plan, reports, save_id, self._first, self._plan.paths
         )
-        written = {name: nbytes for _, (name, nbytes, _), _ in reports}
+        written = {name: nbytes for _, (name, nbytes, *_), _ in reports}
         self._may_be_committed = True  # Even if `publish` fails.
         publish(files, written, save_id, self._first, self._before)
         self._files.clear()
@@ -394,8 +394,12 @@ class JointSave:
             self._publish_manifest(self._reports)
 
     def _publish_manifest(self, reports: list[FileReport]) -> None:
-        files = [(rank, name, nbytes) for rank, (name, nbytes, _), _ in reports]
-        blobs = [blob for _, (_, _, sums), extents in reports for blob in (sums, extents)]
+        files = [(rank, name, nbytes, origin) for rank, (name, nbytes, _, _, origin), _ in reports]
+        blobs = [
+            blob
+            for _, (_, _, sums, digests, _), extents in reports
+            for blob in (sums, digests, extents)
+        ]
         self._files.put("manifest", {"epoch": self._epoch, "files": files}, blobs)
 
     def _save_facts(self) -> list[object]:

@@ -45,8 +45,8 @@ __all__ = [
     "write_shares",
 ]
 
-FileReport = tuple[int, tuple[str, int, bytes], bytes]
-"""Rank; name, length and checksums of its file; encoded extents of its items."""
+FileReport = tuple[int, _native.ReportedFile, bytes]
+"""Rank; its file; encoded extents of its items."""
 
 
 def persist(
@@ -122,7 +122,7 @@ def _persist(
     except BaseException:
         remove_files(directory, [*written, pending.name])
         raise
-    sizes = {name: nbytes for _, (name, nbytes, _), _ in reports}
+    sizes = {name: nbytes for _, (name, nbytes, *_), _ in reports}
     publish(files, sizes, save_id, first, before)
     return plan.differences
 
@@ -322,7 +322,7 @@ def _write(
         direct=io.direct,
         sync=snapshot.sync,
     )
-    return rank, (name, *job.sums), planned.extents(appended)
+    return rank, (name, *job.sums, planned.digests, 0), planned.extents(appended)
 
 
 def directory_of(snapshot: _native.StoredSnapshot) -> Location:
