@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
@@ -45,7 +46,7 @@ __all__ = [
     "write_shares",
 ]
 
-FileReport = tuple[int, _native.ReportedFile, bytes]
+FileReport: TypeAlias = "tuple[int, _native.ReportedFile, bytes]"
 """Rank; its file; encoded extents of its items."""
 
 
