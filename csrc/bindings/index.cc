@@ -110,7 +110,6 @@ Index to_index(const std::string& save_id, const std::vector<PyFile>& files,
   if (paths) {
     for (const auto& [fqn, keys] : *paths) index.paths.push_back({fqn, keys});
   }
-  raise_if_error(add_digests(index, digests_of(files)));
   return index;
 }
 
@@ -121,6 +120,7 @@ std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py:
                                            const std::optional<std::vector<PyEntry>>& entries,
                                            const std::optional<std::vector<PyPath>>& paths) {
   Index index = to_index(save_id, files, version, entries, paths);
+  raise_if_error(add_digests(index, digests_of(files)));
   index.metadata = FileDigest::of(as_bytes(static_cast<std::string_view>(metadata)));
   const auto trailer = value_or_raise(write_metadata_trailer({save_id, index.metadata}));
   const std::vector<std::byte> bytes =
@@ -142,6 +142,7 @@ std::pair<py::bytes, py::bytes> commit_files(const std::string& save_id,
                                              const std::optional<std::vector<PyPath>>& paths,
                                              const PyStorageMeta& storage_meta) {
   Index index = to_index(save_id, files, version, entries, paths);
+  raise_if_error(add_digests(index, digests_of(files)));
   const StorageMeta storage = to_storage_meta(storage_meta);
   const CommitFiles made =
       value_or_raise(without_gil([&] { return encode_commit_files(std::move(index), storage); }));

@@ -109,19 +109,40 @@ py::bytes digests_of(const TensorBatch& batch, bool full, int threads) {
   return {reinterpret_cast<const char*>(out.data()), out.size() * sizeof(uint64_t)};
 }
 
-// Returns the digests of all elements of all tensors, as pairs; zeros for a tensor that is not
-// plain.
-std::vector<std::pair<uint64_t, uint64_t>> full_digests_of(const TensorBatch& batch, int threads,
-                                                           int niceness) {
-  const std::vector<int64_t> numbers = plain(batch);
+// Returns the digests of all elements of the tensors at some positions, as pairs; zeros for one that
+// is not plain.
+std::vector<std::pair<uint64_t, uint64_t>> full_digests_of(const TensorBatch& batch,
+                                                           const std::vector<int64_t>& positions,
+                                                           int threads, int niceness) {
+  std::vector<int64_t> numbers;
+  std::vector<size_t> at;
+  for (size_t i = 0; i < positions.size(); ++i) {
+    const int64_t position = checked(positions[i], std::ssize(batch.kinds));
+    if (batch.kinds[static_cast<size_t>(position)] != TensorKind::kPlain) continue;
+    numbers.push_back(position);
+    at.push_back(i);
+  }
   const std::vector<const TensorView*> tensors = views_of(batch, numbers);
-  std::vector<std::pair<uint64_t, uint64_t>> out(batch.kinds.size());
+  std::vector<std::pair<uint64_t, uint64_t>> out(positions.size());
   const std::vector<Digest128> digests =
       nicely_without_gil(niceness, [&] { return full_digests(tensors, threads); });
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    out[static_cast<size_t>(numbers[i])] = {digests[i].low, digests[i].high};
-  }
+  for (size_t i = 0; i < numbers.size(); ++i) out[at[i]] = {digests[i].low, digests[i].high};
   return out;
+}
+
+// Reduces each tensor to the rows that its item stores.
+void cut(TensorBatch& batch, const Work& work) {
+  if (std::ssize(batch.views) != work.size()) throw py::value_error("items lack a tensor");
+  for (int64_t i = 0; i < work.size(); ++i) {
+    const Work::Item& item = work.at(i);
+    TensorView& view = batch.views[static_cast<size_t>(i)];
+    if (item.rows < 0 || view.data == nullptr) continue;
+    if (view.sizes.empty() || !range_within(item.first_row, item.rows, view.sizes[0])) {
+      throw py::value_error("a tensor lacks the rows of its item");
+    }
+    view.data += item.first_row * view.strides[0];
+    view.sizes[0] = item.rows;
+  }
 }
 
 // Marks tensors whose memory the caller supplies later, with the planned dtype and sizes.
@@ -161,7 +182,9 @@ void bind_work(py::module_& module) {
   py::class_<TensorBatch>(module, "TensorBatch")
       .def_property_readonly("plain", &plain)
       .def("digests", &digests_of, py::arg("full"), py::arg("threads"))
-      .def("full_digests", &full_digests_of, py::arg("threads"), py::arg("niceness") = 0)
+      .def("full_digests", &full_digests_of, py::arg("positions"), py::arg("threads"),
+           py::arg("niceness") = 0)
+      .def("cut", &cut, py::arg("work"))
       .def("defer", &defer, py::arg("positions"));
   module.def(
       "sample_of",

@@ -29,6 +29,7 @@ from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.messages import Failure, raise_failure
 from torch_ckpt.agent.persist import (
     FileReport,
+    Writing,
     directory_of,
     found_before,
     publish,
@@ -39,7 +40,6 @@ from torch_ckpt.agent.persist import (
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import index_name, pending_name
-from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import (
     DIGEST_NBYTES,
     CheckReplicas,
@@ -88,9 +88,8 @@ class JointSave:
     def __init__(
         self,
         memories: Sequence[_native.Slot],
+        how: Writing,
         *,
-        io: IoOptions,
-        threads: int,
         check_replicas: CheckReplicas = "sample",
         timeout_s: float,
         is_shutting_down: Callable[[], bool],
@@ -102,8 +101,7 @@ class JointSave:
         if not self._first.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
         self._directory = directory_of(self._first)
-        self._io = io
-        self._threads = threads
+        self._how = how
         self._values = values_of(self._snapshots, check_replicas)
         header = self._headers[0]
         self._files = Manifests(
@@ -256,11 +254,9 @@ class JointSave:
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
         if reports is None:
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
+            shares = list(zip(self._snapshots, assigned, strict=True))
             reports = write_shares(
-                *(list(zip(self._snapshots, assigned, strict=True)), self._directory),
-                *(secrets.token_hex(8), self._written),
-                io=self._io,
-                threads=self._threads,
+                shares, self._directory, secrets.token_hex(8), self._written, self._how
             )
             if [memory.header() for memory in self._memories] != self._headers:
                 raise CheckpointError(

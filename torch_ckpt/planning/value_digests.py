@@ -59,17 +59,20 @@ def value_digests(
     return out.tobytes()
 
 
-def full_digests(tensors: Sequence[Any], *, threads: int, niceness: int) -> list[tuple[int, int]]:
-    """Returns the digest of all elements of each tensor, in two halves.
+def full_digests(
+    tensors: Sequence[Any], positions: Sequence[int], *, threads: int, niceness: int
+) -> list[tuple[int, int]]:
+    """Returns the digest of all elements of the tensors at some positions, in two halves.
 
     Equal values have equal digests, as for :func:`value_digests`.
     """
-    batch = _tensor_view.inspect(list(tensors), writable=False)
-    found = batch.full_digests(threads, niceness)
-    for at, tensor in enumerate(tensors):
+    chosen = [tensors[position] for position in positions]
+    batch = _tensor_view.inspect(chosen, writable=False)
+    found = batch.full_digests(range(len(chosen)), threads, niceness)
+    for at, tensor in enumerate(chosen):
         if found[at] == (0, 0) and _needs_copy(tensor):
             copy = _tensor_view.inspect([to_plain(tensor)], writable=False)
-            found[at] = copy.full_digests(threads, niceness)[0]
+            (found[at],) = copy.full_digests([0], threads, niceness)
     return found
 
 

@@ -195,6 +195,7 @@ class Run(LastSaves):
             agent=agent,
             timeout_s=timeout_s,
             reader=reader,
+            reuses=reuse == "auto",
             why_not="agents cannot save to local directories of several machines"
             if places.are_several
             else "",

@@ -50,9 +50,7 @@ def take_unchanged(
     sources = _stored_parts(work)
     found = reuse(
         *(base, directory, work.work, value_digests(sources, "sample")),
-        lambda positions: full_digests(
-            [sources[at] for at in positions], threads=threads, niceness=niceness
-        ),
+        lambda positions: full_digests(sources, positions, threads=threads, niceness=niceness),
         names=_names(work),
         sync=sync,
     )

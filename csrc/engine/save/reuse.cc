@@ -81,6 +81,9 @@ Status add_digests(Index& index, std::span<const Bytes> reports) {
   }
   for (IndexedEntry& entry : index.entries) {
     for (IndexedBox& box : entry.boxes) {
+      if (!range_within(box.file, 1, std::ssize(of_files))) {
+        return internal_error(entry.fqn, " lies in no file");
+      }
       const auto& digests = of_files[static_cast<size_t>(box.file)];
       const auto found = std::ranges::lower_bound(digests, box.offset, {}, &SliceDigest::offset);
       // Two empty tensors do not share an offset: each has a frame.
