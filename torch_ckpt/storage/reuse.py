@@ -88,53 +88,67 @@ def reuse(
             they are those of the work.
         sync: Whether what is taken survives a power cut, once the directory is synced.
     """
-    index = None if base is None else _open(base)
-    equal: list[BaseBox] = []
-    changed: Sequence[int] = ()
-    if index is not None:
-        candidates, changed = index.find_in_base(work, samples, names)
-        digests = full_digests([box[0] for box in candidates])
-        equal = [box for box, found in zip(candidates, digests, strict=True) if box[5:] == found]
+    found = _Found([], [], [])
+    if base is not None:
+        try:
+            found = _compare(base, work, samples, full_digests, names)
+        except NotFoundError:
+            pass
+        except (CorruptionError, StorageError, UnsupportedError) as error:
+            warnings.warn(
+                f"everything is written, since the base is of no use: {error}", stacklevel=2
+            )
     files = []
-    for number, boxes in _mostly_unchanged(index, equal):
-        assert index is not None
+    for file in found.files:
+        name, nbytes, *_ = file.report
         assert base is not None
-        name, nbytes = index.files[number]
         if _link(base / name, directory / name, nbytes, sync=sync):
-            own = array.array("Q")
-            for _, _, offset, _, *digest in boxes:
-                own.extend((offset, *digest))
-            files.append(TakenFile(index.file(number, own.tobytes()), boxes))
+            files.append(file)
     every = set(range(len(work)))
     others = every.difference(box[0] for file in files for box in file.boxes)
-    unchanged = others.intersection(box[0] for box in equal)
+    unchanged = others.intersection(box[0] for box in found.equal)
     groups = [sorted(group) for group in (unchanged, others - unchanged) if group]
-    return Reuse(files, groups, array.array("Q", samples), sorted(every.difference(changed)))
+    digested = sorted(every.difference(found.changed))
+    return Reuse(files, groups, array.array("Q", samples), digested)
 
 
-def _open(base: Location) -> _native.Index | None:
-    try:
-        return open_committed(base, "")[1]
-    except NotFoundError:
-        return None
-    except (CorruptionError, StorageError, UnsupportedError) as error:
-        warnings.warn(f"everything is written, since the base is of no use: {error}", stacklevel=2)
-        return None
+@dataclass(frozen=True)
+class _Found:
+    """Unchanged boxes of the base, positions of items whose samples differ, and files to take."""
+
+    equal: Sequence[BaseBox]
+    changed: Sequence[int]
+    files: Sequence[TakenFile]
 
 
-def _mostly_unchanged(
-    index: _native.Index | None, equal: Sequence[BaseBox]
-) -> list[tuple[int, list[BaseBox]]]:
-    """Returns the files of which more than half is unchanged, each with its unchanged boxes."""
+def _compare(
+    base: Location,
+    work: _native.Work,
+    samples: bytes,
+    full_digests: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
+    names: Sequence[tuple[str, Sequence[int]] | None],
+) -> _Found:
+    """Compares the items of a rank with the base. Raises if the base cannot be read."""
+    index = open_committed(base, "")[1]
+    if index is None:
+        return _Found([], [], [])
+    candidates, changed = index.find_in_base(work, samples, names)
+    digests = full_digests([box[0] for box in candidates])
+    equal = [box for box, found in zip(candidates, digests, strict=True) if box[5:] == found]
     boxes_of: dict[int, list[BaseBox]] = {}
     for box in equal:
         boxes_of.setdefault(box[1], []).append(box)
-    files = [] if index is None else index.files
-    return [
-        (number, sorted(boxes, key=lambda box: box[2]))
-        for number, boxes in sorted(boxes_of.items())
-        if 2 * sum(box[3] for box in boxes) > files[number][1]
-    ]
+    files = []
+    lengths = index.files
+    for number, boxes in sorted(boxes_of.items()):
+        if 2 * sum(box[3] for box in boxes) <= lengths[number][1]:
+            continue
+        boxes.sort(key=lambda box: box[2])
+        own = array.array("Q")
+        for _, _, offset, _, *digest in boxes:
+            own.extend((offset, *digest))
+        files.append(TakenFile(index.file(number, own.tobytes()), boxes))
+    return _Found(equal, changed, files)
 
 
 def _link(source: Location, target: Location, nbytes: int, *, sync: bool) -> bool:
