@@ -73,9 +73,9 @@ def test_a_message_with_a_part_of_negative_length_is_damaged() -> None:
         decode(head + body)
 
 
-@pytest.mark.parametrize("version", [4, 6, 8])
+@pytest.mark.parametrize("version", [4, 6, 9])
 def test_a_process_of_another_version_is_named_with_both(tmp_path: Path, version: int) -> None:
-    said = f"cannot read a message of version {version}: this process uses version 7"
+    said = f"cannot read a message of version {version}: this process uses version 8"
     former = struct.pack("<4sHHQ", b"TCAG", version, 3, 20) + bytes(20)  # As up to version 5.
     ours, theirs = socket.socketpair()
     with ours, theirs:

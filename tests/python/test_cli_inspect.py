@@ -88,7 +88,7 @@ def test_json_says_what_dcps_metadata_say(
     assert said["save_id"] == metadata.storage_meta.save_id
     assert said["metadata"] == str(tmp_path / ".metadata")
     assert said["files"] == [
-        {"name": file.name, "nbytes": file.stat().st_size, "rank": 0}
+        {"name": file.name, "nbytes": file.stat().st_size, "rank": 0, "first_saved": None}
         for file in data_files(tmp_path)
     ]
     nbytes = sum(info.length for info in metadata.storage_data.values())

@@ -144,7 +144,7 @@ def test_an_fqn_is_built_once_and_alone(saved: Path) -> None:
 def test_a_word_that_torch_does_not_know_is_corruption_where_it_is_met(
     words: tuple[str, str], tmp_path: Path
 ) -> None:
-    files = [("a.distcp", 1000, bytes(8))]
+    files = [("a.distcp", 1000, bytes(8), b"", 0)]
     entries = [
         ("odd", (*words, False, False, [3]), [([0], [3], 0, 0, 100, True, [])]),
         ("step", None, [([], [], 0, 100, 100, False, [])]),

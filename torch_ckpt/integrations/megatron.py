@@ -388,10 +388,10 @@ class _Writer(FastWriter):
     keeps_plans = False
     _plans: list[SavePlan] | None = None
 
-    def _files_of(self, groups: Sequence[RankWork], names: Iterator[str]) -> dict[str, RankWork]:
+    def _files_of(self, groups: Sequence[RankWork], prefix: str) -> dict[str, RankWork]:
         hint = self.separation_hint
         if not hint:
-            return super()._files_of(groups, names)
+            return super()._files_of(groups, prefix)
         hinted: list[RankWork] = []
         others: list[RankWork] = []
         for group in groups:
@@ -399,9 +399,7 @@ class _Writer(FastWriter):
             chosen = {at for at in every if group.item(at).index.fqn.startswith(hint)}
             hinted.append(group.part(sorted(chosen)))
             others.append(group.part([at for at in every if at not in chosen]))
-        files = super()._files_of(others, names)
-        own = super()._files_of(hinted, names)
-        return files | {f"{hint}{name}": work for name, work in own.items()}
+        return super()._files_of(others, prefix) | super()._files_of(hinted, f"{hint}{prefix}")
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._plans = None

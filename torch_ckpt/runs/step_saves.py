@@ -177,7 +177,8 @@ class StepSaves:
         It is the last one that was saved. A process that has saved none looks for the newest one.
         """
         if self._last is None:
-            self._last = next(iter(committed_steps(self._disk.directory)), None)
+            with contextlib.suppress(CheckpointError):  # The save may fail for it, or not.
+                self._last = next(iter(committed_steps(self._disk.directory)), None)
         return step if self._last is None else self._last
 
     def begin_after(

@@ -189,11 +189,12 @@ class FastWriter(DirectoryWriter):
         self._pools: list[_native.BufferPool] = []
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
         self._phases = Phases("planning")
+        self._numbers: dict[str, Iterator[int]] = {}  # Of the next file with each prefix.
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
         native = dict.fromkeys(("_plan", "_writing", "_pending", "_hidden", "_created"))
-        return super().__getstate__() | native | {"_pools": []}
+        return super().__getstate__() | native | {"_pools": [], "_numbers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new id gives the copy's data files names that no other writer uses.
@@ -350,17 +351,17 @@ class FastWriter(DirectoryWriter):
         try:
             work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
             first, others = work.by_waits()
+            self._numbers.clear()
             prefix = plan.storage_data.prefix
-            names = (f"{prefix}{number}_{self.save_id}.distcp" for number in itertools.count())
             nbytes = sum(work.work.nbytes)
             with self._progress(nbytes) as jobs:
-                files = self._files_of([first], names)
+                files = self._files_of([first], prefix)
                 results = self._write_files(files, nbytes, planner, finished, jobs)
                 self._first_are_written()
                 taken = self._take_unchanged(others)
                 finished += taken.names
                 results += taken.results
-                files = self._files_of(taken.groups, names)
+                files = self._files_of(taken.groups, prefix)
                 results += self._write_files(files, nbytes, planner, finished, jobs)
             if finished and self.sync_files:
                 self._write_directory.sync()
@@ -383,10 +384,15 @@ class FastWriter(DirectoryWriter):
             niceness=self._niceness,
         )
 
-    def _files_of(self, groups: Sequence[RankWork], names: Iterator[str]) -> dict[str, RankWork]:
-        """Returns the files to write: name -> work. Groups go to different files."""
+    def _files_of(self, groups: Sequence[RankWork], prefix: str) -> dict[str, RankWork]:
+        """Returns files to write: name -> work. Groups go to different files."""
         count = self.thread_count if self.single_file_per_rank else None
-        return {next(names): work for group in groups for work in split(group, count)}
+        numbers = self._numbers.setdefault(prefix, itertools.count())
+        return {
+            f"{prefix}{next(numbers)}_{self.save_id}.distcp": work
+            for group in groups
+            for work in split(group, count)
+        }
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
