@@ -68,7 +68,7 @@ def test_a_message_is_received_as_it_was_sent() -> None:
 
 def test_a_message_with_a_part_of_negative_length_is_damaged() -> None:
     body = b"[{}, [-1, 3]]\nab"
-    head = struct.pack("<4sHQI", b"TCAG", 7, len(body), zlib.crc32(body))
+    head = struct.pack("<4sHQI", b"TCAG", 8, len(body), zlib.crc32(body))
     with pytest.raises(CorruptionError, match="negative length"):
         decode(head + body)
 
