@@ -34,6 +34,7 @@ from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
 from torch_ckpt.runs.step_files import lease
 from torch_ckpt.runs.step_saves import StepSaves
 from torch_ckpt.runs.step_tiers import StepTiers
+from torch_ckpt.storage.copying import CheckpointCopy
 
 __all__ = ["OnBusy", "Run"]
 
@@ -213,7 +214,8 @@ class Run(LastSaves):
         )
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
         if self._promotion is not None:
-            self._promotion.start()
+            backend = self._backend
+            self._promotion.start(CheckpointCopy if backend is None else backend.copy)
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -525,12 +527,12 @@ class Run(LastSaves):
             finally:
                 backend, self._backend = self._backend, None
                 try:
-                    if backend is not None:
-                        backend.close()
                     if not self._closed:
-                        self._saves.close_promotion()
+                        self._saves.close_promotion()  # First, since the agent makes the copies.
                 finally:
                     self._closed = True
+                    if backend is not None:
+                        backend.close()
 
     def __enter__(self) -> Run:
         return self
