@@ -59,8 +59,8 @@ class Run(LastSaves):
     Args:
         directory: Directory of the steps, on storage that every rank can access. The first save
             creates it. Links in the path are resolved now: a run stays in one directory.
-        local: A faster directory, such as one on a local disk. Saves commit there, and a thread of
-            the first rank then promotes the steps: it copies them to ``directory``.
+        local: A faster directory, such as one on a local disk. Saves commit there, and the agent,
+            or else a thread of the first rank, promotes the steps: copies them to ``directory``.
         keep_local: Number of newest steps to retain in ``local``. A step that is to be retained
             also remains there until it is promoted.
         promote_bytes_per_s: Most bytes that are promoted in a second; no limit if ``None``.
