@@ -29,7 +29,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, has_checkpoint
 from torch_ckpt.runs.failures import OnFailure, storage_failure
-from torch_ckpt.runs.promotion_steps import PromotionSteps
+from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import (
@@ -47,7 +47,7 @@ _END_S = 5.0
 """Time for a promotion to end that was cancelled."""
 
 _POLL_S = 0.5
-"""Interval at which a place asks whether the files of others, or the commit, have arrived."""
+"""Interval at which the coordinator asks whether the files of other places have arrived."""
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -162,34 +162,39 @@ class Promotion:
         if self._is_alone and committed_steps(self._local.directory):
             self._request()
 
-    def choice(self, saving: int | None = None) -> list[int]:
+    def choice(self, saving: int | None = None, *, may_choose: bool = True) -> Choice:
         """Returns the steps that all places are to promote next, on the coordinator.
 
-        ``saving`` is the step that is about to be saved. It is not chosen while other steps are
-        being promoted.
+        ``saving`` is the step that is about to be saved. None is chosen then while other steps are
+        being promoted. All places hear the choice: :meth:`saving`, :meth:`retry`, :meth:`heard`.
         """
-        own = [] if saving is None else [saving]
         with self._changed:
-            if self._is_alone:
-                return own
-            if self._is_busy and saving is not None:
-                return []
-            local = committed_steps(self._local.directory)
-            return own + [step for step in self._steps.choosable(local) if step != saving]
+            may_choose = may_choose and not (self._is_busy and saving is not None)
+            local = committed_steps(self._local.directory) if may_choose else []
+            return self._steps.choice(local, saving, may_choose=may_choose)
 
-    def retry(self, chosen: Sequence[int]) -> None:
-        """Promotes the steps that wait, at last those that the coordinator has ``chosen``."""
+    def heard(self, choice: Choice) -> None:
+        """Ends the promotion of the steps that the coordinator has committed."""
+        if choice.committed:
+            with self._changed:
+                self._steps.reported(choice.committed)
+            self._remove_old()
+
+    def retry(self, choice: Choice) -> None:
+        """Promotes the steps that wait, at last those that the coordinator has chosen."""
+        self.heard(choice)
         with self._changed:
             if isinstance(self._failure, StorageError):
                 self._failure = None
-            self._steps.choose(chosen)
+            self._steps.choose(choice.chosen)
         self._request()
 
-    def saving(self, step: int, chosen: Sequence[int]) -> None:
+    def saving(self, step: int, choice: Choice) -> None:
         """Protects the directory of a step that is about to be saved, and chooses steps."""
+        self.heard(choice)
         with self._changed:
-            self._steps.begin_save(step, chosen)
-            if chosen and not self._commits:
+            self._steps.begin_save(step, choice.chosen)
+            if choice.chosen and not self._commits:
                 self._failure = None  # The coordinator knows it.
 
     def saved(self, step: int) -> None:
@@ -392,9 +397,7 @@ class Promotion:
     def _copy(self, attempt: _Attempt) -> bool:
         """Copies a step; returns whether it is committed in the directory of the run.
 
-        The coordinator commits it, once the files of all places have arrived. The others send their
-        files, and wait a moment in later attempts. It may commit another step first, so all chosen
-        steps are sent at once.
+        The coordinator commits it, once the files of all places have arrived.
         """
         step = attempt.step
         copy = self._open_copy(
@@ -404,32 +407,25 @@ class Promotion:
         )
         with self._changed:
             attempt.copy = copy
-            if attempt.is_stopped:
-                return False
-            is_sent = self._steps.is_sent(step)
+        self._check_goes_on(attempt)
         if copy.is_done:
             return True
-        if not is_sent:
-            copy.copy_files()
-        if self._commits:
-            while not self._is_alone and copy.missing_files():
-                self._pause(attempt)
-            copy.copy_small_files(SMALL_FILES)
-            copy.commit()
-            return True
-        if is_sent:
-            self._pause(attempt)
-        with self._changed:
-            if not attempt.is_stopped:
-                self._steps.sent(step)
-        return False
+        copy.copy_files()
+        if not self._commits:
+            with self._changed:
+                if not attempt.is_stopped:
+                    self._steps.sent(step)
+            return False
+        while not self._is_alone and copy.missing_files():
+            self._check_goes_on(attempt, _POLL_S)
+        copy.copy_small_files(SMALL_FILES)
+        copy.commit()
+        return True
 
-    def _pause(self, attempt: _Attempt) -> None:
-        """Waits a moment. Raises CancelledError if the attempt is stopped."""
+    def _check_goes_on(self, attempt: _Attempt, wait_s: float = 0.0) -> None:
+        """Raises CancelledError if the attempt is stopped, or is so within a while."""
         with self._changed:
-            if not attempt.is_stopped:
-                self._changed.wait(_POLL_S)
-            if attempt.is_stopped:
+            if self._changed.wait_for(lambda: attempt.is_stopped, wait_s):
                 raise CancelledError(f"the promotion of step {attempt.step} was stopped")
 
     def _check_id(self, directory: Location) -> None:

@@ -6,10 +6,23 @@ import enum
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch_ckpt.runs.retention import Retention
 
-__all__ = ["PromotionSteps"]
+__all__ = ["Choice", "PromotionSteps"]
+
+
+class Choice(NamedTuple):
+    """What the coordinator sends to all places, if there are several.
+
+    Attributes:
+        chosen: The steps to promote next.
+        committed: The steps that it has committed in the directory of the run since it last did.
+    """
+
+    chosen: Sequence[int] = ()
+    committed: Sequence[int] = ()
 
 
 class _State(enum.Enum):
@@ -20,7 +33,7 @@ class _State(enum.Enum):
     UNCHOSEN = enum.auto()
     """It waits until the coordinator chooses it, if there are several places."""
     SENT = enum.auto()
-    """The files of this place have arrived, and the coordinator has not committed it yet."""
+    """The files of this place have arrived. The coordinator commits it."""
     PROMOTED = enum.auto()
     """This very save of it is in the directory of the run."""
     PASSED_OVER = enum.auto()
@@ -63,6 +76,7 @@ class PromotionSteps:
         self._saved: int | None = None  # The last step that this process has saved.
         self._in_save: int | None = None  # Its small files may follow the commit.
         self._is_chosen = False  # Whether that step is to be promoted.
+        self._unreported: set[int] = set()  # Steps that other places do not know to be committed.
         self.skipped = 0
 
     # ---- What happens ----
@@ -75,7 +89,7 @@ class PromotionSteps:
             self._of(step).value = value
 
     def begin_save(self, step: int, chosen: Collection[int]) -> None:
-        """Begins to save a step; the ``chosen`` ones, if any, are to be promoted next."""
+        """Begins to save a step; only the ``chosen`` ones, if any, are to be promoted next."""
         self._in_save, self._is_chosen = step, step in chosen
         if self._saved is not None:
             self._saved = min(self._saved, step - 1)
@@ -88,6 +102,7 @@ class PromotionSteps:
     def saved(self, step: int) -> bool:
         """Ends the save of a step in the local directory; returns whether it is to be promoted."""
         self._saved, self._in_save = step, None
+        self._unreported.discard(step)
         self._of(step).state = _State.WAITS if self._is_chosen else _State.UNCHOSEN
         self._of(step).value = None
         return self._is_chosen
@@ -97,10 +112,20 @@ class PromotionSteps:
             self._of(step).state = _State.WAITS
 
     def sent(self, step: int) -> None:
-        self._of(step).state = _State.SENT
+        if self._of(step).state is _State.WAITS:
+            self._of(step).state = _State.SENT
 
     def promoted(self, step: int) -> None:
         self._of(step).state, self._of(step).is_in_run = _State.PROMOTED, True
+        if not self._is_alone:
+            self._unreported.add(step)
+
+    def reported(self, committed: Iterable[int]) -> None:
+        """Ends the promotion of steps that the coordinator has committed; called at all places."""
+        for step in committed:
+            if self._of(step).state in _TO_PROMOTE:
+                self.promoted(step)
+        self._unreported.difference_update(committed)
 
     def pass_over(self, steps: Iterable[int]) -> None:
         for step in steps:
@@ -113,33 +138,34 @@ class PromotionSteps:
 
     def forget_after(self, step: int) -> None:
         self._steps = {each: found for each, found in self._steps.items() if each <= step}
+        self._unreported = {each for each in self._unreported if each <= step}
 
     # ---- What follows ----
 
     def next(self, local: Sequence[int]) -> int | None:
         """Returns the step to promote next: the newest that the run would retain.
 
-        Newer ones that it would not retain are skipped. With several places, steps whose files have
-        been sent come last: they wait for the coordinator.
+        Newer ones that it would not retain are skipped, unless the coordinator has chosen them.
         """
-        waiting = [s for s in local if s != self._in_save and self._of(s).state in _TO_PROMOTE]
-        if not self._is_alone:
-            waiting.sort(key=self.is_sent)
-            return next(iter(waiting), None)
         retained = self._retained(local)
-        for step in waiting:
-            if step in retained:
-                return step
-            self._skip(step)
+        for step in local:
+            if step != self._in_save and self._of(step).state is _State.WAITS:
+                if step in retained or not self._is_alone:
+                    return step
+                self._skip(step)
         return None
 
-    def is_sent(self, step: int) -> bool:
-        return self._of(step).state is _State.SENT
-
-    def choosable(self, local: Sequence[int]) -> list[int]:
-        """Returns the steps that the coordinator may choose."""
-        retained = self._retained(local)
-        return [s for s in local if s in retained and self._of(s).state not in _ENDED]
+    def choice(self, local: Sequence[int], saving: int | None, *, may_choose: bool) -> Choice:
+        """Returns the choice of the coordinator, who may be about to save a step."""
+        own = [] if saving is None else [saving]
+        if self._is_alone:
+            return Choice(own)
+        committed = sorted(self._unreported)
+        if not may_choose:
+            return Choice((), committed)
+        retained = self._retained(local).difference(own)
+        waiting = [s for s in local if s in retained and self._of(s).state not in _ENDED]
+        return Choice([*own, *waiting], committed)
 
     def wanted(self, local: Sequence[int]) -> set[int]:
         """Returns the local steps that are in the run, or are to be promoted to it.
@@ -147,7 +173,7 @@ class PromotionSteps:
         Other places promote those that were chosen, whether the run still retains them or not.
         """
         retained = self._retained(local)
-        chosen = frozenset() if self._is_alone else _TO_PROMOTE
+        chosen: frozenset[_State] = frozenset() if self._is_alone else _TO_PROMOTE
         return {s for s in local if s in retained or self._of(s).state in chosen}
 
     def removable(
