@@ -14,6 +14,11 @@ const Xxh3Variant& fastest() {
 
 uint64_t xxh3(Bytes bytes) { return fastest().hash(bytes.data(), bytes.size()); }
 
+Digest128 xxh3_128(Bytes bytes) {
+  const XXH128_hash_t hash = fastest().hash_128(bytes.data(), bytes.size());
+  return {hash.low64, hash.high64};
+}
+
 struct Xxh3Stream::State {
   XXH3_state_t xxh3;
 };
@@ -31,6 +36,12 @@ uint64_t Xxh3Stream::finish() {
   const uint64_t sum = fastest().digest(&state_->xxh3);
   fastest().reset(&state_->xxh3);
   return sum;
+}
+
+Digest128 Xxh3Stream::finish_128() {
+  const XXH128_hash_t hash = fastest().digest_128(&state_->xxh3);
+  fastest().reset(&state_->xxh3);
+  return {hash.low64, hash.high64};
 }
 
 }  // namespace torch_ckpt

@@ -16,6 +16,8 @@ struct Xxh3Variant {
   void (*reset)(XXH3_state_t* state);
   void (*update)(XXH3_state_t* state, const void* data, size_t nbytes);
   uint64_t (*digest)(const XXH3_state_t* state);
+  XXH128_hash_t (*hash_128)(const void* data, size_t nbytes);
+  XXH128_hash_t (*digest_128)(const XXH3_state_t* state);
 };
 
 namespace {
@@ -27,6 +29,9 @@ const Xxh3Variant kXxh3OfThisFile = {
       (void)XXH3_64bits_update(state, data, nbytes);
     },
     [](const XXH3_state_t* state) { return uint64_t{XXH3_64bits_digest(state)}; },
+    [](const void* data, size_t nbytes) { return XXH3_128bits(data, nbytes); },
+    // The state is the same for both lengths.
+    [](const XXH3_state_t* state) { return XXH3_128bits_digest(state); },
 };
 
 }  // namespace

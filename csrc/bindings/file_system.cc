@@ -146,6 +146,13 @@ void bind_file_system(py::module_& module) {
           },
           py::arg("from_path"), py::arg("to_path"))
       .def(
+          "link",
+          [](FileSystem& fs, const std::filesystem::path& from, const std::filesystem::path& to,
+             bool sync) {
+            raise_if_error(without_gil([&] { return fs.link(from.string(), to.string(), sync); }));
+          },
+          py::arg("from_path"), py::arg("to_path"), py::arg("sync"))
+      .def(
           "exchange",
           [](FileSystem& fs, const std::filesystem::path& one, const std::filesystem::path& other) {
             raise_if_error(without_gil([&] { return fs.exchange(one.string(), other.string()); }));

@@ -13,6 +13,7 @@
 #include "bindings/plan.h"
 #include "engine/open_checkpoint.h"
 #include "engine/save/planned_index.h"
+#include "engine/save/reuse.h"
 #include "format/commit_files.h"
 #include "format/stored_index.h"
 #include "plan/paths.h"
@@ -22,8 +23,9 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// Name, length, and block sums as encoded by to_bytes().
-using PyFile = std::tuple<std::string, int64_t, py::bytes>;
+// Name, length, block sums as encoded by to_bytes(), SliceDigests, and the save that wrote the file
+// (index_records::Origin).
+using PyFile = std::tuple<std::string, int64_t, py::bytes, py::bytes, uint64_t>;
 
 // Offsets, sizes, file, offset, length, plain, transforms.
 using PyBox = std::tuple<Dims, Dims, int64_t, int64_t, int64_t, bool, std::vector<std::string>>;
@@ -45,8 +47,8 @@ py::bytes to_python(Bytes bytes) {
 }
 
 IndexedFile to_file(const PyFile& from) {
-  const auto& [name, nbytes, sums] = from;
-  IndexedFile out = {name, {}};
+  const auto& [name, nbytes, sums, digests, origin] = from;
+  IndexedFile out = {name, {}, origin};
   out.sums.file_nbytes = nbytes;
   const auto raw = static_cast<std::string_view>(sums);
   out.sums.sums.resize(raw.size() / sizeof(uint64_t));
@@ -84,6 +86,13 @@ PyEntry from_entry(const IndexedEntry& entry) {
   return {entry.fqn, std::move(properties), std::move(boxes)};
 }
 
+// Returns what the ranks report of the digests in their files.
+std::vector<Bytes> digests_of(const std::vector<PyFile>& files) {
+  std::vector<Bytes> out;
+  for (const PyFile& file : files) out.push_back(view_of(std::get<3>(file)));
+  return out;
+}
+
 // Returns an index without the digest of its metadata.
 Index to_index(const std::string& save_id, const std::vector<PyFile>& files,
                const std::string& version, const std::optional<std::vector<PyEntry>>& entries,
@@ -111,6 +120,7 @@ std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py:
                                            const std::optional<std::vector<PyEntry>>& entries,
                                            const std::optional<std::vector<PyPath>>& paths) {
   Index index = to_index(save_id, files, version, entries, paths);
+  raise_if_error(add_digests(index, digests_of(files)));
   index.metadata = FileDigest::of(as_bytes(static_cast<std::string_view>(metadata)));
   const auto trailer = value_or_raise(write_metadata_trailer({save_id, index.metadata}));
   const std::vector<std::byte> bytes =
@@ -132,6 +142,7 @@ std::pair<py::bytes, py::bytes> commit_files(const std::string& save_id,
                                              const std::optional<std::vector<PyPath>>& paths,
                                              const PyStorageMeta& storage_meta) {
   Index index = to_index(save_id, files, version, entries, paths);
+  raise_if_error(add_digests(index, digests_of(files)));
   const StorageMeta storage = to_storage_meta(storage_meta);
   const CommitFiles made =
       value_or_raise(without_gil([&] { return encode_commit_files(std::move(index), storage); }));
@@ -163,7 +174,7 @@ std::pair<py::bytes, py::bytes> planned_commit_files(
   std::vector<RankFile> from;
   from.reserve(files.size());
   for (const auto& [rank, file, extents] : files) {
-    from.push_back({rank, to_file(file), view_of(extents)});
+    from.push_back({rank, to_file(file), view_of(extents), view_of(std::get<3>(file))});
   }
   std::vector<Bytes> encoded;
   if (paths) {
@@ -246,6 +257,51 @@ std::vector<std::pair<std::string, int64_t>> files(const StoredIndex& index) {
     }
     return out;
   }));
+}
+
+// Returns a file as the rank that takes it into a new checkpoint reports it, with these digests.
+PyFile file_at(const StoredIndex& index, int64_t number, const py::bytes& digests) {
+  if (number < 0 || number >= index.file_count()) throw py::index_error("no such file");
+  StoredFile file;
+  BlockSums sums;
+  index_records::Origin origin = 0;
+  raise_if_error(without_gil([&]() -> Status {
+    ASSIGN_OR_RETURN(file, index.file(number));
+    ASSIGN_OR_RETURN(origin, index.origin(number));
+    const int64_t blocks = BlockGrid::block_count(file.nbytes, index.block_nbytes());
+    ASSIGN_OR_RETURN(sums.sums, index.sums(file, 0, blocks));
+    return ok_status();
+  }));
+  if (origin == 0) origin = std::stoull(index.save_id(), nullptr, 16);
+  return {file.name, file.nbytes, to_bytes(sums), digests, origin};
+}
+
+uint64_t origin(const StoredIndex& index, int64_t number) {
+  if (number < 0 || number >= index.file_count()) throw py::index_error("no such file");
+  return value_or_raise(without_gil([&] { return index.origin(number); }));
+}
+
+// Offset, length and digest of each box; see BaseBox.
+using PyBaseBox = std::tuple<int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, uint64_t>;
+
+std::pair<std::vector<PyBaseBox>, std::vector<int64_t>> boxes_for(
+    const StoredIndex& index, const Work& work, const py::bytes& samples,
+    const std::vector<std::optional<BoxName>>& names) {
+  const Bytes raw = view_of(samples);
+  std::vector<uint64_t> values(raw.size() / sizeof(uint64_t));
+  if (!raw.empty()) std::memcpy(values.data(), raw.data(), raw.size());
+  if (std::ssize(values) != work.size() || (!names.empty() && std::ssize(names) != work.size())) {
+    throw py::value_error("items lack a sample or a name");
+  }
+  BaseBoxes found =
+      value_or_raise(without_gil([&] { return find_in_base(index, work, values, names); }));
+  std::vector<PyBaseBox> equal;
+  equal.reserve(found.equal.size());
+  for (const BaseBox& box : found.equal) {
+    equal.emplace_back(box.position, box.place.file, box.place.offset, box.place.nbytes,
+                       box.digest.sample, box.digest.low, box.digest.high);
+  }
+  return {std::move(equal), std::move(found.changed)};
 }
 
 std::string file_name(const StoredIndex& index, int64_t number) {
@@ -368,6 +424,9 @@ void bind_index(py::module_& module) {
       .def_property_readonly("box_count", &StoredIndex::box_count)
       .def_property_readonly("files", &files)
       .def("file_name", &file_name, py::arg("number"))
+      .def("file", &file_at, py::arg("number"), py::arg("digests"))
+      .def("origin", &origin, py::arg("number"))
+      .def("find_in_base", &boxes_for, py::arg("work"), py::arg("samples"), py::arg("names"))
       .def("__len__", &StoredIndex::entry_count)
       .def("__getitem__", &entry_at, py::arg("number"))
       .def("__iter__",

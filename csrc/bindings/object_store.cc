@@ -148,6 +148,11 @@ class PyObjectStore final : public ObjectStore {
     });
   }
 
+  bool copies() const override {
+    const py::gil_scoped_acquire locked;
+    return client_.attr("copies").cast<bool>();
+  }
+
   Status copy(const std::string& from, const std::string& to) override {
     return with_client([&]() -> Status {
       client_.attr("copy")(from, to);

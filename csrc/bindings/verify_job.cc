@@ -42,7 +42,13 @@ void bind_verify_job(py::module_& module) {
       .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
            py::keep_alive<1, 2>())
-      .def("check", &check, py::arg("file"), py::arg("begin"), py::arg("end"));
+      .def("check", &check, py::arg("file"), py::arg("begin"), py::arg("end"))
+      .def(
+          "check_digests",
+          [](VerifyJob& job, int64_t entry) {
+            return value_or_raise(without_gil([&] { return job.check_digests(entry); }));
+          },
+          py::arg("entry"));
 }
 
 }  // namespace torch_ckpt

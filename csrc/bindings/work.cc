@@ -11,6 +11,7 @@
 #include "bindings/plan.h"
 #include "engine/save/planned_file.h"
 #include "engine/value_digest.h"
+#include "plan/item_extents.h"
 
 namespace py = pybind11;
 
@@ -36,6 +37,16 @@ Work part(const Work& work, const std::vector<int64_t>& positions) {
 std::vector<int64_t> numbers(const Work& work) {
   std::vector<int64_t> out;
   for (int64_t i = 0; i < work.size(); ++i) out.push_back(work.at(i).number);
+  return out;
+}
+
+// Returns position, first row and number of rows of each item of which only some rows are written.
+std::vector<std::tuple<int64_t, int64_t, int64_t>> cuts(const Work& work) {
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> out;
+  for (int64_t i = 0; i < work.size(); ++i) {
+    const Work::Item& item = work.at(i);
+    if (item.rows >= 0) out.emplace_back(i, item.first_row, item.rows);
+  }
   return out;
 }
 
@@ -73,17 +84,23 @@ std::vector<int64_t> plain(const TensorBatch& batch) {
   return out;
 }
 
+std::vector<const TensorView*> views_of(const TensorBatch& batch,
+                                        const std::vector<int64_t>& numbers) {
+  std::vector<const TensorView*> out;
+  out.reserve(numbers.size());
+  for (const int64_t number : numbers) {
+    const TensorView& view = batch.views[static_cast<size_t>(number)];
+    if (view.gpu >= 0) throw py::value_error("a tensor is on a GPU");
+    out.push_back(&view);
+  }
+  return out;
+}
+
 // Returns the digests of the values of all tensors, 8 bytes each; zeros for a tensor that is not
 // plain.
 py::bytes digests_of(const TensorBatch& batch, bool full, int threads) {
   const std::vector<int64_t> numbers = plain(batch);
-  std::vector<const TensorView*> tensors;
-  tensors.reserve(numbers.size());
-  for (const int64_t number : numbers) {
-    const TensorView& view = batch.views[static_cast<size_t>(number)];
-    if (view.gpu >= 0) throw py::value_error("a tensor is on a GPU");
-    tensors.push_back(&view);
-  }
+  const std::vector<const TensorView*> tensors = views_of(batch, numbers);
   std::vector<uint64_t> out(batch.kinds.size(), kUnknownDigest);
   without_gil([&] {
     const std::vector<uint64_t> digests = value_digests(tensors, full, threads);
@@ -92,12 +109,55 @@ py::bytes digests_of(const TensorBatch& batch, bool full, int threads) {
   return {reinterpret_cast<const char*>(out.data()), out.size() * sizeof(uint64_t)};
 }
 
+// Returns the digests of all elements of the tensors at some positions, as pairs; zeros for one that
+// is not plain.
+std::vector<std::pair<uint64_t, uint64_t>> full_digests_of(const TensorBatch& batch,
+                                                           const std::vector<int64_t>& positions,
+                                                           int threads, int niceness) {
+  std::vector<int64_t> numbers;
+  std::vector<size_t> at;
+  for (size_t i = 0; i < positions.size(); ++i) {
+    const int64_t position = checked(positions[i], std::ssize(batch.kinds));
+    if (batch.kinds[static_cast<size_t>(position)] != TensorKind::kPlain) continue;
+    numbers.push_back(position);
+    at.push_back(i);
+  }
+  const std::vector<const TensorView*> tensors = views_of(batch, numbers);
+  std::vector<std::pair<uint64_t, uint64_t>> out(positions.size());
+  const std::vector<Digest128> digests =
+      nicely_without_gil(niceness, [&] { return full_digests(tensors, threads); });
+  for (size_t i = 0; i < numbers.size(); ++i) out[at[i]] = {digests[i].low, digests[i].high};
+  return out;
+}
+
+// Reduces each tensor to the rows that its item stores.
+void cut(TensorBatch& batch, const Work& work) {
+  if (std::ssize(batch.views) != work.size()) throw py::value_error("items lack a tensor");
+  for (int64_t i = 0; i < work.size(); ++i) {
+    const Work::Item& item = work.at(i);
+    TensorView& view = batch.views[static_cast<size_t>(i)];
+    if (item.rows < 0 || view.data == nullptr) continue;
+    if (view.sizes.empty() || !range_within(item.first_row, item.rows, view.sizes[0])) {
+      throw py::value_error("a tensor lacks the rows of its item");
+    }
+    view.data += item.first_row * view.strides[0];
+    view.sizes[0] = item.rows;
+  }
+}
+
 // Marks tensors whose memory the caller supplies later, with the planned dtype and sizes.
 void defer(TensorBatch& batch, const std::vector<int64_t>& positions) {
   for (const int64_t position : positions) {
     batch.kinds[static_cast<size_t>(checked(position, static_cast<int64_t>(batch.kinds.size())))] =
         TensorKind::kNeedsCopy;
   }
+}
+
+void digest_tensors(PlannedFile& file, const std::vector<uint64_t>& samples,
+                    const std::vector<int64_t>& positions) {
+  if (std::ssize(samples) != file.work().size()) throw py::value_error("items lack a sample");
+  for (const int64_t position : positions) checked(position, file.work().size());
+  file.add_digests(samples, positions);
 }
 
 void write(PlannedFile& file, SaveJob& job, int64_t begin, int64_t end) {
@@ -117,10 +177,14 @@ void bind_work(py::module_& module) {
       .def("describe", &describe, py::arg("position"))
       .def_property_readonly("items", &numbers)
       .def_property_readonly("nbytes", &nbytes)
+      .def_property_readonly("cuts", &cuts)
       .def("part", &part, py::arg("positions"));
   py::class_<TensorBatch>(module, "TensorBatch")
       .def_property_readonly("plain", &plain)
       .def("digests", &digests_of, py::arg("full"), py::arg("threads"))
+      .def("full_digests", &full_digests_of, py::arg("positions"), py::arg("threads"),
+           py::arg("niceness") = 0)
+      .def("cut", &cut, py::arg("work"))
       .def("defer", &defer, py::arg("positions"));
   module.def(
       "sample_of",
@@ -132,6 +196,16 @@ void bind_work(py::module_& module) {
         return std::pair(std::move(sample.firsts), sample.count);
       },
       py::arg("numel"), py::arg("itemsize"));
+  module.def(
+      "encode_extents",
+      [](const std::vector<std::tuple<int64_t, int64_t, int64_t>>& extents) {
+        std::vector<ItemExtent> out;
+        for (const auto& [item, offset, nbytes] : extents) {
+          out.push_back({item, offset, nbytes, true});
+        }
+        return to_bytes(encode(std::move(out)));
+      },
+      py::arg("extents"));
   const auto number_in = [](const PlannedFile& file, int64_t number) {
     return checked(number, file.laid_out());
   };
@@ -157,6 +231,13 @@ void bind_work(py::module_& module) {
             raise_if_error(file.put(number_in(file, n), copy));
           },
           py::arg("number"), py::arg("copy"))
+      .def("add_digests", &digest_tensors, py::arg("samples"), py::arg("positions"))
+      .def_property_readonly("digests",
+                             [](const PlannedFile& file) {
+                               const Bytes bytes = std::as_bytes(std::span(file.digests()));
+                               return py::bytes(reinterpret_cast<const char*>(bytes.data()),
+                                                bytes.size());
+                             })
       .def("write", &write, py::arg("job"), py::arg("begin"), py::arg("end"))
       .def(
           "extents",

@@ -11,9 +11,6 @@
 namespace torch_ckpt {
 namespace {
 
-// A full digest is one of digests of pieces, so that several threads can share a long tensor.
-constexpr int64_t kPieceNbytes = int64_t{8} << 20;
-
 // Strided elements are packed into this much memory at a time. It has many rows: those of a
 // transposed tensor share each line of its memory.
 constexpr int64_t kPackNbytes = int64_t{1} << 20;
@@ -29,6 +26,12 @@ struct Piece {
 };
 
 uint64_t known(uint64_t digest) { return digest == kUnknownDigest ? 1 : digest; }
+
+Digest128 digest_of_pieces(std::span<const Digest128> pieces) {
+  Digest128 digest = xxh3_128(std::as_bytes(pieces));
+  digest.low = known(digest.low);
+  return digest;
+}
 
 int64_t numel_of(const TensorView& tensor) {
   int64_t numel = 1;
@@ -75,11 +78,11 @@ uint64_t sampled_digest(const TensorView& tensor) {
   return known(xxh3(slice(Bytes(memory), 0, end)));
 }
 
-uint64_t piece_digest(const Piece& piece) {
+Digest128 piece_digest(const Piece& piece) {
   const int64_t size = itemsize(piece.tensor->dtype);
   if (is_contiguous(*piece.tensor)) {
     const auto nbytes = static_cast<size_t>((piece.end - piece.begin) * size);
-    return xxh3({piece.tensor->data + piece.begin * size, nbytes});
+    return xxh3_128({piece.tensor->data + piece.begin * size, nbytes});
   }
   const LiveTensor live = to_live(*piece.tensor);
   Xxh3Stream stream;
@@ -91,35 +94,56 @@ uint64_t piece_digest(const Piece& piece) {
     pack_elements(live, begin, end, out);
     stream.update(out);
   }
-  return stream.finish();
+  return stream.finish_128();
 }
 
-std::vector<uint64_t> full_digests(std::span<const TensorView* const> tensors, int threads) {
+}  // namespace
+
+std::vector<Digest128> full_digests(std::span<const TensorView* const> tensors, int threads) {
   std::vector<Piece> pieces;
   std::vector<size_t> first_piece;
   for (const TensorView* tensor : tensors) {
     first_piece.push_back(pieces.size());
     const int64_t numel = numel_of(*tensor);
-    const int64_t most = kPieceNbytes / itemsize(tensor->dtype);
+    const int64_t most = kDigestPieceNbytes / itemsize(tensor->dtype);
     for (int64_t begin = 0; begin < numel; begin += most) {
       pieces.push_back({tensor, begin, std::min(begin + most, numel)});
     }
   }
   first_piece.push_back(pieces.size());
-  std::vector<uint64_t> of_pieces(pieces.size());
+  std::vector<Digest128> of_pieces(pieces.size());
   parallel_for(std::ssize(pieces), threads, [&](int64_t i) {
     of_pieces[static_cast<size_t>(i)] = piece_digest(pieces[static_cast<size_t>(i)]);
   });
-  std::vector<uint64_t> digests;
+  std::vector<Digest128> digests;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const size_t count = first_piece[i + 1] - first_piece[i];
-    const auto own = std::span(of_pieces).subspan(first_piece[i], count);
-    digests.push_back(known(xxh3(std::as_bytes(own))));
+    digests.push_back(digest_of_pieces(std::span(of_pieces).subspan(first_piece[i], count)));
   }
   return digests;
 }
 
-}  // namespace
+void DigestStream::update(Bytes bytes) {
+  while (!bytes.empty()) {
+    const int64_t count = std::min(ssize(bytes), kDigestPieceNbytes - filled_);
+    piece_.update(slice(bytes, 0, count));
+    filled_ += count;
+    bytes = bytes.subspan(static_cast<size_t>(count));
+    if (filled_ == kDigestPieceNbytes) end_piece();
+  }
+}
+
+Digest128 DigestStream::finish() {
+  if (filled_ > 0) end_piece();
+  const Digest128 digest = digest_of_pieces(pieces_);
+  pieces_.clear();
+  return digest;
+}
+
+void DigestStream::end_piece() {
+  pieces_.push_back(piece_.finish_128());
+  filled_ = 0;
+}
 
 Sample sample_of(int64_t numel, int64_t itemsize) {
   const int64_t count = kSampleBlockNbytes / itemsize;
@@ -133,8 +157,11 @@ Sample sample_of(int64_t numel, int64_t itemsize) {
 
 std::vector<uint64_t> value_digests(std::span<const TensorView* const> tensors, bool full,
                                     int threads) {
-  if (full) return full_digests(tensors, threads);
   std::vector<uint64_t> digests(tensors.size());
+  if (full) {
+    std::ranges::transform(full_digests(tensors, threads), digests.begin(), &Digest128::low);
+    return digests;
+  }
   const int64_t count = std::ssize(tensors);
   const auto useful = static_cast<int>(std::min<int64_t>(threads, 1 + count / kSamplesPerThread));
   parallel_for(count, useful, [&](int64_t i) {

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 #include <string_view>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 
@@ -40,6 +42,7 @@ class IndexWriter {
       header_.flags |= records::kHasPaths;
       for (const IndexedPath& path : index.paths) add_path(path);
     }
+    add_digests(index);
     add_names(file_names_, records::kFileNameSection);
     add_names(entry_names_, records::kEntryNameSection);
     if (!fits_) {
@@ -163,6 +166,35 @@ class IndexWriter {
     }
   }
 
+  // Adds digests and origins behind all texts, if there are any.
+  void add_digests(const Index& index) {
+    bool any = false;
+    Bytes_ digests;
+    Bytes_ origins;
+    const auto add = [&any](Bytes_& to, const auto& record) {
+      any = any || record != std::remove_cvref_t<decltype(record)>();
+      const Bytes bytes = std::as_bytes(std::span(&record, 1));
+      to.insert(to.end(), bytes.begin(), bytes.end());
+    };
+    for (const IndexedFile& file : index.files) add(origins, file.origin);
+    if (index.has_entries) {
+      for (const IndexedEntry& entry : index.entries) {
+        for (const IndexedBox& box : entry.boxes) add(digests, box.digest);
+      }
+    }
+    if (!any) return;
+    header_.flags |= records::kHasDigests;
+    Bytes_& section = sections_[records::kTextSection];
+    const auto append = [&section](const Bytes_& bytes) {
+      section.resize(static_cast<size_t>(align_up(ssize(section), 8)));
+      const records::Section where = {section.size(), bytes.size()};
+      section.insert(section.end(), bytes.begin(), bytes.end());
+      return where;  // Within the section.
+    };
+    header_.digests = append(digests);
+    header_.origins = append(origins);
+  }
+
   // Concatenates header, top, table and sections. The length of the sections determines the lengths
   // of top and table.
   Result<Bytes_> assemble() {
@@ -186,6 +218,10 @@ class IndexWriter {
     header_.top_sum = xxh3(top);
     const uint64_t begin = header_.table.offset + table.size();
     for (records::Section& section : header_.sections) section.offset += begin;
+    if ((header_.flags & records::kHasDigests) != 0) {
+      header_.digests.offset += header_.sections[records::kTextSection].offset;
+      header_.origins.offset += header_.sections[records::kTextSection].offset;
+    }
     Bytes_ out(sizeof(records::Header));
     out.reserve(begin + body.size());
     std::memcpy(out.data(), &header_, sizeof(header_));

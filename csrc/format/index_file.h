@@ -26,6 +26,7 @@ namespace torch_ckpt {
 struct IndexedFile {
   std::string name;  // File name in the checkpoint directory, without folders.
   BlockSums sums = {};
+  index_records::Origin origin = 0;
 
   bool operator==(const IndexedFile&) const = default;
 };
@@ -42,6 +43,7 @@ struct IndexedBox {
   bool plain = false;
   // Names of the DCP stream transforms that were applied to the slice.
   std::vector<std::string> transforms = {};
+  index_records::Digest digest = {};  // Zeros if unknown.
 
   bool operator==(const IndexedBox&) const = default;
 };

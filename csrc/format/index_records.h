@@ -63,7 +63,7 @@ enum SectionId {
   kSectionCount,
 };
 
-enum HeaderFlag : uint32_t { kHasEntries = 1, kHasPaths = 2 };
+enum HeaderFlag : uint32_t { kHasEntries = 1, kHasPaths = 2, kHasDigests = 4 };
 
 struct Header {
   std::array<char, 8> magic;
@@ -76,10 +76,14 @@ struct Header {
   uint32_t writer_revision;
   Text metadata_version;
   std::array<Section, kSectionCount> sections;
-  Section top;                  // One uint64_t per block of the table.
-  Section table;                // One uint64_t per block of the sections.
-  uint64_t top_sum;             // XXH3 of the top.
-  std::array<char, 32> unused;  // Zeros. Former versions have other values; readers ignore them.
+  Section top;       // One uint64_t per block of the table.
+  Section table;     // One uint64_t per block of the sections.
+  uint64_t top_sum;  // XXH3 of the top.
+  // With kHasDigests: one Digest per box, and one Origin per file. Both are at the end of the text
+  // section, where readers that do not know them find text that nothing refers to. Without it, the
+  // values are undefined.
+  Section digests;
+  Section origins;
   std::array<uint64_t, 2> zeros;
   uint64_t header_sum;  // XXH3 of the header bytes before this field.
 };
@@ -127,6 +131,19 @@ struct Box {
   Text transforms;
 };
 
+// Digests of the elements of a box (engine/value_digest.h): of a sample and of all. Zeros if they
+// are unknown.
+struct Digest {
+  uint64_t sample = 0;
+  uint64_t low = 0;
+  uint64_t high = 0;
+
+  bool operator==(const Digest&) const = default;
+};
+
+// The id of the save that wrote the file, in binary; 0 if it is that of the index.
+using Origin = uint64_t;
+
 struct Path {
   Text fqn;
   uint64_t first_key;
@@ -142,7 +159,8 @@ struct Key {
 };
 
 static_assert(sizeof(Header) == 320 && sizeof(File) == 24 && sizeof(Name) == 16 &&
-              sizeof(Entry) == 48 && sizeof(Box) == 32 && sizeof(Path) == 24 && sizeof(Key) == 16);
+              sizeof(Entry) == 48 && sizeof(Box) == 32 && sizeof(Path) == 24 && sizeof(Key) == 16 &&
+              sizeof(Digest) == 24);
 static_assert(std::is_trivially_copyable_v<Header>);
 
 inline constexpr std::array<uint64_t, kSectionCount> kRecordNbytes = {

@@ -134,6 +134,20 @@ Status StoredIndex::check_sections(CheckedBlocks::Place* place) const {
   if ((entry_count() > 0 && !has_entries()) || (count(records::kPathSection) > 0 && !has_paths())) {
     return unsound("records are left over");
   }
+  return has_digests() ? check_digests() : ok_status();
+}
+
+Status StoredIndex::check_digests() const {
+  const records::Section& text = header_.sections[records::kTextSection];
+  const auto is_sound = [&](const records::Section& section, int64_t count, uint64_t record) {
+    return section.nbytes == static_cast<uint64_t>(count) * record &&
+           section.offset >= text.offset && section.offset - text.offset <= text.nbytes &&
+           section.nbytes <= text.nbytes - (section.offset - text.offset);
+  };
+  if (!is_sound(header_.digests, box_count(), sizeof(records::Digest)) ||
+      !is_sound(header_.origins, file_count(), sizeof(records::Origin))) {
+    return unsound("digests are missing");
+  }
   return ok_status();
 }
 

@@ -76,6 +76,7 @@ class StoredIndex::Scan {
       indexed.sums.block_nbytes = index_.block_nbytes();
       indexed.sums.file_nbytes = file.nbytes;
       ASSIGN_OR_RETURN(indexed.sums.sums, index_.sums(file, 0, blocks));
+      ASSIGN_OR_RETURN(indexed.origin, index_.origin(i));
       indexed.name = std::move(file.name);
     }
     if (next_sum != index_.count(records::kSumSection)) {
@@ -104,6 +105,11 @@ class StoredIndex::Scan {
       for (int64_t at = 0; at < entry.box_count; at += kBoxesAtATime) {
         const int64_t last = std::min(at + kBoxesAtATime, entry.box_count);
         ASSIGN_OR_RETURN(std::vector<IndexedBox> boxes, index_.boxes(entry, at, last));
+        if (out_ != nullptr) {
+          for (int64_t k = at; k < last; ++k) {
+            ASSIGN_OR_RETURN(boxes[static_cast<size_t>(k - at)].digest, index_.digest(entry, k));
+          }
+        }
         RETURN_IF_ERROR(add_boxes(std::move(boxes)));
       }
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
+#include <span>
 #include <utility>
 
 #include "base/dtype.h"
@@ -279,6 +280,24 @@ Result<std::vector<IndexedBox>> StoredIndex::boxes(const StoredEntry& entry, int
     }
     at += batch;
   }
+  return out;
+}
+
+Result<records::Digest> StoredIndex::digest(const StoredEntry& entry, int64_t box) const {
+  records::Digest out;
+  if (!has_digests()) return out;
+  const auto at = static_cast<uint64_t>(entry.first_box + box) * sizeof(out);
+  RETURN_IF_ERROR(blocks_->read(static_cast<int64_t>(header_.digests.offset + at),
+                                std::as_writable_bytes(std::span(&out, 1))));
+  return out;
+}
+
+Result<records::Origin> StoredIndex::origin(int64_t number) const {
+  records::Origin out = 0;
+  if (!has_digests()) return out;
+  const auto at = static_cast<uint64_t>(number) * sizeof(out);
+  RETURN_IF_ERROR(blocks_->read(static_cast<int64_t>(header_.origins.offset + at),
+                                std::as_writable_bytes(std::span(&out, 1))));
   return out;
 }
 

@@ -75,6 +75,8 @@ class StoredIndex {
   const FileDigest& metadata() const { return metadata_; }
   bool has_entries() const { return (header_.flags & index_records::kHasEntries) != 0; }
   bool has_paths() const { return (header_.flags & index_records::kHasPaths) != 0; }
+  // Whether boxes may have digests, and files an origin.
+  bool has_digests() const { return (header_.flags & index_records::kHasDigests) != 0; }
   bool is_foreign() const { return header_.version == index_records::kForeignVersion; }
   // index_records::kWriterRevision of the code that wrote the data files.
   uint32_t writer_revision() const { return header_.writer_revision; }
@@ -97,6 +99,11 @@ class StoredIndex {
   // Returns the boxes [first, last) of an entry. Requires: 0 <= first <= last <= box_count.
   Result<std::vector<IndexedBox>> boxes(const StoredEntry& entry, int64_t first,
                                         int64_t last) const;
+  // Returns the digest of a box; zeros if it is unknown. Requires: 0 <= box < box_count.
+  Result<index_records::Digest> digest(const StoredEntry& entry, int64_t box) const;
+  // Returns the save that wrote a file; 0 if it is that of the index.
+  // Requires: 0 <= number < file_count().
+  Result<index_records::Origin> origin(int64_t number) const;
   // Returns the extents of all boxes of an entry.
   Result<std::vector<StoredPlace>> places(const StoredEntry& entry) const;
 
@@ -139,6 +146,7 @@ class StoredIndex {
   static Result<index_records::Header> read_header(Bytes bytes, bool may_be_foreign,
                                                    const std::string& where);
   Status check_sections(CheckedBlocks::Place* place) const;
+  Status check_digests() const;
 
   template <typename... Args>
   Status unsound(const Args&... args) const {

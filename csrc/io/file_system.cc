@@ -39,6 +39,10 @@ const Traits& FileSystem::traits() const {
   return traits;
 }
 
+Status FileSystem::link(const std::string& from, const std::string& to, bool) {
+  return unsupported("cannot link ", from, " to ", to, ": this file system has no links");
+}
+
 Status FileSystem::exchange(const std::string& one, const std::string& other) {
   return errno_status(ENOSYS, str_cat("cannot exchange ", one, " and ", other));
 }

@@ -208,6 +208,13 @@ class FileSystem {
     return false;
   }
 
+  // Gives a file another name, without moving its bytes through this process: a hard link, or a
+  // copy within the store. With `sync`, its bytes survive a power cut, and the name does after
+  // `sync_directory` of the parent of `to`.
+  // Errors: kNotFound; kUnsupported if the file system cannot do that for these two; kStorage with
+  // EEXIST, except on a store, which replaces `to`.
+  virtual Status link(const std::string& from, const std::string& to, bool sync);
+
   // Exchanges two files or directories atomically.
   // Errors: errno ENOSYS or EINVAL if the file system has no such operation.
   virtual Status exchange(const std::string& one, const std::string& other);

@@ -71,6 +71,9 @@ class ObjectStore {
   // Returns the names of the objects and folders in a folder, in any order.
   virtual Result<std::vector<std::string>> list(const std::string& path) = 0;
 
+  // Whether `copy` leaves `from` there, and the store itself copies. Otherwise `copy` may rename.
+  virtual bool copies() const { return true; }
+
   // Copies an object within the store, and replaces `to`. Errors: kNotFound.
   virtual Status copy(const std::string& from, const std::string& to) = 0;
 

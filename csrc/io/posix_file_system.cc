@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -84,6 +85,31 @@ Result<std::vector<std::string>> PosixFileSystem::list_directory(const std::stri
 Status PosixFileSystem::rename(const std::string& from, const std::string& to) {
   if (retry_interrupted([&] { return ::rename(from.c_str(), to.c_str()); }) != 0) {
     return errno_status(errno, str_cat("cannot rename ", from, " to ", to));
+  }
+  return ok_status();
+}
+
+Status PosixFileSystem::link(const std::string& from, const std::string& to, bool sync) {
+  if (::linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), 0) != 0) {
+    const int error = errno;
+    const auto text = str_cat("cannot link ", from, " to ", to);
+    switch (error) {
+      // EPERM: no links at all, or not to the files of others. EMLINK: it has too many.
+      case EXDEV:
+      case EPERM:
+      case EMLINK:
+      case EOPNOTSUPP:
+      case ENOSYS:
+        return unsupported(text, ": ", std::strerror(error));
+      default:
+        return errno_status(error, text);
+    }
+  }
+  if (!sync) return ok_status();
+  const Descriptor file(
+      retry_interrupted([&] { return ::open(to.c_str(), O_RDONLY | O_CLOEXEC); }));
+  if (!file.valid() || ::fsync(file.get()) != 0) {
+    return errno_status(errno, str_cat("cannot sync ", to));
   }
   return ok_status();
 }

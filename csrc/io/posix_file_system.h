@@ -20,6 +20,7 @@ class PosixFileSystem : public FileSystem {
   Status create_directories(const std::string& path) override;
   Result<std::vector<std::string>> list_directory(const std::string& path) override;
   Status rename(const std::string& from, const std::string& to) override;
+  Status link(const std::string& from, const std::string& to, bool sync) override;
 
   // False on FUSE: gateways to object stores rename a directory by copying its files.
   bool renames_directories(const std::string& parent) override;

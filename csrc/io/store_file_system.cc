@@ -175,6 +175,11 @@ Status StoreFileSystem::rename(const std::string& from, const std::string& to) {
   return store_->remove(from);
 }
 
+Status StoreFileSystem::link(const std::string& from, const std::string& to, bool) {
+  if (!store_->copies()) return unsupported("cannot copy ", from, ": the store cannot copy");
+  return store_->copy(from, to);
+}
+
 Status StoreFileSystem::remove(const std::string& path) { return store_->remove(path); }
 
 Status StoreFileSystem::remove_all(const std::string& path) { return store_->remove_all(path); }

@@ -29,6 +29,7 @@ class StoreFileSystem : public FileSystem {
   Result<std::vector<std::string>> list_directory(const std::string& path) override;
   // Copies the object, then removes the old one: between the two, both exist.
   Status rename(const std::string& from, const std::string& to) override;
+  Status link(const std::string& from, const std::string& to, bool sync) override;
   Status remove(const std::string& path) override;
   Status remove_all(const std::string& path) override;
   Result<double> modified_s(const std::string& path) override;

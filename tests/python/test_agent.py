@@ -39,7 +39,7 @@ from torch_ckpt.agent.memory import (
     slot_path,
 )
 from torch_ckpt.agent.messages import Kind, encode, receive, send
-from torch_ckpt.agent.persist import persist
+from torch_ckpt.agent.persist import Writing, persist
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.slots import Slots
 from torch_ckpt.errors import CancelledError, NotFoundError, StorageError
@@ -310,7 +310,7 @@ class Held:
         bring = saves.persist
 
         def wait_first(*args: Any, **how: Any) -> Any:
-            self.how = how
+            self.how = {"writing": args[1], **how}
             assert self.may_go_on.wait(SOON_S)
             return bring(*args, **how)
 
@@ -377,14 +377,14 @@ def test_a_save_that_stood_still_commits_nothing_over_one_that_did_not(
     slots = [slot_path(folder_of(run_of(run)), 0, number) for number in (0, 1)]
     former, slow = (_native.Slot.open(os.fsencode(path), False).read() for path in slots)
     if step is not None:
-        persist([former], io=IoOptions(), threads=1)
+        persist([former], Writing(IoOptions(), 1))
 
     def stand_still() -> bool:
-        persist([former], io=IoOptions(), threads=1)
+        persist([former], Writing(IoOptions(), 1))
         return True
 
     with pytest.raises(CheckpointError, match=r"another save, [0-9a-f]{16}, was committed there"):
-        persist([slow], io=IoOptions(), threads=1, is_current=stand_still)
+        persist([slow], Writing(IoOptions(), 1), is_current=stand_still)
     assert holds(FastReader(run / "1"), state_of(0))
 
 
@@ -403,7 +403,7 @@ def test_a_commit_whose_reply_was_lost_is_a_commit(
 
     with monkeypatch.context() as patched:
         patched.setattr(_native.FileSystem, "commit", commit_twice)
-        persist([snapshot], io=IoOptions(), threads=1)
+        persist([snapshot], Writing(IoOptions(), 1))
     assert holds(FastReader(run / "1"), state_of(0))
 
 
@@ -418,7 +418,7 @@ def test_a_save_that_has_lost_a_file_is_not_committed(agent: SnapshotAgent, run:
         return True
 
     with pytest.raises(CheckpointError, match=r"distcp is missing or has another length"):
-        persist([snapshot], io=IoOptions(), threads=1, is_current=lose)
+        persist([snapshot], Writing(IoOptions(), 1), is_current=lose)
     assert not (run / "1" / ".metadata").exists()
 
 
@@ -431,9 +431,8 @@ def test_an_agent_that_runs_already_takes_the_options_of_the_ranks(
     agent = SnapshotAgent(run, options=options)
     agent.persist(agent.stage(state_of(1), run / "1", step=1))
     assert held.agent.options == options
-    assert (held.how["threads"], held.how["io"], held.how["check_replicas"]) == (
-        *(7, options.io, "full"),
-    )
+    assert held.how["writing"] == Writing(options.io, 7)
+    assert held.how["check_replicas"] == "full"
     agent.close(drop=True)
     held.thread.join(SOON_S)
 

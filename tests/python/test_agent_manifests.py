@@ -28,6 +28,7 @@ from torch_ckpt.agent.messages import (
     receive,
     send,
 )
+from torch_ckpt.agent.persist import Writing
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
@@ -99,7 +100,7 @@ def joint_save_of(folder: Path, node: int) -> JointSave:
     slot.begin(place.header(7, 1, persist=True), table, 0)
     slot.complete()
     return JointSave(
-        [slot], io=IoOptions(), threads=1, timeout_s=600.0, is_shutting_down=lambda: False
+        [slot], Writing(IoOptions(), 1), timeout_s=600.0, is_shutting_down=lambda: False
     )
 
 

@@ -220,6 +220,8 @@ def carry_out(case: Case, place: Place) -> list[str]:
                 for wait, *_ in begun:
                     if wait is not None:
                         wait()
+                if wait is not None and not saving.of("ends"):
+                    change_memory(whole)  # Back: the next save may find values unchanged.
                 for _, *saved in begun:
                     problems += _check(case, saving, *saved)
                 begun.clear()

@@ -394,14 +394,28 @@ class Evolving:
         return _wrapped(rng, made) if self.content.has_objects else made
 
     def change(self) -> None:
-        """Some changes, or none, and other values in the same memory, as training makes them."""
+        """Some changes, or none, and other values in the same memory, as training makes them.
+
+        At times in all memory, and at times in some of it, or in one bit alone.
+        """
         rng = self.rng
         self._left = self._lengths.budget // 2
         for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 5])):
             found = [leaf for leaf in leaves(self.state) if isinstance(leaf.value, torch.Tensor)]
             if found:
                 CHANGES[rng.choice(list(CHANGES))](self, rng.choice(found), found)
-        self._refill()
+        rng = random.Random(rng.getrandbits(60))
+        found = [pair for pair in memories(self.state) if len(pair[0])]
+        kind = rng.choice(["all", "all", "some", "bit"])
+        if kind == "bit" and found:
+            memory, mask = rng.choice(found)
+            at = rng.choice([0, len(memory) - 1, rng.randrange(len(memory))])
+            bits = 255 if mask is None else mask[at % len(mask)]
+            memory[at] ^= bits & -bits  # The lowest one that may change.
+            return
+        for memory, mask in found:
+            if kind == "all" or rng.random() < 0.3:
+                randomise(memory, rng.getrandbits(60), mask=mask)
 
     def _refill(self) -> None:
         for memory, mask in memories(self.state):

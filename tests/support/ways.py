@@ -82,6 +82,7 @@ class Saving:
     def __post_init__(self) -> None:
         self.stager: SnapshotStager | None = STAGERS[self.way["stager"]]()
         self.opened_run: Run | None = None
+        self.last: Location | None = None  # The former checkpoint.
 
     def of(self, name: str) -> Any:
         """What the way has of this list."""
@@ -105,6 +106,9 @@ class Saving:
             options["stager"] = self.stager
         if self.way["writer"] == "stock" and path.local_path is None:
             return _Uploading(path, self.place.scratch / path.name, **options)
+        if self.of("base"):
+            options["base"] = (self.last or path).checkpoint_id
+        self.last = path
         return self.of("writer")(path.checkpoint_id, **options)
 
     def planner(self) -> Any:
@@ -160,7 +164,7 @@ class Call:
     """
 
     function: Callable[[Saving, Any, Location], Wait]
-    uses: str = "writer planner io files queue place then directory"
+    uses: str = "writer planner io files queue place then directory base"
 
 
 STAGED = f"{Call.uses} stager ends"
@@ -340,6 +344,7 @@ IN: dict[str, Mapping[str, Any]] = {
     "stager": STAGERS,
     "place": dict.fromkeys(PLACES),
     "directory": {"one for each save": False, "the same": True},
+    "base": {"none": False, "the former save": True},
     "ends": {"in turn": False, "all at the end": True},
     "then": {"": None, "convert to dcp": "dcp", "convert to safetensors": "safetensors"}
     | {"convert to torch": "torch"},
@@ -368,6 +373,7 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (is_ours or way["queue"] == "io_uring")
         and (way["writer"] == "fast" or way["stager"] == "of the process")
         and (way["writer"] == "fast" or way["then"] == "")
+        and (way["writer"] == "fast" or way["base"] == "none")
         and (way["call"] != "stage" or (is_ours and way["stager"] != "with a cap"))
         # Stock's stager fails for sparse tensors and some DTensors, and drops attributes.
         and (is_ours or "async" not in way["call"])

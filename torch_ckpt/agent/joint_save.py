@@ -29,6 +29,7 @@ from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.messages import Failure, raise_failure
 from torch_ckpt.agent.persist import (
     FileReport,
+    Writing,
     directory_of,
     found_before,
     publish,
@@ -39,7 +40,6 @@ from torch_ckpt.agent.persist import (
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import index_name, pending_name
-from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import (
     DIGEST_NBYTES,
     CheckReplicas,
@@ -88,9 +88,8 @@ class JointSave:
     def __init__(
         self,
         memories: Sequence[_native.Slot],
+        how: Writing,
         *,
-        io: IoOptions,
-        threads: int,
         check_replicas: CheckReplicas = "sample",
         timeout_s: float,
         is_shutting_down: Callable[[], bool],
@@ -102,8 +101,7 @@ class JointSave:
         if not self._first.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
         self._directory = directory_of(self._first)
-        self._io = io
-        self._threads = threads
+        self._how = how
         self._values = values_of(self._snapshots, check_replicas)
         header = self._headers[0]
         self._files = Manifests(
@@ -256,18 +254,16 @@ class JointSave:
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
         if reports is None:
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
+            shares = list(zip(self._snapshots, assigned, strict=True))
             reports = write_shares(
-                *(list(zip(self._snapshots, assigned, strict=True)), self._directory),
-                *(secrets.token_hex(8), self._written),
-                io=self._io,
-                threads=self._threads,
+                shares, self._directory, secrets.token_hex(8), self._written, self._how
             )
             if [memory.header() for memory in self._memories] != self._headers:
                 raise CheckpointError(
                     f"cannot commit {self._directory}: a slot was refilled meanwhile"
                 )
             self._publish_manifest(reports)
-        self._written = [name for _, (name, _, _), _ in reports]
+        self._written = [name for _, (name, *_), _ in reports]
         self._reports = reports
         self._reset_deadline()
 
@@ -330,9 +326,9 @@ class JointSave:
             return None
         facts, blobs = got
         return [
-            (rank, (name, nbytes, sums), extents)
-            for (rank, name, nbytes), sums, extents in zip(
-                facts["files"], blobs[::2], blobs[1::2], strict=True
+            (rank, (name, nbytes, sums, digests, origin), extents)
+            for (rank, name, nbytes, origin), sums, digests, extents in zip(
+                facts["files"], blobs[::3], blobs[1::3], blobs[2::3], strict=True
             )
         ]
 
@@ -343,7 +339,7 @@ class JointSave:
         files = snapshot_commit_files(
             self._plan.plan, reports, save_id, self._first, self._plan.paths
         )
-        written = {name: nbytes for _, (name, nbytes, _), _ in reports}
+        written = {name: nbytes for _, (name, nbytes, *_), _ in reports}
         self._may_be_committed = True  # Even if `publish` fails.
         publish(files, written, save_id, self._first, self._before)
         self._files.clear()
@@ -394,8 +390,12 @@ class JointSave:
             self._publish_manifest(self._reports)
 
     def _publish_manifest(self, reports: list[FileReport]) -> None:
-        files = [(rank, name, nbytes) for rank, (name, nbytes, _), _ in reports]
-        blobs = [blob for _, (_, _, sums), extents in reports for blob in (sums, extents)]
+        files = [(rank, name, nbytes, origin) for rank, (name, nbytes, _, _, origin), _ in reports]
+        blobs = [
+            blob
+            for _, (_, _, sums, digests, _), extents in reports
+            for blob in (sums, digests, extents)
+        ]
         self._files.put("manifest", {"epoch": self._epoch, "files": files}, blobs)
 
     def _save_facts(self) -> list[object]:

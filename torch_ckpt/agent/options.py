@@ -32,6 +32,8 @@ class AgentOptions:
             start.
         check_replicas: How ranks and agents find out whether replicas are equal: see
             :class:`~torch_ckpt.storage.writer.FastWriter`.
+        reuse: Whether the agent takes what has not changed from the last save that it has written;
+            see ``base`` of :class:`~torch_ckpt.storage.writer.FastWriter`. A run sets it.
         replicas: 1 to send each save to the memory of another machine too, the buddy of this one.
             If a machine is lost, the other machines and its replacement then restore the save from
             memory. Doubles the memory for slots.
@@ -51,6 +53,7 @@ class AgentOptions:
     peers_timeout_s: float = 600.0
     io: IoOptions = field(default_factory=IoOptions)
     check_replicas: CheckReplicas = "sample"
+    reuse: bool = False
     replicas: int = 0
     failure_domain: str | None = None
     replicate_bytes_per_s: float | None = None

@@ -11,6 +11,8 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
@@ -33,9 +35,11 @@ from torch_ckpt.storage.gc import (
     pending_pattern,
     remove_files,
 )
+from torch_ckpt.storage.reuse import Reuse, reuse
 
 __all__ = [
     "FileReport",
+    "Writing",
     "directory_of",
     "found_before",
     "persist",
@@ -45,22 +49,35 @@ __all__ = [
     "write_shares",
 ]
 
-FileReport = tuple[int, tuple[str, int, bytes], bytes]
-"""Rank; name, length and checksums of its file; encoded extents of its items."""
+FileReport: TypeAlias = "tuple[int, _native.ReportedFile, bytes]"
+"""Rank; its file; encoded extents of its items."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How an agent writes files. All threads share the buffers of ``io``.
+
+    ``reuses`` says to take what has not changed from ``base``, if there is one, and to add digests
+    for the next save; see :mod:`torch_ckpt.storage.reuse`.
+    """
+
+    io: IoOptions
+    threads: int
+    reuses: bool = False
+    base: Location | None = None
 
 
 def persist(
     snapshots: Sequence[_native.StoredSnapshot],
+    how: Writing,
     *,
-    io: IoOptions,
-    threads: int,
     check_replicas: CheckReplicas = "sample",
     is_current: Callable[[], bool] = lambda: True,
 ) -> list[Difference]:
     """Writes and commits a checkpoint of one snapshot of every rank, in order of rank.
 
     Warns of replicas with different values, each of which is stored whole from one rank, and
-    returns them. All threads share the buffers of ``io``. ``is_current`` is called before the
+    returns them. ``is_current`` is called before the
     commit: it returns whether the slots still contain these snapshots. Raises StorageError if a
     write failed: the new data files are removed, and the previous checkpoint is unchanged. Raises
     CheckpointError if the snapshots do not form one save, or do not cover whole tensors.
@@ -68,7 +85,7 @@ def persist(
     _check_one_save(snapshots)
     first = snapshots[0]
     with _created(directory_of(first)) as directory:
-        return _persist(snapshots, directory, io, threads, check_replicas, is_current)
+        return _persist(snapshots, directory, how, check_replicas, is_current)
 
 
 @contextlib.contextmanager
@@ -90,8 +107,7 @@ def _created(directory: Location) -> Iterator[Location]:
 def _persist(
     snapshots: Sequence[_native.StoredSnapshot],
     directory: Location,
-    io: IoOptions,
-    threads: int,
+    how: Writing,
     check_replicas: CheckReplicas,
     is_current: Callable[[], bool],
 ) -> list[Difference]:
@@ -114,7 +130,7 @@ def _persist(
     pending.write(b"", sync=False)
     try:
         shares = [(snapshot, plan.assignment(n)) for n, snapshot in enumerate(snapshots)]
-        reports = write_shares(shares, directory, save_id, written, io=io, threads=threads)
+        reports = write_shares(shares, directory, save_id, written, how)
         paths = [snapshot.paths for snapshot in snapshots]
         files = snapshot_commit_files(plan, reports, save_id, first, paths)
         if not is_current():
@@ -122,7 +138,7 @@ def _persist(
     except BaseException:
         remove_files(directory, [*written, pending.name])
         raise
-    sizes = {name: nbytes for _, (name, nbytes, _), _ in reports}
+    sizes = {name: nbytes for _, (name, nbytes, *_), _ in reports}
     publish(files, sizes, save_id, first, before)
     return plan.differences
 
@@ -143,25 +159,23 @@ def write_shares(
     directory: Location,
     save_id: str,
     written: list[str],
-    *,
-    io: IoOptions,
-    threads: int,
+    how: Writing,
 ) -> list[FileReport]:
     """Writes the share of each rank, and syncs the directory if the save requests it.
 
-    A share is a snapshot and an encoded assignment. All threads share the buffers of ``io``.
-    ``written`` receives the name of each complete file; the caller removes these after an error.
+    A share is a snapshot and an encoded assignment. ``written`` receives the name of each complete
+    file; the caller removes these after an error.
     """
-    threads = max(1, min(threads, len(shares)))
-    block_nbytes = io.block_nbytes(directory.file_system)
-    pool_nbytes = max(2 * block_nbytes, io.buffer_nbytes // threads)
+    threads = max(1, min(how.threads, len(shares)))
+    block_nbytes = how.io.block_nbytes(directory.file_system)
+    pool_nbytes = max(2 * block_nbytes, how.io.buffer_nbytes // threads)
 
     def write_every(first: int) -> list[FileReport]:
         pool = _native.BufferPool(pool_nbytes, block_nbytes)
         reports = []
         for number in range(first, len(shares), threads):
-            report = _write(*shares[number], directory, save_id, pool, io, jobs)
-            if report is not None:
+            share = _Share(*shares[number], directory, save_id)
+            for report in share.write(pool, how, jobs):
                 written.append(report[1][0])
                 reports.append(report)
         return reports
@@ -278,38 +292,75 @@ def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
         )
 
 
-def _write(
-    snapshot: _native.StoredSnapshot,
-    assignment: bytes,
-    directory: Location,
-    save_id: str,
-    pool: _native.BufferPool,
-    io: IoOptions,
-    jobs: FileJobs,
-) -> FileReport | None:
-    """Writes the share of one rank; returns ``None`` if the share is empty."""
-    rank = snapshot.header.rank
-    work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
-    if not len(work):
-        return None
-    name = f"__{rank}_0_{save_id}.distcp"
-    numbers = work.items
-    planned = _native.PlannedFile(work, snapshot.batch(numbers))
+class _Share:
+    """The share of one rank, which goes to files in a directory."""
 
-    def write_tensors(job: _native.SaveJob) -> None:
-        jobs.begin(job)
-        planned.write(job, 0, len(planned))
+    def __init__(
+        self,
+        snapshot: _native.StoredSnapshot,
+        assignment: bytes,
+        directory: Location,
+        save_id: str,
+    ) -> None:
+        self._snapshot, self._rank = snapshot, snapshot.header.rank
+        self._work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
+        self._directory, self._save_id = directory, save_id
 
-    job, appended = write_planned(
-        directory / name,
-        planned,
-        write_tensors,
-        lambda job, position: job.append(snapshot.object_bytes(numbers[position])),
-        pool=pool,
-        direct=io.direct,
-        sync=snapshot.sync,
-    )
-    return rank, (name, *job.sums), planned.extents(appended)
+    def write(self, pool: _native.BufferPool, how: Writing, jobs: FileJobs) -> Iterator[FileReport]:
+        """Takes what has not changed from the base, and writes the rest. Yields complete files."""
+        work = self._work
+        groups: Sequence[Sequence[int]] = [range(len(work))] if len(work) else []
+        found = None
+        if how.reuses and len(work):
+            batch = self._snapshot.batch(work.items)
+            batch.cut(work)
+            found = reuse(
+                *(how.base, self._directory, work, batch.digests(False, 1)),
+                lambda positions: batch.full_digests(positions, 1),
+                sync=self._snapshot.sync,
+            )
+            for file in found.files:
+                extents = [(work.items[box[0]], box[2], box[3]) for box in file.boxes]
+                yield self._rank, file.report, _native.encode_extents(extents)
+            groups = found.groups
+        for number, positions in enumerate(groups):
+            yield self._write(number, positions, found, pool, how.io, jobs)
+
+    def _write(
+        self,
+        number: int,
+        positions: Sequence[int],
+        found: Reuse | None,
+        pool: _native.BufferPool,
+        io: IoOptions,
+        jobs: FileJobs,
+    ) -> FileReport:
+        """Writes the file of this number: the items at some positions."""
+        name = f"__{self._rank}_{number}_{self._save_id}.distcp"
+        work = self._work.part(positions)
+        items = work.items
+        planned = _native.PlannedFile(work, self._snapshot.batch(items))
+        if found is not None:
+            digested = set(found.digested)
+            planned.add_digests(
+                [found.samples[at] for at in positions],
+                [here for here, at in enumerate(positions) if at in digested],
+            )
+
+        def write_tensors(job: _native.SaveJob) -> None:
+            jobs.begin(job)
+            planned.write(job, 0, len(planned))
+
+        job, appended = write_planned(
+            self._directory / name,
+            planned,
+            write_tensors,
+            lambda job, position: job.append(self._snapshot.object_bytes(items[position])),
+            pool=pool,
+            direct=io.direct,
+            sync=self._snapshot.sync,
+        )
+        return self._rank, (name, *job.sums, planned.digests, 0), planned.extents(appended)
 
 
 def directory_of(snapshot: _native.StoredSnapshot) -> Location:

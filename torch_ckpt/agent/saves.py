@@ -19,9 +19,10 @@ from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.memory import Save, done_mark
 from torch_ckpt.agent.messages import Failure, failure_of
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.persist import directory_of, persist
+from torch_ckpt.agent.persist import Writing, directory_of, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.replica_check import Difference
 
 __all__ = ["Saves"]
@@ -79,6 +80,7 @@ class Saves:
         self._failures: dict[
             Save, Failure
         ] = {}  # Also where a file of the failure cannot be written.
+        self._last: Location | None = None  # The last checkpoint that this agent has written.
         self.is_running = False
         """Whether a save is in progress."""
         matches = filter(None, map(_DONE.fullmatch, os.listdir(folder)))
@@ -202,8 +204,7 @@ class Saves:
             options = self._options()
             entry.joint = JointSave(
                 [slot.memory for slot in entry.slots if slot.memory is not None],
-                io=options.io,
-                threads=options.threads,
+                self._writing(entry.slots),
                 check_replicas=options.check_replicas,
                 timeout_s=options.peers_timeout_s,
                 is_shutting_down=lambda: self._is_shutting_down(save),
@@ -250,6 +251,8 @@ class Saves:
         self._offered.discard(save)
         with contextlib.suppress(OSError):
             if error is None:
+                assert slots[0].memory is not None
+                self._last = directory_of(slots[0].memory.read())
                 self._mark_done(save, differences)
             else:
                 self._failures[save] = failure_of(error)
@@ -272,13 +275,21 @@ class Saves:
         options = self._options()
         differences = persist(
             snapshots,
-            io=options.io,
-            threads=options.threads,
+            self._writing(slots),
             check_replicas=options.check_replicas,
             is_current=lambda: [memory.header() for memory in memories] == headers,
         )
         _log.info("step %d is on disk", headers[0].step)
         return differences
+
+    def _writing(self, slots: list[SlotFile]) -> Writing:
+        """Returns how to write a save: the base is the last one that this agent has written."""
+        options = self._options()
+        assert slots[0].memory is not None
+        base = self._last
+        if base is not None and str(base) == str(directory_of(slots[0].memory.read())):
+            base = None
+        return Writing(options.io, options.threads, options.reuse, base)
 
     def _forget_failure(self, save: Save) -> None:
         self._failures.pop(save, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 from collections import defaultdict
@@ -11,8 +12,11 @@ from typing import Any
 from torch_ckpt._core import _native
 from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
 from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.formats.expansion import allowed_nbytes
+from torch_ckpt.runs.step_files import committed_steps
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.stored_entries import (
     Checkpoint,
@@ -94,14 +98,37 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         ],
         "rules": [{"fqn": fqn, "rule": str(rule)} for fqn, rule in checkpoint.rules.items()],
         "files": [
-            {"name": name, "nbytes": nbytes, "rank": _rank_of(name)}
-            for name, nbytes in checkpoint.files
+            {"name": name, "nbytes": nbytes, "rank": _rank_of(name), "first_saved": first}
+            for (name, nbytes), first in zip(
+                checkpoint.files, _first_saved(checkpoint), strict=True
+            )
         ],
         "ranks": [
             {"rank": rank, "nbytes": nbytes}
             for rank, nbytes in sorted(per_rank.items(), key=lambda item: (item[0] is None, item))
         ],
     }
+
+
+def _first_saved(checkpoint: Checkpoint) -> list[str | None]:
+    """Returns the save that has written each file: its id, and its step if the run still has it.
+
+    ``None`` stands for the save of the checkpoint itself.
+    """
+    index = checkpoint.index
+    origins = [0 if index is None else index.origin(n) for n in range(len(checkpoint.files))]
+    if index is None or not any(origins):
+        return [None] * len(origins)
+    run = checkpoint.path.parent.parent
+    steps: dict[str | None, int] = {}
+    with contextlib.suppress(CheckpointError):
+        steps = {committed_id(run / f"step-{step}"): step for step in committed_steps(run)}
+    found = []
+    for origin in origins:
+        save_id = f"{origin:016x}"
+        step = f", step {steps[save_id]}" if save_id in steps else ""
+        found.append(f"save {save_id}{step}" if origin else None)
+    return found
 
 
 def _format_of(checkpoint: Checkpoint) -> str:
@@ -144,7 +171,15 @@ def _print_summary(summary: dict[str, Any]) -> None:
         print("parameters, and the rules that unite their shards")
         print_table([(one["fqn"], one["rule"]) for one in rules])
     print_table(
-        [(file["name"], readable_nbytes(file["nbytes"])) for file in summary["files"]], right=(1,)
+        [
+            (
+                file["name"],
+                readable_nbytes(file["nbytes"]),
+                f"written by {file['first_saved']}" if file["first_saved"] else "",
+            )
+            for file in summary["files"]
+        ],
+        right=(1,),
     )
     print(f"{len(summary['files'])} files, {readable_nbytes(nbytes)}")
     per_rank = [rank["nbytes"] for rank in summary["ranks"]]

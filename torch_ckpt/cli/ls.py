@@ -15,6 +15,7 @@ from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_tabl
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
+from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.runs.step_files import (
     branch_of,
     listed_steps,
@@ -36,7 +37,8 @@ def add_to(commands: Any) -> None:
         "the step is whole. A step is whole if it opens, and its files have the right lengths; "
         "torch-ckpt verify reads all bytes. In a local directory, from which steps are promoted, "
         "the list has the steps of the run as well, and where each is whole; 'part' means that "
-        "other machines have the other files. A step that was saved after the run had gone back to "
+        "other machines have the other files. 'New' are the bytes that no older step has as well. "
+        "A step that was saved after the run had gone back to "
         "step 300 is marked 'from step 300'. Exit status: 0; 1 if a committed step is damaged; "
         "3 if there is no run.",
     )
@@ -79,7 +81,7 @@ def _ls(options: argparse.Namespace) -> int:
             step["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in metrics}
         print_json({"run": str(options.run), "newest": newest, "steps": steps})
     else:
-        print_table([_row(step, newest) for step in steps], right=(0, 1, 2))
+        print_table([_row(step, newest) for step in steps], right=(0, 1, 2, 3))
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
 
 
@@ -116,6 +118,7 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
     return {
         "step": number,
         "nbytes": _nbytes(path),
+        "linked_nbytes": _linked_nbytes(path),
         "age_s": None if modified is None else max(time.time() - modified, 0.0),
         "state": state,
         "reason": reason,
@@ -133,6 +136,15 @@ def _nbytes(path: Location) -> int:
     return total
 
 
+def _linked_nbytes(path: Location) -> int:
+    """Returns the length of the files that an older save has written."""
+    with contextlib.suppress(CheckpointError):
+        index = open_committed(path, "")[1]
+        if index is not None:
+            return sum(n for i, (_, n) in enumerate(index.files) if index.origin(i))
+    return 0
+
+
 def _row(step: dict[str, Any], newest: int | None) -> list[str]:
     is_newest = step["step"] == newest
     tiers = " and ".join(step["tiers"])
@@ -144,6 +156,9 @@ def _row(step: dict[str, Any], newest: int | None) -> list[str]:
     return [
         f"step {step['step']}",
         readable_nbytes(step["nbytes"]),
+        f"{readable_nbytes(step['nbytes'] - linked)} new"
+        if (linked := step["linked_nbytes"])
+        else "",
         _age(step["age_s"]),
         ", ".join(filter(None, marks)),
         " ".join(f"{name}={value:g}" for name, value in step["metrics"].items()),

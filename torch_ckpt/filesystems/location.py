@@ -316,6 +316,17 @@ class Location:
         """Renames the location within its file system, and replaces the target if it exists."""
         self.file_system.rename(self.path, to.path)
 
+    def link(self, to: Location, *, sync: bool) -> None:
+        """Gives the file another name without moving its bytes: a hard link, or a store's own copy.
+
+        With ``sync``, its bytes survive a power cut, and the name does once its directory is
+        synced. Raises UnsupportedError if that is not possible for the two locations, and
+        StorageError with ``EEXIST`` if there is a file, except on a store, which replaces it.
+        """
+        if self.file_system is not to.file_system:
+            raise UnsupportedError(f"cannot link {self} to {to}: they are on different storage")
+        self.file_system.link(self.path, to.path, sync)
+
     def exchange(self, other: Location) -> bool:
         """Exchanges two files or directories of one file system atomically.
 

@@ -34,6 +34,9 @@ class ObjectStore(Protocol):
     and StorageError with an ``errno`` if the store refuses or fails. A message names the URL.
     """
 
+    copies: bool
+    """Whether ``copy`` leaves the source, and moves no bytes through this machine."""
+
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         """Returns what is known of an object, in one request.
 

@@ -35,6 +35,8 @@ def pending_path(path: str) -> str:
 class StoreClient:
     """The part of an :class:`~torch_ckpt.filesystems.object_store.ObjectStore` that all have."""
 
+    copies = True
+
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
         self._pid = 0  # The process that has connected, whose threads a child lacks.

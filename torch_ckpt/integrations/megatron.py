@@ -11,7 +11,7 @@ import itertools
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, cast
 
@@ -388,18 +388,20 @@ class _Writer(FastWriter):
     keeps_plans = False
     _plans: list[SavePlan] | None = None
 
-    def _files_of(self, work: RankWork, prefix: str) -> tuple[dict[str, RankWork], ...]:
+    def _files_of(self, groups: Sequence[RankWork], names: Iterator[str]) -> dict[str, RankWork]:
         hint = self.separation_hint
         if not hint:
-            return super()._files_of(work, prefix)
-        hinted: list[int] = []
-        others: list[int] = []
-        for position in range(len(work.work)):
-            is_hinted = work.item(position).index.fqn.startswith(hint)
-            (hinted if is_hinted else others).append(position)
-        first = super()._files_of(work.part(others), prefix)
-        second = super()._files_of(work.part(hinted), f"{hint}{prefix}")
-        return tuple({**one, **two} for one, two in zip(first, second, strict=True))
+            return super()._files_of(groups, names)
+        hinted: list[RankWork] = []
+        others: list[RankWork] = []
+        for group in groups:
+            every = range(len(group.work))
+            chosen = {at for at in every if group.item(at).index.fqn.startswith(hint)}
+            hinted.append(group.part(sorted(chosen)))
+            others.append(group.part([at for at in every if at not in chosen]))
+        files = super()._files_of(others, names)
+        own = super()._files_of(hinted, names)
+        return files | {f"{hint}{name}": work for name, work in own.items()}
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._plans = None

@@ -15,9 +15,10 @@ from torch_ckpt._core.tensors import to_plain
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.planning.replica_check import CheckReplicas
 
-__all__ = ["has_other_ranks", "value_digests"]
+__all__ = ["THREADS", "full_digests", "has_other_ranks", "value_digests"]
 
-_THREADS = min(4, os.cpu_count() or 1)
+THREADS = min(4, os.cpu_count() or 1)
+"""Threads that compute digests while training waits."""
 
 
 def has_other_ranks() -> bool:
@@ -44,7 +45,7 @@ def value_digests(
     except ValueError:  # Staged copies of what other ranks write have no memory.
         chosen = [source if _has_memory(source) else None for source in chosen]
         batch = _tensor_view.inspect(chosen, writable=False)
-    found = array.array("Q", batch.digests(mode == "full", _THREADS))
+    found = array.array("Q", batch.digests(mode == "full", THREADS))
     elsewhere = [at for at, digest in enumerate(found) if not digest and _needs_copy(chosen[at])]
     if elsewhere:
         digests = _digests_of_copies([chosen[at] for at in elsewhere], mode)
@@ -56,6 +57,23 @@ def value_digests(
     for number, digest in zip(numbers, found, strict=True):
         out[number] = digest
     return out.tobytes()
+
+
+def full_digests(
+    tensors: Sequence[Any], positions: Sequence[int], *, threads: int, niceness: int
+) -> list[tuple[int, int]]:
+    """Returns the digest of all elements of the tensors at some positions, in two halves.
+
+    Equal values have equal digests, as for :func:`value_digests`.
+    """
+    chosen = [tensors[position] for position in positions]
+    batch = _tensor_view.inspect(chosen, writable=False)
+    found = batch.full_digests(range(len(chosen)), threads, niceness)
+    for at, tensor in enumerate(chosen):
+        if found[at] == (0, 0) and _needs_copy(tensor):
+            copy = _tensor_view.inspect([to_plain(tensor)], writable=False)
+            (found[at],) = copy.full_digests([0], threads, niceness)
+    return found
 
 
 def _has_memory(source: Any) -> bool:
@@ -80,7 +98,7 @@ def _digests_of_copies(tensors: Sequence[torch.Tensor], mode: CheckReplicas) -> 
     if mode == "full":
         for tensor in tensors:
             batch = _tensor_view.inspect([to_plain(tensor)], writable=False)
-            digests.frombytes(batch.digests(True, _THREADS))
+            digests.frombytes(batch.digests(True, THREADS))
         return digests
     devices = {tensor.device for tensor in tensors}
     samples: dict[int, torch.Tensor] = {}

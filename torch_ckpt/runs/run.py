@@ -32,7 +32,7 @@ from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
 from torch_ckpt.runs.step_files import lease
-from torch_ckpt.runs.step_saves import StepSaves
+from torch_ckpt.runs.step_saves import Reuse, StepSaves
 from torch_ckpt.runs.step_tiers import StepTiers
 from torch_ckpt.storage.copying import CheckpointCopy
 
@@ -85,6 +85,8 @@ class Run(LastSaves):
         verify: Condition for a whole step. ``"quick"``: it opens, and its files have the right
             lengths. ``"full"``: all of its bytes are also sound. With ``"full"`` the first rank
             reads all bytes, so ``timeout_s`` must be long enough.
+        reuse: ``"auto"``: tensors that are equal to those of the newest step are not written again;
+            see ``base`` of :class:`FastWriter`. ``"off"``: each step is written whole.
         process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.
         agent: Whether the agent of this machine saves in the background (:class:`SnapshotAgent`),
@@ -129,6 +131,7 @@ class Run(LastSaves):
         on_failure: OnFailure = "raise",
         max_failures: int = 3,
         verify: Verify = "quick",
+        reuse: Reuse = "auto",
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         agent: bool | AgentOptions = False,
@@ -138,8 +141,13 @@ class Run(LastSaves):
         self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
         """Which steps remain after a save."""
         self._schedule = SaveSchedule(every, max_overhead)
-        options = ("on_busy", on_busy, OnBusy), ("verify", verify, Verify)
-        for name, value, known in (*options, ("on_failure", on_failure, OnFailure)):
+        options: tuple[tuple[str, str, Any], ...] = (
+            ("on_busy", on_busy, OnBusy),
+            ("verify", verify, Verify),
+            ("on_failure", on_failure, OnFailure),
+            ("reuse", reuse, Reuse),
+        )
+        for name, value, known in options:
             if value not in get_args(known):
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(known))}")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
@@ -188,6 +196,7 @@ class Run(LastSaves):
             agent=agent,
             timeout_s=timeout_s,
             reader=reader,
+            reuses=reuse == "auto",
             why_not="agents cannot save to local directories of several machines"
             if places.are_several
             else "",
@@ -211,6 +220,7 @@ class Run(LastSaves):
             failures=self._failures,
             clock=self._schedule.clock,
             timeout_s=timeout_s,
+            reuses=reuse == "auto",
         )
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
         if self._promotion is not None:

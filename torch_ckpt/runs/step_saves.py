@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,11 +38,13 @@ from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import metrics_file, write_small_files
+from torch_ckpt.runs.step_files import committed_steps, metrics_file, write_small_files
 from torch_ckpt.runs.step_tiers import common_step
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["StepSaves"]
+__all__ = ["Reuse", "StepSaves"]
+
+Reuse = Literal["auto", "off"]
 
 _ROUND_S = 2.0
 """Interval at which the ranks exchange whether their promotions are in progress."""
@@ -57,8 +59,9 @@ class StepSaves:
     to the directory of the run, which is the last; it is ``None`` on all ranks but the first at
     each place.
     ``process_group`` has the ranks of ``group``, for DCP; all if ``None``. ``boundary`` records
-    each step that is stored, and ``clock`` the duration of each background save. ``saved`` is the
-    number of steps that were committed.
+    each step that is stored, and ``clock`` the duration of each background save. ``reuses`` says
+    that a save takes what has not changed from the newest step. ``saved`` is the number of steps
+    that were committed.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class StepSaves:
         failures: Failures,
         clock: CostClock,
         timeout_s: float,
+        reuses: bool,
     ) -> None:
         self._disks, self._disk = disks, disks[0]
         self._group, self._process_group = group, process_group
@@ -84,6 +88,8 @@ class StepSaves:
         self._failures, self._promotion = failures, promotion
         self._is_at_several_places = places.are_several
         self.saved = 0
+        self._reuses = reuses
+        self._last: int | None = None  # The step that this process has saved last.
         self.branches = Branches(self._disks, retention)
         self._pending: BackgroundSave | None = None
         self._failed: set[int] = set()  # Steps whose directories may have remains.
@@ -138,7 +144,7 @@ class StepSaves:
 
         def begin(
             answers: list[tuple[int, CheckpointError | None]],
-        ) -> tuple[dict[str, bytes], Choice]:
+        ) -> tuple[dict[str, bytes], Choice, int | None]:
             common_step([rank_step for rank_step, _ in answers])
             choice = Choice()
             if self._promotion is not None:
@@ -155,13 +161,25 @@ class StepSaves:
             is_agent = isinstance(self._backend, AgentBackend)
             if is_agent and persist and not has_checkpoint(path):
                 write_small_files(path, files)
-            return files, choice
+            return files, choice, self._base(step) if self._reuses else None
 
-        files, choice = self._group.decide("beginning to save", own, begin, timeout_s=timeout_s)
+        what = "beginning to save"
+        files, choice, base = self._group.decide(what, own, begin, timeout_s=timeout_s)
+        if base is not None:
+            self._writer.base = self._disk.path(base).checkpoint_id
         if self._promotion is not None:
             self._promotion.saving(step, choice)
         self._writer.small_files = files
         return files
+
+    def _base(self, step: int) -> int:
+        """Returns the step from which a save takes what has not changed; itself if there is none.
+
+        It is the last one that was saved. A process that has saved none looks for the newest one.
+        """
+        if self._last is None:
+            self._last = next(iter(committed_steps(self._disk.directory)), None)
+        return step if self._last is None else self._last
 
     def begin_after(
         self,
@@ -398,6 +416,7 @@ class StepSaves:
                     stack.enter_context(self._promotion.discarding_after(step))
                 removed = discard_after(directories, step)
             self.branches.discarded_after(step)
+            self._last = None
             return removed
 
         def discard_elsewhere() -> None:
@@ -438,6 +457,7 @@ class StepSaves:
     def _committed(self, step: int, files: Mapping[str, bytes]) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
+        self._last = step
         self._boundary.committed(step)
         if not self._group.is_coordinator and self._promotion is None:
             return

@@ -72,7 +72,7 @@ def commit_files(
     Returns:
         The contents of ``.metadata`` and of its index.
     """
-    file_columns = [(file.name, file.nbytes, file.sums) for file in files]
+    file_columns = [file.columns for file in files]
     with gc_paused():
         entries = to_entries(metadata, [f.name for f in files], [f.dtypes for f in files])
         paths = to_paths(metadata)
@@ -121,14 +121,14 @@ def planned_commit_files(
         CheckpointError: The written items differ from the planned items.
     """
     paths = metadata.planner_data
-    reported: list[tuple[int, tuple[str, int, bytes], bytes]] = []
+    reported: list[tuple[int, _native.ReportedFile, bytes]] = []
     for rank, file in files:
         if file.extents is None:
             raise CheckpointError(
                 f"cannot commit {file.name} of rank {rank}: the rank planned in DCP's items, and "
                 "other ranks in columns; all ranks need planners of one class"
             )
-        reported.append((rank, (file.name, file.nbytes, file.sums), file.extents))
+        reported.append((rank, file.columns, file.extents))
     storage_meta = _storage_meta(metadata.storage_meta)
     assert storage_meta is not None
     assert metadata.storage_meta is not None

@@ -49,6 +49,9 @@ class WrittenFile:
         extents: Encoded extents of the items, if they were planned in columns. The save then has no
             other write results for the file.
         refused: FQN -> classes in its value that a load will refuse.
+        digests: If the save has a base: of each slice of a tensor its offset and its digests, 8
+            bytes each (``SliceDigest`` of the engine).
+        origin: The id of the save that wrote the file, as a number; 0 if it is the present one.
     """
 
     name: str
@@ -58,6 +61,13 @@ class WrittenFile:
     cuts: Sequence[CutPiece] = ()
     extents: bytes | None = None
     refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    digests: bytes = b""
+    origin: int = 0
+
+    @property
+    def columns(self) -> _native.ReportedFile:
+        """What the engine stores of the file in the index."""
+        return self.name, self.nbytes, self.sums, self.digests, self.origin
 
 
 def write_data_file(
@@ -85,6 +95,8 @@ def write_data_file(
     unresolved = [n for n, source in enumerate(work.sources) if isinstance(source, Unresolved)]
     batch.defer(unresolved)
     planned = _native.PlannedFile(work.work, batch)
+    if work.samples:
+        planned.add_digests(work.samples, [n for n, chosen in enumerate(work.digested) if chosen])
     pickled: dict[int, WriteResult] = {}
     refused: dict[str, Sequence[str]] = {}
 
@@ -109,7 +121,7 @@ def write_data_file(
         sync=sync,
         niceness=niceness,
     )
-    file = WrittenFile(name, *job.sums, refused=refused)
+    file = WrittenFile(name, *job.sums, refused=refused, digests=planned.digests)
     if work.items is None:
         return [], replace(file, extents=planned.extents(appended)), IoMode.of(job)
     with gc_paused():

@@ -47,6 +47,8 @@ class RankWork:
         items: The items of a plan of DCP's items; ``None`` if the plan itself is in columns.
         dtypes: With ``items``: dtype of each tensor that matches the plan, and so the metadata;
             ``None`` for the other items.
+        samples: If the save has a base: the digest of a sample of each tensor, 0 if unknown.
+        digested: With ``samples``: whether each tensor gets a digest of all elements as well.
     """
 
     work: _native.Work
@@ -54,6 +56,8 @@ class RankWork:
     waits: Sequence[bool]
     items: Sequence[WriteItem] | None = None
     dtypes: Sequence[str | None] = ()
+    samples: Sequence[int] = ()
+    digested: Sequence[bool] = ()
 
     def item(self, position: int) -> WriteItem:
         """Returns the item at a position, as a DCP item."""
@@ -76,7 +80,15 @@ class RankWork:
             waits=select(self.waits),
             items=None if self.items is None else select(self.items),
             dtypes=select(self.dtypes) if self.dtypes else (),
+            samples=select(self.samples) if self.samples else (),
+            digested=select(self.digested) if self.digested else (),
         )
+
+    def by_waits(self) -> tuple[RankWork, RankWork]:
+        """Returns the work to do first, and the work that can wait."""
+        first = [position for position, wait in enumerate(self.waits) if not wait]
+        others = [position for position, wait in enumerate(self.waits) if wait]
+        return self.part(first), self.part(others)
 
 
 def work_for(
@@ -106,24 +118,14 @@ def work_for(
         return _in_columns(work_of(plan), planner, transforms, can_wait or (lambda _: True))
 
 
-def split(work: RankWork, count: int | None) -> tuple[list[RankWork], list[RankWork]]:
-    """Splits the work of a rank into ``count`` files of about the same size, or into one per item.
-
-    Returns the work for each file to write first, and the work for each other file.
-    """
-    nbytes = work.work.nbytes
-
-    def files_of(waits: bool) -> list[RankWork]:
-        chosen = [position for position, wait in enumerate(work.waits) if wait == waits]
-        if count is None:
-            return [work.part([position]) for position in chosen]
-        files: list[list[int]] = [[] for _ in range(count)]
-        numbers = _native.balance_files([nbytes[position] for position in chosen], count)
-        for position, number in zip(chosen, numbers, strict=True):
-            files[number].append(position)
-        return [work.part(positions) for positions in files if positions]
-
-    return files_of(False), files_of(True)
+def split(work: RankWork, count: int | None) -> list[RankWork]:
+    """Splits work into ``count`` files of about the same size, or into one for each item."""
+    if count is None:
+        return [work.part([position]) for position in range(len(work.work))]
+    files: list[list[int]] = [[] for _ in range(count)]
+    for position, number in enumerate(_native.balance_files(work.work.nbytes, count)):
+        files[number].append(position)
+    return [work.part(positions) for positions in files if positions]
 
 
 def _in_columns(

@@ -266,6 +266,18 @@ def _check_blocks(
             report.fqns.update(fqns)
             what = ", ".join(fqns) if fqns else "no tensor or object"
             report.damage.append(f"{name} [{begin}, {end}): {what}")
+    if not report.damage:
+        _check_digests(index, job, report)
+
+
+def _check_digests(index: _native.Index, job: _native.VerifyJob, report: Report) -> None:
+    """Checks the digests by which the next save finds out what has not changed."""
+    for number, (fqn, _, boxes) in enumerate(index):
+        for box in job.check_digests(number):
+            report.fqns.add(fqn)
+            report.damage.append(
+                f"{fqn} at {list(boxes[box][0])}: its elements do not have the digest in the index"
+            )
 
 
 def _check_writer(checkpoint: Checkpoint, index: _native.Index, report: Report) -> None:

@@ -34,7 +34,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.filesystems.location import can_reach
+from torch_ckpt.filesystems.location import Location, can_reach
 from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.options import IoMode, IoOptions
@@ -55,7 +55,7 @@ from torch_ckpt.planning.replicas import (
     merge_cuts,
     share_out,
 )
-from torch_ckpt.planning.value_digests import has_other_ranks
+from torch_ckpt.planning.value_digests import THREADS, has_other_ranks
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
@@ -63,6 +63,7 @@ from torch_ckpt.storage.data_file import WrittenFile, write_data_file
 from torch_ckpt.storage.directory_writer import Claim, DirectoryWriter
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
+from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
 
 __all__ = ["FastWriter"]
@@ -112,6 +113,10 @@ class FastWriter(DirectoryWriter):
             ``"off"``, the stored tensor may mix the rows of the ranks. A
             :class:`FastSavePlanner` that you pass has an option of its own.
         stager: Stager for ``async_save``. By default, all writers of the process share one.
+        base: Directory of an older checkpoint, whose tensors that have not changed are not written
+            again: their files appear by hard link, or by a copy within the store. The base must
+            have been saved with a ``base`` as well, since it has digests then. For the first save,
+            pass ``path`` itself, or another directory without a checkpoint.
 
     Raises:
         AlreadyExistsError: ``path`` has a committed checkpoint, and ``overwrite`` is false.
@@ -152,6 +157,7 @@ class FastWriter(DirectoryWriter):
         share_replicas: bool = True,
         check_replicas: CheckReplicas = "sample",
         stager: SnapshotStager | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(path, stager)
         if thread_count < 1:
@@ -173,6 +179,7 @@ class FastWriter(DirectoryWriter):
         self.io = io or IoOptions()
         self.share_replicas = share_replicas
         self.check_replicas = as_mode(check_replicas)
+        self.base = base
         self.io_mode: IoMode | None = None
         """I/O mode of the last file that this process wrote; ``None`` before the first file."""
         self.save_id = _new_save_id()
@@ -342,12 +349,19 @@ class FastWriter(DirectoryWriter):
         finished = self._finished = []
         try:
             work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
+            first, others = work.by_waits()
+            prefix = plan.storage_data.prefix
+            names = (f"{prefix}{number}_{self.save_id}.distcp" for number in itertools.count())
             nbytes = sum(work.work.nbytes)
-            first, others = self._files_of(work, plan.storage_data.prefix)
             with self._progress(nbytes) as jobs:
-                results = self._write_files(first, nbytes, planner, finished, jobs)
+                files = self._files_of([first], names)
+                results = self._write_files(files, nbytes, planner, finished, jobs)
                 self._first_are_written()
-                results += self._write_files(others, nbytes, planner, finished, jobs)
+                taken = self._take_unchanged(others)
+                finished += taken.names
+                results += taken.results
+                files = self._files_of(taken.groups, names)
+                results += self._write_files(files, nbytes, planner, finished, jobs)
             if finished and self.sync_files:
                 self._write_directory.sync()
         except BaseException as error:
@@ -356,14 +370,23 @@ class FastWriter(DirectoryWriter):
         self._wrote_share(plan, planner)
         return results
 
-    def _files_of(self, work: RankWork, prefix: str) -> tuple[dict[str, RankWork], ...]:
-        """Returns the files to write first, and the other files: name -> work."""
-        number = itertools.count()
-        count = self.thread_count if self.single_file_per_rank else None
-        return tuple(
-            {f"{prefix}{next(number)}_{self.save_id}.distcp": file_work for file_work in file_works}
-            for file_works in split(work, count)
+    def _take_unchanged(self, work: RankWork) -> Taken:
+        """Takes what has not changed from the base, if there is one."""
+        if self.base is None:
+            return Taken([work])
+        base = Location(self.base).resolved()
+        is_background = self._niceness > 0
+        return take_unchanged(
+            *(None if str(base) == str(self.location) else base, self._write_directory, work),
+            sync=self.sync_files,
+            threads=1 if is_background else THREADS,
+            niceness=self._niceness,
         )
+
+    def _files_of(self, groups: Sequence[RankWork], names: Iterator[str]) -> dict[str, RankWork]:
+        """Returns the files to write: name -> work. Groups go to different files."""
+        count = self.thread_count if self.single_file_per_rank else None
+        return {next(names): work for group in groups for work in split(group, count)}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
@@ -426,9 +449,10 @@ class FastWriter(DirectoryWriter):
         finished: list[str],
         jobs: FileJobs,
     ) -> list[WriteResult]:
-        """Writes files (name -> work), ``thread_count`` at a time, with ``nbytes`` in all.
+        """Writes files (name -> work), ``thread_count`` at a time.
 
-        Adds the name of each complete file to ``finished``. A file that fails is removed.
+        The rank has ``nbytes`` to write in all. Adds the name of each complete file to
+        ``finished``. A file that fails is removed.
         """
         workers = min(self.thread_count, len(files))
         if workers == 0:

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine/read_stream.h"
+#include "format/zip_frame.h"
 
 namespace torch_ckpt {
 namespace {
@@ -87,6 +88,42 @@ Result<std::vector<ByteRange>> VerifyJob::check(int64_t file, int64_t begin, int
     return ok_status();
   }));
   return joined(std::move(damaged));
+}
+
+Result<std::vector<int64_t>> VerifyJob::check_digests(int64_t entry) {
+  std::vector<int64_t> out;
+  ASSIGN_OR_RETURN(const StoredEntry stored, index_->entry(entry));
+  const auto dtype = dtype_from_name(stored.facts.dtype);
+  if (!index_->has_digests() || !dtype) return out;
+  for (int64_t number = 0; number < stored.box_count; ++number) {
+    ASSIGN_OR_RETURN(const auto expected, index_->digest(stored, number));
+    if (expected.low == kUnknownDigest) continue;
+    ASSIGN_OR_RETURN(const auto boxes, index_->boxes(stored, number, number + 1));
+    const IndexedBox& box = boxes.front();
+    ASSIGN_OR_RETURN(const TensorFrame frame, TensorFrame::make(*dtype, box.sizes));
+    ASSIGN_OR_RETURN(const StoredFile file, index_->file(box.file));
+    const int64_t begin = box.offset + frame.head_nbytes();
+    ASSIGN_OR_RETURN(const Digest128 found,
+                     digest_of(file.name, {begin, begin + frame.payload_nbytes()}));
+    if (found != Digest128{expected.low, expected.high}) out.push_back(number);
+  }
+  return out;
+}
+
+Result<Digest128> VerifyJob::digest_of(const std::string& file, const ByteRange& payload) {
+  ASSIGN_OR_RETURN(const auto opened,
+                   fs_.open(directory_ + "/" + file, OpenMode::kRead, Caching::kBuffered));
+  DigestStream digest;
+  std::vector<std::byte> piece(
+      static_cast<size_t>(std::min(payload.end - payload.begin, kDigestPieceNbytes)));
+  for (int64_t at = payload.begin; at < payload.end;) {
+    const MutableBytes into(piece.data(),
+                            std::min(piece.size(), static_cast<size_t>(payload.end - at)));
+    RETURN_IF_ERROR(opened->read(at, into));
+    digest.update(into);
+    at += ssize(into);
+  }
+  return digest.finish();
 }
 
 }  // namespace torch_ckpt

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/load/load_job.h"
+#include "engine/value_digest.h"
 #include "format/stored_index.h"
 #include "geometry/overlap.h"
 #include "io/file_system.h"
@@ -28,9 +29,15 @@ class VerifyJob {
   // file or range outside the index; kNotFound; kStorage.
   Result<std::vector<ByteRange>> check(int64_t file, int64_t begin, int64_t end);
 
+  // Returns the numbers of the boxes of an entry whose elements do not have the digest in the
+  // index. Requires: the entry exists. Errors: those of `check`.
+  Result<std::vector<int64_t>> check_digests(int64_t entry);
+
  private:
   VerifyJob(FileSystem& fs, std::string directory, std::shared_ptr<const StoredIndex> index,
             const LoadOptions& options, std::unique_ptr<ReadStream> stream);
+
+  Result<Digest128> digest_of(const std::string& file, const ByteRange& payload);
 
   FileSystem& fs_;
   const std::string directory_;

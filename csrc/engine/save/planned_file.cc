@@ -51,7 +51,18 @@ Status PlannedFile::put(int64_t number, const TensorView& copy) {
   return ok_status();
 }
 
-Status PlannedFile::write(SaveJob& job, int64_t begin, int64_t end) const {
+void PlannedFile::add_digests(std::span<const uint64_t> samples,
+                              const std::vector<int64_t>& positions) {
+  std::vector<bool> is_chosen(samples.size());
+  for (const int64_t position : positions) is_chosen[static_cast<size_t>(position)] = true;
+  for (int64_t i = 0; i < laid_out(); ++i) {
+    const auto at = static_cast<size_t>(position(i));
+    digests_.push_back({layout_.slices[static_cast<size_t>(i)].offset, {samples[at], 0, 0}});
+    is_digested_.push_back(is_chosen[at]);
+  }
+}
+
+Status PlannedFile::write(SaveJob& job, int64_t begin, int64_t end) {
   Status status;
   for (int64_t i = begin; i < end && status.ok(); ++i) {
     const TensorView& view = views_[static_cast<size_t>(i)];
@@ -61,7 +72,15 @@ Status PlannedFile::write(SaveJob& job, int64_t begin, int64_t end) const {
       status = internal_error("cannot write '", live.name, "': it has no memory");
       break;
     }
-    status = job.write(i, live);
+    const auto at = static_cast<size_t>(i);
+    if (digests_.empty() || !is_digested_[at]) {
+      status = job.write(i, live);
+      continue;
+    }
+    Digest128 digest;
+    status = job.write(i, live, &digest);
+    digests_[at].digest.low = digest.low;
+    digests_[at].digest.high = digest.high;
   }
   const Status settled = job.settle();
   return status.ok() ? settled : status;

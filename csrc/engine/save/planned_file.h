@@ -6,11 +6,13 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/status.h"
+#include "engine/save/reuse.h"
 #include "engine/save/save_job.h"
 #include "engine/tensor_view.h"
 #include "plan/layout.h"
@@ -24,6 +26,8 @@ class PlannedFile {
   // each item. Errors: kInvalidArgument if a dtype or the sizes differ from the plan, or the batch
   // and the work differ in length.
   static Result<PlannedFile> make(Work work, const TensorBatch& batch);
+
+  const Work& work() const { return work_; }
 
   // Number of tensors in the layout. The functions below number the tensors in layout order.
   int64_t laid_out() const { return static_cast<int64_t>(views_.size()); }
@@ -45,9 +49,17 @@ class PlannedFile {
   // Errors: kInvalidArgument if dtype or sizes differ.
   Status put(int64_t number, const TensorView& copy);
 
+  // Makes the file have digests. `samples` has the digest of the sample of each item, or
+  // kUnknownDigest. `write` computes the digest of the others at these work positions.
+  // Requires: `samples` has an element for each item, and no tensor has been written.
+  void add_digests(std::span<const uint64_t> samples, const std::vector<int64_t>& positions);
+
+  // Returns the digests of the tensors, once all are written; none unless `add_digests` was called.
+  const std::vector<SliceDigest>& digests() const { return digests_; }
+
   // Writes tensors [begin, end). Errors: kInternal for a tensor without memory; those of the job.
   // Requires: 0 <= begin <= end <= laid_out(), and none of these tensors has been written.
-  Status write(SaveJob& job, int64_t begin, int64_t end) const;
+  Status write(SaveJob& job, int64_t begin, int64_t end);
 
   // Releases the memory of tensors [begin, end).
   void release(int64_t begin, int64_t end);
@@ -72,6 +84,8 @@ class PlannedFile {
   std::vector<int64_t> own_;
   std::vector<int64_t> copied_;
   Layout layout_;
+  std::vector<SliceDigest> digests_;  // In layout order, or empty.
+  std::vector<bool> is_digested_;     // Whether to compute the digest of all elements.
 };
 
 }  // namespace torch_ckpt

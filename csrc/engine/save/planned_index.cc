@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/strided.h"
+#include "engine/save/reuse.h"
 #include "plan/item_extents.h"
 
 namespace torch_ckpt {
@@ -96,7 +97,9 @@ IndexedEntry to_entry(const EntryTable& entries, int64_t number) {
 Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> files) {
   Places places(stored);
   Index out;
+  std::vector<Bytes> digests;
   for (RankFile& file : files) {
+    digests.push_back(file.digests);
     RETURN_IF_ERROR(places.add(file, static_cast<int32_t>(out.files.size())));
     out.files.push_back(std::move(file.file));
   }
@@ -128,9 +131,11 @@ Result<Index> planned_index(const StoredTable& stored, std::vector<RankFile> fil
                              place.offset,
                              place.nbytes,
                              place.plain,
+                             {},
                              {}});
     }
   }
+  RETURN_IF_ERROR(add_digests(out, digests));
   return out;
 }
 

@@ -21,6 +21,7 @@ struct RankFile {
   int64_t rank = 0;
   IndexedFile file;
   Bytes extents;  // Encoded as in item_extents.h.
+  Bytes digests;  // SliceDigests.
 };
 
 // Returns an index with these files and all entries. The caller adds the fields of the checkpoint

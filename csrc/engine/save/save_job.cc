@@ -48,14 +48,17 @@ void SaveJob::abort() {
   if (stop_writes() && !finished_) (void)fs_.remove(path_);
 }
 
-Status SaveJob::write(int64_t index, const LiveTensor& tensor) {
+Status SaveJob::write(int64_t index, const LiveTensor& tensor, Digest128* digest) {
   RETURN_IF_ERROR(check_open());
   if (index < next_index_ || index >= static_cast<int64_t>(layout_.slices.size())) {
     return fail(invalid_argument("cannot write slice ", index, " of ", path_, ": slice ",
                                  next_index_, " of ", layout_.slices.size(), " is next"));
   }
   next_index_ = index + 1;
-  return fail(write_framed(layout_.slices[static_cast<size_t>(index)], tensor));
+  digests_ = digest != nullptr;
+  RETURN_IF_ERROR(fail(write_framed(layout_.slices[static_cast<size_t>(index)], tensor)));
+  if (digests_) *digest = digest_.finish();
+  return ok_status();
 }
 
 Status SaveJob::write_framed(const Slice& slice, const LiveTensor& tensor) {
@@ -107,6 +110,7 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
       }
       crc = crc32(crc, slice(rest, 0, count));
     }
+    if (digests_) digest_.update(slice(rest, 0, count));
     done += count;
     fill(count);
   }
@@ -134,6 +138,7 @@ Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
     for (int64_t begin = 0; begin < ssize(run); begin += kPackChunk) {
       const Bytes chunk = slice(run, begin, std::min(kPackChunk, ssize(run) - begin));
       crc = crc32(crc, chunk);
+      if (digests_) digest_.update(chunk);
       summer_.append(chunk);
     }
     cursor_ += ssize(run);

@@ -21,6 +21,7 @@
 #include "base/status.h"
 #include "engine/live_tensor.h"
 #include "engine/save/file_job.h"
+#include "engine/value_digest.h"
 #include "io/buffer_pool.h"
 #include "io/file_system.h"
 #include "plan/layout.h"
@@ -42,8 +43,9 @@ class SaveJob final : public FileJob {
 
   // Writes `tensor` as slice `index` of the layout. Requires: indices ascend from call to call; the
   // tensor does not change until `settle` returns. A skipped slice stays zero, and the caller must
-  // not refer to it. Errors: kInvalidArgument if index or tensor do not fit the layout; kStorage.
-  Status write(int64_t index, const LiveTensor& tensor);
+  // not refer to it. `digest`, unless null, receives the digest of the elements.
+  // Errors: kInvalidArgument if index or tensor do not fit the layout; kStorage.
+  Status write(int64_t index, const LiveTensor& tensor, Digest128* digest = nullptr);
 
   // Waits until no write from the memory of tensors is in flight.
   Status settle();
@@ -80,6 +82,8 @@ class SaveJob final : public FileJob {
   int64_t filled_ = 0;  // Number of filled bytes in the block.
   BlockSummer summer_;
   BlockSums sums_;
+  bool digests_ = false;  // Whether the tensor that is being written gets a digest.
+  DigestStream digest_;
 };
 
 }  // namespace torch_ckpt

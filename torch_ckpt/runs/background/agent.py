@@ -7,6 +7,7 @@ import socket
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -177,13 +178,15 @@ def backend_for(
     agent: bool | AgentOptions,
     timeout_s: float,
     reader: dict[str, Any] | None,
+    reuses: bool = False,
     why_not: str = "",
 ) -> ThreadBackend | AgentBackend | None:
     """Returns the backend of a run's background saves; ``None`` if saves are synchronous.
 
     ``why_not`` is the reason why there can be no agent, if there is one. The path of ``writer`` is
-    where the run saves. ``timeout_s`` is how long a rank waits for another rank, or a save for a
-    slot. Raises ValueError if ``agent`` is given, and saves are not asynchronous.
+    where the run saves. ``reuses`` says that a save takes what has not changed from the last one.
+    ``timeout_s`` is how long a rank waits for another rank, or a save for a slot. Raises ValueError
+    if ``agent`` is given, and saves are not asynchronous.
     """
     if not asynchronous:
         if agent:
@@ -204,9 +207,12 @@ def backend_for(
             process_group,
             writer,
             timeout_s=timeout_s,
-            options=agent
-            if isinstance(agent, AgentOptions)
-            else AgentOptions(check_replicas=writer.check_replicas),
+            options=replace(
+                agent
+                if isinstance(agent, AgentOptions)
+                else AgentOptions(check_replicas=writer.check_replicas),
+                reuse=reuses,
+            ),
         )
     if started is None:
         fallback = make_thread_backend()

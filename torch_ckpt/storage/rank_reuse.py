@@ -1,0 +1,108 @@
+"""What a rank of a save takes from the base, in the terms of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_ckpt._core import _native
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.planning.replicas import CutItem
+from torch_ckpt.planning.value_digests import full_digests, value_digests
+from torch_ckpt.storage.data_file import WrittenFile
+from torch_ckpt.storage.rank_work import RankWork
+from torch_ckpt.storage.reuse import TakenFile, reuse
+
+__all__ = ["Taken", "take_unchanged"]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one rank takes from the base, and the work that remains.
+
+    Attributes:
+        groups: The work that remains, in groups that go to different files.
+        names: Names of the files that were taken.
+        results: A result for each item in these files, as of a save that writes them, and one for
+            each file.
+    """
+
+    groups: Sequence[RankWork]
+    names: Sequence[str] = ()
+    results: list[WriteResult] = field(default_factory=list)
+
+
+def take_unchanged(
+    base: Location | None,
+    directory: Location,
+    work: RankWork,
+    *,
+    sync: bool,
+    threads: int,
+    niceness: int,
+) -> Taken:
+    """Takes files of the base into the directory of a new checkpoint; see :func:`reuse`."""
+    sources = _stored_parts(work)
+    found = reuse(
+        *(base, directory, work.work, value_digests(sources, "sample")),
+        lambda positions: full_digests(sources, positions, threads=threads, niceness=niceness),
+        names=_names(work),
+        sync=sync,
+    )
+    is_digested = [False] * len(sources)
+    for position in found.digested:
+        is_digested[position] = True
+    work = replace(work, samples=found.samples, digested=is_digested)
+    results = [result for file in found.files for result in _results(file, work)]
+    names = [file.report[0] for file in found.files]
+    return Taken([work.part(positions) for positions in found.groups], names, results)
+
+
+def _stored_parts(work: RankWork) -> list[object]:
+    """Returns the source of each item; only the rows that are stored, if a tensor is cut."""
+    sources: list[object] = list(work.sources)
+    if work.items is None:
+        for position, first, rows in work.work.cuts:
+            source = sources[position]
+            if isinstance(source, torch.Tensor):
+                sources[position] = source.detach().narrow(0, first, rows)
+    return sources
+
+
+def _names(work: RankWork) -> list[tuple[str, Sequence[int]] | None]:
+    """Returns FQN and offsets of each box of DCP's items; empty if the work has them."""
+    if work.items is None:
+        return []
+    return [
+        None if dtype is None else (item.index.fqn, list(item.index.offset or ()))
+        for item, dtype in zip(work.items, work.dtypes, strict=True)
+    ]
+
+
+def _results(taken: TakenFile, work: RankWork) -> list[WriteResult]:
+    """Returns the results of a file that was taken: of its items in DCP's form, and the file's."""
+    name = taken.report[0]
+    file = WrittenFile(*taken.report[:3], digests=taken.report[3], origin=taken.report[4])
+    results: list[WriteResult] = []
+    if work.items is None:
+        items = work.work.items
+        extents = [(items[box[0]], box[2], box[3]) for box in taken.boxes]
+        file = replace(file, extents=_native.encode_extents(extents))
+    else:
+        dtypes: dict[int, str] = {}
+        cuts = []
+        for position, _, offset, nbytes, *_ in taken.boxes:
+            item, dtype = work.items[position], work.dtypes[position]
+            assert dtype is not None  # Otherwise it has no name.
+            results.append(WriteResult(item.index, nbytes, _StorageInfo(name, offset, nbytes)))
+            dtypes[offset] = dtype
+            if isinstance(item, CutItem) and not item.is_listed:
+                cuts.append(item.piece)
+        file = replace(file, dtypes=dtypes, cuts=cuts)
+    results.append(WriteResult(MetadataIndex(name), 0, file))
+    return results
