@@ -36,9 +36,9 @@ class Mutation:
 MUTATIONS = {
     "a promotion keeps what was promoted before": [
         Mutation(
-            "torch_ckpt/runs/promotion.py",
-            "            self._promoted.discard(step)\n            self._sent",
-            "            self._sent",
+            "torch_ckpt/runs/promotion_steps.py",
+            ".state = _State.WAITS if self._is_chosen",
+            ".state = self._of(step).state if self._is_chosen",
         )
     ],
     "a window begins at any byte": [

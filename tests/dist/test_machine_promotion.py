@@ -216,6 +216,23 @@ def test_a_step_that_a_kill_left_on_one_machine_is_promoted_when_it_is_saved_aga
     worlds.run(2, _saves_again, tmp_path, machines)
 
 
+def _saves_faster_than_it_promotes(folder: Path, machines: Sequence[int]) -> int:
+    with run_on(folder, machines, promote_bytes_per_s=1 << 20, keep_last=1) as run:
+        for step in (1, 2):
+            run.save(step, state_of(step))
+    return run.unpromoted
+
+
+def test_a_step_that_is_removed_soon_after_its_commit_is_not_waited_for(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    unpromoted = worlds.run(2, _saves_faster_than_it_promotes, tmp_path, [0, 1])
+    print(unpromoted)
+    assert unpromoted[0] == 0
+    for directory in ("run", "machine-0", "machine-1"):
+        assert steps_in(tmp_path / directory) == [2]
+
+
 def _fails_alone(folder: Path, machines: Sequence[int]) -> float:
     begin = time.monotonic()
     with contextlib.suppress(KeyError), run_on(folder, machines, keep_last=2) as run:

@@ -250,6 +250,10 @@ CALLS = {
     "run, async, promoted": Call(
         lambda *args: _save_by_run(*args, asynchronous=True, promoted=True), f"{OWN_PLANNER} ends"
     ),
+    "run, agent, promoted": Call(
+        lambda *args: _save_by_run(*args, asynchronous=True, agent=True, promoted=True),
+        f"{OWN_PLANNER} ends",
+    ),
     "run, agent": Call(
         lambda *args: _save_by_run(*args, asynchronous=True, agent=True), f"{OWN_PLANNER} ends"
     ),
@@ -345,7 +349,8 @@ IN: dict[str, Mapping[str, Any]] = {
     "then": {"": None, "convert to dcp": "dcp", "convert to safetensors": "safetensors"}
     | {"convert to torch": "torch"},
 }
-WEIGHTS = {"async_save by process": 0.02, "run, agent": 0.2, "synced": 0.2, "large": 0.2}
+WEIGHTS = {"async_save by process": 0.02, "synced": 0.2, "large": 0.2}
+WEIGHTS |= {"run, agent": 0.2, "run, agent, promoted": 0.2}
 WEIGHTS |= {"one for each item": 0.5, "one for each item, by two threads": 0.5, "one": 3}
 WEIGHTS |= {"convert to dcp": 0.2, "convert to safetensors": 0.2, "convert to torch": 0.2}
 WRITERS_OWN = {
@@ -373,7 +378,7 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         # Stock's stager fails for sparse tensors and some DTensors, and drops attributes.
         and (is_ours or "async" not in way["call"])
         and (is_alone or way["planner"] != "cutting")
-        and (way["call"] != "run, agent" or way["files"] in ("one", "three"))
+        and ("agent" not in way["call"] or way["files"] in ("one", "three"))
         and (way["directory"] == "one for each save" or way["ends"] == "in turn")
         # DCP's own saves of ranks are not to overlap: they use one process group.
         and (is_alone or way["call"] != "dcp.async_save" or way["ends"] == "in turn")

@@ -102,8 +102,8 @@ class AgentClient:
     If the agent has died, the client starts another, which recovers its state from the slots. An
     agent that does not answer within ``timeout_s``, because it is frozen, is lost. So is one that
     is gone, if no other could be started. ``is_first`` says that the agent must check that it finds
-    the run, if that has a URL. Raises CheckpointError if the agent rejected this rank, and
-    StorageError if no agent answers.
+    the run, if that has a URL. If it may not start another (``may_start``), a dead agent is lost.
+    Raises CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
     """
 
     def __init__(
@@ -114,13 +114,14 @@ class AgentClient:
         *,
         timeout_s: float,
         is_first: bool = True,
+        may_start: bool = True,
     ) -> None:
         self.place = place
         self._timeout_s = timeout_s
         self._run = name_of(run)  # Resolved now: the process may change its directory.
-        self._is_first = is_first
+        self._is_first, self._may_start = is_first, may_start
         self._options = options
-        self.folder = open_folder(place.run)
+        self.folder = (open_folder if may_start else folder_of)(place.run)
         self.is_lost = False
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # Where the child writes the error that ends it.
@@ -214,6 +215,13 @@ class AgentClient:
         """
         self._request(Kind.PERSIST, math.inf, sequence=sequence)
 
+    def copy(self, **fields: Any) -> Message:
+        """Has the agent copy the files of a step, with the fields of ``Kind.COPY``.
+
+        Returns the answer. Raises CheckpointError if it cannot copy, or does not answer.
+        """
+        return self._request(Kind.COPY, _START_S, **fields)
+
     def detach(self, *, drop: bool) -> None:
         """Reports the orderly end of this rank, and closes the connection.
 
@@ -232,10 +240,13 @@ class AgentClient:
             self._connection.close()
             self._connection = None
 
-    def clone(self) -> AgentClient:
+    def clone(self, *, may_start: bool = True) -> AgentClient:
         """Returns another client of this rank, for another thread."""
         return AgentClient(
-            self._run, self.place, self._options, timeout_s=self._timeout_s, is_first=False
+            *(self._run, self.place, self._options),
+            timeout_s=self._timeout_s,
+            is_first=False,
+            may_start=may_start,
         )
 
     def _request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
@@ -289,14 +300,17 @@ class AgentClient:
         begin = time.monotonic()
         deadline = begin + _START_S
         while True:
-            open_folder(self.place.run)  # An ending agent removes the folder.
+            if self._may_start:
+                open_folder(self.place.run)  # An ending agent removes the folder.
             try:
                 self._connection = self._register()
                 self.is_lost, self._crashes = False, 0
                 self._read_errors()
                 return
-            except (ConnectionError, FileNotFoundError):
-                pass  # None runs yet, or one is ending.
+            except (ConnectionError, FileNotFoundError) as error:
+                if not self._may_start:
+                    raise StorageError(f"no agent of {self.folder} runs") from error
+                # None runs yet, or one is ending.
             except OSError as error:
                 if isinstance(error, CheckpointError):
                     raise

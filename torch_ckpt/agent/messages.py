@@ -98,6 +98,14 @@ class Kind(enum.StrEnum):
     """From agent to agent, begins the replica of a save: ``run``, ``session``, ``sequence``,
     ``node``, ``slots`` (rank and length of each), and the save to ``keep``. Blocks follow."""
 
+    COPY = "copy"
+    """Requests that the data files of a step are copied, or asks for the progress: ``source`` and
+    ``target`` (its two directories), its ``save_id``, ``nbytes_per_s``, ``wait_s`` for the end,
+    ``is_first`` (whether the rank asks for the first time), and ``is_cancelled``."""
+    COPIED = "copied"
+    """Answers ``COPY``: whether the copy ``has_ended``, the ``nbytes`` that were read so far, and
+    the ``failure``, or none."""
+
 
 Message = dict[str, Any]
 """A message on a socket: ``kind``, and its fields by name."""

@@ -8,7 +8,6 @@ slots can plan and commit the save. The plan and the files are those of
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,10 +16,11 @@ from typing import TypeAlias
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import NOT_SHARED
-from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import (
     INDEX_MARK,
+    commit,
     committed_id,
     is_committed,
     pending_name,
@@ -234,22 +234,15 @@ def publish(
         remove_files(directory, [*written, pending_name(save_id)])
         raise
     try:
-        directory.file_system.commit(
-            *(directory.path, ".metadata", ".index", *files, save_id),
-            *(sorted(written), first.sync, None, found.version),
+        commit(
+            *(directory, *files, save_id),
+            files=sorted(written),
+            sync=first.sync,
+            version=found.version,
         )
-    except StorageError as error:
-        if error.errno != errno.EEXIST or not directory.file_system.publishes_by_condition:
-            raise
+    except AlreadyExistsError:
         _check_not_superseded(directory, {}, id_before)  # It names the other save.
-        raise _ended_by_other(directory) from error
-    except NotFoundError as error:
-        # A network file system may have committed, lost the reply, and asked for it again.
-        if committed_id(directory) != save_id:
-            _check_not_superseded(directory, {}, id_before)  # It names the other save.
-            raise _ended_by_other(directory) from error
-        if first.sync:
-            directory.sync()
+        raise
     collect_garbage(
         directory,
         found,
@@ -283,12 +276,6 @@ def _check_not_superseded(
             if (directory / name).nbytes() == nbytes:
                 continue
         raise CheckpointError(f"cannot commit {directory}: {name} is missing or has another length")
-
-
-def _ended_by_other(directory: Location) -> CheckpointError:
-    return CheckpointError(
-        f"cannot commit {directory}: another save has removed the files of this one"
-    )
 
 
 def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:

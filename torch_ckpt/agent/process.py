@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.copies import Copies
 from torch_ckpt.agent.identity import RunId, check_reaches, id_in_memory, inode_of, set_id
 from torch_ckpt.agent.manifests import Manifests, PendingAborts
 from torch_ckpt.agent.memory import (
@@ -96,6 +97,7 @@ class Agent:
         self._replicas = Replicas(
             *(folder, run, self._slots, self._changed), options=lambda: self.options
         )
+        self._copies = Copies(self._changed)
         self._first_within_s = options.linger_s
         is_first = not any(
             p.name.startswith(("rank-", "replica-", "done-")) for p in folder.iterdir()
@@ -135,6 +137,7 @@ class Agent:
             listener.close()
             path.unlink(missing_ok=True)
             self._replicas.close()
+            self._copies.close()
             if any(not t.has_detached and t.is_alive for t in self._trainers.values()):
                 return False  # Live trainers start another agent.
             newest = self._slots.scan().newest
@@ -150,7 +153,12 @@ class Agent:
             if self._all_detached or self.options.persist_on_failure:
                 self._persist_newest()
             self._saves.begin_next()
-        return not self._saves.is_running
+        return not self._saves.is_running and not self._is_awaiting_copies()
+
+    def _is_awaiting_copies(self) -> bool:
+        """Returns whether copies that the ranks have left behind are still to end."""
+        is_late = time.monotonic() - self._idle_since > self.options.linger_s
+        return self._copies.are_running and not (self._signals or is_late)
 
     def _is_over(self) -> bool:
         if self._saves.is_running:
@@ -270,6 +278,7 @@ class Agent:
             Kind.BUDDY: self._set_buddy,
             Kind.RESERVE_REPLICAS: self._reserve_replicas,
             Kind.REPLICATED: self._replicated,
+            Kind.COPY: lambda _, message: self._copies.advance(message),
         }
         try:
             if message["kind"] not in answers:

@@ -24,6 +24,7 @@ from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.buddies import Replication, Report
 from torch_ckpt.agent.client import AgentClient, Place
+from torch_ckpt.agent.copies import AgentCopy
 from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
@@ -414,6 +415,11 @@ class SnapshotAgent:
             nbytes = 0 if index is None else sum(nbytes for _, nbytes in index.files)
             details = [f"{ranks} ranks" if ranks > 1 else "1 rank", "by the agent"]
             phases.end("saved", nbytes, staged.directory, *details, is_first=True)
+
+    def copy(self, source: Location, target: Location, **options: Any) -> AgentCopy:
+        """Returns a copy of a checkpoint, whose data files the agent sends."""
+        connect = functools.partial(self._client.clone, may_start=False)
+        return AgentCopy(source, target, connect=connect, **options)
 
     def newest(self) -> MemoryCheckpoint | None:
         """Returns the newest save in memory that is complete on all ranks; ``None`` if none is.

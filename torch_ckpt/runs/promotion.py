@@ -1,8 +1,8 @@
 """Promotion: copies steps from the local directory of a run to the directory of the run.
 
-A save of such a run commits in the local directory, such as a local disk, and training goes on. A
-thread then copies the step to the directory of the run, such as a store. A step counts in either
-directory when it is whole there.
+A save of such a run commits in the local directory, such as a local disk, and training goes on.
+Each step is then copied to the directory of the run, such as a store, by the agent or else by a
+thread. A step counts in either directory when it is whole there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch_ckpt.agent.identity import id_in_directory
 from torch_ckpt.coordination.portable import why
@@ -28,6 +29,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, has_checkpoint
 from torch_ckpt.runs.failures import OnFailure, storage_failure
+from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import (
@@ -45,9 +47,30 @@ _END_S = 5.0
 """Time for a promotion to end that was cancelled."""
 
 _POLL_S = 0.5
-"""Interval at which a place asks whether the files of others, or the commit, have arrived."""
+"""Interval at which the coordinator asks whether the files of other places have arrived."""
 
 _LOG = logging.getLogger("torch_ckpt")
+
+
+@dataclass
+class _Attempt:
+    """The promotion of a step that is in progress.
+
+    It is stopped if the step was saved again, the run ends, or another place cannot send its files,
+    for the reason ``failure``.
+    """
+
+    step: int
+    copy: CheckpointCopy | None = None
+    is_stopped: bool = False
+    failure: CheckpointError | None = None
+
+    def stop(self, failure: CheckpointError | None = None, *, leaves: bool = False) -> None:
+        """Stops it; with ``leaves``, an agent may go on to copy files for a later attempt."""
+        if not self.is_stopped:
+            self.is_stopped, self.failure = True, failure
+        if self.copy is not None:
+            (self.copy.leave if leaves else self.copy.cancel)()
 
 
 class Promotion:
@@ -67,8 +90,7 @@ class Promotion:
     ``run_id`` is the id that both directories have. A directory that another run has taken over is
     neither read nor written.
 
-    ``count`` is the number of failures after which promotion went on, and ``skipped`` that of steps
-    that were not promoted, because newer ones had arrived. All methods are thread-safe.
+    ``count`` is the number of failures after which promotion went on. All methods are thread-safe.
     """
 
     def __init__(
@@ -91,32 +113,22 @@ class Promotion:
         self._commits, self._is_alone = commits, is_alone
         self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
         self._on_failure, self._most = on_failure, most
+        self._open_copy: Callable[..., CheckpointCopy] = CheckpointCopy
         self._changed = threading.Condition()
+        self._steps = PromotionSteps(retention, self._local_value, is_alone=is_alone)
         self._is_requested = False
         self._is_ended = False
         self._thread: threading.Thread | None = None
-        self._current: int | None = None  # The step that is being copied.
-        self._copy: CheckpointCopy | None = None
-        self._is_replaced = False  # Whether that step was saved again meanwhile.
-        self._saved: int | None = None  # The last step that this process has saved.
-        self._in_save: int | None = None  # Its small files may follow the commit.
-        self._in_run: set[int] = set()  # Steps with a checkpoint in the directory of the run.
-        self._promoted: set[int] = set()  # Local steps whose very save is there.
-        self._passed_over: set[int] = set()  # Local steps that are damaged, or were skipped.
-        self._values: dict[int, float] = {}  # Metrics of steps.
+        self._attempt: _Attempt | None = None  # The one in progress.
         self._failure: CheckpointError | None = None  # Why the last promotion failed.
         self._in_a_row = 0
-        self._chosen: set[int] = set()  # Steps that were chosen before they were saved.
-        self._sent: set[int] = set()  # Steps whose files of this place have arrived.
-        self._incomplete: set[int] = set()  # Steps that not all places have.
-        self._elsewhere: CheckpointError | None = None  # Why the one in progress cannot succeed.
         self._removing = threading.Lock()
-        self._skipped: set[int] = set()
         self.count = 0
 
     @property
     def skipped(self) -> int:
-        return len(self._skipped)
+        """Number of steps that were not promoted, because newer ones had arrived."""
+        return self._steps.skipped
 
     # ---- Called by the run ----
 
@@ -126,13 +138,12 @@ class Promotion:
         A step that another save has committed in the directory of the run stays there: which of the
         two is newer is unknown, since the run may have gone on from another local directory.
         """
-        self._in_run = set(committed_steps(self._run.directory))
-        if self._retention.monitor is not None and self._commits:
-            self._values = self._run.values(self._retention.monitor)
-        steps = committed_steps(self._local.directory)
+        in_run, local = (committed_steps(disk.directory) for disk in (self._run, self._local))
+        monitor = self._retention.monitor if self._commits else None
+        self._steps.found(in_run, {} if monitor is None else self._run.values(monitor))
         other = {
             step
-            for step in self._in_run.intersection(steps)
+            for step in set(in_run).intersection(local)
             if committed_id(self._local.path(step)) != committed_id(self._run.path(step))
         }
         if other:
@@ -140,73 +151,61 @@ class Promotion:
                 "steps %s of %s are of other saves than those of %s, and are not promoted",
                 *(sorted(other), self._local.directory, self._run.directory),
             )
-        self._passed_over.update(other)
-        if whole is not None:
-            self._passed_over.update(steps)  # Until the coordinator chooses them.
-            self._incomplete = set(steps).difference(whole) | other
+        self._steps.pass_over(other.union([] if whole is None else set(local).difference(whole)))
 
-    def start(self) -> None:
-        """Promotes the steps that a former process has left in the local directory."""
+    def start(self, open_copy: Callable[..., CheckpointCopy] = CheckpointCopy) -> None:
+        """Promotes the steps that a former process has left in the local directory.
+
+        ``open_copy`` returns the copy of a step, with the arguments of :class:`CheckpointCopy`.
+        """
+        self._open_copy = open_copy
         if self._is_alone and committed_steps(self._local.directory):
             self._request()
 
-    def choice(self, saving: int | None = None) -> list[int]:
+    def choice(self, saving: int | None = None, *, may_choose: bool = True) -> Choice:
         """Returns the steps that all places are to promote next, on the coordinator.
 
-        ``saving`` is the step that is about to be saved. It is not chosen while other steps are
-        being promoted.
+        ``saving`` is the step that is about to be saved. None is chosen then while other steps are
+        being promoted. All places hear the choice: :meth:`saving`, :meth:`retry`, :meth:`heard`.
         """
-        own = [] if saving is None else [saving]
         with self._changed:
-            if self._is_alone:
-                return own
-            if self._is_busy and saving is not None:
-                return []
-            local = committed_steps(self._local.directory)
-            done = self._promoted | self._incomplete | set(own)
-            return own + [s for s in local if s in self._retained(local) and s not in done]
+            may_choose = may_choose and not (self._is_busy and saving is not None)
+            local = committed_steps(self._local.directory) if may_choose else []
+            return self._steps.choice(local, saving, may_choose=may_choose)
 
-    def retry(self, chosen: Sequence[int]) -> None:
-        """Promotes the steps that wait, at last those that the coordinator has ``chosen``."""
+    def heard(self, choice: Choice) -> None:
+        """Ends the promotion of the steps that the coordinator has committed."""
+        if choice.committed:
+            with self._changed:
+                self._steps.reported(choice.committed)
+            self._remove_old()
+
+    def retry(self, choice: Choice) -> None:
+        """Promotes the steps that wait, at last those that the coordinator has chosen."""
+        self.heard(choice)
         with self._changed:
             if isinstance(self._failure, StorageError):
                 self._failure = None
-            if not self._is_alone:
-                self._chosen.update(chosen)
-                self._passed_over.difference_update(chosen)
+            self._steps.choose(choice.chosen)
         self._request()
 
-    def saving(self, step: int, chosen: Sequence[int]) -> None:
+    def saving(self, step: int, choice: Choice) -> None:
         """Protects the directory of a step that is about to be saved, and chooses steps."""
+        self.heard(choice)
         with self._changed:
-            self._in_save = step
-            if self._saved is not None:
-                self._saved = min(self._saved, step - 1)
-            if chosen:
-                self._chosen = set(chosen)
-                self._passed_over.difference_update(chosen)
-                if not self._commits:
-                    self._failure = None  # The coordinator knows it.
-            else:
-                self._chosen.discard(step)
+            self._steps.begin_save(step, choice.chosen)
+            if choice.chosen and not self._commits:
+                self._failure = None  # The coordinator knows it.
 
     def saved(self, step: int) -> None:
         """Promotes a step that was committed locally, and removes old local steps."""
         with self._changed:
-            self._saved, self._in_save = step, None
-            for steps in (self._promoted, self._sent, self._passed_over, self._incomplete):
-                steps.discard(step)
-            self._values.pop(step, None)
-            if step not in self._chosen:
-                self._passed_over.add(step)
-            replaced = None
-            if self._current == step:
-                self._is_replaced, replaced = True, self._copy
+            is_chosen = self._steps.saved(step)
+            if self._attempt is not None and self._attempt.step == step:
+                self._attempt.stop()  # The new checkpoint of the step is next.
                 self._changed.notify_all()
-        if replaced is not None:
-            replaced.cancel()  # The new checkpoint of the step is next.
         self._remove_old()
-        if step in self._chosen:
+        if is_chosen:
             self._request()
 
     @property
@@ -218,12 +217,9 @@ class Promotion:
     def failed_elsewhere(self, failure: CheckpointError) -> None:
         """Ends the promotion in progress, since another place cannot send its files."""
         with self._changed:
-            copy = self._copy
-            if self._current is not None and self._elsewhere is None:
-                self._elsewhere = failure
+            if self._attempt is not None:
+                self._attempt.stop(failure)
                 self._changed.notify_all()
-        if copy is not None:
-            copy.cancel()
 
     def check(self) -> None:
         """Raises CheckpointError if promotions have failed, and training must not go on.
@@ -239,11 +235,9 @@ class Promotion:
         raise CheckpointError(str(failure)) from failure  # No failure of the save that asks.
 
     def progress(self, wait_s: float) -> tuple[bool, CheckpointError | None]:
-        """Waits a moment; returns whether promotions are in progress, and why the last failed."""
-        deadline = time.monotonic() + wait_s
+        """Waits for promotions; returns whether some are in progress, and why the last failed."""
         with self._changed:
-            while self._is_busy and self._failure is None and time.monotonic() < deadline:
-                self._changed.wait(max(deadline - time.monotonic(), 0.001))
+            self._changed.wait_for(lambda: not self._is_busy, min(wait_s, threading.TIMEOUT_MAX))
             return self._is_busy, self._failure
 
     def wait(self, timeout_s: float = math.inf) -> None:
@@ -251,18 +245,17 @@ class Promotion:
 
         Raises CheckpointError if a promotion has failed, or is in progress after ``timeout_s``.
         """
-        deadline = time.monotonic() + timeout_s
         self._request()
+        is_busy, failure = self.progress(timeout_s)
         with self._changed:
-            while self._is_busy:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise CheckpointError(
-                        f"step {self._current} is still being promoted to {self._run.directory} "
-                        f"after a wait of {timeout_s:g} s"
-                    )
-                self._changed.wait(min(left_s, 3600.0))
-            failure, self._failure = self._failure, None
+            step = None if self._attempt is None else self._attempt.step
+            if not is_busy:
+                self._failure = None
+        if is_busy:
+            raise CheckpointError(
+                f"step {step} is still being promoted to {self._run.directory} after a wait of "
+                f"{timeout_s:g} s"
+            )
         if failure is not None:
             raise failure
 
@@ -281,18 +274,19 @@ class Promotion:
         finally:
             self.cancel(max(min(deadline - time.monotonic(), _END_S), 0.1))
 
-    def cancel(self, wait_s: float = _END_S) -> bool:
+    def cancel(self, wait_s: float = _END_S, *, leaves: bool = True) -> bool:
         """Ends the promotion in progress. Its step remains in the local directory.
 
-        Returns whether it has ended within ``wait_s``. A store that does not answer may keep it.
+        An agent may go on to copy its files, unless ``leaves`` is false. Returns whether the
+        promotion has ended within ``wait_s``. A store that does not answer may keep it.
         """
         with self._changed:
             self._is_ended = True
             self._is_requested = False
-            thread, copy = self._thread, self._copy
+            thread = self._thread
+            if self._attempt is not None:
+                self._attempt.stop(leaves=leaves)
             self._changed.notify_all()
-        if copy is not None:
-            copy.cancel()
         if thread is not None:
             thread.join(wait_s)
         atexit.unregister(self._at_exit)
@@ -309,7 +303,7 @@ class Promotion:
         Raises CheckpointError if one cannot be stopped.
         """
         try:
-            if not self.cancel():
+            if not self.cancel(leaves=False):
                 raise CheckpointError(
                     f"cannot stop the promotion of a step to {self._run.directory}, which does not "
                     "answer; nothing was removed there. Try again"
@@ -317,8 +311,7 @@ class Promotion:
             yield
         finally:
             with self._changed:
-                for steps in (self._in_run, self._promoted, self._passed_over, self._sent):
-                    steps.difference_update({each for each in steps if each > step})
+                self._steps.forget_after(step)
                 self._is_ended = False
                 if self._thread is not None and not self._thread.is_alive():
                     self._thread = None
@@ -328,7 +321,7 @@ class Promotion:
 
     @property
     def _is_busy(self) -> bool:
-        return not self._is_ended and (self._is_requested or self._current is not None)
+        return not self._is_ended and (self._is_requested or self._attempt is not None)
 
     def _request(self) -> None:
         with self._changed:
@@ -347,100 +340,93 @@ class Promotion:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._current = self._copy = None
-                self._is_replaced = False
+                self._attempt = None
                 self._changed.notify_all()
                 while not self._is_requested and not self._is_ended:
                     self._changed.wait()
                 if self._is_ended:
                     return
-                self._elsewhere = None
             try:
                 self._promote_next()
-            except CancelledError:
-                with self._changed:
-                    elsewhere = self._elsewhere
-                if elsewhere is not None:
-                    self._failed(elsewhere)
             except Exception as error:
-                self._failed(error)
+                attempt = self._attempt
+                failure: Exception | None = error
+                if attempt is not None and attempt.is_stopped:  # The error follows from it.
+                    failure = attempt.failure
+                if failure is not None:
+                    self._failed(failure)
 
     def _promote_next(self) -> None:
         """Promotes one step; if there is none, ends the request."""
         with self._changed:
-            step = self._choose()
+            step = self._steps.next(committed_steps(self._local.directory))
             if step is None:
                 self._is_requested = False
                 return
-            self._current = step
-        source, target = self._local.path(step), self._run.path(step)
+            attempt = self._attempt = _Attempt(step)
         for disk in (self._local, self._run):
             self._check_id(disk.directory)
-        copy: CheckpointCopy | None = None
         try:
-            copy = CheckpointCopy(
-                source, target, nbytes_per_s=self._nbytes_per_s, niceness=self._niceness
-            )
-            with self._changed:
-                self._copy = copy
-                if self._is_ended or self._is_replaced:
-                    return
-            if not copy.is_done:
-                if self._commits:
-                    copy.copy_files(SMALL_FILES)
-                    self._wait_for_others(copy)
-                    copy.commit()
-                else:
-                    self._send(step, copy)
-                    return
+            if not self._copy(attempt):
+                return
         except (CorruptionError, NotFoundError) as error:
-            is_gone = not has_checkpoint(source)
-            is_of_source = copy is not None and copy.is_of_source
-            if isinstance(error, NotFoundError) and not (is_gone or is_of_source):
-                return  # It was saved again. The new checkpoint is next.
+            is_gone = not has_checkpoint(self._local.path(step))
             if is_gone or isinstance(error, CorruptionError):
                 with self._changed:
-                    self._passed_over.add(step)
-            if is_gone:
-                return
+                    if not attempt.is_stopped:
+                        self._steps.pass_over([step])
+                if is_gone:
+                    return
+            elif attempt.copy is None or not attempt.copy.is_of_source:
+                return  # It was saved again. The new checkpoint is next.
             raise
         with self._changed:
             self._failure, self._in_a_row = None, 0
-            if not self._is_replaced:
-                self._promoted.add(step)
-            self._in_run.add(step)
+            if attempt.is_stopped:  # Perhaps the former checkpoint of the step was committed.
+                return
+            self._steps.promoted(step)
             # A newer step may have been promoted before.
-            newest = max(s for s in self._in_run if s <= (self._saved or s) or s == step)
-            local = committed_steps(self._local.directory)
-            waiting = self._chosen.union(self._retained(local).intersection(local))
+            newest = self._steps.newest_in_run(step)
+            wanted = self._steps.wanted(committed_steps(self._local.directory))
         if self._commits:
-            self._apply_retention(newest, waiting)
+            self._apply_retention(newest, wanted)
         with self._changed:
-            self._current = None
+            self._attempt = None
         self._remove_old()
 
-    def _wait_for_others(self, copy: CheckpointCopy) -> None:
-        """Waits, on the coordinator, until the files of all places have arrived."""
-        while not self._is_alone and copy.missing_files():
-            with self._changed:
-                if self._is_ended or self._is_replaced:
-                    raise CancelledError("the promotion was given up")
-                if self._elsewhere is not None:
-                    raise self._elsewhere
-                self._changed.wait(_POLL_S)
+    def _copy(self, attempt: _Attempt) -> bool:
+        """Copies a step; returns whether it is committed in the directory of the run.
 
-    def _send(self, step: int, copy: CheckpointCopy) -> None:
-        """Sends the files of this place. Later calls wait a moment for the coordinator's commit.
-
-        The coordinator may commit another step first. So all chosen steps are sent at once.
+        The coordinator commits it, once the files of all places have arrived.
         """
-        if step not in self._sent:
-            copy.copy_files()
+        step = attempt.step
+        copy = self._open_copy(
+            *(self._local.path(step), self._run.path(step)),
+            nbytes_per_s=self._nbytes_per_s,
+            niceness=self._niceness,
+        )
         with self._changed:
-            if step in self._sent:
-                self._changed.wait(_POLL_S)
-            if not self._is_replaced:
-                self._sent.add(step)
+            attempt.copy = copy
+        self._check_goes_on(attempt)
+        if copy.is_done:
+            return True
+        copy.copy_files()
+        if not self._commits:
+            with self._changed:
+                if not attempt.is_stopped:
+                    self._steps.sent(step)
+            return False
+        while not self._is_alone and copy.missing_files():
+            self._check_goes_on(attempt, _POLL_S)
+        copy.copy_small_files(SMALL_FILES)
+        copy.commit()
+        return True
+
+    def _check_goes_on(self, attempt: _Attempt, wait_s: float = 0.0) -> None:
+        """Raises CancelledError if the attempt is stopped, or is so within a while."""
+        with self._changed:
+            if self._changed.wait_for(lambda: attempt.is_stopped, wait_s):
+                raise CancelledError(f"the promotion of step {attempt.step} was stopped")
 
     def _check_id(self, directory: Location) -> None:
         """Raises CheckpointError if a directory is not that of this run any more."""
@@ -451,80 +437,44 @@ class Promotion:
             f"cannot use {directory}: it {now}, and this run has the id {self._run_id}"
         )
 
-    def _apply_retention(self, newest: int, waiting: Collection[int]) -> None:
+    def _apply_retention(self, newest: int, wanted: Collection[int]) -> None:
         """Removes the steps of the run that are not to be retained.
 
-        Some files of steps that wait to be promoted may have arrived.
+        Some files of steps that are to be promoted may have arrived.
         """
         try:
-            self._retention.apply(self._run, newest, waiting)
+            self._retention.apply(self._run, newest, wanted)
             steps = listed_steps(self._run.directory)
         except CheckpointError as error:
             _LOG.warning("old steps were not removed from %s: %s", self._run.directory, error)
         else:
             with self._changed:
-                self._in_run.intersection_update(steps)
+                self._steps.remain_in_run(steps)
 
-    def _choose(self) -> int | None:
-        """Returns the next step to promote: the newest that the run would retain."""
-        local = committed_steps(self._local.directory)
-        done = self._promoted | self._passed_over
-        waiting = [step for step in local if step not in done and step != self._in_save]
-        if not self._is_alone:
-            chosen = [step for step in waiting if step in self._chosen]
-            return next((s for s in chosen if s not in self._sent), next(iter(chosen), None))
-        retained = self._retained(local)
-        for step in waiting:
-            if step in retained:
-                return step
-            self._passed_over.add(step)
-            self._skipped.add(step)
-        return None
-
-    def _retained(self, local: Iterable[int]) -> set[int]:
-        """Returns which steps the run retains, of those in either directory."""
-        steps = self._in_run.union(local)
-        if self._saved is not None:  # Newer steps are of a branch that the run has left.
-            steps = {step for step in steps if step <= self._saved}
-        monitor = self._retention.monitor
-        if monitor is not None and self._retention.keep_best is not None:
-            for step in set(local).difference(self._values):
-                self._values[step] = metrics_of(self._local.path(step)).get(monitor, math.nan)
-        values = {step: value for step, value in self._values.items() if not math.isnan(value)}
-        return self._retention.retained(steps, values)
+    def _local_value(self, step: int) -> float:
+        """Returns the metric of a local step; NaN if it has none."""
+        return metrics_of(self._local.path(step)).get(self._retention.monitor or "", math.nan)
 
     def _remove_old(self) -> None:
         """Removes local steps that need not remain."""
         with self._removing:
-            with self._changed:
-                saved, current = self._saved, self._current
-                if saved is None:
-                    return
-                committed = [s for s in committed_steps(self._local.directory) if s <= saved]
-                retained = self._retained(committed)
-                needed = {
-                    *committed[: self._keep],
-                    *(s for s in committed if s in retained and s not in self._promoted),
-                    *(() if current is None else (current,)),
-                    # Other places promote these as well.
-                    *(() if self._is_alone else self._chosen - self._promoted),
-                }
-                self._skipped.update(set(committed) - needed - self._promoted)
+            directory = self._local.directory
             try:
+                with self._changed:
+                    removable = self._steps.removable(
+                        *(committed_steps(directory), listed_steps(directory)),
+                        keep=self._keep,
+                        in_use=None if self._attempt is None else self._attempt.step,
+                    )
                 self._local.sweep()
-                self._local.remove(
-                    [
-                        s
-                        for s in listed_steps(self._local.directory)
-                        if s <= saved and s not in needed
-                    ]
-                )
+                self._local.remove(removable)
             except CheckpointError as error:
-                _LOG.warning("old steps were not removed from %s: %s", self._local.directory, error)
+                _LOG.warning("old steps were not removed from %s: %s", directory, error)
 
     def _failed(self, error: Exception) -> None:
         """Records a failure. The next request tries again."""
-        message = f"step {self._current} was not promoted to {self._run.directory}: {why(error)}"
+        step = None if self._attempt is None else self._attempt.step
+        message = f"step {step} was not promoted to {self._run.directory}: {why(error)}"
         storage = storage_failure(error)
         failure = CheckpointError(message)
         if storage is not None:
@@ -543,7 +493,8 @@ class Promotion:
 
     @contextlib.contextmanager
     def _bar(self) -> Iterator[None]:
-        copy = self._copy
+        attempt = self._attempt
+        copy = None if attempt is None else attempt.copy
         if copy is None:
             yield
             return

@@ -34,6 +34,7 @@ from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
 from torch_ckpt.runs.step_files import lease
 from torch_ckpt.runs.step_saves import Reuse, StepSaves
 from torch_ckpt.runs.step_tiers import StepTiers
+from torch_ckpt.storage.copying import CheckpointCopy
 
 __all__ = ["OnBusy", "Run"]
 
@@ -58,8 +59,8 @@ class Run(LastSaves):
     Args:
         directory: Directory of the steps, on storage that every rank can access. The first save
             creates it. Links in the path are resolved now: a run stays in one directory.
-        local: A faster directory, such as one on a local disk. Saves commit there, and a thread of
-            the first rank then promotes the steps: it copies them to ``directory``.
+        local: A faster directory, such as one on a local disk. Saves commit there, and the agent,
+            or else a thread of the first rank, promotes the steps: copies them to ``directory``.
         keep_local: Number of newest steps to retain in ``local``. A step that is to be retained
             also remains there until it is promoted.
         promote_bytes_per_s: Most bytes that are promoted in a second; no limit if ``None``.
@@ -223,7 +224,8 @@ class Run(LastSaves):
         )
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
         if self._promotion is not None:
-            self._promotion.start()
+            backend = self._backend
+            self._promotion.start(CheckpointCopy if backend is None else backend.copy)
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -535,12 +537,12 @@ class Run(LastSaves):
             finally:
                 backend, self._backend = self._backend, None
                 try:
-                    if backend is not None:
-                        backend.close()
                     if not self._closed:
-                        self._saves.close_promotion()
+                        self._saves.close_promotion()  # First, since the agent makes the copies.
                 finally:
                     self._closed = True
+                    if backend is not None:
+                        backend.close()
 
     def __enter__(self) -> Run:
         return self

@@ -27,6 +27,7 @@ from torch_ckpt.runs.failures import Failures
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.promotion import Promotion
+from torch_ckpt.runs.promotion_steps import Choice
 from torch_ckpt.runs.removal import (
     discard_after,
     discard_from_memory,
@@ -143,15 +144,15 @@ class StepSaves:
 
         def begin(
             answers: list[tuple[int, CheckpointError | None]],
-        ) -> tuple[dict[str, bytes], list[int], int | None]:
+        ) -> tuple[dict[str, bytes], Choice, int | None]:
             common_step([rank_step for rank_step, _ in answers])
-            chosen: list[int] = []
+            choice = Choice()
             if self._promotion is not None:
                 for failure in filter(None, (failure for _, failure in answers[1:])):
                     self._promotion.failed_elsewhere(failure)
                 if not is_last:
                     self._promotion.check()
-                chosen = self._promotion.choice(step)
+                choice = self._promotion.choice(step)
             for failed in self._failed:  # No rank and no agent uses its directory any more.
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
@@ -160,14 +161,14 @@ class StepSaves:
             is_agent = isinstance(self._backend, AgentBackend)
             if is_agent and persist and not has_checkpoint(path):
                 write_small_files(path, files)
-            return files, chosen, self._base(step) if self._reuses else None
+            return files, choice, self._base(step) if self._reuses else None
 
         what = "beginning to save"
-        files, chosen, base = self._group.decide(what, own, begin, timeout_s=timeout_s)
+        files, choice, base = self._group.decide(what, own, begin, timeout_s=timeout_s)
         if base is not None:
             self._writer.base = self._disk.path(base).checkpoint_id
         if self._promotion is not None:
-            self._promotion.saving(step, chosen)
+            self._promotion.saving(step, choice)
         self._writer.small_files = files
         return files
 
@@ -346,30 +347,36 @@ class StepSaves:
         deadline = time.monotonic() + timeout_s
         promotion, activity = self._promotion, "waiting for promotion"
 
-        def choose(_: list[None]) -> list[int]:
-            return [] if promotion is None else promotion.choice()
+        def choose(_: list[None]) -> Choice:
+            return Choice() if promotion is None else promotion.choice()
 
         def progress() -> tuple[bool, CheckpointError | None]:
             wait_s = min(_ROUND_S, max(deadline - time.monotonic(), 0.0))
             return (False, None) if promotion is None else promotion.progress(wait_s)
 
-        def is_busy(answers: list[tuple[bool, CheckpointError | None]]) -> bool:
+        def go_on(answers: list[tuple[bool, CheckpointError | None]]) -> tuple[bool, Choice]:
             for failure in filter(None, (failure for _, failure in answers)):
                 raise failure
-            if time.monotonic() >= deadline and any(busy for busy, _ in answers):
+            is_busy = any(busy for busy, _ in answers)
+            if is_busy and time.monotonic() >= deadline:
                 raise CheckpointError(
                     f"steps of {self._disk.directory} are still being promoted to "
                     f"{self._disks[-1].directory} after a wait of {timeout_s:g} s"
                 )
-            return any(busy for busy, _ in answers)
+            heard = Choice() if promotion is None else promotion.choice(may_choose=False)
+            return is_busy, heard
 
         settle = functools.partial(self.settle, min(timeout_s, self._timeout_s))
-        chosen = self._group.decide(activity, settle, choose, timeout_s=self._timeout_s)
+        choice = self._group.decide(activity, settle, choose, timeout_s=self._timeout_s)
         if promotion is not None:
-            promotion.retry(chosen)
-        # In rounds: a rank that is lost, or fails, is noticed soon.
-        while self._group.decide(activity, progress, is_busy, timeout_s=self._timeout_s):
-            pass
+            promotion.retry(choice)
+        is_busy = True
+        while is_busy:  # In rounds: a rank that is lost, or fails, is noticed soon.
+            is_busy, choice = self._group.decide(
+                activity, progress, go_on, timeout_s=self._timeout_s
+            )
+            if promotion is not None:
+                promotion.heard(choice)
 
     def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted in this time; the next process promotes the rest.

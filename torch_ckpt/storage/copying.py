@@ -13,16 +13,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import (
-    AlreadyExistsError,
-    CheckpointError,
-    NotFoundError,
-    StorageError,
-    UnsupportedError,
-)
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
 from torch_ckpt.formats.committed import (
+    commit,
     committed_id,
     files_in,
     index_name,
@@ -47,7 +42,7 @@ class _Opened:
 
 
 class CheckpointCopy:
-    """Copies one committed checkpoint. Used by one thread, except :meth:`cancel`.
+    """Copies one committed checkpoint. Used by one thread, except :meth:`cancel` and :meth:`leave`.
 
     Each block is verified by the checksums of the index. ``nbytes_per_s`` bounds the rate; there is
     no bound if it is 0. The copy has the save id of the source, so the same checkpoint is never
@@ -77,8 +72,11 @@ class CheckpointCopy:
         self.source, self.target = source, target
         self._niceness = niceness
         self._opened = self._open(nbytes_per_s)
-        self.sent_nbytes = 0
-        """Bytes of the files that this copy has sent. Those that were there are not counted."""
+
+    @property
+    def save_id(self) -> str:
+        """Save id of the checkpoint."""
+        return self._opened.save_id
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +92,10 @@ class CheckpointCopy:
         """Makes the copy fail with CancelledError. Any thread may call it."""
         self._opened.job.cancel()
 
+    def leave(self) -> None:
+        """Cancels the part of this process in the copy. An agent may go on with its own."""
+        self.cancel()
+
     @property
     def is_done(self) -> bool:
         """Whether the checkpoint is committed at the target."""
@@ -104,10 +106,8 @@ class CheckpointCopy:
         """Whether the source still has this checkpoint, and not that of a later save."""
         return committed_id(self.source) == self._opened.save_id
 
-    def copy_files(self, small_files: Collection[str] = ()) -> None:
-        """Copies the data files that the source has, and then the small files of these names.
-
-        A small file that the source lacks is removed at the target.
+    def copy_files(self) -> None:
+        """Copies the data files that the source has, and the target does not have yet.
 
         Raises:
             CancelledError: :meth:`cancel` was called.
@@ -119,16 +119,25 @@ class CheckpointCopy:
         here = set(self.source.names())
         ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
         arrived = files_in(self.target, ours)
-        for number, (name, nbytes) in enumerate(self._opened.files):
+        for number, (name, _) in enumerate(self._opened.files):
             if name in here and name not in arrived:
                 self._copy(number, name)
-                self.sent_nbytes += nbytes
-        for name in small_files:
+        self.target.sync()
+
+    def copy_small_files(self, names: Collection[str]) -> None:
+        """Copies the small files of these names, before the commit.
+
+        Those that the source lacks are removed at the target.
+
+        Raises:
+            StorageError: A file cannot be read or written.
+        """
+        here = set(self.source.names())
+        for name in names:
             if name in here:
                 (self.target / name).replace((self.source / name).read(), sync=True)
             else:  # A former save may have left it.
                 (self.target / name).discard()
-        self.target.sync()
 
     def missing_files(self) -> list[str]:
         """Returns the names of the data files that have not arrived."""
@@ -161,29 +170,12 @@ class CheckpointCopy:
         (self.target / index_name(save_id)).discard()
         found = find(self.target, pending_pattern(None))
         names = [name for name, _ in self._opened.files]
-        try:
-            self.target.file_system.commit(
-                self.target.path,
-                ".metadata",
-                ".index",
-                self._opened.metadata,
-                self._opened.index,
-                save_id,
-                [],  # The files that have arrived stay after an error.
-                True,
-                None,
-                found.version,
-            )
-        except (StorageError, NotFoundError) as error:
-            if self.is_done:  # The answer was lost.
-                return
-            is_other = isinstance(error, NotFoundError) or error.errno == errno.EEXIST
-            if is_other:
-                raise AlreadyExistsError(
-                    f"cannot commit {self.target}: another save was committed there, or has "
-                    "removed the files of this copy"
-                ) from error
-            raise
+        commit(
+            *(self.target, self._opened.metadata, self._opened.index, save_id),
+            files=[],  # Those that have arrived stay after an error.
+            sync=True,
+            version=found.version,
+        )
         collect_garbage(
             self.target,
             found,

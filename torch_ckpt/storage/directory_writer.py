@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import errno
 import os
 import socket
 import warnings
@@ -22,6 +21,7 @@ from torch_ckpt.coordination.group import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import (
+    commit,
     committed_id,
     is_committed,
     pending_name,
@@ -48,7 +48,6 @@ from torch_ckpt.storage.temporary import (
 __all__ = ["Claim", "DirectoryWriter"]
 
 _METADATA = ".metadata"
-_INDEX = ".index"
 
 
 @dataclass(frozen=True)
@@ -356,28 +355,16 @@ class DirectoryWriter(StagingWriter):
     def _commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
         directory, self._pending = self._write_directory, None
         try:
-            self.location.file_system.commit(
-                directory.path,
-                self._own_name(_METADATA),
-                self._own_name(_INDEX),
-                metadata,
-                index,
-                self.save_id,
-                sorted(files),
-                self.sync_files,
-                None if self._hidden is None else self.location.path,
-                self._found.version,
+            commit(
+                *(directory, metadata, index, self.save_id),
+                files=sorted(files),
+                sync=self.sync_files,
+                version=self._found.version,
+                prefix=self._own_name(""),
+                new_name=None if self._hidden is None else self.location,
             )
-        except StorageError as error:
-            if error.errno == errno.EEXIST and self.location.file_system.publishes_by_condition:
-                raise self._ended_by_other() from error
-            raise
-        except NotFoundError as error:
-            # A network file system may have committed, lost the reply, and asked for it again.
-            if self._other_save() != self.save_id:
-                raise self._ended_by_other() from error
-            if self.sync_files:
-                (self.location if self._hidden is None else self.location.parent).sync()
+        except AlreadyExistsError as error:
+            raise self._ended_by_other() from error
         self._hidden = self._created = None
 
     def _has_hidden(self, files: Collection[str]) -> bool:

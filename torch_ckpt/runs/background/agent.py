@@ -17,8 +17,10 @@ from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.step_tiers import Tier
+from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["AgentBackend", "backend_for"]
@@ -48,6 +50,7 @@ class AgentBackend:
         self._sync = sync
         self._make_fallback = make_fallback
         self._fallback: ThreadBackend | None = None
+        self._warned: set[str] = set()
         self._memory = SnapshotTier(agent, reader=reader)
         self.tiers: Sequence[Tier] = [self._memory]
 
@@ -79,6 +82,12 @@ class AgentBackend:
         """Allocates memory for states like this."""
         if self._fallback is None:
             self._run_or_fall_back(lambda: self._agent.reserve(state), lambda: None)
+
+    def copy(self, source: Location, target: Location, **options: int) -> CheckpointCopy:
+        """Returns a copy of a checkpoint, whose files the agent sends."""
+        if self._fallback is None:
+            return self._agent.copy(source, target, warned=self._warned, **options)
+        return self._fallback.copy(source, target, **options)
 
     def forget(self) -> None:
         """Forgets the step that was saved last, after steps were discarded from memory."""

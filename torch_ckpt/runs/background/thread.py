@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_ckpt.api import async_save
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_tiers import Tier
+from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["ThreadBackend"]
@@ -44,6 +46,10 @@ class ThreadBackend:
         )
         assert isinstance(future, Future)  # The writer stages before it returns.
         return future
+
+    def copy(self, source: Location, target: Location, **options: int) -> CheckpointCopy:
+        """Returns a copy of a checkpoint, whose files this process sends."""
+        return CheckpointCopy(source, target, **options)
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Does nothing: there is no memory to reserve."""

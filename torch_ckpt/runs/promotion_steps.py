@@ -1,0 +1,229 @@
+"""PromotionSteps: what is known of each step of a run with a local directory, and what follows."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch_ckpt.runs.retention import Retention
+
+__all__ = ["Choice", "PromotionSteps"]
+
+
+class Choice(NamedTuple):
+    """What the coordinator sends to all places, if there are several.
+
+    Attributes:
+        chosen: The steps to promote next.
+        committed: The steps that it has committed in the directory of the run since it last did.
+    """
+
+    chosen: Sequence[int] = ()
+    committed: Sequence[int] = ()
+
+
+class _State(enum.Enum):
+    """What is to become of a local step."""
+
+    WAITS = enum.auto()
+    """It is to be promoted, if the run would retain it."""
+    UNCHOSEN = enum.auto()
+    """It waits until the coordinator chooses it, if there are several places."""
+    SENT = enum.auto()
+    """The files of this place have arrived. The coordinator commits it."""
+    PROMOTED = enum.auto()
+    """This very save of it is in the directory of the run."""
+    PASSED_OVER = enum.auto()
+    """It is damaged, not whole, of another save than that in the run, or was skipped."""
+
+
+_TO_PROMOTE = frozenset({_State.WAITS, _State.SENT})
+_ENDED = frozenset({_State.PROMOTED, _State.PASSED_OVER})
+
+
+@dataclass
+class _Step:
+    """What is known of a step.
+
+    ``is_in_run`` says that the directory of the run has a checkpoint of it. ``value`` is its
+    metric: NaN if it has none, and ``None`` until it is read.
+    """
+
+    state: _State
+    is_in_run: bool = False
+    value: float | None = None
+
+
+class PromotionSteps:
+    """The steps of a run in its two directories, and which of them are promoted or may be removed.
+
+    ``retention`` says which steps the run retains, and ``value_of`` returns the metric of a local
+    step. If the ranks save at several places, the coordinator chooses the steps to promote.
+    ``local`` are always the committed steps in the local directory, the newest first.
+
+    ``skipped`` is the number of steps that were not promoted, because newer ones had arrived. Not
+    thread-safe.
+    """
+
+    def __init__(
+        self, retention: Retention, value_of: Callable[[int], float], *, is_alone: bool
+    ) -> None:
+        self._retention, self._value_of, self._is_alone = retention, value_of, is_alone
+        self._steps: dict[int, _Step] = {}
+        self._saved: int | None = None  # The last step that this process has saved.
+        self._in_save: int | None = None  # Its small files may follow the commit.
+        self._is_chosen = False  # Whether that step is to be promoted.
+        self._unreported: set[int] = set()  # Steps that other places do not know to be committed.
+        self.skipped = 0
+
+    # ---- What happens ----
+
+    def found(self, in_run: Iterable[int], values: Mapping[int, float]) -> None:
+        """Adds the steps in the directory of the run, and metrics."""
+        for step in in_run:
+            self._of(step).is_in_run = True
+        for step, value in values.items():
+            self._of(step).value = value
+
+    def begin_save(self, step: int, chosen: Collection[int]) -> None:
+        """Begins to save a step; only the ``chosen`` ones, if any, are to be promoted next."""
+        self._in_save, self._is_chosen = step, step in chosen
+        if self._saved is not None:
+            self._saved = min(self._saved, step - 1)
+        if chosen and not self._is_alone:
+            for each in self._steps.values():
+                if each.state in _TO_PROMOTE:
+                    each.state = _State.UNCHOSEN
+            self.choose(other for other in chosen if other != step)
+
+    def saved(self, step: int) -> bool:
+        """Ends the save of a step in the local directory; returns whether it is to be promoted."""
+        self._saved, self._in_save = step, None
+        self._unreported.discard(step)
+        self._of(step).state = _State.WAITS if self._is_chosen else _State.UNCHOSEN
+        self._of(step).value = None
+        return self._is_chosen
+
+    def choose(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self._of(step).state = _State.WAITS
+
+    def sent(self, step: int) -> None:
+        if self._of(step).state is _State.WAITS:
+            self._of(step).state = _State.SENT
+
+    def promoted(self, step: int) -> None:
+        self._of(step).state, self._of(step).is_in_run = _State.PROMOTED, True
+        if not self._is_alone:
+            self._unreported.add(step)
+
+    def reported(self, committed: Iterable[int]) -> None:
+        """Ends the promotion of steps that the coordinator has committed; called at all places."""
+        for step in committed:
+            if self._of(step).state in _TO_PROMOTE:
+                self.promoted(step)
+        self._unreported.difference_update(committed)
+
+    def pass_over(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self._of(step).state = _State.PASSED_OVER
+
+    def remain_in_run(self, steps: Collection[int]) -> None:
+        """Records the steps that remain after a removal in the directory of the run."""
+        for step, each in self._steps.items():
+            each.is_in_run = each.is_in_run and step in steps
+
+    def forget_after(self, step: int) -> None:
+        self._steps = {each: found for each, found in self._steps.items() if each <= step}
+        self._unreported = {each for each in self._unreported if each <= step}
+
+    # ---- What follows ----
+
+    def next(self, local: Sequence[int]) -> int | None:
+        """Returns the step to promote next: the newest that the run would retain.
+
+        Newer ones that it would not retain are skipped, unless the coordinator has chosen them.
+        """
+        retained = self._retained(local)
+        for step in local:
+            if step != self._in_save and self._of(step).state is _State.WAITS:
+                if step in retained or not self._is_alone:
+                    return step
+                self._skip(step)
+        return None
+
+    def choice(self, local: Sequence[int], saving: int | None, *, may_choose: bool) -> Choice:
+        """Returns the choice of the coordinator, who may be about to save a step."""
+        own = [] if saving is None else [saving]
+        if self._is_alone:
+            return Choice(own)
+        committed = sorted(self._unreported)
+        if not may_choose:
+            return Choice((), committed)
+        retained = self._retained(local).difference(own)
+        waiting = [s for s in local if s in retained and self._of(s).state not in _ENDED]
+        return Choice([*own, *waiting], committed)
+
+    def wanted(self, local: Sequence[int]) -> set[int]:
+        """Returns the local steps that are in the run, or are to be promoted to it.
+
+        Other places promote those that were chosen, whether the run still retains them or not.
+        """
+        retained = self._retained(local)
+        chosen: frozenset[_State] = frozenset() if self._is_alone else _TO_PROMOTE
+        return {s for s in local if s in retained or self._of(s).state in chosen}
+
+    def removable(
+        self, local: Sequence[int], listed: Sequence[int], *, keep: int, in_use: int | None
+    ) -> list[int]:
+        """Returns which of the ``listed`` local directories of steps need not remain.
+
+        The ``keep`` newest steps remain, those that are to be promoted, and the one ``in_use``.
+        Steps that go without a promotion are skipped.
+        """
+        saved = self._saved
+        if saved is None:
+            return []
+        committed = [step for step in local if step <= saved]
+        wanted = {s for s in self.wanted(committed) if self._of(s).state is not _State.PROMOTED}
+        needed = {*wanted, *committed[:keep], in_use}
+        for step in committed:
+            if step not in needed:
+                self._skip(step)
+        return [step for step in listed if step <= saved and step not in needed]
+
+    def newest_in_run(self, promoted: int) -> int:
+        """Returns the newest step of the run, after the promotion of a step."""
+        in_run = (step for step, each in self._steps.items() if each.is_in_run)
+        return max(s for s in in_run if s == promoted or self._saved is None or s <= self._saved)
+
+    # ---- Facts ----
+
+    def _of(self, step: int) -> _Step:
+        first = _State.WAITS if self._is_alone else _State.UNCHOSEN
+        return self._steps.setdefault(step, _Step(first))
+
+    def _skip(self, step: int) -> None:
+        each = self._of(step)
+        if each.state not in _ENDED:
+            each.state = _State.PASSED_OVER
+            self.skipped += 1
+
+    def _retained(self, local: Iterable[int]) -> set[int]:
+        """Returns which steps the run retains, of those in either directory."""
+        here = set(local)
+        steps = {step for step, each in self._steps.items() if each.is_in_run} | here
+        if self._saved is not None:  # Newer steps are of a branch that the run has left.
+            steps = {step for step in steps if step <= self._saved}
+        values: dict[int, float] = {}
+        if self._retention.keep_best is not None:
+            for step in steps:
+                each = self._of(step)
+                if each.value is None:
+                    each.value = self._value_of(step) if step in here else math.nan
+                if not math.isnan(each.value):
+                    values[step] = each.value
+        return self._retention.retained(steps, values)
