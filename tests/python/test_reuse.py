@@ -228,6 +228,35 @@ def test_a_run_links_what_the_last_step_has_also_after_a_restart(
                 _tune(state)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_an_older_step_has_is_not_promoted_again(
+    tmp_path: Path, memory: Path, mode: str
+) -> None:
+    state = _frozen_and_tuned()
+    with Run(tmp_path / "run", local=tmp_path / "local", **MODES[mode]) as run:
+        for step in range(3):
+            run.save(step, state)
+            run.wait(promoted=True)
+            _check(state, tmp_path / "run" / f"step-{step}")
+            _tune(state)
+        assert (tmp_path / "local" / "step-2").exists()
+    for step in (1, 2):
+        assert _written(tmp_path / "run" / f"step-{step}") < 30_000
+
+
+def test_a_file_that_the_run_has_lost_is_promoted_again(tmp_path: Path) -> None:
+    state = _frozen_and_tuned()
+    with Run(tmp_path / "run", local=tmp_path / "local") as run:
+        run.save(0, state)
+        run.wait(promoted=True)
+        for file in (tmp_path / "run" / "step-0").glob("*.distcp"):
+            os.truncate(file, 100)
+        _tune(state)
+        run.save(1, state)
+        run.wait(promoted=True)
+    _check(state, tmp_path / "run" / "step-1")
+
+
 def test_a_run_with_reuse_off_writes_everything(tmp_path: Path) -> None:
     state = _frozen_and_tuned()
     with Run(tmp_path, reuse="off") as run:

@@ -30,6 +30,9 @@ _POLL_S = 0.5
 _END_S = 5.0
 """Time for copies to end that were cancelled."""
 
+_FIELDS = ("source", "target", "save_id", "nbytes_per_s", "base")
+"""The fields of a request that say what to copy."""
+
 _LOG = logging.getLogger("torch_ckpt")  # Of ranks.
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -50,8 +53,9 @@ class AgentCopy(CheckpointCopy):
         warned: set[str],
         nbytes_per_s: int = 0,
         niceness: int = 0,
+        base: Location | None = None,
     ) -> None:
-        super().__init__(source, target, nbytes_per_s=nbytes_per_s, niceness=niceness)
+        super().__init__(source, target, nbytes_per_s=nbytes_per_s, niceness=niceness, base=base)
         self._connect, self._warned, self._nbytes_per_s = connect, warned, nbytes_per_s
         self._read_nbytes = 0  # By the agent.
         self._is_cancelled = self._has_left = False
@@ -94,6 +98,7 @@ class AgentCopy(CheckpointCopy):
             answer = client.copy(
                 source=str(self.source),
                 target=str(self.target),
+                base=None if self.base is None else str(self.base),
                 save_id=self.save_id,
                 nbytes_per_s=self._nbytes_per_s,
                 wait_s=_POLL_S,
@@ -128,7 +133,7 @@ class Copies:
         Another copy from the same local directory is cancelled first. One that has ended begins
         again at the first request of a rank. Raises CheckpointError if this agent cannot copy.
         """
-        order = tuple(message[field] for field in ("source", "target", "save_id", "nbytes_per_s"))
+        order = tuple(message[field] for field in _FIELDS)
         wait_s, local = message["wait_s"], str(Location(message["source"]).parent)
         last = self._copies.get(local)
         is_other = last is not None and last.order != order
@@ -201,14 +206,18 @@ class _Copy:
             self._changed.notify_all()
 
     @staticmethod
-    def _open(source: str, target: str, save_id: str, nbytes_per_s: int) -> CheckpointCopy:
+    def _open(
+        source: str, target: str, save_id: str, nbytes_per_s: int, base: str | None
+    ) -> CheckpointCopy:
         """Raises CheckpointError if this process finds other directories than the rank does."""
         local, run = Location(source), Location(target)
         run_id = id_in_directory(local.parent)
         if run_id is None:
             raise UnsupportedError(f"{local.parent} has no id in the process of the agent")
         check_reaches(str(run.parent), RunId(run_id, True))
-        copy = CheckpointCopy(local, run, nbytes_per_s=nbytes_per_s)  # The process is nice.
+        copy = CheckpointCopy(  # The process is nice.
+            local, run, nbytes_per_s=nbytes_per_s, base=None if base is None else Location(base)
+        )
         if copy.save_id != save_id:
             raise NotFoundError(f"cannot copy {local}: another save has replaced it meanwhile")
         return copy

@@ -400,10 +400,13 @@ class Promotion:
         The coordinator commits it, once the files of all places have arrived.
         """
         step = attempt.step
+        with self._changed:
+            base = self._steps.base_in_run(step)
         copy = self._open_copy(
             *(self._local.path(step), self._run.path(step)),
             nbytes_per_s=self._nbytes_per_s,
             niceness=self._niceness,
+            base=None if base is None else self._run.path(base),
         )
         with self._changed:
             attempt.copy = copy

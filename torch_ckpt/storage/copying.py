@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
@@ -32,13 +32,17 @@ __all__ = ["CheckpointCopy"]
 
 @dataclass(frozen=True)
 class _Opened:
-    """The metadata and the index of the source, and the data files that the index names."""
+    """The metadata and the index of the source, and the data files that the index names.
+
+    ``origin`` returns the save that has written a file; 0 if it is that of the checkpoint.
+    """
 
     save_id: str
     metadata: bytes
     index: bytes
     files: Sequence[tuple[str, int]]
     job: _native.CopyJob
+    origin: Callable[[int], int]
 
 
 class CheckpointCopy:
@@ -53,6 +57,8 @@ class CheckpointCopy:
         target: Directory of the copy.
         nbytes_per_s: Most bytes in a second.
         niceness: Niceness of the thread that copies.
+        base: Directory of another checkpoint beside the target. A file of the same name there,
+            which an older save has written, is linked, or copied by the store itself.
 
     Raises:
         NotFoundError: No checkpoint is committed at ``source``.
@@ -67,9 +73,15 @@ class CheckpointCopy:
     """
 
     def __init__(
-        self, source: Location, target: Location, *, nbytes_per_s: int = 0, niceness: int = 0
+        self,
+        source: Location,
+        target: Location,
+        *,
+        nbytes_per_s: int = 0,
+        niceness: int = 0,
+        base: Location | None = None,
     ) -> None:
-        self.source, self.target = source, target
+        self.source, self.target, self.base = source, target, base
         self._niceness = niceness
         self._opened = self._open(nbytes_per_s)
 
@@ -119,8 +131,8 @@ class CheckpointCopy:
         here = set(self.source.names())
         ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
         arrived = files_in(self.target, ours)
-        for number, (name, _) in enumerate(self._opened.files):
-            if name in here and name not in arrived:
+        for number, (name, nbytes) in enumerate(self._opened.files):
+            if name in here and name not in arrived and not self._link(number, name, nbytes):
                 self._copy(number, name)
         self.target.sync()
 
@@ -198,7 +210,7 @@ class CheckpointCopy:
                 f"cannot copy {self.source}: another save has replaced it meanwhile"
             )
         job = _native.CopyJob(index, nbytes_per_s)
-        return _Opened(index.save_id, metadata, encoded, index.files, job)
+        return _Opened(index.save_id, metadata, encoded, index.files, job, index.origin)
 
     def _mark(self) -> None:
         """Creates the pending file, by which other saves and garbage collection know this copy."""
@@ -210,6 +222,22 @@ class CheckpointCopy:
         except StorageError as error:
             if error.errno != errno.EEXIST:  # Another machine was faster.
                 raise
+
+    def _link(self, number: int, name: str, nbytes: int) -> bool:
+        """Takes a file from the base, if an older save has written it; returns whether it did.
+
+        No two saves give a file the same name. So equal names stand for equal bytes.
+        """
+        if self.base is None or not self._opened.origin(number):
+            return False
+        try:
+            if (self.base / name).nbytes() != nbytes:
+                return False
+            (self.target / name).discard()  # What is there is incomplete.
+            (self.base / name).link(self.target / name, sync=True)
+        except CheckpointError:
+            return False
+        return True
 
     def _copy(self, number: int, name: str) -> None:
         target = self.target / name

@@ -83,7 +83,7 @@ class AgentBackend:
         if self._fallback is None:
             self._run_or_fall_back(lambda: self._agent.reserve(state), lambda: None)
 
-    def copy(self, source: Location, target: Location, **options: int) -> CheckpointCopy:
+    def copy(self, source: Location, target: Location, **options: Any) -> CheckpointCopy:
         """Returns a copy of a checkpoint, whose files the agent sends."""
         if self._fallback is None:
             return self._agent.copy(source, target, warned=self._warned, **options)

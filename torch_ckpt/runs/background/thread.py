@@ -47,7 +47,7 @@ class ThreadBackend:
         assert isinstance(future, Future)  # The writer stages before it returns.
         return future
 
-    def copy(self, source: Location, target: Location, **options: int) -> CheckpointCopy:
+    def copy(self, source: Location, target: Location, **options: Any) -> CheckpointCopy:
         """Returns a copy of a checkpoint, whose files this process sends."""
         return CheckpointCopy(source, target, **options)
 
