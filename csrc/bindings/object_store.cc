@@ -150,7 +150,7 @@ class PyObjectStore final : public ObjectStore {
 
   bool copies() const override {
     const py::gil_scoped_acquire locked;
-    return client_.attr("copies").cast<bool>();
+    return py::bool_(py::getattr(client_, "copies", py::bool_(false)));
   }
 
   Status copy(const std::string& from, const std::string& to) override {

@@ -72,7 +72,7 @@ class ObjectStore {
   virtual Result<std::vector<std::string>> list(const std::string& path) = 0;
 
   // Whether `copy` leaves `from` there, and the store itself copies. Otherwise `copy` may rename.
-  virtual bool copies() const { return true; }
+  virtual bool copies() const { return false; }
 
   // Copies an object within the store, and replaces `to`. Errors: kNotFound.
   virtual Status copy(const std::string& from, const std::string& to) = 0;

@@ -496,6 +496,28 @@ def test_a_store_copies_what_has_not_changed(
     dcp.load(_blank(state), storage_reader=FastReader(f"{url}/step-2"))
 
 
+def _check_without_copies(url: str) -> None:
+    state = _frozen_and_tuned()
+    _save(state, f"{url}/step-0", f"{url}/none")
+    before = _copy(state)
+    _tune(state)
+    (said,) = _warned(lambda: _save(state, f"{url}/step-1", f"{url}/step-0"))
+    assert said.endswith("the store cannot copy")
+    _check(before, f"{url}/step-0")
+    _check(state, f"{url}/step-1")
+    assert not any(origin for _, origin in _files(f"{url}/step-1").values())
+
+
+def test_a_store_without_copies_leaves_the_base_its_files(tmp_path: Path) -> None:
+    """Where a client copies by renaming, the base would lose them."""
+    _check_without_copies(f"memory://{tmp_path.name}")
+
+
+@pytest.mark.slow
+def test_hdfs_leaves_the_base_its_files(hdfs_url: str) -> None:
+    _check_without_copies(hdfs_url)
+
+
 # ---- Histories -----------------------------------------------------------------------------------
 
 

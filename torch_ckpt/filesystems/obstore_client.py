@@ -83,6 +83,8 @@ _Answer = TypeVar("_Answer")
 class ObstoreClient(StoreClient):
     """Implements :class:`torch_ckpt.filesystems.object_store.ObjectStore`."""
 
+    copies = True
+
     def __init__(self, scheme: str, options: dict[str, Any]) -> None:
         super().__init__(scheme)
         self._options = options

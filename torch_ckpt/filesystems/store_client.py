@@ -35,7 +35,7 @@ def pending_path(path: str) -> str:
 class StoreClient:
     """The part of an :class:`~torch_ckpt.filesystems.object_store.ObjectStore` that all have."""
 
-    copies = True
+    copies = False  # Those that rename, as HDFS, must not lose a file that is to be copied.
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
