@@ -70,6 +70,12 @@ void query_entry(const StoredIndex& index, int64_t number) {
   const auto boxes = index.boxes(*entry, 0, entry->box_count);
   (void)index.find_box(*entry, zeros, number);
   (void)index.places(*entry);
+  // A query of a few boxes: an unsound entry may claim any number.
+  for (int64_t box = 0; box < std::min<int64_t>(entry->box_count, 8); ++box) {
+    const auto digest = index.digest(*entry, box);
+    require(!digest.ok() || index.has_digests() || *digest == index_records::Digest(),
+            "an index without digests has none");
+  }
   if (!boxes.ok()) return;
   require(all.ok(), "readable boxes can be intersected");
   for (const IndexedBox& box : *boxes) {
@@ -98,6 +104,9 @@ void query_index(Bytes bytes) {
   for (int64_t i = 0; i < std::min(index.file_count(), kMost); ++i) {
     const auto file = index.file(i);
     if (file.ok()) (void)index.find_file(file->name);
+    const auto origin = index.origin(i);
+    require(!origin.ok() || index.has_digests() || *origin == 0,
+            "an index without digests has no origins");
   }
   (void)index.find_entry("model.weight");
   (void)index.version();

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import struct
 import tempfile
 import warnings
 from pathlib import Path
@@ -61,7 +62,9 @@ def make_zip_seeds() -> None:
 
 def make_index_seeds() -> None:
     """Indexes as they are, behind a byte that says whether checksums are to be made true again."""
-    file = ("__0_0_0123456789abcdef.distcp", 1000, bytes(8))
+    name = "__0_0_0123456789abcdef.distcp"
+    file = (name, 1000, bytes(8), b"", 0)
+    digests = struct.pack("<4q", 64, 1, 2, 3)  # Of the slice at 64: its sample, and both halves.
     box = ([0, 0], [2, 3], 0, 64, 700, True, [])
     object_box = ([], [], 0, 800, 100, False, ["zstd", "x"])
     properties = ("bfloat16", "contiguous_format", True, False, [2, 3])
@@ -70,6 +73,8 @@ def make_index_seeds() -> None:
     facts: dict[str, tuple[Any, Any, Any]] = {
         "whole": ([file], entries, paths),
         "sums": ([file], None, None),
+        "digests": ([(name, 1000, bytes(8), digests, 5)], entries, paths),
+        "origin": ([(name, 1000, bytes(8), b"", 5)], None, None),
         "empty": ([], [], []),
     }
     for name, (files, listed, places) in facts.items():

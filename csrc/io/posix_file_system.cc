@@ -90,7 +90,8 @@ Status PosixFileSystem::rename(const std::string& from, const std::string& to) {
 }
 
 Status PosixFileSystem::link(const std::string& from, const std::string& to, bool sync) {
-  if (::linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), 0) != 0) {
+  // A name of the file itself, not of a symbolic link to it, which may break or change.
+  if (::linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), AT_SYMLINK_FOLLOW) != 0) {
     const int error = errno;
     const auto text = str_cat("cannot link ", from, " to ", to);
     switch (error) {

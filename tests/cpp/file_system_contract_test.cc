@@ -192,6 +192,39 @@ TEST_P(FileSystemContractTest, RenameReplaces) {
   EXPECT_CODE(read_file(fs(), path("a")), StatusCode::kNotFound);
 }
 
+// A link to a file that is replaced or removed keeps its bytes.
+TEST_P(FileSystemContractTest, ALinkIsAFileOfTheSameBytes) {
+  for (const bool sync : {false, true}) {
+    const std::string from = path(str_cat("from ", sync));
+    const std::string to = path(str_cat("to ", sync));
+    ASSERT_OK(write_file(fs(), from, as_bytes("bytes"), false));
+    ASSERT_OK(fs().link(from, to, sync));
+    ASSERT_OK(write_file(fs(), path("other"), as_bytes("others"), false));
+    ASSERT_OK(fs().rename(path("other"), from));
+    ASSERT_OK_AND_ASSIGN(const auto linked, read_file(fs(), to));
+    EXPECT_EQ(as_text(linked), "bytes");
+    ASSERT_OK(fs().remove(to));
+    ASSERT_OK_AND_ASSIGN(const auto left, read_file(fs(), from));
+    EXPECT_EQ(as_text(left), "others");
+  }
+}
+
+TEST_P(FileSystemContractTest, ALinkToAMissingFileIsNotFound) {
+  EXPECT_CODE(fs().link(path("none"), path("a"), false), StatusCode::kNotFound);
+  EXPECT_CODE(read_file(fs(), path("a")), StatusCode::kNotFound);
+}
+
+TEST_P(FileSystemContractTest, ALinkReplacesNoFileExceptOnAStore) {
+  ASSERT_OK(write_file(fs(), path("a"), as_bytes("new"), false));
+  ASSERT_OK(write_file(fs(), path("b"), as_bytes("old"), false));
+  const Status linked = fs().link(path("a"), path("b"), false);
+  const bool replaces = !fs().traits().has_folders;
+  EXPECT_EQ(linked.ok(), replaces);
+  EXPECT_EQ(linked.error_number(), replaces ? 0 : EEXIST);
+  ASSERT_OK_AND_ASSIGN(const auto bytes, read_file(fs(), path("b")));
+  EXPECT_EQ(as_text(bytes), replaces ? "new" : "old");
+}
+
 // Files of 0 bytes, of less than one piece of the copy, and of several.
 TEST_P(FileSystemContractTest, ACopyHasTheSameBytes) {
   PosixFileSystem disk;

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <random>
@@ -60,6 +61,23 @@ Index sample() {
   return index;
 }
 
+// Some boxes and files have no digest and no origin.
+Index digested_sample() {
+  Index index = sample();
+  index.files[0].origin = 0xFEDCBA9876543210;
+  index.files[2].origin = 7;
+  index.entries[0].boxes[0].digest = {1, 2, 3};
+  index.entries[0].boxes[1].digest = {0xFFFFFFFFFFFFFFFF, 0, 0};
+  index.entries[2].boxes[0].digest = {4, 0xFFFFFFFFFFFFFFFF, 0};
+  return index;
+}
+
+records::Header header_of(const std::vector<std::byte>& bytes) {
+  records::Header header;
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  return header;
+}
+
 TEST(IndexFileTest, WhatIsWrittenIsRead) {
   for (const bool has_entries : {true, false}) {
     Index index = sample();
@@ -74,6 +92,82 @@ TEST(IndexFileTest, WhatIsWrittenIsRead) {
   }
   ASSERT_OK_AND_ASSIGN(const Index empty, parse_index(written({.save_id = "0123456789abcdef"})));
   EXPECT_EQ(empty, Index{.save_id = "0123456789abcdef"});
+}
+
+TEST(IndexFileTest, DigestsAndOriginsAreRead) {
+  const Index index = digested_sample();
+  ASSERT_OK_AND_ASSIGN(const Index read, parse_index(written(index)));
+  EXPECT_EQ(read, index);
+  const auto stored = opened(index);
+  EXPECT_TRUE(stored->has_digests());
+  for (int64_t i = 0; i < stored->entry_count(); ++i) {
+    ASSERT_OK_AND_ASSIGN(const StoredEntry entry, stored->entry(i));
+    for (int64_t k = 0; k < entry.box_count; ++k) {
+      const IndexedBox& box = index.entries[static_cast<size_t>(i)].boxes[static_cast<size_t>(k)];
+      EXPECT_EQ(*stored->digest(entry, k), box.digest);
+    }
+  }
+  for (int64_t i = 0; i < stored->file_count(); ++i) {
+    EXPECT_EQ(*stored->origin(i), index.files[static_cast<size_t>(i)].origin);
+  }
+  EXPECT_FALSE(opened(sample())->has_digests());
+}
+
+TEST(IndexFileTest, OriginsNeedNoEntriesAndDigestsNoOrigins) {
+  Index origins = sample();
+  origins.has_entries = origins.has_paths = false;
+  origins.version.clear();
+  origins.entries.clear();
+  origins.paths.clear();
+  origins.files[1].origin = 1;
+  Index digests = sample();
+  digests.entries[0].boxes[0].digest = {1, 0, 0};
+  for (const Index& index : {origins, digests}) {
+    ASSERT_OK_AND_ASSIGN(const Index read, parse_index(written(index)));
+    EXPECT_EQ(read, index);
+  }
+}
+
+// They find text to which nothing refers.
+TEST(IndexFileTest, ReadersThatDoNotKnowDigestsReadTheRest) {
+  std::vector<std::byte> bytes = written(digested_sample());
+  records::Header header = header_of(bytes);
+  ASSERT_EQ(header.flags, records::kHasEntries | records::kHasPaths | records::kHasDigests);
+  header.flags &= ~records::kHasDigests;
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  fix_sums(bytes);
+  ASSERT_OK_AND_ASSIGN(const Index read, parse_index(bytes));
+  EXPECT_EQ(read, sample());
+}
+
+TEST(IndexFileTest, DigestsThatDoNotLieInTheTextAreRefused) {
+  const std::vector<std::byte> bytes = written(digested_sample());
+  const records::Section text = header_of(bytes).sections[records::kTextSection];
+  constexpr uint64_t kMost = std::numeric_limits<uint64_t>::max();
+  const std::vector<std::pair<std::string, std::function<void(records::Section&)>>> breaches = {
+      {"too short", [](records::Section& s) { s.nbytes -= 8; }},
+      {"a record too few", [](records::Section& s) { s.nbytes -= s.nbytes / 3; }},
+      {"too long", [](records::Section& s) { s.nbytes += 8; }},
+      {"empty", [](records::Section& s) { s.nbytes = 0; }},
+      {"of any length", [](records::Section& s) { s.nbytes = kMost; }},
+      {"before the text", [&](records::Section& s) { s.offset = text.offset - 8; }},
+      {"at the start", [](records::Section& s) { s.offset = 0; }},
+      {"beyond the text",
+       [&](records::Section& s) { s.offset = text.offset + text.nbytes - s.nbytes + 1; }},
+      {"behind the text", [&](records::Section& s) { s.offset = text.offset + text.nbytes + 1; }},
+      {"anywhere", [](records::Section& s) { s.offset = kMost - 7; }},
+  };
+  for (const auto member : {&records::Header::digests, &records::Header::origins}) {
+    for (const auto& [what, breach] : breaches) {
+      std::vector<std::byte> odd = bytes;
+      records::Header header = header_of(odd);
+      breach(header.*member);
+      std::memcpy(odd.data(), &header, sizeof(header));
+      fix_sums(odd);
+      EXPECT_CODE(parse_index(odd), StatusCode::kCorruption) << what;
+      EXPECT_CODE(opened(odd), StatusCode::kCorruption) << what;
+    }
+  }
 }
 
 // Of two tensors in one storage, and an object beside them.
@@ -124,7 +218,7 @@ TEST(IndexFileTest, AnImpossibleViewIsRefused) {
 }
 
 TEST(IndexFileTest, AnyFlippedBitIsCorruption) {
-  const std::vector<std::byte> bytes = written(sample());
+  const std::vector<std::byte> bytes = written(digested_sample());
   for (size_t at = 0; at < bytes.size(); ++at) {
     std::vector<std::byte> damaged = bytes;
     damaged[at] ^= std::byte{1} << at % 8;
@@ -133,7 +227,7 @@ TEST(IndexFileTest, AnyFlippedBitIsCorruption) {
 }
 
 TEST(IndexFileTest, AnyOtherLengthIsCorruption) {
-  std::vector<std::byte> bytes = written(sample());
+  std::vector<std::byte> bytes = written(digested_sample());
   for (size_t nbytes = 0; nbytes < bytes.size(); ++nbytes) {
     ASSERT_CODE(parse_index(Bytes(bytes).first(nbytes)), StatusCode::kCorruption) << nbytes;
   }
@@ -165,11 +259,11 @@ TEST(IndexFileTest, AHeaderAloneIsAnIndexOfNothing) {
 
 // With true checksums, whatever stands in a record: an error, or a value that is sound.
 TEST(IndexFileTest, NoSealedNonsenseIsBelieved) {
-  const std::vector<std::byte> bytes = written(sample());
+  const std::vector<std::byte> bytes[] = {written(sample()), written(digested_sample())};
   int64_t refused = 0;
   for (uint32_t seed = 0; seed < 20000; ++seed) {
     std::mt19937 random(seed);
-    std::vector<std::byte> odd = bytes;
+    std::vector<std::byte> odd = bytes[seed % 2];
     for (int64_t change = 1 + pick(random, 3); change > 0; --change) {
       const auto at = static_cast<size_t>(pick(random, ssize(odd)));
       constexpr uint8_t kBytes[] = {0x00, 0x01, 0x7F, 0x80, 0xFF};

@@ -182,6 +182,33 @@ TEST_F(PosixFileSystemTest, RemovesFilesAndOnlyEmptyFolders) {
 }
 
 // For machines where io_uring is there but not to be used.
+TEST_F(PosixFileSystemTest, ALinkIsAnotherNameOfTheFileAlsoBehindASymbolicLink) {
+  ASSERT_OK(write_file(fs_, path("a"), as_bytes("bytes"), false));
+  ASSERT_EQ(::symlink("a", path("symbolic").c_str()), 0);
+  for (const bool sync : {false, true}) {
+    for (const char* from : {"a", "symbolic"}) {
+      ASSERT_OK(fs_.link(path(from), path("b"), sync));
+      struct stat a = {};
+      struct stat b = {};
+      ASSERT_EQ(::lstat(path("a").c_str(), &a), 0);
+      ASSERT_EQ(::lstat(path("b").c_str(), &b), 0);
+      EXPECT_EQ(a.st_ino, b.st_ino);
+      ASSERT_OK(fs_.remove(path("b")));
+    }
+  }
+}
+
+TEST_F(PosixFileSystemTest, WhatHasNoLinksIsUnsupported) {
+  // The tests are not on /proc.
+  EXPECT_CODE(fs_.link("/proc/self/stat", path("a"), false), StatusCode::kUnsupported);
+  ASSERT_OK(fs_.create_directories(path("folder")));
+  EXPECT_CODE(fs_.link(path("folder"), path("a"), false), StatusCode::kUnsupported);
+  EXPECT_CODE(fs_.link(path("none"), path("a"), false), StatusCode::kNotFound);
+  ASSERT_OK(write_file(fs_, path("b"), as_bytes("bytes"), false));
+  EXPECT_CODE(fs_.link(path("b"), path("nowhere/b"), false), StatusCode::kNotFound);
+  EXPECT_EQ(fs_.link(path("b"), path("folder"), false).error_number(), EEXIST);
+}
+
 TEST_F(PosixFileSystemTest, TheEnvironmentForcesThreads) {
   ASSERT_EQ(::setenv("TORCH_CKPT_IO", "threads", 1), 0);
   const auto queue = fs_.make_queue(4);

@@ -187,6 +187,28 @@ TEST_F(PowerCutTest, RemovalsAreDoneOrNotIndependently) {
   EXPECT_THAT(states(), UnorderedElementsAre("a=1 b=2", "a=1", "b=2", ""));
 }
 
+TEST_F(PowerCutTest, ALinkIsDoneOrNotUntilItsFolderIsSynced) {
+  begin_with({{"a", "xy"}});
+  ASSERT_OK(fs().link("a", "b", /*sync=*/false));
+  EXPECT_THAT(states(), UnorderedElementsAre("a=xy", "a=xy b=xy"));
+  ASSERT_OK(fs().remove("a"));
+  EXPECT_THAT(states(), UnorderedElementsAre("a=xy", "a=xy b=xy", "b=xy", ""));
+  sync_folder();
+  EXPECT_THAT(states(), ElementsAre("b=xy"));
+}
+
+// Both names show the same bytes, whatever these are.
+TEST_F(PowerCutTest, ALinkToAFileThatWasNotSyncedMakesItDurableIfItSyncs) {
+  create("a", "xy", /*sync=*/false);
+  ASSERT_OK(fs().link("a", "b", /*sync=*/false));
+  sync_folder();
+  EXPECT_THAT(states(), UnorderedElementsAre("a= b=", "a=.. b=..", "a=xy b=xy"));
+  ASSERT_OK(fs().link("b", "c", /*sync=*/true));
+  EXPECT_THAT(states(), UnorderedElementsAre("a=xy b=xy", "a=xy b=xy c=xy"));
+  PowerCuts cuts(fs_->journal());
+  EXPECT_EQ(text_of(cuts.tree_after_kill(now())), "a=xy b=xy c=xy");
+}
+
 TEST_F(PowerCutTest, OverwritingInPlaceTearsAtSectors) {
   const auto file = durable_file("a", sectors(2, 'o'));
   ASSERT_OK(write(*file, 0, sectors(2, 'n')));

@@ -16,10 +16,12 @@
 #include "format/zip_frame.h"
 #include "io/posix_file_system.h"
 #include "support/memory_file_system.h"
+#include "support/memory_object_store.h"
 #include "support/read_file.h"
 #include "support/saved_file.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
+#include "support/tensor_digests.h"
 #include "support/test_tensor.h"
 
 namespace torch_ckpt {
@@ -70,14 +72,17 @@ void expect_stored(std::string_view file, const Slice& slice, const TestTensor& 
 
 // Saves with windows of `block_nbytes`, and checks every byte of the file.
 void expect_saves_every_kind(FileSystem& fs, const std::string& path, int64_t block_nbytes,
-                             const SaveOptions& options) {
+                             const SaveOptions& options, bool has_digests = false) {
   const std::vector<TestTensor> tensors = tensors_of_every_kind();
   const Layout layout = layout_of(tensors);
   const std::string object(30001, 'x');
   const auto pool = make_pool(8 * block_nbytes, block_nbytes);
   ASSERT_OK_AND_ASSIGN(auto job, SaveJob::start(fs, path, layout, *pool, options));
   for (size_t i = 0; i < tensors.size(); ++i) {
-    ASSERT_OK(job->write(static_cast<int64_t>(i), tensors[i].live));
+    Digest128 digest;
+    ASSERT_OK(
+        job->write(static_cast<int64_t>(i), tensors[i].live, has_digests ? &digest : nullptr));
+    EXPECT_EQ(digest, has_digests ? full_digest_of(tensors[i]) : Digest128()) << i;
   }
   ASSERT_OK_AND_ASSIGN(const Slice appended, job->append(as_bytes(object)));
   ASSERT_OK(job->finish());
@@ -122,6 +127,7 @@ TEST_F(SaveJobTest, EveryKindOfTensorIsStoredAcrossWindowsOnAnyDisk) {
     SCOPED_TRACE(str_cat("alignment ", disk.alignment, ", seed ", disk.seed));
     MemoryFileSystem fs(disk);
     expect_saves_every_kind(fs, kPath, block_nbytes, {.caching = caching});
+    expect_saves_every_kind(fs, "digested", block_nbytes, {.caching = caching}, true);
   }
 }
 
@@ -130,6 +136,25 @@ TEST_F(SaveJobTest, EveryKindOfTensorIsStoredOnARealDisk) {
   PosixFileSystem fs;
   expect_saves_every_kind(fs, directory.file("direct"), 8 << 10, {.caching = Caching::kDirect});
   expect_saves_every_kind(fs, directory.file("buffered"), 8 << 10, {.caching = Caching::kBuffered});
+}
+
+// Nothing is written from where it lies.
+TEST_F(SaveJobTest, EveryKindOfTensorIsStoredInAStore) {
+  MemoryStoreFileSystem fs;
+  expect_saves_every_kind(fs, "a", 128 << 10, {});
+  expect_saves_every_kind(fs, "digested", 128 << 10, {}, true);
+}
+
+// A digest covers one tensor, also where the one before has none, or failed to fit.
+TEST_F(SaveJobTest, ADigestIsOfItsTensorAlone) {
+  const std::vector<TestTensor> tensors = tensors_of_every_kind();
+  ASSERT_OK_AND_ASSIGN(auto job, start(tensors));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    Digest128 digest;
+    ASSERT_OK(job->write(static_cast<int64_t>(i), tensors[i].live, i % 3 ? &digest : nullptr));
+    EXPECT_EQ(digest, i % 3 ? full_digest_of(tensors[i]) : Digest128()) << i;
+  }
+  ASSERT_OK(job->finish());
 }
 
 TEST_F(SaveJobTest, WhatLiesInMemoryAsInTheFileIsWrittenFromThere) {

@@ -6,7 +6,9 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/read_stream.h"
@@ -21,6 +23,7 @@ namespace torch_ckpt {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::Field;
 using ::testing::HasSubstr;
 using Kind = StoreCall::Kind;
 
@@ -56,6 +59,28 @@ TEST(StoreFileSystemTest, ARenameThatFailsLosesNoFile) {
       EXPECT_TRUE(fs.store.contents("bucket/from") == "a" || fs.store.contents("bucket/to") == "a");
     }
   }
+}
+
+TEST(StoreFileSystemTest, ALinkIsACopyWithinAStoreThatCanCopy) {
+  MemoryStoreFileSystem fs;
+  fs.store.set(kPath, "a");
+  ASSERT_OK(fs.link(kPath, "bucket/b", /*sync=*/true));
+  EXPECT_THAT(fs.store.calls(), ElementsAre(Field(&StoreCall::kind, Kind::kCopy)));
+  EXPECT_EQ(fs.store.contents("bucket/b"), "a");
+  fs.store.fail_call(0, errno_status(ETIMEDOUT, "no answer"));
+  EXPECT_EQ(fs.link(kPath, "bucket/c", true).error_number(), ETIMEDOUT);
+
+  // Its `copy` may rename, so that the base would lose the file.
+  class NoCopies : public MemoryObjectStore {
+   public:
+    bool copies() const override { return false; }
+  };
+  auto store = std::make_unique<NoCopies>();
+  NoCopies& no_copies = *store;
+  no_copies.set(kPath, "a");
+  StoreFileSystem other(std::move(store));
+  EXPECT_CODE(other.link(kPath, "bucket/b", true), StatusCode::kUnsupported);
+  EXPECT_TRUE(no_copies.calls().empty());
 }
 
 TEST(StoreFileSystemTest, VersionsTellFilesApart) {

@@ -10,19 +10,11 @@
 #include <vector>
 
 #include "base/xxh3.h"
+#include "support/tensor_digests.h"
 #include "support/test_tensor.h"
 
 namespace torch_ckpt {
 namespace {
-
-TensorView view_of(const TestTensor& tensor) {
-  TensorView view;
-  view.dtype = tensor.live.dtype;
-  view.sizes = tensor.live.sizes;
-  view.strides = tensor.live.strides;
-  view.data = tensor.live.data;
-  return view;
-}
 
 uint64_t digest_of(const TestTensor& tensor, bool full, int threads = 1) {
   const TensorView view = view_of(tensor);
@@ -106,6 +98,50 @@ TEST(ValueDigestTest, AFullDigestDependsOnEveryByte) {
     EXPECT_NE(digest_of(tensor, true), full) << at;
     EXPECT_EQ(digest_of(tensor, false) != sample, is_sampled) << at;
     changed ^= std::byte{1};
+  }
+}
+
+// The XXH3-128 of those of the pieces, whatever the length of the chunks.
+TEST(ValueDigestTest, AStreamOfAnyChunksHasTheDigestOfThePieces) {
+  std::mt19937 random(5);
+  DigestStream stream;
+  for (const int64_t nbytes :
+       {int64_t{0}, int64_t{1}, kDigestPieceNbytes - 1, kDigestPieceNbytes, kDigestPieceNbytes + 1,
+        2 * kDigestPieceNbytes, 2 * kDigestPieceNbytes + 12345}) {
+    const TestTensor tensor = TestTensor::random("t", DType::kUInt8, {nbytes});
+    const Bytes bytes = *tensor.memory;
+    std::vector<Digest128> pieces;
+    for (int64_t begin = 0; begin < nbytes; begin += kDigestPieceNbytes) {
+      const int64_t count = std::min(kDigestPieceNbytes, nbytes - begin);
+      pieces.push_back(xxh3_128(slice(bytes, begin, count)));
+    }
+    const Digest128 expected = xxh3_128(std::as_bytes(std::span(pieces)));
+    for (const int64_t most : {int64_t{5} << 20, kDigestPieceNbytes + 77, 3 * kDigestPieceNbytes}) {
+      for (int64_t at = 0; at < nbytes;) {
+        const int64_t count = std::min(pick(random, most), nbytes - at);
+        stream.update(slice(bytes, at, count));
+        at += count;
+      }
+      ASSERT_EQ(stream.finish(), expected) << nbytes << " in chunks of up to " << most;
+    }
+    for (const int threads : {1, 4}) {
+      ASSERT_EQ(full_digest_of(tensor, threads), expected) << nbytes << " by " << threads;
+    }
+  }
+}
+
+// Pieces of strided tensors end within a row.
+TEST(ValueDigestTest, LongStridedTensorsHaveTheDigestOfTheirElements) {
+  for (const int64_t columns : {1023, 1024, 1025, 2049}) {
+    const TestTensor tensor =
+        TestTensor::random("t", DType::kComplex128, {columns, 512}).transposed(0, 1);
+    const std::string packed = tensor.packed();
+    DigestStream stream;
+    stream.update(as_bytes(packed));
+    const Digest128 expected = stream.finish();
+    for (const int threads : {1, 4}) ASSERT_EQ(full_digest_of(tensor, threads), expected);
+    const TestTensor part = tensor.narrowed({0, 1}, {512, columns - 1});
+    ASSERT_EQ(full_digest_of(part), full_digest_of(contiguous_copy(part), 4));
   }
 }
 

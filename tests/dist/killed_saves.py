@@ -9,11 +9,12 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from torch_ckpt import FastWriter
+from torch_ckpt.filesystems.location import Location
 
 START_TIMEOUT_S = 60  # Forking ranks, and connecting them.
 SAVE_TIMEOUT_S = 30  # Within which survivors have returned or raised.
@@ -56,6 +58,7 @@ COORDINATOR_MOMENTS = [
     "remove index",
 ]
 MOMENTS = ["create folder", *RANK_MOMENTS, *COORDINATOR_MOMENTS]
+BASED_MOMENTS = ["link data", *MOMENTS]  # Of a save with a base.
 
 _SYNCED = ("sync data", "sync index", "sync metadata")  # Calls of their own without io_uring only.
 _VERBS = {
@@ -66,6 +69,7 @@ _VERBS = {
     "ftruncate": "cut",
     "fsync": "sync",
     "unlink": "remove",
+    "link": "link",
     "mkdir": "create",
 }
 _KINDS = {
@@ -89,11 +93,12 @@ class Case:
     at_rank: int  # Whose moment it is.
     occurrence: int
     delay: float  # As a fraction of the time of a save.
+    frozen: frozenset[str] = frozenset()  # Tensors that are the same in all versions.
 
     def value(self, name: str, version: int) -> torch.Tensor:
         """The whole tensor."""
         shape, dtype, _ = self.tensors[name]
-        return full_value(f"{name} {version}", shape, dtype)
+        return full_value(f"{name} {0 if name in self.frozen else version}", shape, dtype)
 
     def whole(self, version: int) -> dict[str, Any]:
         """The state of a version, as one process holds it."""
@@ -124,10 +129,37 @@ def draw_case(rng: random.Random, moment: str | None, victims: str) -> Case:
         for i in range(rng.randint(1, 6))
     }
     tensors["wide"] = ((64, 128), torch.float32, "rows")  # Something on every rank.
+    return _drawn_case(rng, moment, victims, world_size, tensors)
+
+
+def draw_frozen_case(
+    rng: random.Random, moment: str | None, victims: str, like: Case | None
+) -> Case:
+    """A case of which most tensors are frozen: those of another one, or others.
+
+    By one or two ranks.
+    """
+    if like is not None:
+        case = _drawn_case(rng, moment, victims, like.world_size, like.tensors)
+        return replace(case, frozen=like.frozen)
+    case = draw_case(rng, moment, victims)
+    tensors = case.tensors | {"tuned": ((8, 3), torch.float32, "rows")}  # Each rank writes it.
+    frozen = frozenset(n for n in case.tensors if n == "wide" or rng.random() < 0.6)
+    case = _drawn_case(rng, moment, victims, rng.choice([1, 2, 2]), tensors)
+    return replace(case, frozen=frozen)
+
+
+def _drawn_case(
+    rng: random.Random,
+    moment: str | None,
+    victims: str,
+    world_size: int,
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype, str]],
+) -> Case:
     doomed = {
         "all": range(world_size),
         "coordinator": [0],
-        "another": [rng.randrange(1, world_size)],
+        "another": [rng.randrange(1, world_size) if world_size > 1 else 0],
     }
     if victims == "any":
         weights = [2, 2, 1] if moment in COORDINATOR_MOMENTS else [1, 1, 1]
@@ -155,7 +187,20 @@ class CarelessWriter(FastWriter):
         super().finish(*args, **kwargs)
 
 
-WRITERS = {"fast": FastWriter, "careless": CarelessWriter}
+class MovingWriter(FastWriter):
+    """Moves files out of its base: what the campaign must notice, too."""
+
+    def _take_unchanged(self, work: Any) -> Any:
+        def move(source: Location, target: Location, *, sync: bool) -> None:
+            link(source, target, sync=sync)
+            source.remove()
+
+        link = Location.link
+        with mock.patch.object(Location, "link", move):
+            return super()._take_unchanged(work)
+
+
+WRITERS = {"fast": FastWriter, "careless": CarelessWriter, "moving": MovingWriter}
 
 
 @dataclass
@@ -177,7 +222,15 @@ def folder_of(path: Path) -> str:
 class KilledSave:
     """One save by ranks that may be killed. Leaves no process behind."""
 
-    def __init__(self, forks: Forks, case: Case, path: Path, version: int, writer: str) -> None:
+    def __init__(
+        self,
+        forks: Forks,
+        case: Case,
+        path: Path,
+        version: int,
+        writer: str,
+        base: Path | None = None,
+    ) -> None:
         self.case = case
         self.path = path
         self.seen = Seen()
@@ -194,7 +247,8 @@ class KilledSave:
         try:
             for rank in range(case.world_size):
                 process, pipe = forks.start(
-                    _save_on_a_rank, rank, case, path, version, writer, store, self.watched
+                    *(_save_on_a_rank, rank, case, path, version, writer, base, store),
+                    self.watched,
                 )
                 self._processes.append(process)
                 self._pipes[pipe] = rank
@@ -319,7 +373,7 @@ class KilledSave:
                 return "rename metadata"  # The commit renames the directory.
             self._kinds[rank] = "commit"
             return "commit"
-        if stop.call == "create":
+        if stop.call in ("create", "link"):
             self._kinds[rank] = kind
         return f"{_VERBS[stop.call]} {kind}"
 
@@ -344,6 +398,7 @@ def _save_on_a_rank(
     path: Path,
     version: int,
     writer: str,
+    base: Path | None,
     store: tuple[int, str],
     watched: bool,
 ) -> None:
@@ -363,7 +418,7 @@ def _save_on_a_rank(
     )
     state = case.part(version)
     storage_writer = WRITERS[writer](
-        path, case.single_file_per_rank, sync_files=True, thread_count=case.thread_count
+        path, case.single_file_per_rank, sync_files=True, thread_count=case.thread_count, base=base
     )
     pipe.send("ready")
     pipe.recv()

@@ -26,7 +26,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from forks import Forks
-from killed_saves import MOMENTS, WRITERS, Case, KilledSave, draw_case
+from killed_saves import (
+    BASED_MOMENTS,
+    MOMENTS,
+    WRITERS,
+    Case,
+    KilledSave,
+    draw_case,
+    draw_frozen_case,
+)
 from states import READERS, assert_same
 from support.commit_files import index_file
 from syscalls import can_stop
@@ -41,6 +49,8 @@ class Campaign:
     Every directory sees several saves, so that most of them replace a checkpoint, and some find
     what one or more killed ones have left behind.
     """
+
+    moments = MOMENTS
 
     def __init__(
         self, directory: Path, seed: int, *, writer: str = "fast", victims: str = "any"
@@ -59,10 +69,7 @@ class Campaign:
     def run(self, kills: int, moments: Sequence[str] | None = None) -> None:
         """Kills so often, at the given moments or at all kinds of them."""
         rng = random.Random(self.seed)
-        if moments is None:
-            deck = _deck(rng, MOMENTS if can_stop() else [])
-        else:
-            deck = itertools.cycle(moments)
+        deck = self._deck(rng) if moments is None else itertools.cycle(moments)
         for number in range(kills):
             case = draw_case(rng, next(deck), self.victims)
             if rng.random() < 0.15 or case.moment == "create folder":
@@ -81,13 +88,26 @@ class Campaign:
         """The tally as a table, and the breaches."""
         outcomes = ["nothing", "old", "new"]
         rows = [f"{'killed before':<26}" + "".join(f"{name:>9}" for name in outcomes)]
-        order = [*MOMENTS, *(where for where, _ in sorted(self.tally) if where not in MOMENTS)]
+        others = (where for where, _ in sorted(self.tally) if where not in BASED_MOMENTS)
+        order = [*BASED_MOMENTS, *others]
         for where in dict.fromkeys(order):
             counts = [self.tally[where, outcome] for outcome in outcomes]
             if any(counts):
                 rows.append(f"{where:<26}" + "".join(f"{count:>9}" for count in counts))
         rows.append(f"{self.tally.total()} kills, seed {self.seed}, {len(self.breaches)} breaches")
         return "\n".join(rows + self.breaches)
+
+    def _deck(self, rng: random.Random) -> Iterator[str | None]:
+        """Each moment as often as any other, in random order, and as many kills at random."""
+        moments = self.moments if can_stop() else []
+        while True:
+            cards = [*moments, *[None] * max(len(moments), 1)]
+            rng.shuffle(cards)
+            yield from cards
+
+    def _base_path(self) -> Path | None:
+        """The directory of the checkpoint from which saves take what has not changed."""
+        return None
 
     def _prepare(self, case: Case) -> None:
         """Sees to it that there is something to replace or remove, where that is the moment."""
@@ -100,7 +120,8 @@ class Campaign:
 
     def _kill_once(self, case: Case) -> None:
         version = self._forks.next_number()
-        with KilledSave(self._forks, case, self._path, version, self.writer) as save:
+        base = self._base_path()
+        with KilledSave(self._forks, case, self._path, version, self.writer, base) as save:
             seen = save.run(kill=True, usual_s=self._usual_s)
         candidates = dict(filter(None, [self._held, (version, case)]))
         found = self._forks.call(_find, self._path, candidates)
@@ -127,9 +148,8 @@ class Campaign:
         """Saves without a kill, and asserts that nothing is left of whatever was there."""
         version = self._forks.next_number()
         if by_ranks:
-            with KilledSave(
-                self._forks, replace(case, moment=None), self._path, version, "fast"
-            ) as save:
+            calm, base = replace(case, moment=None), self._base_path()
+            with KilledSave(self._forks, calm, self._path, version, "fast", base) as save:
                 seen = save.run(kill=False, usual_s=self._usual_s)
             assert seen.seconds is not None, f"the save after the kill failed: {seen}"
             self._usual_s += 0.3 * (seen.seconds - self._usual_s)
@@ -138,12 +158,74 @@ class Campaign:
         self._held = (version, case)
 
 
-def _deck(rng: random.Random, moments: Sequence[str]) -> Iterator[str | None]:
-    """Each moment as often as any other, in random order, and as many kills at random as all."""
-    while True:
-        cards = [*moments, *[None] * max(len(moments), 1)]
-        rng.shuffle(cards)
-        yield from cards
+class BasedCampaign(Campaign):
+    """Kills saves that link files of an older checkpoint, which has to stay as it is.
+
+    The last save that was not killed is the base of the next ones. They go to new directories, or
+    replace the checkpoint that was the base before, with which the base shares files.
+    """
+
+    moments = BASED_MOMENTS
+    _base: tuple[Path, int, Case] | None = None  # It, and what it holds.
+
+    def run(self, kills: int, moments: Sequence[str] | None = None) -> None:
+        """Kills so often, at the given moments or at all kinds of them."""
+        rng = random.Random(self.seed)
+        deck = self._deck(rng) if moments is None else itertools.cycle(moments)
+        for number in range(kills):
+            is_new = self._base is None or rng.random() < 0.2
+            like = None if self._base is None or is_new else self._base[2]
+            case = draw_frozen_case(rng, next(deck), self.victims, like)
+            save_after = rng.random() < 0.7
+            try:
+                if is_new:
+                    self._begin(case, number)
+                if rng.random() < 0.5 or case.moment == "create folder":
+                    self._path, self._held = self.directory / f"{number}", None
+                self._prepare(case)
+                self._kill_once(case)
+                self._check_base()
+                if save_after:
+                    self._save(case, by_ranks=True)
+                    self._check_base()
+                    self._swap()
+            except AssertionError as error:
+                self.breaches.append(f"kill {number} of seed {self.seed}, {case}: {error}")
+                self._base = None
+
+    def _begin(self, case: Case, number: int) -> None:
+        """Saves twice: the first save has what is frozen in files with other tensors."""
+        self._base = None
+        for name in "ab":
+            self._path, self._held = self.directory / f"{number}-{name}", None
+            super()._save(case, by_ranks=True)
+            self._swap()
+        self._path, self._held = self.directory / f"{number}", None
+
+    def _swap(self) -> None:
+        """Makes the last save the base, and has the next one replace the base before."""
+        assert self._held is not None
+        former, self._base = self._base, (self._path, *self._held)
+        if former is not None:
+            self._path, self._held = former[0], former[1:]
+
+    def _base_path(self) -> Path:
+        return self.directory / "none" if self._base is None else self._base[0]
+
+    def _check_base(self) -> None:
+        if self._base is None:
+            return
+        path, version, case = self._base
+        found = self._forks.call(_find, path, {version: case})
+        assert set(found.values()) == {version}, f"the base is {found}, and was {version}"
+
+    def _save(self, case: Case, *, by_ranks: bool) -> None:
+        """Saves by ranks, as the base was saved: other boxes are not found in it."""
+        is_new = self._held is None  # Otherwise it may have files of these names.
+        super()._save(case, by_ranks=True)
+        if is_new:
+            files = self._path.glob("*.distcp")
+            assert any(file.stat().st_nlink > 1 for file in files), "nothing was linked"
 
 
 def _find(
@@ -192,10 +274,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     parser.add_argument("--dir", help="where checkpoints go; a temporary folder by default")
     parser.add_argument("--writer", choices=WRITERS, default="fast")
+    parser.add_argument("--base", action="store_true", help="save what has not changed by links")
     options = parser.parse_args()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torch_ckpt-kills-", dir=options.dir) as folder:
-        campaign = Campaign(Path(folder), options.seed, writer=options.writer)
+        kind = BasedCampaign if options.base else Campaign
+        campaign = kind(Path(folder), options.seed, writer=options.writer)
         campaign.run(options.kills)
     print(campaign.report())
     print(f"{time.monotonic() - begin:.0f} s")

@@ -19,9 +19,10 @@ from pathlib import Path
 
 _SECCOMP, _OPENAT, _IO_URING_ENTER = 317, 257, 426
 _BY_DESCRIPTOR = {18: "pwrite64", 74: "fsync", 77: "ftruncate", 285: "fallocate"}
-_BY_PATH = {82: "rename", 83: "mkdir", 84: "rmdir", 87: "unlink", 316: "exchange"}
+_BY_PATH = {82: "rename", 83: "mkdir", 84: "rmdir", 87: "unlink", 265: "link", 316: "exchange"}
 _CALLS = {**_BY_DESCRIPTOR, **_BY_PATH, _OPENAT: "create", _IO_URING_ENTER: "io_uring_enter"}
-_RENAME, _RENAMEAT2 = 82, 316
+_RENAME, _LINKAT, _RENAMEAT2 = 82, 265, 316
+_PATH_AT = {_OPENAT: 1, _RENAME: 1, _LINKAT: 3, _RENAMEAT2: 3}  # The first argument otherwise.
 _SOCKET, _SOCKETPAIR, _AF_UNIX = 41, 53, 1
 
 _AUDIT_ARCH_X86_64 = 0xC000003E
@@ -55,7 +56,8 @@ class Stop:
 
     Attributes:
         call: What it is; ``create`` for opening with ``O_CREAT``.
-        path: Of the file; where a file is renamed, its new one. Empty for ``io_uring_enter``.
+        path: Of the file; where it is renamed or linked, the new one. Empty for
+            ``io_uring_enter``.
         ticket: Tells it from other stops.
     """
 
@@ -93,7 +95,7 @@ class Listener:
             if number in _BY_DESCRIPTOR:
                 path = os.readlink(f"/proc/{pid}/fd/{args[0]}")
             elif number in _CALLS and number != _IO_URING_ENTER:
-                path = _text_at(pid, args[{_OPENAT: 1, _RENAME: 1, _RENAMEAT2: 3}.get(number, 0)])
+                path = _text_at(pid, args[_PATH_AT.get(number, 0)])
         return Stop(_CALLS[number], path, ticket)
 
     def let_through(self, stop: Stop) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from killed_saves import MOMENTS
-from kills import Campaign
+from killed_saves import BASED_MOMENTS, MOMENTS
+from kills import BasedCampaign, Campaign
 from syscalls import can_stop
 
 needs_stops = pytest.mark.skipif(not can_stop(), reason="no system calls can be stopped here")
@@ -56,3 +56,35 @@ def test_200_kills_find_the_old_checkpoint_or_the_new(tmp_path: Path, seed: int)
     assert {outcome for _, outcome in campaign.tally} == {"nothing", "old", "new"}
     if can_stop():
         assert set(MOMENTS) <= {where for where, _ in campaign.tally}, campaign.report()
+
+
+@needs_stops
+@pytest.mark.timeout(300)
+def test_a_few_kills_leave_the_base_of_a_save_whole(tmp_path: Path, seed: int, full: bool) -> None:
+    campaign = BasedCampaign(tmp_path, seed, victims="any" if full else "all")
+    moments = ["link data", "create metadata", "commit", "remove data"]
+    campaign.run(20 if full else 4, None if full else moments)
+    assert not campaign.breaches, campaign.report()
+    assert full or campaign.tally["link data", "new"] == 0, campaign.report()
+
+
+@needs_stops
+@pytest.mark.timeout(120)
+def test_the_campaign_notices_a_writer_that_moves_files_out_of_the_base(
+    tmp_path: Path, seed: int
+) -> None:
+    campaign = BasedCampaign(tmp_path, seed, writer="moving", victims="all")
+    campaign.run(2, ["create metadata"])
+    assert len(campaign.breaches) == 2, campaign.report()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_200_kills_leave_the_base_of_a_save_whole(tmp_path: Path, seed: int) -> None:
+    campaign = BasedCampaign(tmp_path, seed)
+    campaign.run(200)
+    print(campaign.report())
+    assert not campaign.breaches, campaign.report()
+    assert {outcome for _, outcome in campaign.tally} == {"nothing", "old", "new"}
+    if can_stop():
+        assert set(BASED_MOMENTS) <= {where for where, _ in campaign.tally}, campaign.report()

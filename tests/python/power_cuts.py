@@ -7,22 +7,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoints import save
+from checkpoints import files, save
 
 from torch_ckpt.filesystems.location import register
 
 LIMIT, SAMPLES, SEED = 600, 150, 7
 
 
-def trees_of_a_save(
-    recorder: Any, path: Path, writer: Any, state: dict[str, Any]
-) -> Iterator[tuple[dict[str, bytes], bool, str]]:
-    """Saves; yields each tree that a cut or kill may leave, whether all is done, and a message."""
+def record(recorder: Any, path: Path, *others: Path) -> Any:
+    """Records what is done below ``recorded://``; what these directories have is durable."""
     folder = path if path.exists() else path.parent
-    files = path.iterdir() if path.exists() else []
-    initial = {str(file): file.read_bytes() for file in files}
+    initial = {
+        str(each / name): contents
+        for each in (path, *others)
+        for name, contents in files(each).items()
+    }
     recording = recorder.RecordingFileSystem(initial, str(folder))
     register("recorded", recording)
+    return recording
+
+
+def trees_of_a_save(
+    recorder: Any, path: Path, writer: Any, state: dict[str, Any], *others: Path
+) -> Iterator[tuple[dict[str, bytes], bool, str]]:
+    """Saves; yields each tree that a cut or kill may leave, whether all is done, and a message.
+
+    The trees have the files of ``others``, too.
+    """
+    recording = record(recorder, path, *others)
     writer.reset(f"recorded://{path}")
     save(state, writer)
     cuts = recorder.PowerCuts(recording, LIMIT, SAMPLES, SEED)

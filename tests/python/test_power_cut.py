@@ -7,13 +7,14 @@ that saves, so that its own steps are under test, and stock DCP that loads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import blank, differences, load, save
-from power_cuts import rebuild, trees_of_a_save
+from checkpoints import blank, differences, files, load, save
+from power_cuts import LIMIT, SAMPLES, SEED, rebuild, record, trees_of_a_save
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.planner import SavePlanner
 
@@ -92,3 +93,65 @@ def test_power_cut_at_any_instant_leaves_one_whole_checkpoint(
         assert stock == ours or (ours == "nothing" and stock.startswith("error")), where
     print(f"{states} states, {len(verdicts)} of which loads can tell apart; before: {before}")
     assert {ours for ours, _ in verdicts.values()} == {before, "new"}
+
+
+def tuned(number: int) -> dict[str, Any]:
+    """States of which most is the same."""
+    return version(1) | {"bias": version(number)["bias"], "step": number}
+
+
+def frozen(number: int) -> dict[str, Any]:
+    """States of which nothing changes, so that a save writes no file."""
+    return {key: value for key, value in version(1).items() if key != "step"}
+
+
+@pytest.mark.parametrize("before", ["old", "nothing", "no directory"])
+@pytest.mark.parametrize("make", [tuned, frozen])
+def test_power_cut_while_files_are_linked_leaves_the_base_and_one_whole_checkpoint(
+    make: Callable[[int], dict[str, Any]], before: str, recorder: Any, tmp_path: Path
+) -> None:
+    path, base, rebuilt = tmp_path / "saved", tmp_path / "base", tmp_path / "rebuilt"
+    save(make(1), FastWriter(base, thread_count=2, base=tmp_path / "none"))
+    versions = {"new": make(2)}
+    if before == "nothing":
+        path.mkdir()
+    if before == "old":
+        versions["old"] = make(3) | {"weight": version(3)["weight"]}
+        save(versions["old"], FastWriter(path, thread_count=2))
+    is_new, before = before == "no directory", before.replace("no directory", "nothing")
+
+    of_base = {str(base / name): contents for name, contents in files(base).items()}
+    verdicts: dict[tuple[tuple[str, bytes], ...], tuple[str, str]] = {}
+    writer = FastWriter(path, thread_count=2, base=f"recorded://{base}")
+    for tree, done, where in trees_of_a_save(recorder, path, writer, versions["new"], base):
+        assert {name: tree.pop(name, None) for name in of_base} == of_base, where
+        part = read_range(tree, path)
+        if part not in verdicts:
+            rebuild(tree, rebuilt)
+            ours = found_by(FastReader, rebuilt, versions)
+            verdicts[part] = ours, found_by(FileSystemReader, rebuilt, versions)
+        ours, stock = verdicts[part]
+        if is_new and any(Path(name).parent == path for name in tree):
+            assert ours == "new", f"the directory appears before the checkpoint: {where}"
+        assert ours in ({"new"} if done else {before, "new"}), where
+        assert stock == ours or (ours == "nothing" and stock.startswith("error")), where
+    assert {ours for ours, _ in verdicts.values()} == {before, "new"}
+    taken = [file for file in path.glob("*.distcp") if file.stat().st_nlink > 1]
+    assert len(taken) == 2, "the save has linked nothing"
+
+
+def test_a_save_makes_durable_what_it_takes_of_a_base_that_is_not(
+    recorder: Any, tmp_path: Path
+) -> None:
+    path, base, rebuilt = tmp_path / "saved", tmp_path / "base", tmp_path / "rebuilt"
+    recording = record(recorder, path)
+    none = f"recorded://{tmp_path / 'none'}"
+    save(tuned(1), FastWriter(f"recorded://{base}", sync_files=False, base=none))
+    save(tuned(2), FastWriter(f"recorded://{path}", base=f"recorded://{base}"))
+    cuts = recorder.PowerCuts(recording, LIMIT, SAMPLES, SEED)
+    trees = cuts.trees_after(cuts.last_instant)
+    assert any(f"{base}/.metadata" not in tree for tree in trees), "the base is durable"
+    for tree in trees:
+        rebuild(tree, rebuilt)
+        for reader in (FastReader, FileSystemReader):
+            assert found_by(reader, rebuilt, {"new": tuned(2)}) == "new", sorted(tree)

@@ -32,6 +32,7 @@ struct DiskChange {
     kRemove,
     kSyncDirectory,
     kRenameDirectory,
+    kLink,  // `path` is the new name of the file.
   };
 
   Kind kind;
@@ -56,9 +57,9 @@ struct DiskJournal {
 
 // "write 4096 bytes at 8192 of step-1/a", for messages.
 inline std::string to_string(const DiskChange& change) {
-  static constexpr const char* kVerbs[] = {"create", "write",         "resize",
-                                           "sync",   "create folder", "rename",
-                                           "remove", "sync folder",   "rename folder"};
+  static constexpr const char* kVerbs[] = {"create",        "write",  "resize", "sync",
+                                           "create folder", "rename", "remove", "sync folder",
+                                           "rename folder", "link"};
   std::string text = kVerbs[static_cast<int>(change.kind)];
   if (change.kind == DiskChange::Kind::kWrite) {
     text += " " + std::to_string(change.bytes->size()) + " bytes at ";

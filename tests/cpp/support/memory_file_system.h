@@ -50,6 +50,7 @@ struct Operation {
     kRename,
     kRemove,
     kSyncDirectory,
+    kLink,
   };
 
   Kind kind;
@@ -83,6 +84,16 @@ class MemoryFileSystem : public FileSystem {
     if (found == files_.end()) return rename_folder(from, to);
     files_[to] = found->second;
     files_.erase(from);
+    return ok_status();
+  }
+  Status link(const std::string& from, const std::string& to, bool) override {
+    RETURN_IF_ERROR(begin({Operation::Kind::kLink, from}));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = files_.find(from);
+    if (found == files_.end()) return errno_status(ENOENT, "cannot link " + from);
+    if (!files_.try_emplace(to, found->second).second) {
+      return errno_status(EEXIST, "cannot link to " + to);
+    }
     return ok_status();
   }
   Status remove(const std::string& path) override {

@@ -18,12 +18,12 @@
 //   the fsync was submitted. It does not make the file's name durable. A failed fsync makes nothing
 //   durable, and neither does a later one for the same bytes: the kernel may have dropped them. A
 //   failed write may have had any of the effects above, for good.
-// * Names. Each creation, renaming and removal since the last sync of the folder may have been done
-//   or not, independently of the others, as if reordered. A renaming is atomic: both of its halves
-//   or none. The later of two onto one name may be there without the earlier. A name that is there
-//   leads to its file with whatever bytes that may have. A folder that was lost takes all in it
-//   along. sync_directory makes all earlier operations in that folder durable; a failed one does
-//   nothing.
+// * Names. Each creation, link, renaming and removal since the last sync of the folder may have
+//   been done or not, independently of the others, as if reordered. A renaming is atomic: both of
+//   its halves or none. The later of two onto one name may be there without the earlier. A name
+//   that is there leads to its file with whatever bytes that may have, and so do all links to it.
+//   A folder that was lost takes all in it along. sync_directory makes all earlier operations in
+//   that folder durable; a failed one does nothing.
 // * In flight. A request that was submitted but not reported may have had any effect of an unsynced
 //   write; a sync in flight, its effect or none.
 //
@@ -289,7 +289,7 @@ inline PowerCuts::PossibleContents PowerCuts::possible_contents(const FileState&
 
 inline void PowerCuts::apply(const DiskChange& change, Names& names) {
   if (change.kind == Kind::kRename || change.kind == Kind::kRemove) names.erase(change.path);
-  if (change.kind == Kind::kCreate) names[change.path] = change.file;
+  if (change.kind == Kind::kCreate || change.kind == Kind::kLink) names[change.path] = change.file;
   if (change.kind == Kind::kRename) names[change.to] = change.file;
   if (change.kind != Kind::kRenameDirectory) return;
   // What is in the folder moves along, as far as it has a name: names that are not durable by then
@@ -377,7 +377,9 @@ inline PowerCutTrees PowerCuts::trees_after(int64_t instant) {
   int deviations = 16;
   for (const Names& names : all_names) {
     std::vector<Choice> choices;
+    std::map<int64_t, size_t> choice_of;  // Links to one file show the same bytes.
     for (const auto& [path, file] : names) {
+      if (!choice_of.try_emplace(file, choices.size()).second) continue;
       auto known = possible.find(file);
       if (known == possible.end()) {
         known = possible.emplace(file, possible_contents(disk.files.at(file))).first;
@@ -387,9 +389,8 @@ inline PowerCutTrees PowerCuts::trees_after(int64_t instant) {
     }
     const auto add = [&](const std::vector<size_t>& answers) {
       DiskTree tree;
-      size_t i = 0;
       for (const auto& [path, file] : names) {
-        tree.emplace_hint(tree.end(), path, possible[file].contents[answers[i++]]);
+        tree.emplace_hint(tree.end(), path, possible[file].contents[answers[choice_of[file]]]);
       }
       if (found.insert(tree).second) out.trees.push_back(std::move(tree));
     };
@@ -401,14 +402,15 @@ inline PowerCutTrees PowerCuts::trees_after(int64_t instant) {
 inline DiskTree PowerCuts::tree_after_kill(int64_t instant) {
   Disk disk = replay(instant);
   for (const DiskChange* change : disk.unsynced_names) apply(*change, disk.durable_names);
-  DiskTree tree;
-  for (const auto& [path, number] : disk.durable_names) {
-    FileState& file = disk.files[number];
+  std::map<int64_t, FileContents> contents;
+  for (auto& [number, file] : disk.files) {
     for (const Unsynced& one : file.unsynced) {
       if (one.index < instant) apply_in_full(*one.change, file.durable);
     }
-    tree[path] = share(std::move(file.durable));
+    contents[number] = share(std::move(file.durable));
   }
+  DiskTree tree;
+  for (const auto& [path, number] : disk.durable_names) tree[path] = contents.at(number);
   return tree;
 }
 

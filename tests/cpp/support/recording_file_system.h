@@ -97,6 +97,20 @@ class RecordingFileSystem : public FileSystem {
     return ok_status();
   }
 
+  Status link(const std::string& from, const std::string& to, bool sync) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    RETURN_IF_ERROR(inner_.link(from, to, sync));
+    const auto found = files_.find(from);
+    if (found == files_.end()) return internal_error("cannot record a link to ", from);
+    const int64_t file = found->second;
+    files_[to] = file;
+    add({.kind = DiskChange::Kind::kLink, .path = to, .file = file});
+    if (!sync) return ok_status();
+    const int64_t submitted_at = journal_.last_instant();
+    add({.kind = DiskChange::Kind::kSync, .path = to, .file = file, .submitted_at = submitted_at});
+    return ok_status();
+  }
+
   Status remove(const std::string& path) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     RETURN_IF_ERROR(inner_.remove(path));

@@ -1,0 +1,27 @@
+#pragma once
+
+// Digests of test tensors.
+
+#include "base/xxh3.h"
+#include "engine/tensor_view.h"
+#include "engine/value_digest.h"
+#include "support/test_tensor.h"
+
+namespace torch_ckpt {
+
+inline TensorView view_of(const TestTensor& tensor) {
+  TensorView view;
+  view.dtype = tensor.live.dtype;
+  view.sizes = tensor.live.sizes;
+  view.strides = tensor.live.strides;
+  view.data = tensor.live.data;
+  return view;
+}
+
+inline Digest128 full_digest_of(const TestTensor& tensor, int threads = 1) {
+  const TensorView view = view_of(tensor);
+  const TensorView* const views[] = {&view};
+  return full_digests(views, threads).front();
+}
+
+}  // namespace torch_ckpt
