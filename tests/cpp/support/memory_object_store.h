@@ -183,6 +183,8 @@ class MemoryObjectStore : public ObjectStore {
     return names;
   }
 
+  bool copies() const override { return true; }
+
   Status copy(const std::string& from, const std::string& to) override {
     return carry_out({StoreCall::Kind::kCopy, from}, [&]() -> Status {
       const auto found = objects_.find(from);
