@@ -444,9 +444,10 @@ def _swap(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
 def _is_offloaded_and_reloaded(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
     storage = leaf.value.untyped_storage()
     if storage.resizable() and not storage.is_shared():
-        nbytes = storage.nbytes()
+        values = storage.clone()
         storage.resize_(0)
-        storage.resize_(nbytes)
+        storage.resize_(values.nbytes())
+        storage.copy_(values)
 
 
 def _gets_other_memory(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
