@@ -406,10 +406,13 @@ class Evolving:
                 CHANGES[rng.choice(list(CHANGES))](self, rng.choice(found), found)
         rng = random.Random(rng.getrandbits(60))
         found = [pair for pair in memories(self.state) if len(pair[0])]
-        kind = rng.choice(["all", "all", "some", "bit"])
+        kind = rng.choice(["all", "all", "some", "bit", "bit", "bit"])
         if kind == "bit" and found:
-            memory, mask = rng.choice(found)
-            at = rng.choice([0, len(memory) - 1, rng.randrange(len(memory))])
+            # Within a long tensor, only the digest of all of it shows such a change.
+            longest = max(found, key=lambda pair: len(pair[0]))
+            memory, mask = rng.choice([rng.choice(found), longest, longest])
+            within = rng.randrange(len(memory))
+            at = rng.choice([0, len(memory) - 1, within, within])
             bits = 255 if mask is None else mask[at % len(mask)]
             memory[at] ^= bits & -bits  # The lowest one that may change.
             return
