@@ -76,6 +76,11 @@ MUTATIONS = {
     "training goes on before it is copied": [
         Mutation("torch_ckpt/staging/stager.py", "            copying.result()", "            pass")
     ],
+    "a save decides by samples alone": [
+        Mutation(
+            "torch_ckpt/storage/reuse.py", "strict=True) if box[5:] == found]", "strict=True)]"
+        )
+    ],
     "a run of a joint read is at a wrong offset": [
         Mutation(
             "csrc/engine/read_stream.cc",

@@ -8,9 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from support import ways
 from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, Case, campaign, run_case
 from support.places import Places
+from support.states import Evolving, differences, snapshot
 
 pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
 
@@ -21,6 +23,18 @@ def test_every_way_out_gives_what_any_way_in_was_given(
     part: int, seed: int, full: bool, places: Places, memory: Path
 ) -> None:
     print(campaign(seed, FULL_S if full else PART_S, places), "cases")
+
+
+def test_a_state_is_a_function_of_its_seed(seed: int) -> None:
+    """Ranks make the same one, each for itself."""
+    for number in range(seed, seed + 20):
+        one, other = Evolving(number, "any"), Evolving(number, "any")
+        for _ in range(5):
+            one.change()
+            blocks = [torch.full([1 << i], number % 251, dtype=torch.uint8) for i in range(4, 20)]
+            del blocks  # Memory that was never written has other bytes by now.
+            other.change()
+            assert differences(snapshot(one.state), snapshot(other.state)) == [], number
 
 
 REFUSED = {

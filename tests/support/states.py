@@ -406,10 +406,13 @@ class Evolving:
                 CHANGES[rng.choice(list(CHANGES))](self, rng.choice(found), found)
         rng = random.Random(rng.getrandbits(60))
         found = [pair for pair in memories(self.state) if len(pair[0])]
-        kind = rng.choice(["all", "all", "some", "bit"])
+        kind = rng.choice(["all", "all", "some", "bit", "bit", "bit"])
         if kind == "bit" and found:
-            memory, mask = rng.choice(found)
-            at = rng.choice([0, len(memory) - 1, rng.randrange(len(memory))])
+            # Within a long tensor, only the digest of all of it shows such a change.
+            longest = max(found, key=lambda pair: len(pair[0]))
+            memory, mask = rng.choice([rng.choice(found), longest, longest])
+            within = rng.randrange(len(memory))
+            at = rng.choice([0, len(memory) - 1, within, within])
             bits = 255 if mask is None else mask[at % len(mask)]
             memory[at] ^= bits & -bits  # The lowest one that may change.
             return
@@ -444,9 +447,10 @@ def _swap(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
 def _is_offloaded_and_reloaded(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
     storage = leaf.value.untyped_storage()
     if storage.resizable() and not storage.is_shared():
-        nbytes = storage.nbytes()
+        values = storage.clone()
         storage.resize_(0)
-        storage.resize_(nbytes)
+        storage.resize_(values.nbytes())
+        storage.copy_(values)
 
 
 def _gets_other_memory(of: Evolving, leaf: Leaf, others: list[Leaf]) -> None:
