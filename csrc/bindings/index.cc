@@ -272,7 +272,7 @@ PyFile file_at(const StoredIndex& index, int64_t number, const py::bytes& digest
     ASSIGN_OR_RETURN(sums.sums, index.sums(file, 0, blocks));
     return ok_status();
   }));
-  if (origin == 0) origin = std::stoull(index.save_id(), nullptr, 16);
+  if (origin == 0) origin = std::strtoull(index.save_id().c_str(), nullptr, 16);
   return {file.name, file.nbytes, to_bytes(sums), digests, origin};
 }
 

@@ -110,7 +110,9 @@ Status PosixFileSystem::link(const std::string& from, const std::string& to, boo
   const Descriptor file(
       retry_interrupted([&] { return ::open(to.c_str(), O_RDONLY | O_CLOEXEC); }));
   if (!file.valid() || ::fsync(file.get()) != 0) {
-    return errno_status(errno, str_cat("cannot sync ", to));
+    const int error = errno;
+    (void)::unlink(to.c_str());
+    return errno_status(error, str_cat("cannot sync ", to));
   }
   return ok_status();
 }

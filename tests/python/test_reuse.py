@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, IoOptions, Run
-from torch_ckpt.errors import StorageError
+from torch_ckpt.errors import CorruptionError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.planning.value_digests import value_digests
 from torch_ckpt.storage import rank_reuse
+from torch_ckpt.storage.reuse import MAX_FILES
 from torch_ckpt.storage.verify import examine
 
 MIB = 1 << 20
@@ -364,6 +365,34 @@ def test_a_base_of_no_use_makes_a_save_write_everything(
     assert _written(tmp_path / "next") < 30_000
 
 
+def test_a_step_that_a_restore_found_damaged_is_no_base(tmp_path: Path) -> None:
+    """Otherwise all later steps would have its damage."""
+    state = _frozen_and_tuned()
+    with Run(tmp_path) as run:
+        for step in range(2):
+            run.save(step, state)
+        for file in tmp_path.glob("step-1/*.distcp"):
+            if file.stat().st_nlink > 1:
+                data = bytearray(file.read_bytes())
+                data[MIB] ^= 1
+                file.write_bytes(data)  # That of step 0 as well.
+    with Run(tmp_path, verify="full") as run:
+        with pytest.raises(CorruptionError):
+            run.restore(_blank(state))
+        run.save(2, state)
+    _check(state, tmp_path / "step-2")
+
+
+def test_steps_do_not_gather_small_files(tmp_path: Path) -> None:
+    state: State = {f"t{n:02}": torch.rand(3000) for n in range(40)}
+    for step in range(45):
+        _save(state, tmp_path / f"{step}", tmp_path / f"{step - 1}")
+        for n in range(step, 40):  # One after another stops changing.
+            state[f"t{n:02}"] += 1
+    assert len(_files(tmp_path / "44")) <= MAX_FILES + 2
+    _check(state, tmp_path / "44")
+
+
 def test_a_base_on_another_disk_makes_a_save_write_everything_and_say_so(
     tmp_path: Path, memory: Path
 ) -> None:
@@ -477,11 +506,30 @@ def _exchange_digests(path: Path) -> None:
     file.write_bytes(data)
 
 
+def test_a_step_that_is_saved_again_and_fails_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = _frozen_and_tuned()
+    for step in (0, 1):
+        _save(state, tmp_path / f"{step}", tmp_path / "0")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageError("the disk is full", errno.ENOSPC)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FastWriter, "_check_files", fail)
+        with pytest.raises(BaseException, match="the disk is full"):
+            _save(state, tmp_path / "1", tmp_path / "0")
+    _check(state, tmp_path / "1")
+
+
 # ---- Stores --------------------------------------------------------------------------------------
 
 
 def test_a_store_copies_what_has_not_changed(
-    store_server: StoreServer, url_on: Callable[[StoreServer], str]
+    store_server: StoreServer,
+    url_on: Callable[[StoreServer], str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = url_on(store_server)
     state = _frozen_and_tuned()
@@ -491,9 +539,18 @@ def test_a_store_copies_what_has_not_changed(
         if step:
             new = [n for n, origin in _files(f"{url}/step-{step}").values() if not origin]
             assert 0 < sum(new) < 30_000
+        saved = _copy(state)
         _tune(state)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageError("the store is down", errno.EIO)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FastWriter, "_check_files", fail)
+        with pytest.raises(BaseException, match="the store is down"):
+            _save(state, f"{url}/step-2", f"{url}/step-1")
     Location(f"{url}/step-0").file_system.remove_all(Location(f"{url}/step-0").path)
-    dcp.load(_blank(state), storage_reader=FastReader(f"{url}/step-2"))
+    _check(saved, f"{url}/step-2")
 
 
 def _check_without_copies(url: str) -> None:
@@ -580,27 +637,26 @@ class _History:
         _save(self.state, path, self.folder / f"{base}", planner, **options)
         self.digested[step] = self.names_with_digests(base)
         self.saved[step] = _copy(self.state)
-        taken = {name for name, (_, origin) in _files(path).items() if origin}
-        assert taken == expected
+        taken = {path / name for name, (_, origin) in _files(path).items() if origin}
+        assert {file.stat().st_ino for file in taken} == expected
         self.check_space(step)
 
     def names_with_digests(self, base: int) -> set[str]:
-        """Which tensors get a digest: not those whose samples differ from the base."""
+        """Which tensors get a digest: not those that are known to differ from the base."""
         known = self.saved.get(base, {})
 
         def changes(name: str) -> bool:
             before, now = known.get(name), self.state[name]
-            return (
-                before is not None
-                and before.dtype == now.dtype
-                and before.shape == now.shape
-                and value_digests([before], "sample") != value_digests([now], "sample")
-            )
+            if before is None or before.dtype != now.dtype or before.shape != now.shape:
+                return False
+            if value_digests([before], "sample") != value_digests([now], "sample"):
+                return True
+            return name in self.digested[base] and not same({"t": before}, {"t": now})
 
         return {name for name in self.state if not changes(name)}
 
-    def unchanged_files(self, base: int) -> set[str]:
-        """The files of a base that a save must take, by comparing all values."""
+    def unchanged_files(self, base: int) -> set[int]:
+        """The files of a base that a save must take, as inodes, by comparing all values."""
         if base not in self.saved:
             return set()
         index = open_committed(Location(self.folder / f"{base}"), "")[1]
@@ -618,7 +674,9 @@ class _History:
                 name = index.file_name(box[2])
                 live[name] = live.get(name, 0) + box[4]
         nbytes = dict(index.files)
-        return {name for name, n in live.items() if 2 * n > nbytes[name]}
+        names = [name for name in nbytes if 2 * live.get(name, 0) > nbytes[name]]
+        names = sorted(names, key=lambda name: -live[name])[:MAX_FILES]
+        return {(self.folder / f"{base}" / name).stat().st_ino for name in names}
 
     def check_space(self, step: int) -> None:
         """A checkpoint has at most as many dead bytes as live ones."""

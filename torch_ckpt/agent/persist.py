@@ -8,6 +8,7 @@ slots can plan and commit the save. The plan and the files are those of
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from torch_ckpt.storage.gc import (
     pending_pattern,
     remove_files,
 )
-from torch_ckpt.storage.reuse import Reuse, reuse
+from torch_ckpt.storage.reuse import Reuse, take_from_base
 
 __all__ = [
     "FileReport",
@@ -175,9 +176,7 @@ def write_shares(
         reports = []
         for number in range(first, len(shares), threads):
             share = _Share(*shares[number], directory, save_id)
-            for report in share.write(pool, how, jobs):
-                written.append(report[1][0])
-                reports.append(report)
+            reports += share.write(pool, how, jobs, written)
         return reports
 
     jobs = FileJobs()
@@ -306,37 +305,47 @@ class _Share:
         self._work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
         self._directory, self._save_id = directory, save_id
 
-    def write(self, pool: _native.BufferPool, how: Writing, jobs: FileJobs) -> Iterator[FileReport]:
-        """Takes what has not changed from the base, and writes the rest. Yields complete files."""
+    def write(
+        self, pool: _native.BufferPool, how: Writing, jobs: FileJobs, written: list[str]
+    ) -> list[FileReport]:
+        """Takes what has not changed from the base, and writes the rest.
+
+        ``written`` receives the name of each complete file.
+        """
         work = self._work
         groups: Sequence[Sequence[int]] = [range(len(work))] if len(work) else []
         found = None
+        reports: list[FileReport] = []
+        names = (f"__{self._rank}_{n}_{self._save_id}.distcp" for n in itertools.count())
         if how.reuses and len(work):
             batch = self._snapshot.batch(work.items)
             batch.cut(work)
-            found = reuse(
+            found = take_from_base(
                 *(how.base, self._directory, work, batch.digests(False, 1)),
                 lambda positions: batch.full_digests(positions, 1),
+                new_name=names.__next__,
+                finished=written,
                 sync=self._snapshot.sync,
             )
             for file in found.files:
                 extents = [(work.items[box[0]], box[2], box[3]) for box in file.boxes]
-                yield self._rank, file.report, _native.encode_extents(extents)
+                reports.append((self._rank, file.report, _native.encode_extents(extents)))
             groups = found.groups
-        for number, positions in enumerate(groups):
-            yield self._write(number, positions, found, pool, how.io, jobs)
+        for positions in groups:
+            reports.append(self._write(next(names), positions, found, pool, how.io, jobs))
+            written.append(reports[-1][1][0])
+        return reports
 
     def _write(
         self,
-        number: int,
+        name: str,
         positions: Sequence[int],
         found: Reuse | None,
         pool: _native.BufferPool,
         io: IoOptions,
         jobs: FileJobs,
     ) -> FileReport:
-        """Writes the file of this number: the items at some positions."""
-        name = f"__{self._rank}_{number}_{self._save_id}.distcp"
+        """Writes a file: the items at some positions."""
         work = self._work.part(positions)
         items = work.items
         planned = _native.PlannedFile(work, self._snapshot.batch(items))

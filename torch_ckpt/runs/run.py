@@ -482,6 +482,7 @@ class Run(LastSaves):
         else:
             first = functools.partial(self._settled, step)
             found = self._tiers.restore_step(step, state, strict, first=first, then=then)
+        self._saves.set_base(found)  # Newer steps may be damaged.
         if found is not None:
             self._boundary.restored(found)
             self._schedule.restored(found)

@@ -89,7 +89,8 @@ class StepSaves:
         self._is_at_several_places = places.are_several
         self.saved = 0
         self._reuses = reuses
-        self._last: int | None = None  # The step that this process has saved last.
+        self._last: int | None = None  # The step that was saved or restored last.
+        self._knows_last = False
         self.branches = Branches(self._disks, retention)
         self._pending: BackgroundSave | None = None
         self._failed: set[int] = set()  # Steps whose directories may have remains.
@@ -175,12 +176,17 @@ class StepSaves:
     def _base(self, step: int) -> int:
         """Returns the step from which a save takes what has not changed; itself if there is none.
 
-        It is the last one that was saved. A process that has saved none looks for the newest one.
+        It is the last one that was saved or restored. A process that has done neither looks for the
+        newest one.
         """
-        if self._last is None:
+        if not self._knows_last:
             with contextlib.suppress(CheckpointError):  # The save may fail for it, or not.
-                self._last = next(iter(committed_steps(self._disk.directory)), None)
+                self.set_base(next(iter(committed_steps(self._disk.directory)), None))
         return step if self._last is None else self._last
+
+    def set_base(self, step: int | None) -> None:
+        """Makes the next save take what has not changed from this step, if any."""
+        self._last, self._knows_last = step, True
 
     def begin_after(
         self,
@@ -417,7 +423,7 @@ class StepSaves:
                     stack.enter_context(self._promotion.discarding_after(step))
                 removed = discard_after(directories, step)
             self.branches.discarded_after(step)
-            self._last = None
+            self._knows_last = False
             return removed
 
         def discard_elsewhere() -> None:
@@ -458,7 +464,7 @@ class StepSaves:
     def _committed(self, step: int, files: Mapping[str, bytes]) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
-        self._last = step
+        self.set_base(step)
         self._boundary.committed(step)
         if not self._group.is_coordinator and self._promotion is None:
             return

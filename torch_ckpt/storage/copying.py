@@ -7,9 +7,11 @@ own disk: then one of them commits, when all files have arrived. This module imp
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
@@ -32,17 +34,23 @@ __all__ = ["CheckpointCopy"]
 
 @dataclass(frozen=True)
 class _Opened:
-    """The metadata and the index of the source, and the data files that the index names.
-
-    ``origin`` returns the save that has written a file; 0 if it is that of the checkpoint.
-    """
+    """The metadata and the index of the source, and the data files that the index names."""
 
     save_id: str
     metadata: bytes
-    index: bytes
+    encoded_index: bytes
     files: Sequence[tuple[str, int]]
     job: _native.CopyJob
-    origin: Callable[[int], int]
+    index: _native.Index
+
+
+_Identity = tuple[int, int, bytes]
+"""The save that has written a file, its length, and the checksums of its blocks."""
+
+
+def _identity(index: _native.Index, number: int) -> _Identity:
+    _, nbytes, sums, _, origin = index.file(number, b"")
+    return origin, nbytes, sums
 
 
 class CheckpointCopy:
@@ -57,8 +65,8 @@ class CheckpointCopy:
         target: Directory of the copy.
         nbytes_per_s: Most bytes in a second.
         niceness: Niceness of the thread that copies.
-        base: Directory of another checkpoint beside the target. A file of the same name there,
-            which an older save has written, is linked, or copied by the store itself.
+        base: Directory of another checkpoint on the storage of the target. A file that both
+            checkpoints have from an older save is linked, or copied by the store itself.
 
     Raises:
         NotFoundError: No checkpoint is committed at ``source``.
@@ -131,8 +139,8 @@ class CheckpointCopy:
         here = set(self.source.names())
         ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
         arrived = files_in(self.target, ours)
-        for number, (name, nbytes) in enumerate(self._opened.files):
-            if name in here and name not in arrived and not self._link(number, name, nbytes):
+        for number, (name, _) in enumerate(self._opened.files):
+            if name in here and name not in arrived and not self._link(number, name):
                 self._copy(number, name)
         self.target.sync()
 
@@ -183,7 +191,7 @@ class CheckpointCopy:
         found = find(self.target, pending_pattern(None))
         names = [name for name, _ in self._opened.files]
         commit(
-            *(self.target, self._opened.metadata, self._opened.index, save_id),
+            *(self.target, self._opened.metadata, self._opened.encoded_index, save_id),
             files=[],  # Those that have arrived stay after an error.
             sync=True,
             version=found.version,
@@ -210,7 +218,7 @@ class CheckpointCopy:
                 f"cannot copy {self.source}: another save has replaced it meanwhile"
             )
         job = _native.CopyJob(index, nbytes_per_s)
-        return _Opened(index.save_id, metadata, encoded, index.files, job, index.origin)
+        return _Opened(index.save_id, metadata, encoded, index.files, job, index)
 
     def _mark(self) -> None:
         """Creates the pending file, by which other saves and garbage collection know this copy."""
@@ -223,21 +231,36 @@ class CheckpointCopy:
             if error.errno != errno.EEXIST:  # Another machine was faster.
                 raise
 
-    def _link(self, number: int, name: str, nbytes: int) -> bool:
-        """Takes a file from the base, if an older save has written it; returns whether it did.
+    def _link(self, number: int, name: str) -> bool:
+        """Takes a file from the base, if both are links to one file; returns whether it did.
 
-        No two saves give a file the same name. So equal names stand for equal bytes.
+        Both have been written by one save, and have the same length and checksums.
         """
-        if self.base is None or not self._opened.origin(number):
+        opened = self._opened
+        found = None
+        if opened.index.origin(number):
+            found = self._in_base.get(_identity(opened.index, number))
+        if self.base is None or found is None:
             return False
         try:
-            if (self.base / name).nbytes() != nbytes:
-                return False
             (self.target / name).discard()  # What is there is incomplete.
-            (self.base / name).link(self.target / name, sync=True)
+            if (self.base / found).nbytes() != opened.files[number][1]:
+                return False
+            (self.base / found).link(self.target / name, sync=True)
         except CheckpointError:
             return False
         return True
+
+    @functools.cached_property
+    def _in_base(self) -> Mapping[_Identity, str]:
+        """The files of the base."""
+        index = None
+        if self.base is not None:
+            with contextlib.suppress(CheckpointError):
+                index = open_committed(self.base, "")[1]
+        if index is None:
+            return {}
+        return {_identity(index, n): name for n, (name, _) in enumerate(index.files)}
 
     def _copy(self, number: int, name: str) -> None:
         target = self.target / name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch_ckpt.planning.replicas import CutItem
 from torch_ckpt.planning.value_digests import full_digests, value_digests
 from torch_ckpt.storage.data_file import WrittenFile
 from torch_ckpt.storage.rank_work import RankWork
-from torch_ckpt.storage.reuse import TakenFile, reuse
+from torch_ckpt.storage.reuse import MAX_FILES, TakenFile, take_from_base
 
 __all__ = ["Taken", "take_unchanged"]
 
@@ -27,13 +27,11 @@ class Taken:
 
     Attributes:
         groups: The work that remains, in groups that go to different files.
-        names: Names of the files that were taken.
         results: A result for each item in these files, as of a save that writes them, and one for
             each file.
     """
 
     groups: Sequence[RankWork]
-    names: Sequence[str] = ()
     results: list[WriteResult] = field(default_factory=list)
 
 
@@ -42,16 +40,25 @@ def take_unchanged(
     directory: Location,
     work: RankWork,
     *,
+    new_name: Callable[[], str],
+    finished: list[str],
+    may_gather_files: bool,
     sync: bool,
     threads: int,
     niceness: int,
 ) -> Taken:
-    """Takes files of the base into the directory of a new checkpoint; see :func:`reuse`."""
+    """Takes files of the base into the directory of a new checkpoint: :func:`take_from_base`.
+
+    ``may_gather_files`` says that a rank may have any number of files.
+    """
     sources = _stored_parts(work)
-    found = reuse(
+    found = take_from_base(
         *(base, directory, work.work, value_digests(sources, "sample")),
         lambda positions: full_digests(sources, positions, threads=threads, niceness=niceness),
-        names=_names(work),
+        boxes=_boxes(work),
+        new_name=new_name,
+        finished=finished,
+        max_files=None if may_gather_files else MAX_FILES,
         sync=sync,
     )
     is_digested = [False] * len(sources)
@@ -59,8 +66,7 @@ def take_unchanged(
         is_digested[position] = True
     work = replace(work, samples=found.samples, digested=is_digested)
     results = [result for file in found.files for result in _results(file, work)]
-    names = [file.report[0] for file in found.files]
-    return Taken([work.part(positions) for positions in found.groups], names, results)
+    return Taken([work.part(positions) for positions in found.groups], results)
 
 
 def _stored_parts(work: RankWork) -> list[object]:
@@ -74,7 +80,7 @@ def _stored_parts(work: RankWork) -> list[object]:
     return sources
 
 
-def _names(work: RankWork) -> list[tuple[str, Sequence[int]] | None]:
+def _boxes(work: RankWork) -> list[tuple[str, Sequence[int]] | None]:
     """Returns FQN and offsets of each box of DCP's items; empty if the work has them."""
     if work.items is None:
         return []

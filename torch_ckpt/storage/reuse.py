@@ -1,12 +1,12 @@
 """Takes what has not changed from an older checkpoint, the base of a save.
 
-The unit is a file, which a hard link or a copy within the store brings into the new checkpoint
-under its own name. So every checkpoint is complete by itself. Each rank decides for the boxes that
-it would write:
+The unit is a file, which a hard link or a copy within the store brings into the new checkpoint. It
+gets a name of the new save, as each file that is written. So every checkpoint is complete by
+itself, and no two saves share a name. Each rank decides for the boxes that it would write:
 
 - A box is unchanged if the base has the same box with the same digest of all elements.
 - A file of the base is taken if more than half of its bytes are unchanged boxes of this rank. So
-  less than half of a taken file is dead, and no other rank takes it.
+  less than half of a taken file is dead.
 - Unchanged boxes that lie in another file are written to a file of their own, apart from those that
   have changed. So the next save can take it.
 
@@ -31,7 +31,10 @@ from torch_ckpt.errors import (
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 
-__all__ = ["BaseBox", "Reuse", "TakenFile", "reuse"]
+__all__ = ["BaseBox", "Reuse", "TakenFile", "take_from_base"]
+
+MAX_FILES = 16
+"""Most files that a rank takes, unless it writes one file for each item."""
 
 BaseBox = tuple[int, int, int, int, int, int, int]
 """Position of an item; number of a file, offset and length of the box in it; digest of its sample,
@@ -51,11 +54,11 @@ class Reuse:
     """What one rank takes from the base, and what it has to write.
 
     Attributes:
-        files: The files that were taken.
+        files: The files that were taken, under their new names.
         groups: Positions of the items that remain, in groups that go to different files.
         samples: The digest of the sample of each item; 0 if unknown.
-        digested: Positions of the items that get a digest of all elements. Those that change at
-            each save do not need one.
+        digested: Positions of the items that get a digest of all elements: not those that have
+            changed, since they may change at each save.
     """
 
     files: Sequence[TakenFile]
@@ -64,14 +67,17 @@ class Reuse:
     digested: Sequence[int]
 
 
-def reuse(
+def take_from_base(
     base: Location | None,
     directory: Location,
     work: _native.Work,
     samples: bytes,
     full_digests: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
     *,
-    names: Sequence[tuple[str, Sequence[int]] | None] = (),
+    boxes: Sequence[tuple[str, Sequence[int]] | None] = (),
+    new_name: Callable[[], str],
+    finished: list[str],
+    max_files: int | None = MAX_FILES,
     sync: bool,
 ) -> Reuse:
     """Takes files of the base into the directory of a new checkpoint.
@@ -84,14 +90,18 @@ def reuse(
         work: The items of this rank.
         samples: The digest of the sample of each item, 8 bytes each.
         full_digests: Returns the digests of all elements of the items at some positions.
-        names: FQN and offsets of each box, or ``None`` for an item that is not compared; empty if
-            they are those of the work.
+        boxes: FQN and offsets of the box of each item, or ``None`` for an item that is not
+            compared; empty if they are those of the work.
+        new_name: Returns the name of the next file of this rank.
+        finished: Receives the name of each file as soon as it is there.
+        max_files: Most files that are taken, the largest ones; all if ``None``. The rest of what is
+            unchanged is written to one file. So a checkpoint does not gather small files.
         sync: Whether what is taken survives a power cut, once the directory is synced.
     """
     found = _Found([], [], [])
     if base is not None:
         try:
-            found = _compare(base, work, samples, full_digests, names)
+            found = _compare(base, work, samples, full_digests, boxes, max_files)
         except NotFoundError:
             pass
         except (CorruptionError, StorageError, UnsupportedError) as error:
@@ -100,10 +110,14 @@ def reuse(
             )
     files = []
     for file in found.files:
-        name, nbytes, *_ = file.report
         assert base is not None
-        if _link(base / name, directory / name, nbytes, sync=sync):
-            files.append(file)
+        name, nbytes, sums, digests, origin = file.report
+        own = new_name()
+        finished.append(own)
+        if _link(base / name, directory / own, nbytes, sync=sync):
+            files.append(TakenFile((own, nbytes, sums, digests, origin), file.boxes))
+        else:
+            finished.remove(own)
     every = set(range(len(work)))
     others = every.difference(box[0] for file in files for box in file.boxes)
     unchanged = others.intersection(box[0] for box in found.equal)
@@ -114,7 +128,7 @@ def reuse(
 
 @dataclass(frozen=True)
 class _Found:
-    """Unchanged boxes of the base, positions of items whose samples differ, and files to take."""
+    """Unchanged boxes of the base, positions of items that have changed, and files to take."""
 
     equal: Sequence[BaseBox]
     changed: Sequence[int]
@@ -127,6 +141,7 @@ def _compare(
     samples: bytes,
     full_digests: Callable[[Sequence[int]], Sequence[tuple[int, int]]],
     names: Sequence[tuple[str, Sequence[int]] | None],
+    max_files: int | None,
 ) -> _Found:
     """Compares the items of a rank with the base. Raises if the base cannot be read."""
     index = open_committed(base, "")[1]
@@ -134,20 +149,26 @@ def _compare(
         return _Found([], [], [])
     candidates, changed = index.find_in_base(work, samples, names)
     digests = full_digests([box[0] for box in candidates])
-    equal = [box for box, found in zip(candidates, digests, strict=True) if box[5:] == found]
+    equal: list[BaseBox] = []
+    for box, found in zip(candidates, digests, strict=True):
+        if box[5:] == found:
+            equal.append(box)
+        else:  # Its sample does not show that it changes. Its digest is not worth the time.
+            changed.append(box[0])
     boxes_of: dict[int, list[BaseBox]] = {}
     for box in equal:
         boxes_of.setdefault(box[1], []).append(box)
-    files = []
+    live = {number: sum(box[3] for box in boxes) for number, boxes in boxes_of.items()}
     lengths = index.files
-    for number, boxes in sorted(boxes_of.items()):
-        if 2 * sum(box[3] for box in boxes) <= lengths[number][1]:
-            continue
-        boxes.sort(key=lambda box: box[2])
-        own = array.array("Q")
+    taken = [number for number in sorted(live) if 2 * live[number] > lengths[number][1]]
+    taken.sort(key=lambda number: live[number], reverse=True)
+    files = []
+    for number in taken[:max_files]:
+        boxes = sorted(boxes_of[number], key=lambda box: box[2])
+        digests_of_slices = array.array("Q")
         for _, _, offset, _, *digest in boxes:
-            own.extend((offset, *digest))
-        files.append(TakenFile(index.file(number, own.tobytes()), boxes))
+            digests_of_slices.extend((offset, *digest))
+        files.append(TakenFile(index.file(number, digests_of_slices.tobytes()), boxes))
     return _Found(equal, changed, files)
 
 
@@ -157,14 +178,12 @@ def _link(source: Location, target: Location, nbytes: int, *, sync: bool) -> boo
         if source.nbytes() != nbytes:
             return False
         source.link(target, sync=sync)
-    except UnsupportedError as error:
-        # The text is the same for all steps of a run, so it is shown once.
-        warnings.warn(
-            f"what has not changed is written again at each save to {target.parent.parent}: "
-            f"{str(error).rpartition(': ')[2]}",
-            stacklevel=2,
-        )
+    except NotFoundError:  # It was removed.
         return False
-    except CheckpointError:  # It was removed, or the directory has a file of this name.
+    except CheckpointError as error:
+        # The text of a file system without links is the same for all steps, so it is shown once.
+        where, why = target.parent.parent, str(error).rpartition(": ")[2]
+        warnings.warn(f"what has not changed is written again to {where}: {why}", stacklevel=2)
+        target.discard()
         return False
     return True

@@ -273,7 +273,12 @@ def _check_blocks(
 def _check_digests(index: _native.Index, job: _native.VerifyJob, report: Report) -> None:
     """Checks the digests by which the next save finds out what has not changed."""
     for number, (fqn, _, boxes) in enumerate(index):
-        for box in job.check_digests(number):
+        try:
+            others = job.check_digests(number)
+        except (NotFoundError, CorruptionError) as error:  # It was removed or cut meanwhile.
+            report.damage.append(str(error))
+            return
+        for box in others:
             report.fqns.add(fqn)
             report.damage.append(
                 f"{fqn} at {list(boxes[box][0])}: its elements do not have the digest in the index"

@@ -34,7 +34,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
     portable_errors,
 )
-from torch_ckpt.filesystems.location import Location, can_reach
+from torch_ckpt.filesystems.location import Location, can_reach, name_of
 from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.options import IoMode, IoOptions
@@ -179,7 +179,8 @@ class FastWriter(DirectoryWriter):
         self.io = io or IoOptions()
         self.share_replicas = share_replicas
         self.check_replicas = as_mode(check_replicas)
-        self.base = base
+        self.base: str | os.PathLike[str] | None = None if base is None else name_of(base)
+        """Directory of the older checkpoint, if there is one."""
         self.io_mode: IoMode | None = None
         """I/O mode of the last file that this process wrote; ``None`` before the first file."""
         self.save_id = _new_save_id()
@@ -189,12 +190,12 @@ class FastWriter(DirectoryWriter):
         self._pools: list[_native.BufferPool] = []
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
         self._phases = Phases("planning")
-        self._numbers: dict[str, Iterator[int]] = {}  # Of the next file with each prefix.
+        self._numbers: dict[str, int] = {}  # Of the last file with each prefix.
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
         native = dict.fromkeys(("_plan", "_writing", "_pending", "_hidden", "_created"))
-        return super().__getstate__() | native | {"_pools": [], "_numbers": {}}
+        return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new id gives the copy's data files names that no other writer uses.
@@ -358,8 +359,7 @@ class FastWriter(DirectoryWriter):
                 files = self._files_of([first], prefix)
                 results = self._write_files(files, nbytes, planner, finished, jobs)
                 self._first_are_written()
-                taken = self._take_unchanged(others)
-                finished += taken.names
+                taken = self._take_unchanged(others, prefix, finished)
                 results += taken.results
                 files = self._files_of(taken.groups, prefix)
                 results += self._write_files(files, nbytes, planner, finished, jobs)
@@ -371,28 +371,30 @@ class FastWriter(DirectoryWriter):
         self._wrote_share(plan, planner)
         return results
 
-    def _take_unchanged(self, work: RankWork) -> Taken:
+    def _take_unchanged(self, work: RankWork, prefix: str, finished: list[str]) -> Taken:
         """Takes what has not changed from the base, if there is one."""
-        if self.base is None:
+        if self.base is None or not len(work.work):
             return Taken([work])
         base = Location(self.base).resolved()
         is_background = self._niceness > 0
         return take_unchanged(
             *(None if str(base) == str(self.location) else base, self._write_directory, work),
+            new_name=lambda: self._next_name(prefix),
+            finished=finished,
+            may_gather_files=not self.single_file_per_rank,
             sync=self.sync_files,
             threads=1 if is_background else THREADS,
             niceness=self._niceness,
         )
 
+    def _next_name(self, prefix: str) -> str:
+        number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
+        return f"{prefix}{number}_{self.save_id}.distcp"
+
     def _files_of(self, groups: Sequence[RankWork], prefix: str) -> dict[str, RankWork]:
         """Returns files to write: name -> work. Groups go to different files."""
         count = self.thread_count if self.single_file_per_rank else None
-        numbers = self._numbers.setdefault(prefix, itertools.count())
-        return {
-            f"{prefix}{next(numbers)}_{self.save_id}.distcp": work
-            for group in groups
-            for work in split(group, count)
-        }
+        return {self._next_name(prefix): work for group in groups for work in split(group, count)}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
