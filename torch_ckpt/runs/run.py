@@ -475,6 +475,7 @@ class Run(LastSaves):
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
+        self._saves.set_base(None)  # Until a step has proved sound.
         then = functools.partial(self._saves.branches.restored, is_given=step is not None)
         found: int | None
         if step is None:
@@ -482,7 +483,7 @@ class Run(LastSaves):
         else:
             first = functools.partial(self._settled, step)
             found = self._tiers.restore_step(step, state, strict, first=first, then=then)
-        self._saves.set_base(found)  # Newer steps may be damaged.
+        self._saves.set_base(found)
         if found is not None:
             self._boundary.restored(found)
             self._schedule.restored(found)
