@@ -120,10 +120,12 @@ def test_power_cut_while_files_are_linked_leaves_the_base_and_one_whole_checkpoi
         save(versions["old"], FastWriter(path, thread_count=2))
     is_new, before = before == "no directory", before.replace("no directory", "nothing")
 
+    states = 0
     of_base = {str(base / name): contents for name, contents in files(base).items()}
     verdicts: dict[tuple[tuple[str, bytes], ...], tuple[str, str]] = {}
     writer = FastWriter(path, thread_count=2, base=f"recorded://{base}")
     for tree, done, where in trees_of_a_save(recorder, path, writer, versions["new"], base):
+        states += 1
         assert {name: tree.pop(name, None) for name in of_base} == of_base, where
         part = read_range(tree, path)
         if part not in verdicts:
@@ -135,6 +137,7 @@ def test_power_cut_while_files_are_linked_leaves_the_base_and_one_whole_checkpoi
             assert ours == "new", f"the directory appears before the checkpoint: {where}"
         assert ours in ({"new"} if done else {before, "new"}), where
         assert stock == ours or (ours == "nothing" and stock.startswith("error")), where
+    print(f"{states} states, {len(verdicts)} of which loads can tell apart; before: {before}")
     assert {ours for ours, _ in verdicts.values()} == {before, "new"}
     taken = [file for file in path.glob("*.distcp") if file.stat().st_nlink > 1]
     assert len(taken) == 2, "the save has linked nothing"
