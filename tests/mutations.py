@@ -32,13 +32,18 @@ class Mutation:
         """Whether the modules have to be built again."""
         return self.file.startswith("csrc/")
 
+    def put_into(self, source: str) -> str:
+        """Returns the text of the file with the fault."""
+        assert source.count(self.text) == 1, f"{self.file} does not have once: {self.text}"
+        return source.replace(self.text, self.other)
+
 
 MUTATIONS = {
     "a promotion keeps what was promoted before": [
         Mutation(
             "torch_ckpt/runs/promotion.py",
-            "            self._promoted.discard(step)\n            self._sent",
-            "            self._sent",
+            "for steps in (self._promoted, self._sent",
+            "for steps in (self._sent",
         )
     ],
     "a window begins at any byte": [
@@ -65,9 +70,9 @@ MUTATIONS = {
     ],
     "a stride is wrong": [
         Mutation(
-            "csrc/device/cpu_device.cc",
-            "dst + r * copy.dst_strides[dim] + column * copy.dst_strides[dim + 1],",
-            "dst + r * copy.dst_strides[dim] + column * copy.itemsize,",
+            "csrc/device/transpose.cc",
+            "dst + row * copy.dst_row_stride + column * copy.dst_column_stride);",
+            "dst + row * copy.dst_row_stride + column * int64_t{sizeof(Unit)});",
         )
     ],
     "a snapshot is used again too soon": [
@@ -159,10 +164,8 @@ def main() -> int:
             mutations = MUTATIONS[name]
             originals = {m.file: (folder / m.file).read_text() for m in mutations}
             for mutation in mutations:
-                before = (folder / mutation.file).read_text()
-                if before.count(mutation.text) != 1:
-                    sys.exit(f"{mutation.file} does not have once: {mutation.text}")
-                (folder / mutation.file).write_text(before.replace(mutation.text, mutation.other))
+                path = folder / mutation.file
+                path.write_text(mutation.put_into(path.read_text()))
             is_native = any(mutation.is_native for mutation in mutations)
             if is_native:
                 build(folder)

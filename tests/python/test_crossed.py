@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS, ROOT
 from support import ways
 from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, Case, campaign, run_case
 from support.places import Places
@@ -21,6 +22,12 @@ def test_every_way_out_gives_what_any_way_in_was_given(
     part: int, seed: int, full: bool, places: Places, memory: Path
 ) -> None:
     print(campaign(seed, FULL_S if full else PART_S, places), "cases")
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_past_fault_can_be_put_back(name: str) -> None:
+    for mutation in MUTATIONS[name]:
+        mutation.put_into((ROOT / mutation.file).read_text())
 
 
 REFUSED = {
