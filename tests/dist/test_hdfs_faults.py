@@ -23,7 +23,7 @@ from support.store_campaigns import LARGE, SMALL, assert_only_one, cause_of, loa
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, Run
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import StorageError
+from torch_ckpt.errors import NotFoundError, StorageError
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.process_state import PROCESS
 
@@ -266,6 +266,31 @@ def test_what_is_wrong_is_told_to_all_ranks_soon(
 
 
 # ---- Names ----
+
+
+def test_what_a_process_has_replaced_or_removed_is_not_read_any_more(hdfs_url: str) -> None:
+    """The client remembers where the blocks of files are, and DataNodes keep them for a while."""
+    client = hdfs_client.HdfsClient("hdfs")
+    folder = hdfs_url.removeprefix("hdfs://")
+    file, other = f"{folder}/file", f"{folder}/other"
+
+    def contents() -> bytes:
+        return bytes(client.get(file, 0, 3))
+
+    for text in (b"one", b"two"):
+        client.put(file, text, None)
+        assert contents() == text
+    client.put_stream(file, 2, iter([b"th", b"r"]))
+    assert contents() == b"thr"
+    client.put(other, b"six", None)
+    client.copy(other, file)
+    assert contents() == b"six"
+    for remove in (lambda: client.remove(file), lambda: client.remove_all(folder)):
+        remove()
+        with pytest.raises(NotFoundError):
+            contents()
+        client.put(file, b"new", None)
+        assert contents() == b"new"
 
 
 def test_a_place_has_several_urls(hdfs_server: Hdfs, hdfs_url: str) -> None:
