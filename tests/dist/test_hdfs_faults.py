@@ -196,10 +196,13 @@ def test_a_job_that_died_while_it_replaced_a_file_excludes_others_for_seconds(
     client.put(path, b"1", None)
     _, version, _, _ = client.find(path, 0)
 
+    version_of = client._version_of
     with monkeypatch.context() as patched:
 
-        def die(*_: object) -> str:
-            raise SystemExit
+        def die(at: hdfs_native.Client, key: str) -> str:
+            if key.endswith("/file"):  # After the claim of its version, before the rename.
+                raise SystemExit
+            return version_of(at, key)
 
         patched.setattr(client, "_version_of", die)
         patched.setattr(client, "_call", _all_but_deletes(client._call))
@@ -315,7 +318,7 @@ def test_an_empty_directory_is_no_step(
     with Run(run, keep_last=1) as made:
         assert made.restore(state) is None
         assert main(["ls", run]) == 0
-        assert capsys.readouterr().out.count("unfinished") == 2  # As on disk.
+        assert capsys.readouterr().out == ""  # A removed step may be such a directory.
         for step in (1, 8):
             made.save(step, state_of(step))
         assert made.restore(state) == 8
