@@ -179,15 +179,22 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Places]:
         yield places
 
 
+def name_in_environment(server: StoreServer | Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets the variables by which this process, and those that it starts, reach a server."""
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    # Clients and the processes of saves know the environment of their time.
+    monkeypatch.setattr(PROCESS, "file_systems", {})
+    for process in PROCESS.save_processes.values():
+        process.end()
+
+
 @pytest.fixture
 def url_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[StoreServer], str]:
     """A place on a server that is this test's alone; the environment then names the server."""
 
     def url_on(server: StoreServer) -> str:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        # Clients know the environment of their time.
-        monkeypatch.setattr(PROCESS, "file_systems", {})
+        name_in_environment(server, monkeypatch)
         return f"s3://{server.bucket}/{tmp_path.name}"
 
     return url_on
@@ -238,7 +245,5 @@ def hdfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
 @pytest.fixture
 def hdfs_url(hdfs_server: Hdfs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A place on HDFS that is this test's alone; the environment names its configuration."""
-    for name, value in hdfs_server.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(PROCESS, "file_systems", {})
+    name_in_environment(hdfs_server, monkeypatch)
     return f"hdfs://{hdfs_server.bucket}/{tmp_path.name}"

@@ -1,22 +1,27 @@
 """Puts past faults back, one after another, and says how soon the crossed tests find each.
 
 ``python tests/mutations.py [NAME ...]`` works in a copy of the tree, where it builds the native
-modules again for each fault in C++. It exits 1 if a fault is not found in time.
+modules again for each fault in C++. It exits 1 if a fault is not found in time: if no case fails,
+or one that fails without the fault as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 180
+REPEATS = re.compile(r"^python tests/crossed\.py (.*?)  # repeats it", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,11 @@ class Mutation:
     def is_native(self) -> bool:
         """Whether the modules have to be built again."""
         return self.file.startswith("csrc/")
+
+    def put_into(self, source: str) -> str:
+        """Returns the text of the file with the fault."""
+        assert source.count(self.text) == 1, f"{self.file} does not have once: {self.text}"
+        return source.replace(self.text, self.other)
 
 
 MUTATIONS = {
@@ -65,9 +75,9 @@ MUTATIONS = {
     ],
     "a stride is wrong": [
         Mutation(
-            "csrc/device/cpu_device.cc",
-            "dst + r * copy.dst_strides[dim] + column * copy.dst_strides[dim + 1],",
-            "dst + r * copy.dst_strides[dim] + column * copy.itemsize,",
+            "csrc/device/transpose.cc",
+            "dst + row * copy.dst_row_stride + column * copy.dst_column_stride);",
+            "dst + row * copy.dst_row_stride + column * int64_t{sizeof(Unit)});",
         )
     ],
     "a snapshot is used again too soon": [
@@ -119,27 +129,55 @@ def build(folder: Path) -> None:
     run(sys.executable, "setup.py", "build_ext", "--inplace", folder=folder)
 
 
-def seconds_until_found(folder: Path, seed: int) -> float | None:
-    """Runs the crossed tests of one process and of ranks at once, until either finds something."""
+@dataclass(frozen=True)
+class Found:
+    """How soon the crossed tests found something, and the arguments that repeat the case."""
+
+    seconds: float
+    arguments: list[str]
+
+
+def crossed(folder: Path, output: IO[str], *arguments: str) -> subprocess.Popen[bytes]:
+    """Starts the crossed tests of a copy."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "tests/crossed.py", "--seed", str(seed)]
-    command += ["--seconds", str(LIMIT_S), "--as-it-is"]
+    command = [sys.executable, "-W", "ignore", "tests/crossed.py", "--as-it-is", *arguments]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+
+
+def search(folder: Path, seed: int) -> Found | None:
+    """Runs the crossed tests of one process and of ranks at once, until either finds something.
+
+    Ends the script if they end otherwise, such as by a timeout.
+    """
     begin = time.monotonic()
-    processes = [
-        subprocess.Popen([*command, *more], cwd=folder, env=environment, stdout=subprocess.DEVNULL)
-        for more in ([], ["--ranks"])
-    ]
-    try:
-        while all(process.poll() in (None, 0) for process in processes):
-            if all(process.poll() == 0 for process in processes):
-                return None
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for more in ([], ["--ranks"]):
+            output = stack.enter_context(tempfile.TemporaryFile("w+"))
+            options = ["--seed", str(seed), "--seconds", str(LIMIT_S), *more]
+            process = crossed(folder, output, *options)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            running[process] = output
+        while any(process.poll() is None for process in running):
+            if any(process.poll() for process in running):
+                break
             time.sleep(0.1)
-        return time.monotonic() - begin
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait()
+        seconds = time.monotonic() - begin
+        for process, output in running.items():
+            if process.poll():
+                output.seek(0)
+                text = output.read()
+                if case := REPEATS.search(text):
+                    return Found(seconds, case[1].split())
+                sys.exit(f"{text}\nno case failed, but the tests ended with {process.returncode}")
+    return None
+
+
+def fails(folder: Path, found: Found) -> bool:
+    """Whether a case fails."""
+    with tempfile.TemporaryFile("w+") as output:
+        return crossed(folder, output, *found.arguments).wait() != 0
 
 
 def main() -> int:
@@ -164,20 +202,24 @@ def main() -> int:
             mutations = MUTATIONS[name]
             originals = {m.file: (folder / m.file).read_text() for m in mutations}
             for mutation in mutations:
-                before = (folder / mutation.file).read_text()
-                if before.count(mutation.text) != 1:
-                    sys.exit(f"{mutation.file} does not have once: {mutation.text}")
-                (folder / mutation.file).write_text(before.replace(mutation.text, mutation.other))
+                path = folder / mutation.file
+                path.write_text(mutation.put_into(path.read_text()))
             is_native = any(mutation.is_native for mutation in mutations)
             if is_native:
                 build(folder)
-            found = seconds_until_found(folder, options.seed)
-            print(f"{name}: {'NOT FOUND' if found is None else f'found in {found:.0f} s'}")
-            missed += found is None
+            found = search(folder, options.seed)
             for file, text in originals.items():
                 (folder / file).write_text(text)
             if is_native:
                 build(folder)
+            if found is None:
+                print(f"{name}: NOT FOUND")
+            elif fails(folder, found):
+                print(f"{name}: NOT FOUND, for {found.arguments} fails without it as well")
+                found = None
+            else:
+                print(f"{name}: found in {found.seconds:.0f} s")
+            missed += found is None
     return 1 if missed else 0
 
 

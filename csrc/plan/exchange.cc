@@ -417,7 +417,7 @@ Rings make_rings(const std::vector<SharedRun>& runs, Ranks& ranks) {
         std::vector<int32_t>& wanting = out.missing.back().ranks;
         for (const int32_t rank : ranks.ranks_of(requesters)) wanting.push_back(rank);
         std::ranges::sort(wanting);
-        wanting.erase(std::ranges::unique(wanting).begin(), wanting.end());
+        wanting.erase(std::unique(wanting.begin(), wanting.end()), wanting.end());
         continue;
       }
       holder = ranks.holder(holders, ranks.ranks_of(requesters));
@@ -483,7 +483,7 @@ Result<Exchange> Exchange::make(const ExchangeInput& input) {
       out.saved_nbytes_ += run.range.nbytes() * std::max<int64_t>(uncached - 1, 0);
     }
     if (input.only_necessary) {
-      std::erase_if(runs, [&](const Run& run) {
+      std::erase_if(runs, [&, &name = name](const Run& run) {
         if (ranks.reaching(run.requesters, name).size() < run.requesters.size()) return false;
         for (const int32_t rank : ranks.ranks_of(run.requesters)) {
           ranks.add_load(rank, run.range.nbytes());

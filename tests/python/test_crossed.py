@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mutations import MUTATIONS, ROOT
 from support import ways
 from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, Case, campaign, run_case
 from support.places import Places
@@ -35,6 +36,12 @@ def test_a_state_is_a_function_of_its_seed(seed: int) -> None:
             del blocks  # Memory that was never written has other bytes by now.
             other.change()
             assert differences(snapshot(one.state), snapshot(other.state)) == [], number
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_past_fault_can_be_put_back(name: str) -> None:
+    for mutation in MUTATIONS[name]:
+        mutation.put_into((ROOT / mutation.file).read_text())
 
 
 REFUSED = {

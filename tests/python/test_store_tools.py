@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import http.server
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -222,6 +224,42 @@ def test_the_proxy_shortens_and_flips_without_a_trace(
     flipped = bytes(once.get_range("a", start=0, end=100_000))
     assert [i for i in range(100_000) if flipped[i] != CONTENT[i]] == [90_000]
     assert (flipped[90_000] ^ CONTENT[90_000]).bit_count() == 1
+
+
+class _Chunks(http.server.BaseHTTPRequestHandler):
+    """Answers in chunks, of an unknown length, as radosgw lists objects."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for chunk in (b"first", b"second", b""):
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+
+
+def test_the_proxy_makes_faults_of_an_answer_in_chunks() -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Chunks))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.callback(server.shutdown)
+        proxy = stack.enter_context(StoreProxy(f"http://127.0.0.1:{server.server_port}"))
+
+        def answer_with(*faults: Fault) -> bytes:
+            proxy.add(*faults)
+            with urllib.request.urlopen(f"{proxy.endpoint}/bucket/a", timeout=30) as answer:
+                return bytes(answer.read())
+
+        assert answer_with(Fault("shorten", times=1)) == b""
+        assert answer_with(Fault("flip", times=1)).endswith(b"irstsecond")
+        assert answer_with(Fault("stall", times=1, seconds=0.1)) == b"firstsecond"
+        for kind in ("cut", "truncate"):
+            with pytest.raises((ConnectionResetError, http.client.IncompleteRead)):
+                answer_with(Fault(kind, times=1))
+        assert [request.faults for request in proxy.requests] == [
+            *(["shorten"], ["flip"], ["stall"], ["cut"], ["truncate"])
+        ]
 
 
 def test_the_proxy_delays_and_stalls(once: S3Store, store_proxy: StoreProxy) -> None:

@@ -364,6 +364,11 @@ class StoreProxy:
         if fault and fault.kind == "shorten" and length:
             head = re.sub(rb"(?i)(\r\nContent-Length:)[^\r]*", rb"\g<1> %d" % at, head)
         client.sendall(head)
+        if fault and fault.kind == "shorten" and length is None:  # It ends before its first chunk.
+            for _ in answered.body(None):
+                pass
+            client.sendall(b"0\r\n\r\n")
+            return
         if fault and not length:
             self._disturb(fault, client)
         for piece, is_content in answered.body(length):
@@ -376,7 +381,7 @@ class StoreProxy:
                     client.sendall(piece[:before])
                     piece = piece[before:]
                     if fault.kind == "shorten":
-                        for _ in answered.pieces(length - at - len(piece)):  # type: ignore[operator]
+                        for _ in answered.pieces((length or 0) - at - len(piece)):
                             pass
                         return
                     self._disturb(fault, client)

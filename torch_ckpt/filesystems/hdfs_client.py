@@ -143,15 +143,20 @@ class HdfsClient(StoreClient):
                 raise FileNotFoundError(source)
             to = self._locate(target)[1]
             self._patiently(client.mkdirs, to.rpartition("/")[0] or "/", 0o755, True)
-            self._rename(client, key, to, overwrite=True)
+            with self._changing(source), self._changing(target):
+                self._rename(client, key, to, overwrite=True)
 
     def remove(self, path: str) -> None:
-        with self._naming("remove", path):
+        with self._naming("remove", path), self._changing(path):
             client, key = self._locate(path)
             self._patiently(client.delete, key)
 
     def remove_all(self, path: str) -> None:
-        with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
+        with (
+            self._naming("remove", path),
+            self._changing(path),
+            contextlib.suppress(FileNotFoundError),
+        ):
             client, key = self._locate(path)
             found = self._patiently(lambda: [one.path for one in client.list_status(key, True)])
             for one in found:
@@ -165,7 +170,7 @@ class HdfsClient(StoreClient):
         self, path: str, write: Callable[[hdfs_native.Client, str], None], version: str | None
     ) -> None:
         """Writes a file under a new name, and renames it."""
-        with self._naming("write", path):
+        with self._naming("write", path), self._changing(path):
             client, key = self._locate(path)
             written, own = pending_path(key), ""
             names = {written}
@@ -239,6 +244,20 @@ class HdfsClient(StoreClient):
         except FileNotFoundError as error:
             if not own or self._version_of(client, target) != own:
                 raise FileExistsError(target) from error
+
+    @contextlib.contextmanager
+    def _changing(self, path: str) -> Iterator[None]:
+        """Replaces or removes a file, or all in a folder, within the block."""
+        try:
+            yield
+        finally:
+            self._forget(path)  # DataNodes serve the blocks of removed files for a while.
+
+    def _forget(self, path: str) -> None:
+        """Forgets where the blocks of a file are, or of all files in a folder."""
+        for known in list(self._readers):
+            if known == path or known.startswith(f"{path}/"):
+                self._readers.pop(known, None)
 
     def _read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Returns the bytes of a range of the file that was found last, if it is still there."""
