@@ -109,8 +109,8 @@ py::bytes digests_of(const TensorBatch& batch, bool full, int threads) {
   return {reinterpret_cast<const char*>(out.data()), out.size() * sizeof(uint64_t)};
 }
 
-// Returns the digests of all elements of the tensors at some positions, as pairs; zeros for one that
-// is not plain.
+// Returns the digests of all elements of the tensors at some positions, as pairs; zeros for one
+// that is not plain.
 std::vector<std::pair<uint64_t, uint64_t>> full_digests_of(const TensorBatch& batch,
                                                            const std::vector<int64_t>& positions,
                                                            int threads, int niceness) {
