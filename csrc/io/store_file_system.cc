@@ -176,7 +176,8 @@ Status StoreFileSystem::rename(const std::string& from, const std::string& to) {
 }
 
 Status StoreFileSystem::link(const std::string& from, const std::string& to, bool) {
-  if (!store_->copies()) return unsupported("cannot link ", from, " to ", to, ": the store cannot copy");
+  if (!store_->copies())
+    return unsupported("cannot link ", from, " to ", to, ": the store cannot copy");
   return store_->copy(from, to);
 }
 
