@@ -100,13 +100,14 @@ class JointSave:
         self._first = self._snapshots[0]
         if not self._first.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
-        self._directory = directory_of(self._first)
+        self.directory = directory_of(self._first)
+        """The directory of the checkpoint."""
         self._how = how
         self._values = values_of(self._snapshots, check_replicas)
         header = self._headers[0]
         self._files = Manifests(
             *(header.run, header.session, header.sequence, header.node, header.node_count),
-            self._directory,
+            self.directory,
         )
         self._is_coordinator = header.node == 0
         wait_s = timeout_s if self._is_coordinator else timeout_s + min(_GRACE_S, timeout_s / 4)
@@ -124,7 +125,7 @@ class JointSave:
     @property
     def _pending(self) -> Location:
         """The pending file of the epoch; see :mod:`torch_ckpt.storage.gc`."""
-        return self._directory / pending_name(self._files.save_id(self._epoch))
+        return self.directory / pending_name(self._files.save_id(self._epoch))
 
     @property
     def has_written(self) -> bool:
@@ -138,7 +139,7 @@ class JointSave:
 
     def begin(self) -> None:
         """Publishes the item lists of this machine's ranks."""
-        self._directory.create_directories()
+        self.directory.create_directories()
         self._failed_before = self._failed_epoch(0)
         self._files.remove("failed")
         if self._is_coordinator:
@@ -149,7 +150,7 @@ class JointSave:
                 self._pending.write(b"", sync=False)  # Before any machine writes.
             elif not self._files.is_committed():
                 # The commit creates the index, and an earlier agent may have ended within it.
-                (self._directory / index_name(self._files.save_id(self._epoch))).discard()
+                (self.directory / index_name(self._files.save_id(self._epoch))).discard()
         self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
 
     def advance(self) -> bool:
@@ -183,7 +184,7 @@ class JointSave:
         if files.is_committed():
             if self._is_coordinator:
                 if self._first.sync:
-                    self._directory.sync()
+                    self.directory.sync()
                 files.clear()
             else:
                 files.remove("lists", "manifest", "failed")
@@ -248,7 +249,7 @@ class JointSave:
         self._plan = self._planned()
         if self._plan is None:
             return
-        found, id_before = found_before(self._directory)
+        found, id_before = found_before(self.directory)
         others = found.pending - {self._pending.name}
         self._before = replace(found, pending=others), id_before
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
@@ -256,11 +257,11 @@ class JointSave:
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
             shares = list(zip(self._snapshots, assigned, strict=True))
             reports = write_shares(
-                shares, self._directory, secrets.token_hex(8), self._written, self._how
+                shares, self.directory, secrets.token_hex(8), self._written, self._how
             )
             if [memory.header() for memory in self._memories] != self._headers:
                 raise CheckpointError(
-                    f"cannot commit {self._directory}: a slot was refilled meanwhile"
+                    f"cannot commit {self.directory}: a slot was refilled meanwhile"
                 )
             self._publish_manifest(reports)
         self._written = [name for _, (name, *_), _ in reports]
@@ -280,7 +281,7 @@ class JointSave:
             facts, blobs = got
             if facts["save"] != self._save_facts():
                 raise CheckpointError(
-                    f"cannot save {self._directory}: machine {node} has a different save, "
+                    f"cannot save {self.directory}: machine {node} has a different save, "
                     f"{facts['save']} instead of {self._save_facts()}"
                 )
             ranks_per_node = ranks_per_node or len(facts["ranks"])
@@ -293,7 +294,7 @@ class JointSave:
         ranks = sorted(items)
         if ranks != list(range(self._headers[0].world_size)):
             raise CheckpointError(
-                f"cannot save {self._directory}: the machines have ranks {ranks} of "
+                f"cannot save {self.directory}: the machines have ranks {ranks} of "
                 f"{self._headers[0].world_size}"
             )
         plan = _native.GlobalPlan(
@@ -362,7 +363,7 @@ class JointSave:
 
     def _remove_written(self) -> None:
         """Removes the data files of this machine."""
-        remove_files(self._directory, self._written)
+        remove_files(self.directory, self._written)
         self._written = []
         self._reports = None
 
@@ -419,7 +420,7 @@ class JointSave:
     def _timeout_error(self, nodes: Sequence[int]) -> CheckpointError:
         machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
         return CheckpointError(
-            f"cannot save {self._directory}: no response from {machines} of "
+            f"cannot save {self.directory}: no response from {machines} of "
             f"{self._files.node_count} for {time.monotonic() - self._waiting_since:.0f} s"
         )
 

@@ -145,8 +145,9 @@ class Saves:
         error: BaseException | None = None
         differences: Sequence[Difference] = ()
         try:
-            self._claim_directory(save, slots)
-            differences = self._persist(slots)
+            directory = self._claim_directory(save, slots)
+            differences = self._persist(slots, directory)
+            self._last = directory
         except BaseException as problem:
             error = problem
         with self._changed:
@@ -200,11 +201,11 @@ class Saves:
 
     def _begin(self, save: Save, entry: _PendingSave) -> bool:
         if entry.joint is None:
-            self._claim_directory(save, entry.slots)
+            directory = self._claim_directory(save, entry.slots)
             options = self._options()
             entry.joint = JointSave(
                 [slot.memory for slot in entry.slots if slot.memory is not None],
-                self._writing(entry.slots),
+                self._writing(directory),
                 check_replicas=options.check_replicas,
                 timeout_s=options.peers_timeout_s,
                 is_shutting_down=lambda: self._is_shutting_down(save),
@@ -213,7 +214,10 @@ class Saves:
         return False
 
     def _advance(self, save: Save, entry: _PendingSave) -> bool:
-        return entry.joint is not None and entry.joint.advance()
+        if entry.joint is None or not entry.joint.advance():
+            return False
+        self._last = entry.joint.directory
+        return True
 
     def _update_pending(self, pending: dict[Save, _PendingSave]) -> list[JointSave]:
         """Adds and orders pending saves; removes and returns the saves no longer pending."""
@@ -251,43 +255,41 @@ class Saves:
         self._offered.discard(save)
         with contextlib.suppress(OSError):
             if error is None:
-                assert slots[0].memory is not None
-                self._last = directory_of(slots[0].memory.read())
                 self._mark_done(save, differences)
             else:
                 self._failures[save] = failure_of(error)
                 self._failure(save).write_text(json.dumps(self._failures[save]))
         self._changed.notify_all()
 
-    def _claim_directory(self, save: Save, slots: list[SlotFile]) -> None:
-        """Raises if the directory of the save is no longer that of its run."""
+    def _claim_directory(self, save: Save, slots: list[SlotFile]) -> Location:
+        """Returns the directory of the checkpoint. Raises if it is no longer that of its run."""
         assert slots[0].memory is not None
         snapshot = slots[0].memory.read()
         if not snapshot.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
-        directory = directory_of(snapshot).parent
-        claim_directory(directory, self._folder, may_recreate=self._is_live(save))
+        directory = directory_of(snapshot)
+        claim_directory(directory.parent, self._folder, may_recreate=self._is_live(save))
+        return directory
 
-    def _persist(self, slots: list[SlotFile]) -> list[Difference]:
+    def _persist(self, slots: list[SlotFile], directory: Location) -> list[Difference]:
         memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
         headers = [memory.header() for memory in memories]
         options = self._options()
         differences = persist(
             snapshots,
-            self._writing(slots),
+            self._writing(directory),
             check_replicas=options.check_replicas,
             is_current=lambda: [memory.header() for memory in memories] == headers,
         )
         _log.info("step %d is on disk", headers[0].step)
         return differences
 
-    def _writing(self, slots: list[SlotFile]) -> Writing:
+    def _writing(self, directory: Location) -> Writing:
         """Returns how to write a save: the base is the last one that this agent has written."""
         options = self._options()
-        assert slots[0].memory is not None
         base = self._last
-        if base is not None and str(base) == str(directory_of(slots[0].memory.read())):
+        if base is not None and str(base) == str(directory):
             base = None
         return Writing(options.io, options.threads, options.reuse, base)
 
