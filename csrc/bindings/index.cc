@@ -259,8 +259,9 @@ std::vector<std::pair<std::string, int64_t>> files(const StoredIndex& index) {
   }));
 }
 
-// Returns a file as the rank that takes it into a new checkpoint reports it, with these digests.
-PyFile file_at(const StoredIndex& index, int64_t number, const py::bytes& digests) {
+// Returns name, length and block sums of a file, and the save that wrote it, which may be this one.
+std::tuple<std::string, int64_t, py::bytes, uint64_t> file_at(const StoredIndex& index,
+                                                              int64_t number) {
   if (number < 0 || number >= index.file_count()) throw py::index_error("no such file");
   StoredFile file;
   BlockSums sums;
@@ -273,7 +274,7 @@ PyFile file_at(const StoredIndex& index, int64_t number, const py::bytes& digest
     return ok_status();
   }));
   if (origin == 0) origin = std::strtoull(index.save_id().c_str(), nullptr, 16);
-  return {file.name, file.nbytes, to_bytes(sums), digests, origin};
+  return {file.name, file.nbytes, to_bytes(sums), origin};
 }
 
 uint64_t origin(const StoredIndex& index, int64_t number) {
@@ -281,7 +282,7 @@ uint64_t origin(const StoredIndex& index, int64_t number) {
   return value_or_raise(without_gil([&] { return index.origin(number); }));
 }
 
-// Offset, length and digest of each box; see BaseBox.
+// Position of the item, file, offset and length of the box, its sample, both halves of its digest.
 using PyBaseBox = std::tuple<int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, uint64_t>;
 
 std::pair<std::vector<PyBaseBox>, std::vector<int64_t>> boxes_for(
@@ -424,7 +425,7 @@ void bind_index(py::module_& module) {
       .def_property_readonly("box_count", &StoredIndex::box_count)
       .def_property_readonly("files", &files)
       .def("file_name", &file_name, py::arg("number"))
-      .def("file", &file_at, py::arg("number"), py::arg("digests"))
+      .def("file", &file_at, py::arg("number"))
       .def("origin", &origin, py::arg("number"))
       .def("find_in_base", &boxes_for, py::arg("work"), py::arg("samples"), py::arg("names"))
       .def("__len__", &StoredIndex::entry_count)

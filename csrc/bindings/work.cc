@@ -140,8 +140,7 @@ void cut(TensorBatch& batch, const Work& work) {
     if (view.sizes.empty() || !range_within(item.first_row, item.rows, view.sizes[0])) {
       throw py::value_error("a tensor lacks the rows of its item");
     }
-    view.data += item.first_row * view.strides[0];
-    view.sizes[0] = item.rows;
+    cut_to_rows(item, view);
   }
 }
 

@@ -49,7 +49,7 @@ _Identity = tuple[int, int, bytes]
 
 
 def _identity(index: _native.Index, number: int) -> _Identity:
-    _, nbytes, sums, _, origin = index.file(number, b"")
+    _, nbytes, sums, origin = index.file(number)
     return origin, nbytes, sums
 
 

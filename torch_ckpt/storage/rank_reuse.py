@@ -16,7 +16,7 @@ from torch_ckpt.planning.replicas import CutItem
 from torch_ckpt.planning.value_digests import full_digests, value_digests
 from torch_ckpt.storage.data_file import WrittenFile
 from torch_ckpt.storage.rank_work import RankWork
-from torch_ckpt.storage.reuse import MAX_FILES, TakenFile, take_from_base
+from torch_ckpt.storage.reuse import TakenFile, take_from_base
 
 __all__ = ["Taken", "take_unchanged"]
 
@@ -42,15 +42,12 @@ def take_unchanged(
     *,
     new_name: Callable[[], str],
     finished: list[str],
-    may_gather_files: bool,
+    max_files: int | None,
     sync: bool,
     threads: int,
     niceness: int,
 ) -> Taken:
-    """Takes files of the base into the directory of a new checkpoint: :func:`take_from_base`.
-
-    ``may_gather_files`` says that a rank may have any number of files.
-    """
+    """Takes files of the base into the directory of a new checkpoint: :func:`take_from_base`."""
     sources = _stored_parts(work)
     found = take_from_base(
         *(base, directory, work.work, value_digests(sources, "sample")),
@@ -58,7 +55,7 @@ def take_unchanged(
         boxes=_boxes(work),
         new_name=new_name,
         finished=finished,
-        max_files=None if may_gather_files else MAX_FILES,
+        max_files=max_files,
         sync=sync,
     )
     is_digested = [False] * len(sources)

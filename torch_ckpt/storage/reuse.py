@@ -34,7 +34,7 @@ from torch_ckpt.formats.committed import open_committed
 __all__ = ["BaseBox", "Reuse", "TakenFile", "take_from_base"]
 
 MAX_FILES = 16
-"""Most files that a rank takes, unless it writes one file for each item."""
+"""Most files that a rank takes: otherwise a checkpoint would gather small files."""
 
 BaseBox = tuple[int, int, int, int, int, int, int]
 """Position of an item; number of a file, offset and length of the box in it; digest of its sample,
@@ -95,7 +95,7 @@ def take_from_base(
         new_name: Returns the name of the next file of this rank.
         finished: Receives the name of each file as soon as it is there.
         max_files: Most files that are taken, the largest ones; all if ``None``. The rest of what is
-            unchanged is written to one file. So a checkpoint does not gather small files.
+            unchanged is written to one file.
         sync: Whether what is taken survives a power cut, once the directory is synced.
     """
     found = _Found([], [], [])
@@ -165,10 +165,11 @@ def _compare(
     files = []
     for number in taken[:max_files]:
         boxes = sorted(boxes_of[number], key=lambda box: box[2])
-        digests_of_slices = array.array("Q")
+        slices = array.array("Q")  # As ``SliceDigest`` of the engine.
         for _, _, offset, _, *digest in boxes:
-            digests_of_slices.extend((offset, *digest))
-        files.append(TakenFile(index.file(number, digests_of_slices.tobytes()), boxes))
+            slices.extend((offset, *digest))
+        name, nbytes, sums, origin = index.file(number)
+        files.append(TakenFile((name, nbytes, sums, slices.tobytes(), origin), boxes))
     return _Found(equal, changed, files)
 
 

@@ -65,6 +65,7 @@ from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
 from torch_ckpt.storage.rank_work import RankWork, split, work_for
+from torch_ckpt.storage.reuse import MAX_FILES
 
 __all__ = ["FastWriter"]
 
@@ -190,7 +191,7 @@ class FastWriter(DirectoryWriter):
         self._pools: list[_native.BufferPool] = []
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
         self._phases = Phases("planning")
-        self._numbers: dict[str, int] = {}  # Of the last file with each prefix.
+        self._numbers: dict[str, int] = {}  # Prefix -> number of its last file.
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
@@ -376,12 +377,13 @@ class FastWriter(DirectoryWriter):
         if self.base is None or not len(work.work):
             return Taken([work])
         base = Location(self.base).resolved()
+        is_itself = str(base) == str(self.location)
         is_background = self._niceness > 0
         return take_unchanged(
-            *(None if str(base) == str(self.location) else base, self._write_directory, work),
+            *(None if is_itself else base, self._write_directory, work),
             new_name=lambda: self._next_name(prefix),
             finished=finished,
-            may_gather_files=not self.single_file_per_rank,
+            max_files=MAX_FILES if self.single_file_per_rank else None,
             sync=self.sync_files,
             threads=1 if is_background else THREADS,
             niceness=self._niceness,

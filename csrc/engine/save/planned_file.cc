@@ -5,6 +5,12 @@
 
 namespace torch_ckpt {
 
+void cut_to_rows(const Work::Item& item, TensorView& view) {
+  if (item.rows < 0) return;
+  if (view.data != nullptr) view.data += item.first_row * view.strides[0];
+  view.sizes[0] = item.rows;
+}
+
 Result<PlannedFile> PlannedFile::make(Work work, const TensorBatch& batch) {
   PlannedFile file(std::move(work));
   if (static_cast<int64_t>(batch.views.size()) != file.work_.size()) {
@@ -25,10 +31,7 @@ Result<PlannedFile> PlannedFile::make(Work work, const TensorBatch& batch) {
       RETURN_IF_ERROR(file.check(at, found, view));
       view = found;
     }
-    if (const Work::Item& item = file.work_.at(at); item.rows >= 0) {
-      if (view.data != nullptr) view.data += item.first_row * view.strides[0];
-      view.sizes[0] = item.rows;
-    }
+    cut_to_rows(file.work_.at(at), view);
     ASSIGN_OR_RETURN(const SliceNbytes slice, slice_nbytes(view.dtype, view.sizes));
     file.positions_.push_back(at);
     file.views_.push_back(std::move(view));

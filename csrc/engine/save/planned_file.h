@@ -20,6 +20,10 @@
 
 namespace torch_ckpt {
 
+// Reduces the view of an item's whole box to the rows that the item stores.
+// Requires: the view has these rows.
+void cut_to_rows(const Work::Item& item, TensorView& view);
+
 class PlannedFile {
  public:
   // Lays out all tensors of `work` except those that only torch can write. `batch` has one view for
