@@ -21,9 +21,10 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bench_tree import print_table
 from load_contenders import (
@@ -75,6 +76,14 @@ class Bar:
             return [*cells, "-", "not measured"]
         holds = self.found >= self.asked if self.at_least else self.found <= self.asked
         return [*cells, f"{self.found:.3f} {self.unit}", "met" if holds else "MISSED"]
+
+
+def conclude(bars: Sequence[Bar], samples: list[Any], options: argparse.Namespace) -> None:
+    """Prints what was asked and found, and writes the samples if `--json` asks for them."""
+    print_table([["figure", "asked", "found", ""], *(bar.cells() for bar in bars)])
+    if options.json:
+        facts = {"samples": samples, "gib": options.gib}
+        options.json.write_text(json.dumps(facts, indent=1))
 
 
 # Scenarios -------------------------------------------------------------------------------------

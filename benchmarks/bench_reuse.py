@@ -12,7 +12,6 @@ Takes 3 minutes, and 4 times `--gib` of disk:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from bench_load import Bar
+from bench_load import Bar, conclude
 from bench_tree import print_table
 from machine import GIB, MIB, describe, remove_tree, sync_tree
 
@@ -163,11 +162,7 @@ def main() -> None:
                     remove_tree(folder)
                 if number >= 0:
                     samples.append(sample)
-    bars = report(samples)
-    print_table([["figure", "asked", "found", ""], *(bar.cells() for bar in bars)])
-    if options.json:
-        facts = {"samples": [asdict(sample) for sample in samples], "gib": options.gib}
-        options.json.write_text(json.dumps(facts, indent=1))
+    conclude(report(samples), [asdict(sample) for sample in samples], options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Takes 5 minutes, and 6 times `--gib` of disk:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_load import Bar
+from bench_load import Bar, conclude
 from bench_tree import print_table
 from machine import describe, remove_tree, sync_tree
 
@@ -139,11 +138,7 @@ def main() -> None:
             print(f"{number} {contender}: {sample.train_s:.2f} s", file=sys.stderr, flush=True)
             if number >= 0:
                 samples.append(sample)
-    bars = report(samples, options)
-    print_table([["figure", "asked", "found", ""], *(bar.cells() for bar in bars)])
-    if options.json:
-        facts = {"samples": [asdict(sample) for sample in samples], "gib": options.gib}
-        options.json.write_text(json.dumps(facts, indent=1))
+    conclude(report(samples, options), [asdict(sample) for sample in samples], options)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-TensorView view_of(const TestTensor& tensor) {
-  TensorView view;
-  view.dtype = tensor.live.dtype;
-  view.sizes = tensor.live.sizes;
-  view.strides = tensor.live.strides;
-  view.data = tensor.live.data;
-  return view;
-}
-
 // Three matrices of floats; of the middle one only rows [2, 5) are written.
 struct Planned {
   std::vector<TestTensor> tensors;

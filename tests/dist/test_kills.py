@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,20 @@ def test_the_campaign_notices_a_writer_that_removes_the_old_checkpoint_first(
     assert all("None" in breach for breach in campaign.breaches)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_200_kills_find_the_old_checkpoint_or_the_new(tmp_path: Path, seed: int) -> None:
-    campaign = Campaign(tmp_path, seed)
+def run_200(campaign: Campaign, moments: Iterable[str]) -> None:
+    """Kills 200 times: without a breach, with every outcome, and at all of these moments."""
     campaign.run(200)
     print(campaign.report())
     assert not campaign.breaches, campaign.report()
     assert {outcome for _, outcome in campaign.tally} == {"nothing", "old", "new"}
     if can_stop():
-        assert set(MOMENTS) <= {where for where, _ in campaign.tally}, campaign.report()
+        assert set(moments) <= {where for where, _ in campaign.tally}, campaign.report()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_200_kills_find_the_old_checkpoint_or_the_new(tmp_path: Path, seed: int) -> None:
+    run_200(Campaign(tmp_path, seed), MOMENTS)
 
 
 @needs_stops
@@ -81,10 +86,4 @@ def test_the_campaign_notices_a_writer_that_moves_files_out_of_the_base(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_200_kills_leave_the_base_of_a_save_whole(tmp_path: Path, seed: int) -> None:
-    campaign = BasedCampaign(tmp_path, seed)
-    campaign.run(200)
-    print(campaign.report())
-    assert not campaign.breaches, campaign.report()
-    assert {outcome for _, outcome in campaign.tally} == {"nothing", "old", "new"}
-    if can_stop():
-        assert set(BASED_MOMENTS) <= {where for where, _ in campaign.tally}, campaign.report()
+    run_200(BasedCampaign(tmp_path, seed), BASED_MOMENTS)

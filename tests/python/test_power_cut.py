@@ -7,7 +7,7 @@ that saves, so that its own steps are under test, and stock DCP that loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,43 @@ def found_by(reader: type, path: Path, versions: dict[str, dict[str, Any]]) -> s
     return matching[0] if matching else "a mix"
 
 
+Tree = tuple[dict[str, bytes], bool, str]
+"""What the disk may hold, whether the save had ended, and where it was."""
+
+
+def check_trees(
+    trees: Iterable[Tree],
+    path: Path,
+    rebuilt: Path,
+    versions: dict[str, dict[str, Any]],
+    before: str,
+    *,
+    is_new: bool,
+) -> None:
+    """Loads what each tree has at a path: what was there before, or the new checkpoint, whole.
+
+    With ``is_new``, the directory must not appear before the checkpoint.
+    """
+    verdicts: dict[tuple[tuple[str, bytes], ...], tuple[str, str]] = {}
+    states = 0
+    for tree, done, where in trees:
+        states += 1
+        part = read_range(tree, path)
+        if part not in verdicts:
+            rebuild(tree, rebuilt)
+            ours = found_by(FastReader, rebuilt, versions)
+            stock = found_by(FileSystemReader, rebuilt, versions)
+            verdicts[part] = ours, stock
+        ours, stock = verdicts[part]
+        if is_new and any(Path(name).parent == path for name in tree):
+            assert ours == "new", f"the directory appears before the checkpoint: {where}"
+        assert ours in ({"new"} if done else {before, "new"}), where
+        # Where nothing is committed, stock DCP says so in words of its own.
+        assert stock == ours or (ours == "nothing" and stock.startswith("error")), where
+    print(f"{states} states, {len(verdicts)} of which loads can tell apart; before: {before}")
+    assert {ours for ours, _ in verdicts.values()} == {before, "new"}
+
+
 @pytest.fixture(autouse=True)
 def no_cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """With DCP's plan caching, which other tests use, a new directory is not hidden."""
@@ -74,25 +111,9 @@ def test_power_cut_at_any_instant_leaves_one_whole_checkpoint(
         save(versions["old"], FastWriter(path, thread_count=2))
     is_new, before = before == "no directory", before.replace("no directory", "nothing")
 
-    verdicts: dict[tuple[tuple[str, bytes], ...], tuple[str, str]] = {}
-    states = 0
     writer = FastWriter(path, thread_count=2)
-    for tree, done, where in trees_of_a_save(recorder, path, writer, versions["new"]):
-        states += 1
-        part = read_range(tree, path)
-        if part not in verdicts:
-            rebuild(tree, rebuilt)
-            ours = found_by(FastReader, rebuilt, versions)
-            stock = found_by(FileSystemReader, rebuilt, versions)
-            verdicts[part] = ours, stock
-        ours, stock = verdicts[part]
-        if is_new and any(Path(name).parent == path for name in tree):
-            assert ours == "new", f"the directory appears before the checkpoint: {where}"
-        assert ours in ({"new"} if done else {before, "new"}), where
-        # Where nothing is committed, stock DCP says so in words of its own.
-        assert stock == ours or (ours == "nothing" and stock.startswith("error")), where
-    print(f"{states} states, {len(verdicts)} of which loads can tell apart; before: {before}")
-    assert {ours for ours, _ in verdicts.values()} == {before, "new"}
+    trees = trees_of_a_save(recorder, path, writer, versions["new"])
+    check_trees(trees, path, rebuilt, versions, before, is_new=is_new)
 
 
 def tuned(number: int) -> dict[str, Any]:
@@ -120,25 +141,16 @@ def test_power_cut_while_files_are_linked_leaves_the_base_and_one_whole_checkpoi
         save(versions["old"], FastWriter(path, thread_count=2))
     is_new, before = before == "no directory", before.replace("no directory", "nothing")
 
-    states = 0
     of_base = {str(base / name): contents for name, contents in files(base).items()}
-    verdicts: dict[tuple[tuple[str, bytes], ...], tuple[str, str]] = {}
-    writer = FastWriter(path, thread_count=2, base=f"recorded://{base}")
-    for tree, done, where in trees_of_a_save(recorder, path, writer, versions["new"], base):
-        states += 1
-        assert {name: tree.pop(name, None) for name in of_base} == of_base, where
-        part = read_range(tree, path)
-        if part not in verdicts:
-            rebuild(tree, rebuilt)
-            ours = found_by(FastReader, rebuilt, versions)
-            verdicts[part] = ours, found_by(FileSystemReader, rebuilt, versions)
-        ours, stock = verdicts[part]
-        if is_new and any(Path(name).parent == path for name in tree):
-            assert ours == "new", f"the directory appears before the checkpoint: {where}"
-        assert ours in ({"new"} if done else {before, "new"}), where
-        assert stock == ours or (ours == "nothing" and stock.startswith("error")), where
-    print(f"{states} states, {len(verdicts)} of which loads can tell apart; before: {before}")
-    assert {ours for ours, _ in verdicts.values()} == {before, "new"}
+
+    def trees_without_base() -> Iterator[Tree]:
+        writer = FastWriter(path, thread_count=2, base=f"recorded://{base}")
+        trees = trees_of_a_save(recorder, path, writer, versions["new"], base)
+        for tree, done, where in trees:
+            assert {name: tree.pop(name, None) for name in of_base} == of_base, where
+            yield tree, done, where
+
+    check_trees(trees_without_base(), path, rebuilt, versions, before, is_new=is_new)
     taken = [file for file in path.glob("*.distcp") if file.stat().st_nlink > 1]
     assert len(taken) == 2, "the save has linked nothing"
 

@@ -9,15 +9,6 @@
 
 namespace torch_ckpt {
 
-inline TensorView view_of(const TestTensor& tensor) {
-  TensorView view;
-  view.dtype = tensor.live.dtype;
-  view.sizes = tensor.live.sizes;
-  view.strides = tensor.live.strides;
-  view.data = tensor.live.data;
-  return view;
-}
-
 inline Digest128 full_digest_of(const TestTensor& tensor, int threads = 1) {
   const TensorView view = view_of(tensor);
   const TensorView* const views[] = {&view};

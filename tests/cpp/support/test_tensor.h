@@ -12,6 +12,7 @@
 
 #include "base/bytes.h"
 #include "engine/live_tensor.h"
+#include "engine/tensor_view.h"
 #include "support/strided_oracle.h"
 
 namespace torch_ckpt {
@@ -82,5 +83,14 @@ struct TestTensor {
     return out;
   }
 };
+
+inline TensorView view_of(const TestTensor& tensor) {
+  TensorView view;
+  view.dtype = tensor.live.dtype;
+  view.sizes = tensor.live.sizes;
+  view.strides = tensor.live.strides;
+  view.data = tensor.live.data;
+  return view;
+}
 
 }  // namespace torch_ckpt
