@@ -85,7 +85,7 @@ class Run(LastSaves):
         verify: Condition for a whole step. ``"quick"``: it opens, and its files have the right
             lengths. ``"full"``: all of its bytes are also sound. With ``"full"`` the first rank
             reads all bytes, so ``timeout_s`` must be long enough.
-        reuse: ``"auto"``: tensors that are equal to those of the newest step are not written again;
+        reuse: ``"auto"``: tensors that are equal to those of the step before are not written again;
             see ``base`` of :class:`FastWriter`. ``"off"``: each step is written whole.
         process_group: The ranks; all if ``None``.
         timeout_s: Seconds that one rank waits for another.

@@ -60,7 +60,7 @@ class StepSaves:
     each place.
     ``process_group`` has the ranks of ``group``, for DCP; all if ``None``. ``boundary`` records
     each step that is stored, and ``clock`` the duration of each background save. ``reuses`` says
-    that a save takes what has not changed from the newest step. ``saved`` is the number of steps
+    that a save takes what has not changed from the step before. ``saved`` is the number of steps
     that were committed.
     """
 
