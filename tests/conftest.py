@@ -32,6 +32,7 @@ from support.places import Places
 from support.radosgw import RadosGateway
 from support.store_proxy import StoreProxy
 from support.store_server import SeaweedFS, StoreServer
+from waits import until
 
 from torch_ckpt.agent.memory import has_agent
 from torch_ckpt.process_state import PROCESS
@@ -133,11 +134,16 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
     machines = [folder, *folder.glob("machine-*")]
     for lock in (lock for machine in machines for lock in machine.glob("*/*/agent.lock")):
-        with contextlib.suppress(OSError):  # For people, where a test has failed.
-            print(lock.parent, lock.with_suffix(".log").read_text(), sep="\n")
         with contextlib.suppress(OSError, ValueError):  # It may end meanwhile.
             if has_agent(lock.parent):  # Else the number may be anybody's by now.
-                os.kill(int(lock.read_text()), signal.SIGKILL)
+                pid = int(lock.read_text())
+                os.kill(pid, signal.SIGABRT)  # Its stacks go to the log.
+                with contextlib.suppress(AssertionError):  # It is frozen.
+                    until(lambda lock=lock: not has_agent(lock.parent), 2)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)  # Raises if another process has started it.
+        with contextlib.suppress(OSError):  # For people, where a test has failed.
+            print(lock.parent, lock.with_suffix(".log").read_text(), sep="\n")
     shutil.rmtree(folder, ignore_errors=True)  # An agent may be about to do the same.
 
 

@@ -319,7 +319,7 @@ def test_ranks_do_not_wait_for_replicas_that_are_too_slow(tmp_path: Path, memory
     for rank, (superseded, stop_s) in enumerate(found):
         assert stop_s < 2.0  # One replica takes more than 6 s.
         if rank % RANKS_PER_MACHINE == 0:
-            assert superseded >= steps // 2
+            assert superseded >= 2
 
 
 def discard(run: Path, memory: Path) -> None:

@@ -30,6 +30,7 @@ from torch_ckpt.agent.replica_files import (
     verify_replica,
     whole_replicas,
 )
+from torch_ckpt.agent.replica_sender import replicated
 from torch_ckpt.agent.replica_wire import ALL_SENT, HEAD, dial
 from torch_ckpt.agent.replicas import Replicas
 from torch_ckpt.agent.slot_contents import SlotContents
@@ -196,7 +197,7 @@ def test_a_restarted_agent_goes_on_where_the_former_was(pair: tuple[Machine, Mac
     receiver.close()
     again = Machine(receiver.folder, 0)
     save = sender.fill(1)
-    until(lambda: save in again.stored())
+    until(lambda: save in replicated(sender.folder))
     sender.close()
     successor = Machine(sender.folder, 1)
     with successor.changed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -547,6 +548,16 @@ def _is_active(trainer: RankProcess, pid: int) -> bool:
     return not trainer.has_detached and trainer.is_alive
 
 
+@contextlib.contextmanager
+def _logged_errors() -> Iterator[None]:
+    """Logs the error that ends this process."""
+    try:
+        yield
+    except Exception:
+        _log.exception("the agent has failed")
+        raise
+
+
 def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None = None) -> int:
     """Runs the agent of a run in this process, unless the run has an agent on this machine.
 
@@ -558,12 +569,12 @@ def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends SIGINT to all its processes.
     folder = open_folder(run)
-    with agent_lock(folder) as is_ours:
+    with agent_lock(folder) as is_ours, _logged_errors():
         if not is_ours:
             return 0
-        logging.basicConfig(
-            filename=folder / "agent.log", level=logging.INFO, format="%(asctime)s %(message)s"
-        )
+        log = logging.FileHandler(folder / "agent.log")
+        logging.basicConfig(handlers=[log], level=logging.INFO, format="%(asctime)s %(message)s")
+        faulthandler.enable(log.stream)  # A fatal signal leaves the stacks of all threads there.
         with contextlib.suppress(OSError):  # Some sandboxes refuse it.
             os.nice(options.io.background_nice)
         inode = inode_of(os.fspath(folder))
