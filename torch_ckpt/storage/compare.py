@@ -16,7 +16,7 @@ from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.equality import is_equal
 from torch_ckpt.formats.expansion import allowed_nbytes
-from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
+from torch_ckpt.storage.stored_values import Box, StoredValues, in_batches, pieces_of
 
 __all__ = ["Comparison", "compare"]
 
@@ -101,7 +101,7 @@ def _compare_tensors(
     sides: Sequence[StoredValues], fqns: Sequence[str], found: Comparison, atol: float, rtol: float
 ) -> None:
     different: dict[str, tuple[int, float]] = {}  # Count, largest absolute difference.
-    for batch in _batches(sides[0], fqns):
+    for batch in in_batches(_pieces(sides[0], fqns), _PIECE_NBYTES):
         for fqn, x, y in _loaded(sides, batch, found):
             count, largest = _difference(x, y, atol, rtol)
             if count:
@@ -135,22 +135,13 @@ def _loaded(
     yield from zip((fqn for fqn, _ in batch), *loaded, strict=True)
 
 
-def _batches(side: StoredValues, fqns: Sequence[str]) -> Iterator[list[tuple[str, Box]]]:
-    """Yields batches of boxes that need at most 64 MiB, except for single elements."""
-    batch: list[tuple[str, Box]] = []
-    nbytes = 0
+def _pieces(side: StoredValues, fqns: Sequence[str]) -> Iterator[tuple[tuple[str, Box], int]]:
+    """Yields boxes of tensors, with the bytes that a comparison of each needs."""
     for fqn in fqns:
         entry = side.entry(fqn)
         itemsize = max(entry.properties.dtype.itemsize, 8)  # Unequal elements become float64.
         for box in pieces_of(entry.size, itemsize, _PIECE_NBYTES):
-            box_nbytes = math.prod(box[1]) * itemsize
-            if batch and nbytes + box_nbytes > _PIECE_NBYTES:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append((fqn, box))
-            nbytes += box_nbytes
-    if batch:
-        yield batch
+            yield (fqn, box), math.prod(box[1]) * itemsize
 
 
 def _difference(x: torch.Tensor, y: torch.Tensor, atol: float, rtol: float) -> tuple[int, float]:
