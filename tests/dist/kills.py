@@ -221,11 +221,9 @@ class BasedCampaign(Campaign):
 
     def _save(self, case: Case, *, by_ranks: bool) -> None:
         """Saves by ranks, as the base was saved: other boxes are not found in it."""
-        is_new = self._held is None  # Otherwise it may have files of these names.
         super()._save(case, by_ranks=True)
-        if is_new:
-            files = self._path.glob("*.distcp")
-            assert any(file.stat().st_nlink > 1 for file in files), "nothing was linked"
+        files = self._path.glob("*.distcp")
+        assert any(file.stat().st_nlink > 1 for file in files), "nothing was linked"
 
 
 def _find(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import math
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,6 +26,12 @@ _PIECE_NBYTES = 64 << 20
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 40
+
+_MAX_DEPTH = 8
+"""Deepest container in which a difference is looked for."""
+
+_SHOWN_BEFORE = 10
+"""Characters shown before the first one in which two strings differ."""
 
 _VALUE_NBYTES = 64
 """Bytes that a value of an object counts."""
@@ -191,7 +198,29 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
         if same:
             found.equal += 1
         else:
-            found.differences[fqn] = f"{_short(x)} in A, {_short(y)} in B"
+            where, x, y = _first_difference(x, y)
+            found.differences[fqn] = f"{where}{_short(x)} in A, {_short(y)} in B"
+
+
+def _first_difference(x: Any, y: Any) -> tuple[str, Any, Any]:
+    """Returns the innermost unequal values in two unequal objects, and where the first one is."""
+    where = ""
+    for _ in range(_MAX_DEPTH):
+        if isinstance(x, dict) and isinstance(y, dict) and x.keys() == y.keys():
+            keys: Iterable[Any] = x
+        elif isinstance(x, list | tuple) and type(x) is type(y) and len(x) == len(y):
+            keys = range(len(x))
+        else:
+            break
+        key = next((key for key in keys if not is_equal(x[key], y[key])), None)
+        if key is None:
+            break
+        where, x, y = f"{where}[{_short(key)}]", x[key], y[key]
+    if isinstance(x, str) and isinstance(y, str):
+        same = next((n for n, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), 0)
+        if same > _SHOWN_BEFORE:
+            x, y = (f"...{text[same - _SHOWN_BEFORE :]}" for text in (x, y))
+    return f"at {where}: " if where else "", x, y
 
 
 def _compared_nbytes(value: object, limit: float) -> int:
