@@ -1,9 +1,9 @@
 """Kills ranks while they save and asks each time: is it exactly the old checkpoint, or the new one?
 
-``python tests/dist/kills.py --kills 200 --seed 7`` prints how often each moment was hit and what
-was found then, and ends with 1 if a single answer was neither. Half the moments are drawn at
-random and killed from outside; half are system calls of the engine, before which a rank is stopped
-(`syscalls`).
+``PYTHONPATH=tests python tests/dist/kills.py --kills 200 --seed 7`` prints how often each moment
+was hit and what was found then, and ends with 1 if a single answer was neither. Half the moments
+are drawn at random and killed from outside; half are system calls of the engine, before which a
+rank is stopped (`syscalls`).
 
 Ranks are forked from a server that has imported torch, so that a kill costs well under a second.
 """
