@@ -399,7 +399,8 @@ class Agent:
     def _acquire(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_s = int(message["sequence"]), message["nbytes"], message["wait_s"]
         keep = message.get("keep")
-        self._replicas.keep = None if keep is None else (bytes.fromhex(keep[0]), int(keep[1]))
+        save = None if keep is None else (bytes.fromhex(keep[0]), int(keep[1]))
+        self._replicas.decided(trainer.rank, save)
         self._free_former()
         if not wait_s and not self._is_admitted((trainer.session, sequence)):
             return {"kind": Kind.BUSY}
@@ -485,7 +486,7 @@ class Agent:
         return {"kind": Kind.OK}
 
     def _replicated(self, trainer: RankProcess, message: Message) -> Message:
-        saves = self._replicas.replicated(self._slots.scan())
+        saves = self._replicas.replicated(self._slots.scan(), trainer.rank)
         encoded = None if saves is None else [(session.hex(), number) for session, number in saves]
         return {"kind": Kind.SAVES, "saves": encoded, "superseded": self._replicas.superseded}
 

@@ -40,9 +40,6 @@ _RETRY_S = 1.0
 _REFUSED_S = 10.0
 """Time between attempts to send to a buddy that has refused a save, for lack of memory."""
 
-_MAX_MARKS = 4
-"""Number of marks of complete replicas; this machine has the slots of two saves."""
-
 _MARK = re.compile(r"replicated-([0-9a-f]{32})-(\d+)")
 
 
@@ -75,7 +72,11 @@ class ReplicaSender:
     A save that a newer one replaces before it was sent, or while it is sent, is *superseded*: a
     rank never waits for a replica. ``changed`` is the lock of the agent, and is notified when a
     replica is complete. ``keep`` returns the save that the buddy must retain, and ``rate`` the
-    maximum bytes per second. Marks beside the slots record complete replicas.
+    maximum bytes per second. Marks beside the slots record the replicas that the buddy has.
+
+    The buddy has room for two saves: while one arrives, it retains one. So the mark of any other is
+    removed first. No replica begins while the ranks decide (``is_deciding``) which save to retain,
+    from marks that they have seen.
     """
 
     def __init__(
@@ -89,13 +90,14 @@ class ReplicaSender:
         changed: threading.Condition,
         *,
         keep: Callable[[], Save | None],
+        is_deciding: Callable[[], bool],
         rate: Callable[[], float | None],
     ) -> None:
         self.superseded = 0
         self._folder = folder
         self._run, self._session, self._node, self._buddy = run, session, node, buddy
         self._slots, self._changed = slots, changed
-        self._keep, self._rate = keep, rate
+        self._keep, self._is_deciding, self._rate = keep, is_deciding, rate
         self._is_closed = False
         self._logged = ""
         self._retries_at = 0.0  # After the buddy has refused a save.
@@ -120,9 +122,9 @@ class ReplicaSender:
                 if found is None:
                     self._changed.wait(_POLL_S)
                     continue
-            save, slots = found
+            save, slots, keep = found
             try:
-                is_sent = self._send(save, slots)
+                is_sent = self._send(save, slots, keep)
             except (OSError, CheckpointError) as error:
                 self._disconnect()
                 self._log_once(f"cannot replicate save {save[1]} to {self._name}: {error}")
@@ -152,8 +154,10 @@ class ReplicaSender:
     def _name(self) -> str:
         return f"machine {self._buddy.node}"
 
-    def _next(self) -> tuple[Save, list[_SentSlot]] | None:
-        """Returns the newest complete save, unless it is replicated."""
+    def _next(self) -> tuple[Save, list[_SentSlot], Save | None] | None:
+        """Returns the newest complete save, unless it is replicated, and the save to retain."""
+        if self._is_deciding():
+            return None
         complete = self._slots.scan().complete
         save = max(complete, default=None)
         if save is None or save[0] != self._session or save in self._marked:
@@ -168,9 +172,14 @@ class ReplicaSender:
         if save[1] > self._newest:
             self.superseded += save[1] - self._newest - 1 if self._newest >= 0 else 0
             self._newest = save[1]
-        return save, slots
+        keep = self._keep()
+        retained = max(self._marked, default=None) if keep is None else keep
+        for other in [marked for marked in self._marked if marked != retained]:
+            self._marked.remove(other)
+            _mark_of(self._folder, other).unlink(missing_ok=True)
+        return save, slots, keep
 
-    def _send(self, save: Save, slots: Sequence[_SentSlot]) -> bool:
+    def _send(self, save: Save, slots: Sequence[_SentSlot], keep: Save | None) -> bool:
         """Sends a save; returns whether the buddy has stored it, and not if it was overtaken."""
 
         def is_overtaken() -> bool:
@@ -179,7 +188,6 @@ class ReplicaSender:
         if self._connection is None:
             self._connection = dial(self._buddy.at, self._buddy.token, self._node)
         connection = self._connection
-        keep = self._keep()
         send(
             connection,
             Kind.REPLICA,
@@ -218,9 +226,6 @@ class ReplicaSender:
         self._marked.append(save)
         with contextlib.suppress(OSError):  # Only a restarted agent misses it.
             _mark_of(self._folder, save).touch()
-        for old in self._marked[:-_MAX_MARKS]:
-            self._marked.remove(old)
-            _mark_of(self._folder, old).unlink(missing_ok=True)
 
 
 def _await_answer(connection: socket.socket) -> None:

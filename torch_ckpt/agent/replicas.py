@@ -44,6 +44,7 @@ class Replicas:
         options: Callable[[], AgentOptions],
     ) -> None:
         self.keep: Save | None = None
+        self._deciding: int | None = None  # The rank that has asked for marks, to decide on `keep`.
         self._folder, self._run = folder, run
         self._slots, self._changed = slots, changed
         self._options = options
@@ -122,6 +123,7 @@ class Replicas:
             self._slots,
             self._changed,
             keep=lambda: self.keep,
+            is_deciding=lambda: self._deciding is not None,
             rate=lambda: self._options().replicate_bytes_per_s,
         )
 
@@ -130,13 +132,24 @@ class Replicas:
         """Whether this agent replicates."""
         return self._sender is not None
 
-    def replicated(self, scan: SlotScan) -> list[Save] | None:
+    def replicated(self, scan: SlotScan, rank: int) -> list[Save] | None:
         """Returns the complete saves of this machine of which the buddy has the replica.
 
-        ``None`` if this agent does not replicate.
+        ``None`` if this agent does not replicate. The buddy retains them until ``rank``, which
+        asks, has :meth:`decided`.
         """
         sender = self._sender
-        return None if sender is None else [s for s in scan.complete if sender.is_complete(s)]
+        if sender is None:
+            return None
+        self._deciding = rank
+        return [save for save in scan.complete if sender.is_complete(save)]
+
+    def decided(self, rank: int, keep: Save | None) -> None:
+        """Sets ``keep``, as the ranks have decided it; ``rank`` is one of them."""
+        self.keep = keep
+        if rank == self._deciding:
+            self._deciding = None
+            self._changed.notify_all()
 
     @property
     def superseded(self) -> int:
@@ -158,6 +171,7 @@ class Replicas:
         """Ends to send and to receive in this process."""
         ended = self._listeners, self._sender, self._receiver
         self._listeners = self._sender = self._receiver = None
+        self._deciding = None
         for each in ended:
             if each is not None:
                 each.close()
