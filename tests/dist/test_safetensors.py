@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
@@ -25,6 +26,7 @@ from trained_nets import EvenNet, Net, build
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, SafetensorsWriter
+from torch_ckpt.storage import safetensors_base
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
@@ -174,6 +176,29 @@ def test_ranks_take_the_files_in_which_none_has_found_a_change(
     worlds.run(2, save_on_base, fourth, "2", grid, third)
     assert not inodes(fourth) & inodes(third)
     assert_same(load_model(fourth), whole("2"))
+
+
+def fail_to_compare(path: Path, kind: type[Exception]) -> None:
+    """One rank fails while it compares its tensors with the base, and all ranks get the error."""
+    save_on_base(path / "a", "1", "rows", path / "a")
+    if dist.get_rank() == 1:
+
+        def fail(*arguments: object) -> None:
+            raise kind("no memory is left")
+
+        safetensors_base._is_equal = fail  # The process ends with this test.
+    save = functools.partial(save_on_base, path / "b", "1", "rows", path / "a")
+    failures = failures_of(save)
+    assert {rank: failure.kind for rank, failure in failures.items()} == {1: kind.__name__}
+    assert not list((path / "b").glob("*"))
+    assert load_model(path / "a")
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError, OSError])
+def test_a_rank_that_fails_to_compare_fails_the_save_of_all(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
+    run_ranks(2, fail_to_compare, tmp_path, kind, timeout_s=60)
 
 
 @on_ranks(2)

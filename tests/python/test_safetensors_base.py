@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import random
 import warnings
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import differences, random_tensor
 from support.safetensors_files import INDEX, MODEL, load_model
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
 
 import torch_ckpt
-from torch_ckpt import SafetensorsWriter
+from torch_ckpt import FastSavePlanner, SafetensorsWriter
 from torch_ckpt.storage import safetensors_base
+from torch_ckpt.storage.reuse import MAX_FILES
+from torch_ckpt.storage.stored_values import StoredValues
 
 State = dict[str, torch.Tensor]
 SHARD_NBYTES = 40_000
@@ -62,6 +68,107 @@ def test_what_changes_is_soon_alone_in_its_files(tmp_path: Path) -> None:
         export(state, tmp_path / str(number), base, most=10**6)
         assert len(inodes(tmp_path / str(number))) == 2  # What changes, and what does not.
         assert linked(tmp_path / str(number), base) == (0 if number == 1 else 0.5)
+
+
+def test_a_model_with_tied_names_is_linked(tmp_path: Path) -> None:
+    state = state_of()
+    state["layer.tied"] = state["layer.3.weight"]
+    for path in (tmp_path / "a", tmp_path / "b"):
+        writer = SafetensorsWriter(path, max_shard_nbytes=SHARD_NBYTES, base=tmp_path / "a")
+        torch_ckpt.save(state, storage_writer=writer)
+    assert linked(tmp_path / "b", tmp_path / "a") == 1
+    state["layer.tied"] = state["layer.tied"].clone()
+    export(state, tmp_path / "c", tmp_path / "a")
+    assert 0 < linked(tmp_path / "c", tmp_path / "a") < 1
+
+
+def test_a_model_without_tensors_has_one_file(tmp_path: Path) -> None:
+    export({}, tmp_path / "a", tmp_path / "a")
+    export({}, tmp_path / "b", tmp_path / "a")
+    assert os.listdir(tmp_path / "b") == [MODEL]
+
+
+def test_small_files_do_not_gather(tmp_path: Path) -> None:
+    state = state_of(MAX_FILES + 14)
+    export(state, tmp_path / "0", tmp_path / "0", most=10**6)
+    for number, name in enumerate(state, 1):
+        state[name] = state[name] + 1  # Another one each time, which then has a file of its own.
+        base = tmp_path / str(number - 1)
+        export(state, tmp_path / str(number), base, most=10**6)
+        assert len(inodes(tmp_path / str(number))) <= MAX_FILES + 2
+
+
+class CopyingPlanner(FastSavePlanner):
+    """Creates each value, and counts the bytes of those that exist at a time."""
+
+    nbytes = most_nbytes = 0
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        copy = super().resolve_data(write_item).clone()
+        cls, nbytes = CopyingPlanner, copy.nbytes
+        cls.nbytes += nbytes
+        cls.most_nbytes = max(cls.most_nbytes, cls.nbytes)
+        weakref.finalize(copy, lambda: setattr(cls, "nbytes", cls.nbytes - nbytes))
+        return copy
+
+
+def test_values_that_a_planner_creates_are_compared_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_base, "_BATCH_NBYTES", 10_000)
+    state = state_of(40)
+    export(state, tmp_path / "a", tmp_path / "a", most=10**6)
+    writer = SafetensorsWriter(tmp_path / "b", max_shard_nbytes=10**6, base=tmp_path / "a")
+    torch_ckpt.save(state, storage_writer=writer, planner=CopyingPlanner())
+    assert linked(tmp_path / "b", tmp_path / "a") == 1
+    assert CopyingPlanner.most_nbytes < 60_000  # All have 574,000.
+
+
+def test_a_file_is_read_no_further_than_its_first_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_base, "_BATCH_NBYTES", 20_000)
+    state = state_of(30)
+    export(state, tmp_path / "a", tmp_path / "a", most=10**6)
+    loaded: list[str] = []
+    load = StoredValues.load
+
+    def counted(self: StoredValues, boxes: Any) -> Any:
+        loaded.extend(fqn for fqn, _ in boxes)
+        return load(self, boxes)
+
+    for tensor in state.values():
+        tensor[-1] += 1  # No sample shows it.
+    monkeypatch.setattr(StoredValues, "load", counted)
+    torch_ckpt.save(
+        state,
+        storage_writer=SafetensorsWriter(
+            tmp_path / "b", max_shard_nbytes=10**6, base=tmp_path / "a"
+        ),
+    )
+    assert len(loaded) < len(state) + 5
+
+
+def test_a_save_that_fails_leaves_the_base_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of()
+    export(state, tmp_path / "a", tmp_path / "a")
+    before = load_model(tmp_path / "a")
+    state["layer.5.weight"] = state["layer.5.weight"] + 1
+
+    def fail(self: object, *arguments: object) -> None:
+        assert any(name.endswith(".tmp") for name in os.listdir(path))
+        raise OSError("the disk is full")
+
+    for path in (tmp_path / "a", tmp_path / "b"):
+        for method in ("_write", "finish"):
+            with monkeypatch.context() as patch:
+                patch.setattr(SafetensorsWriter, method, fail)
+                with pytest.raises(CheckpointException):
+                    export(state, path, tmp_path / "a")
+            assert differences(before, load_model(tmp_path / "a")) == []
+    export(state, tmp_path / "a", tmp_path / "a")
 
 
 CHANGES = {

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
+from torch_ckpt._core import _tensor_view
 from torch_ckpt._core.tensors import to_plain
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors.layout import ModelLayout, TensorFacts
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.value_digests import has_memory
-from torch_ckpt.storage.reuse import link_file
+from torch_ckpt.storage.reuse import MAX_FILES, link_file
 from torch_ckpt.storage.stored_values import Box, StoredValues, in_batches, pieces_of
 
 __all__ = ["BaseFile", "BaseReport", "Groups", "compare_with_base", "group_by_base", "take_files"]
@@ -103,27 +104,33 @@ def _compare(
         for path, fqns in ((base / name, fqns_of[name]) for name in sorted(fqns_of))
         if (facts := _facts_of(path)) is not None
     ]
-    changed: set[str] = set()
-    tensors: list[tuple[WriteItem, torch.Tensor]] = []
-    for item in items:
-        tensor = planner.resolve_data(item)
-        if isinstance(tensor, torch.Tensor) and _may_be_equal(stored, item, tensor):
-            tensors.append((item, tensor))
-        else:
-            changed.add(item.index.fqn)
+    changes = _Changes(file_of)
     for limit in (_SAMPLE_NBYTES, None):
-        changed_files = {file_of[fqn] for fqn in changed.intersection(file_of)}
-        left = [
-            (item, tensor)
-            for item, tensor in tensors
-            if limit is not None or file_of[item.index.fqn] not in changed_files
-        ]
-        for batch in in_batches(_pieces(left, limit), _BATCH_NBYTES):
+        # Tensors of a file are not read any further as soon as one of them has changed.
+        wanted = (
+            item
+            for item in items
+            if limit is not None or file_of.get(item.index.fqn) not in changes.files
+        )
+        for batch in in_batches(_pieces(stored, wanted, planner, limit, changes), _BATCH_NBYTES):
             loaded = stored.load([(fqn, box) for fqn, box, _ in batch])
             for (fqn, _, piece), other in zip(batch, loaded, strict=True):
-                if fqn not in changed and not _is_equal(piece, other):
-                    changed.add(fqn)
-    return BaseReport(files, frozenset(changed))
+                if fqn not in changes.fqns and not _is_equal(piece, other):
+                    changes.add(fqn)
+    return BaseReport(files, frozenset(changes.fqns))
+
+
+@dataclass
+class _Changes:
+    """The FQNs that are not unchanged, and the files of the base that have them."""
+
+    file_of: Mapping[str, str]
+    fqns: set[str] = field(default_factory=set)
+    files: set[str | None] = field(default_factory=set)
+
+    def add(self, fqn: str) -> None:
+        self.fqns.add(fqn)
+        self.files.add(self.file_of.get(fqn))
 
 
 def _facts_of(path: Location) -> tuple[int, object] | None:
@@ -144,15 +151,29 @@ def _may_be_equal(stored: StoredValues, item: WriteItem, tensor: torch.Tensor) -
         and entry.size == data.size
         and entry.properties.dtype == data.properties.dtype == tensor.dtype
         and tensor.size() == data.chunk.sizes
+        and _tensor_view.tensor_kind(tensor) != _tensor_view.TensorKind.TORCHS_OWN
         and has_memory(tensor)  # Not if another rank alone has staged it.
     )
 
 
 def _pieces(
-    tensors: Sequence[tuple[WriteItem, torch.Tensor]], limit: int | None
+    stored: StoredValues,
+    items: Iterable[WriteItem],
+    planner: SavePlanner,
+    limit: int | None,
+    changes: _Changes,
 ) -> Iterator[tuple[tuple[str, Box, torch.Tensor], int]]:
-    """Yields boxes with their values: all of the tensors, or the first bytes of each."""
-    for item, tensor in tensors:
+    """Yields boxes with their values: all of the tensors, or the first bytes of each.
+
+    Adds the tensors that cannot be equal to the changes. A tensor that the planner creates is
+    referenced only while its pieces are.
+    """
+    for item in items:
+        fqn = item.index.fqn
+        tensor = planner.resolve_data(item)
+        if not isinstance(tensor, torch.Tensor) or not _may_be_equal(stored, item, tensor):
+            changes.add(fqn)
+            continue
         assert item.tensor_data is not None
         offsets = item.tensor_data.chunk.offsets
         itemsize = tensor.dtype.itemsize
@@ -161,14 +182,18 @@ def _pieces(
             for dim, (begin, size) in enumerate(zip(first, sizes, strict=True)):
                 piece = piece.narrow(dim, begin, size)
             at = tuple(sum(pair) for pair in zip(offsets, first, strict=True))
-            yield (item.index.fqn, (at, sizes), piece), piece.numel() * itemsize
+            nbytes = piece.numel() * itemsize
             if limit is not None:
+                yield (fqn, (at, sizes), to_plain(piece).clone()), nbytes
                 break
+            yield (fqn, (at, sizes), piece), nbytes
 
 
 def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Compares bit for bit."""
     x, y = (to_plain(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in (x, y))
+    if x.numel() % 8 == x.storage_offset() % 8 == y.storage_offset() % 8 == 0:
+        x, y = x.view(torch.int64), y.view(torch.int64)  # Torch compares them faster than bytes.
     return torch.equal(x, y)
 
 
@@ -191,21 +216,35 @@ def group_by_base(
     left = {each.fqn: each for each in facts}
     groups: list[list[TensorFacts]] = []
     taken: list[BaseFile] = []
-    for file in found[0].files:
-        if not left.keys() >= set(file.fqns) or not changed.isdisjoint(file.fqns):
+    for file in _worth_taking(found[0].files, changed, max_shard_nbytes):
+        fqns = file.fqns - omitted.keys()  # The base lists tied names as well.
+        if not left.keys() >= fqns:
             continue
-        group = [left[fqn] for fqn in sorted(file.fqns)]
-        own = {name: first for name, first in omitted.items() if first in file.fqns}
+        group = [left[fqn] for fqn in sorted(fqns)]
+        own = {name: first for name, first in omitted.items() if first in fqns}
         layout = ModelLayout.of(group, max_shard_nbytes=max_shard_nbytes, omitted=own)
         if len(layout.files) == 1 and _has_header(file.path, layout):
             groups.append(group)
             taken.append(file)
-            left = {fqn: each for fqn, each in left.items() if fqn not in file.fqns}
+            left = {fqn: each for fqn, each in left.items() if fqn not in fqns}
     known = frozenset().union(*(file.fqns for file in found[0].files))
     stable = [each for each in left.values() if each.fqn in known - changed]
     groups += [stable, [each for each in left.values() if each.fqn not in known - changed]]
     ordered = [each for group in groups for each in group]
     return Groups(ordered, [len(group) for group in groups], taken)
+
+
+def _worth_taking(
+    files: Sequence[BaseFile], changed: Collection[str], max_shard_nbytes: int
+) -> list[BaseFile]:
+    """Returns the unchanged files, but only the largest ones of those less than half full.
+
+    Otherwise a model would gather small files, one more at each save in which others change.
+    """
+    unchanged = [file for file in files if file.fqns.isdisjoint(changed)]
+    small = [file for file in unchanged if 2 * file.nbytes < max_shard_nbytes]
+    small.sort(key=lambda file: file.nbytes, reverse=True)
+    return [file for file in unchanged if file not in small[MAX_FILES:]]
 
 
 def _has_header(path: Location, layout: ModelLayout) -> bool:

@@ -151,12 +151,12 @@ class ModelLayout:
         for name, first in omitted.items():
             ties.setdefault(first, {})[name] = first
         ends = itertools.accumulate(groups, initial=0)
-        shards = [
+        shards: list[list[TensorFacts]] = [
             shard
             for begin, end in itertools.pairwise([*ends, len(tensors)])
-            if begin < end or not tensors
+            if begin < end
             for shard in _shards(tensors[begin:end], max_shard_nbytes, ties)
-        ]
+        ] or [[]]
         files: list[ModelFile] = []
         places: dict[str, FilePlace] = {}
         for number, shard in enumerate(shards):
