@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
 from torch_ckpt.agent.memory import Save, folder_of, has_agent, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_failure, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
-from torch_ckpt.filesystems.location import Location, name_of
+from torch_ckpt.filesystems.location import name_of
 
 __all__ = ["AcquiredSlot", "AgentClient", "Place"]
 
@@ -196,7 +197,7 @@ class AgentClient:
         """Reports a complete snapshot."""
         self._request(Kind.FILLED, path=os.fspath(path), sequence=sequence)
 
-    def abort(self, sequence: int, directory: Location) -> None:
+    def abort(self, sequence: int, destination: Destination) -> None:
         """Reports that this rank will fill no slot for a save; ignores a lost agent."""
         if self.is_lost:
             return
@@ -205,7 +206,7 @@ class AgentClient:
             self._request(
                 Kind.ABORT,
                 **{"sequence": sequence, "node": place.node, "node_count": place.node_count},
-                directory=str(directory),
+                destination=destination.encode(),
             )
 
     def persist(self, sequence: int) -> None:

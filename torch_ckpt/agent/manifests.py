@@ -2,7 +2,8 @@
 
 Machines are certain to share only the file system of the checkpoints. Each agent therefore
 publishes its state as small files in the checkpoint's directory, each with an atomic rename, or on
-a store by one write.
+a store by one write. If the checkpoint goes to local directories, which the machines do not share,
+these files lie in the directory of the run, in a folder for each save.
 :mod:`torch_ckpt.agent.joint_save` describes the order of these files.
 """
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
+from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
 from torch_ckpt.errors import (
     CheckpointError,
@@ -34,7 +36,10 @@ __all__ = ["FileKind", "Manifests", "PendingAborts"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
-FileKind = Literal["epoch", "lists", "manifest", "failed"]
+FileKind = Literal["epoch", "lists", "manifest", "commit", "committed", "failed"]
+
+_FOLDER = ".agents"
+"""The folder in the directory of a run, with the files of saves to local directories."""
 
 _UNPUBLISHED = ".tmp"
 _TAG_DIGITS = 16
@@ -50,7 +55,8 @@ class Manifests:
     """The files of one save, from the perspective of one machine.
 
     ``run`` and ``session`` have 16 bytes each, and ``sequence`` numbers the save in its session.
-    ``tag`` has hexadecimal digits that identify the save in file names.
+    ``tag`` has hexadecimal digits that identify the save in file names. ``shared`` is the directory
+    of the run, if the machines do not share the directory of the ``checkpoint``.
     """
 
     def __init__(
@@ -60,9 +66,15 @@ class Manifests:
         sequence: int,
         node: int,
         node_count: int,
-        directory: Location,
+        checkpoint: Location,
+        shared: Location | None = None,
     ) -> None:
-        self.directory = directory
+        self.is_apart = shared is not None
+        """Whether the files are not in the directory of the checkpoint."""
+        self.directory = checkpoint
+        if shared is not None:
+            self.directory = shared / _FOLDER / _folder_name((session, sequence))
+        self._checkpoint = checkpoint
         self.node = node
         self.node_count = node_count
         name = run + session + sequence.to_bytes(8, "big")
@@ -79,8 +91,8 @@ class Manifests:
         return self.tag[:_TAG_DIGITS_IN_ID] + epoch[: _TAG_DIGITS - _TAG_DIGITS_IN_ID]
 
     def is_committed(self) -> bool:
-        """Returns whether an epoch of this save is committed."""
-        found = committed_id(self.directory)
+        """Returns whether an epoch of this save is committed on this machine."""
+        found = committed_id(self._checkpoint)
         return found is not None and found[:_TAG_DIGITS_IN_ID] == self.tag[:_TAG_DIGITS_IN_ID]
 
     def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
@@ -115,9 +127,12 @@ class Manifests:
             return None
 
     def published(self) -> dict[str, set[int]]:
-        """Returns, for each kind of file, the machines that have published one."""
+        """Returns, for each kind of file, the machines that have published one.
+
+        Raises StorageError if that is unknown.
+        """
         found: dict[str, set[int]] = {kind: set() for kind in get_args(FileKind)}
-        for match in self._files():
+        for match in self._matches():
             if not match[3] and match[2] in found:
                 found[match[2]].add(int(match[1]))
         return found
@@ -128,7 +143,23 @@ class Manifests:
 
     def clear(self) -> None:
         """Removes the published files of all machines."""
-        self._remove(match[0] for match in self._files() if not match[3])
+        if not self.is_apart:
+            self._remove(match[0] for match in self._files() if not match[3])
+            return
+        # The manifests first: one without an answer to the commit would be waited for.
+        self._remove(match[0] for match in self._files() if match[2] == "manifest")
+        with contextlib.suppress(CheckpointError):  # The next save tries again.
+            self.directory.remove_all()
+
+    def clear_former(self, live: Iterable[Save]) -> None:
+        """Removes what older saves to local directories have left, except for these saves."""
+        if not self.is_apart:
+            return
+        folder, kept = self.directory.parent, set(map(_folder_name, live))
+        with contextlib.suppress(CheckpointError):  # The next save tries again.
+            for name in folder.names():
+                if name < self.directory.name and name not in kept:
+                    (folder / name).remove_all()
 
     def has_files(self) -> bool:
         """Returns whether any machine has files for this save."""
@@ -145,7 +176,12 @@ class Manifests:
         return kind, f"machine {self.node} ({socket.gethostname()}): {text}", errno
 
     def _files(self) -> list[re.Match[str]]:
-        with contextlib.suppress(StorageError, NotFoundError):
+        with contextlib.suppress(StorageError):
+            return self._matches()
+        return []
+
+    def _matches(self) -> list[re.Match[str]]:
+        with contextlib.suppress(NotFoundError):
             return list(filter(None, map(self._names.fullmatch, self.directory.names())))
         return []
 
@@ -154,6 +190,11 @@ class Manifests:
 
     def _path(self, node: int, kind: FileKind) -> Location:
         return self.directory / f".agents-{self.tag}-{node}.{kind}"
+
+
+def _folder_name(save: Save) -> str:
+    """Returns the name of the folder of a save: those of older saves are less."""
+    return f"{save[0].hex()}-{save[1]:020}"
 
 
 class PendingAborts:
