@@ -155,12 +155,12 @@ class JointSave:
     def begin(self) -> None:
         """Publishes the item lists of this machine's ranks."""
         self.directory.create_directories()
-        if self._files.is_apart:
-            self._files.directory.create_directories()
         self._failed_before = self._failed_epoch(0)
         self._files.remove("failed")
-        if self._files.is_apart and self._files.is_committed():  # Others may not have committed.
-            return
+        if self._files.is_apart:
+            if self._files.is_committed():  # Others may not have committed yet, or all have.
+                return
+            self._files.directory.create_directories()
         if self._is_coordinator:
             self._epoch = self._published_epoch()  # An earlier agent may have published it.
             is_new = self._epoch in ("", self._failed_before)
