@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from torch_ckpt.formats.committed import committed_id
 
 MACHINES = (0, 1)
 MANY_ROUNDS = 30
+SOON_S = 20.0
 
 
 class _KilledError(BaseException):
@@ -293,6 +296,33 @@ def test_a_shared_directory_that_cannot_be_read_is_named(
     for machine in machines:
         assert isinstance(machine.error, StorageError)
         assert str(tmp_path / "run") in str(machine.error)
+
+
+def test_a_shared_directory_that_does_not_answer_is_named(
+    tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    for machine in machines:
+        machine.go_on()
+    answers = threading.Event()
+    names = Location.names
+
+    def silent(directory: Location) -> list[str]:
+        if ".agents" in str(directory):
+            answers.wait(SOON_S)
+        return names(directory)
+
+    monkeypatch.setattr(Location, "names", silent)
+    monkeypatch.setattr("torch_ckpt.agent.answers.ANSWER_S", 0.1)
+    monkeypatch.setattr(joint_save, "SHUTDOWN_WAIT_S", 0.0)
+    began = time.monotonic()
+    save(machines)
+    assert time.monotonic() - began < SOON_S / 2
+    answers.set()
+    for machine in machines:
+        assert isinstance(machine.error, StorageError)
+        assert f"{tmp_path / 'run'}" in str(machine.error)
+        assert "does not answer" in str(machine.error)
 
 
 def test_a_withdrawn_save_that_is_committed_remains(tmp_path: Path, killer: Killer) -> None:

@@ -104,6 +104,7 @@ class AgentClient:
     agent that does not answer within ``timeout_s``, because it is frozen, is lost. So is one that
     is gone, if no other could be started. ``is_first`` says that the agent must check that it finds
     the run, if that has a URL. If it may not start another (``may_start``), a dead agent is lost.
+    ``local`` is the local directory of this machine, if the run has some; see ``SnapshotAgent``.
     Raises CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
     """
 
@@ -116,8 +117,10 @@ class AgentClient:
         timeout_s: float,
         is_first: bool = True,
         may_start: bool = True,
+        local: str | os.PathLike[str] | None = None,
     ) -> None:
         self.place = place
+        self._local = local
         self._timeout_s = timeout_s
         self._run = name_of(run)  # Resolved now: the process may change its directory.
         self._is_first, self._may_start = is_first, may_start
@@ -248,6 +251,7 @@ class AgentClient:
             timeout_s=self._timeout_s,
             is_first=False,
             may_start=may_start,
+            local=self._local,
         )
 
     def _request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
@@ -378,8 +382,11 @@ class AgentClient:
         if run_id is None:
             return {}
         fields: dict[str, Any] = {"run_id": asdict(run_id)}
-        if os.path.isabs(self._run):
-            seen = nearest_directory(self._run)
+        checked = self._run
+        if self._local is not None and not self._is_first:  # That of the run may not answer later.
+            checked = os.fspath(self._local)
+        if os.path.isabs(checked):
+            seen = nearest_directory(checked)
             fields |= {"seen": seen, "inode": inode_of(seen)}
         elif self._is_first:  # The URL may be without the id later, if somebody removes the run.
             fields |= {"url": self._run, "may_end": self._child is None}

@@ -160,7 +160,7 @@ class JointSave:
         if self._files.is_apart:
             if self._files.is_committed():  # Others may not have committed yet, or all have.
                 return
-            self._files.directory.create_directories()
+            self._files.create_directory()
         if self._is_coordinator:
             self._epoch = self._published_epoch()  # An earlier agent may have published it.
             is_new = self._epoch in ("", self._failed_before)

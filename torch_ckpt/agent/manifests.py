@@ -16,9 +16,10 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
+from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
 from torch_ckpt.errors import (
@@ -50,6 +51,8 @@ _MAX_PENDING = 16
 
 _POLL_S = 0.5
 
+T = TypeVar("T")
+
 
 class Manifests:
     """The files of one save, from the perspective of one machine.
@@ -75,6 +78,7 @@ class Manifests:
         if shared is not None:
             self.directory = shared / _FOLDER / _folder_name((session, sequence))
         self._checkpoint = checkpoint
+        self._answers = Answers(self.directory)
         self.node = node
         self.node_count = node_count
         name = run + session + sequence.to_bytes(8, "big")
@@ -95,12 +99,18 @@ class Manifests:
         found = committed_id(self._checkpoint)
         return found is not None and found[:_TAG_DIGITS_IN_ID] == self.tag[:_TAG_DIGITS_IN_ID]
 
+    def create_directory(self) -> None:
+        """Creates the directory of the files."""
+        self._answer(self.directory.create_directories)
+
     def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Publishes a file of this machine; replaces an earlier file of this kind.
 
         Raises NotFoundError if the directory does not exist, unless it is on a store.
         """
-        path = self._path(self.node, kind)
+        self._answer(lambda: self._put(self._path(self.node, kind), facts, blobs))
+
+    def _put(self, path: Location, facts: dict[str, Any], blobs: Sequence[bytes]) -> None:
         if self.directory.file_system.publishes_by_condition:
             path.replace(encode(facts, blobs), sync=False)
             return
@@ -120,7 +130,7 @@ class Manifests:
         """
         path = self._path(node, kind)
         try:
-            return decode(path.read())
+            return decode(self._answer(path.read))
         except UnsupportedError as error:
             raise UnsupportedError(f"cannot read {path}: {error}") from error
         except (StorageError, NotFoundError, CorruptionError):
@@ -149,17 +159,21 @@ class Manifests:
         # The manifests first: one without an answer to the commit would be waited for.
         self._remove(match[0] for match in self._files() if match[2] == "manifest")
         with contextlib.suppress(CheckpointError):  # The next save tries again.
-            self.directory.remove_all()
+            self._answer(self.directory.remove_all)
 
     def clear_former(self, live: Iterable[Save]) -> None:
         """Removes what older saves to local directories have left, except for these saves."""
         if not self.is_apart:
             return
         folder, kept = self.directory.parent, set(map(_folder_name, live))
-        with contextlib.suppress(CheckpointError):  # The next save tries again.
+
+        def clear() -> None:
             for name in folder.names():
                 if name < self.directory.name and name not in kept:
                     (folder / name).remove_all()
+
+        with contextlib.suppress(CheckpointError):  # The next save tries again.
+            self._answer(clear)
 
     def has_files(self) -> bool:
         """Returns whether any machine has files for this save."""
@@ -182,11 +196,20 @@ class Manifests:
 
     def _matches(self) -> list[re.Match[str]]:
         with contextlib.suppress(NotFoundError):
-            return list(filter(None, map(self._names.fullmatch, self.directory.names())))
+            names = self._answer(self.directory.names)
+            return list(filter(None, map(self._names.fullmatch, names)))
         return []
 
     def _remove(self, names: Iterable[str]) -> None:
-        remove_files(self.directory, names)
+        with contextlib.suppress(CheckpointError):
+            self._answer(lambda: remove_files(self.directory, names))
+
+    def _answer(self, call: Callable[[], T]) -> T:
+        """Returns the result of a call that uses the directory.
+
+        The directory of a run may not answer although the local directories do.
+        """
+        return self._answers.get(call) if self.is_apart else call()
 
     def _path(self, node: int, kind: FileKind) -> Location:
         return self.directory / f".agents-{self.tag}-{node}.{kind}"

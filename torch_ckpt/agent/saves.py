@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import check_shared, claim_directory
 from torch_ckpt.agent.joint_save import JointSave
@@ -272,7 +274,7 @@ class Saves:
             raise CheckpointError("cannot persist the save: it has no directory")
         directory, shared = Destination.of(snapshot)
         if shared is not None:
-            check_shared(shared, self._folder)
+            Answers(shared).get(functools.partial(check_shared, shared, self._folder))
         claim_directory(directory.parent, self._folder, may_recreate=self._is_live(save))
         return directory
 

@@ -117,8 +117,8 @@ class SnapshotAgent:
             run then has an id, in memory and in the file ``run-id`` of the directory. If the
             directory was removed, moved or replaced, the snapshots in memory are not offered, and
             the first save frees them.
-        is_local: Whether each machine saves to a local directory of its own, and has the files of
-            its own ranks there. The agents then coordinate in the directory ``run``.
+        local: Local directory of this machine, if each one has the files of its own ranks in a
+            directory of its own. The agents then coordinate in the directory ``run``.
 
     Attributes:
         waited: Number of saves that waited for a slot.
@@ -147,7 +147,7 @@ class SnapshotAgent:
         on_busy: OnBusy = "wait",
         timeout_s: float = 1800.0,
         has_directory: bool = False,
-        is_local: bool = False,
+        local: str | os.PathLike[str] | None = None,
     ) -> None:
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
@@ -157,10 +157,10 @@ class SnapshotAgent:
         self._stages = self._group.series()
         directory = Location(run).resolved() if has_directory else None
         run = name_of(run)  # Once: a link in the path may move.
-        self._shared = Location(run) if is_local else None
+        self._shared = None if local is None else Location(run)
         self._place = _find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
-        self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
+        self._client = AgentClient(run, self._place, options, timeout_s=timeout_s, local=local)
         self._replication = Replication(self._client, self._stages, timeout_s)
         self._replication.begin(process_group, options)
         if self._place.is_first_here:

@@ -205,9 +205,9 @@ def backend_for(
     started, reason = _start_agent(
         group,
         process_group,
-        # The agents of several places find each other's files by the directory of the run.
         run.checkpoint_id if places.are_several else writer.path,
-        places,
+        writer.path if places.are_several else None,
+        places=places,
         timeout_s=timeout_s,
         options=replace(
             agent
@@ -234,12 +234,13 @@ def _start_agent(
     group: Group,
     process_group: dist.ProcessGroup | None,
     directory: str | os.PathLike[str],
-    places: Places,
+    local: str | os.PathLike[str] | None,
     *,
+    places: Places,
     timeout_s: float,
     options: AgentOptions,
 ) -> tuple[SnapshotAgent | None, str]:
-    """Returns the agent of a directory, or ``None`` and the reason if any rank cannot have it.
+    """Returns the agent of a run, or ``None`` and the reason if any rank cannot have it.
 
     Any other error of a rank is raised on all ranks.
     """
@@ -251,7 +252,7 @@ def _start_agent(
             options=options,
             timeout_s=timeout_s,
             has_directory=True,
-            is_local=places.are_several,
+            local=local,
         )
     except Exception as error:
         failure = error
@@ -261,7 +262,7 @@ def _start_agent(
             raise failure
         if failure is not None:
             return _with_rank(failure)
-        if agent is not None and places.are_several and places.here != list(agent.ranks_here):
+        if agent is not None and local is not None and places.here != list(agent.ranks_here):
             return (
                 f"ranks {places.here} share a local directory, and ranks {list(agent.ranks_here)} "
                 "a machine; the agent of each machine needs a local directory of its own"
