@@ -224,6 +224,49 @@ def test_training_goes_on_while_the_directory_of_the_run_is_not_there(
         assert steps_in(tmp_path / "run")[0] == 5
 
 
+FULL = """
+import os, sys
+if "agent" in sys.orig_argv:
+    from torch_ckpt.agent import persist
+    from torch_ckpt.errors import StorageError
+    commit = persist.commit
+    def full(directory, *args, **options):
+        if str(directory).endswith("machine-1/step-2"):
+            raise StorageError("cannot write: the disk is full", 28)
+        commit(directory, *args, **options)
+    persist.commit = full
+"""
+"""Makes the commit of one step on the second machine fail."""
+
+
+def save_half(folder: Path, memory: Path) -> None:
+    """A step is committed on the first machine only, and training goes on."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    run = agents_run(folder, memory, on_failure="warn", keep_local=3, keep_last=3)
+    run.save(1, state_of(1))
+    run.wait(promoted=True)
+    run.save(2, state_of(2))
+    with pytest.raises(CheckpointError, match=r"machine 1 .*the disk is full"):
+        run.wait()
+    run.save(3, state_of(3))
+    run.wait(promoted=True)
+    run.close()
+
+
+def test_a_step_that_one_machine_has_not_committed_does_not_count(
+    tmp_path: Path, memory: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FULL)
+    with Ranks(RANKS) as world:
+        world.run(save_half, tmp_path, memory, timeout_s=LOST_S)
+        assert steps_in(tmp_path / "machine-0") == [3, 2, 1]
+        assert steps_in(tmp_path / "machine-1") == [3, 1]
+        assert steps_in(tmp_path / "run") == [3, 1]
+        for directory in ("machine-0", "machine-1", "run"):
+            shutil.rmtree(tmp_path / directory / "step-3")
+        assert world.run(restore, tmp_path, MACHINES) == [1] * RANKS
+
+
 def save_at_other_places(folder: Path, memory: Path) -> str:
     """Ranks of one machine have local directories of their own."""
     on_machine(memory)

@@ -41,6 +41,13 @@ class _KilledError(BaseException):
     """In the place of SIGKILL."""
 
 
+def _begin_commit(directory: Location, metadata: bytes, index: bytes, save_id: str) -> None:
+    """What a commit has done just before its rename."""
+    assert directory.local_path is not None
+    for name, content in ((f".metadata.{save_id}.tmp", metadata), (f".index.{save_id}", index)):
+        (directory.local_path / name).write_bytes(content)
+
+
 class Killer:
     """Kills the agent that is running at its change of a file with this number, before or after."""
 
@@ -65,13 +72,17 @@ class Killer:
             if self.running != self.victim:
                 return real(*args, **options)
             self._die()
+            if name == "commit":
+                self._die(lambda: _begin_commit(*args))
             result = real(*args, **options)
             self._die()
             return result
 
         monkeypatch.setattr(owner, name, changed)
 
-    def _die(self) -> None:
+    def _die(self, last: Callable[[], None] = lambda: None) -> None:
+        if self.changes == self.at:
+            last()
         self.is_killed = self.is_killed or self.changes == self.at
         self.changes += 1
         if self.is_killed:
