@@ -309,6 +309,26 @@ def test_a_shared_directory_that_cannot_be_read_is_named(
         assert str(tmp_path / "run") in str(machine.error)
 
 
+def test_a_save_does_not_end_while_it_is_unknown_who_has_committed(
+    tmp_path: Path, killer: Killer
+) -> None:
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    while machines[0].id is None:
+        for machine in reversed(machines):
+            machine.go_on()
+    assert machines[1].id is None
+    machines[0].joint = None  # Another agent, which has no files of its own in mind.
+    (tmp_path / "run").rename(tmp_path / "away")
+    (tmp_path / "run").write_text("")
+    for _ in range(3):
+        machines[0].go_on()
+    assert not machines[0].has_ended
+    (tmp_path / "run").unlink()
+    (tmp_path / "away").rename(tmp_path / "run")
+    save(machines)
+    check_whole(tmp_path, machines)
+
+
 def test_a_shared_directory_that_does_not_answer_is_named(
     tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

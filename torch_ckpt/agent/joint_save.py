@@ -427,8 +427,10 @@ class JointSave:
     def _have_all_committed(self, published: dict[str, set[int]]) -> bool:
         """Returns whether all machines have committed. Machine 0 publishes what they commit."""
         files = self._files
-        missing = published["manifest"] - published["committed"] - {0}
-        if not missing:  # Also after an earlier agent has removed the published files.
+        # An earlier agent that has committed may have removed the published files.
+        expected = set(files.others) if self.has_written else published["manifest"] - {0}
+        missing = expected - published["committed"]
+        if not missing:
             return True
         self._raise_failed(published["failed"].intersection(files.others))
         if 0 not in published["commit"]:
