@@ -1,8 +1,9 @@
 """Kills trainers and agents at random moments; every restart must go on from a step that was whole.
 
-``python tests/dist/agent_kills.py --kills 200 --seed 7`` prints who was killed how often, from
-where the step came that was found then, and how many steps were lost. It ends with 1 where what was
-found is no single step, or one that is older than the newest that was complete on all ranks.
+``PYTHONPATH=tests python tests/dist/agent_kills.py --kills 200 --seed 7`` prints who was killed how
+often, from where the step came that was found then, and how many steps were lost. It ends with 1
+where what was found is no single step, or one that is older than the newest that was complete on
+all ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Kills ranks while they save and asks each time: is it exactly the old checkpoint, or the new one?
 
-``python tests/dist/kills.py --kills 200 --seed 7`` prints how often each moment was hit and what
-was found then, and ends with 1 if a single answer was neither. Half the moments are drawn at
-random and killed from outside; half are system calls of the engine, before which a rank is stopped
-(`syscalls`).
+``PYTHONPATH=tests python tests/dist/kills.py --kills 200 --seed 7`` prints how often each moment
+was hit and what was found then, and ends with 1 if a single answer was neither. Half the moments
+are drawn at random and killed from outside; half are system calls of the engine, before which a
+rank is stopped (`syscalls`).
 
 Ranks are forked from a server that has imported torch, so that a kill costs well under a second.
 """
@@ -221,11 +221,9 @@ class BasedCampaign(Campaign):
 
     def _save(self, case: Case, *, by_ranks: bool) -> None:
         """Saves by ranks, as the base was saved: other boxes are not found in it."""
-        is_new = self._held is None  # Otherwise it may have files of these names.
         super()._save(case, by_ranks=True)
-        if is_new:
-            files = self._path.glob("*.distcp")
-            assert any(file.stat().st_nlink > 1 for file in files), "nothing was linked"
+        files = self._path.glob("*.distcp")
+        assert any(file.stat().st_nlink > 1 for file in files), "nothing was linked"
 
 
 def _find(

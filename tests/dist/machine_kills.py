@@ -1,8 +1,9 @@
 """Loses machines at random moments; every restart must go on from a step that all had replicated.
 
-``python tests/dist/machine_kills.py --kills 100 --seed 7`` prints what was lost how often, and what
-was restored then. It ends with 1 where ranks have restored different steps, values that are of no
-single step, or a step that is older than the newest that survives the loss of a machine.
+``PYTHONPATH=tests python tests/dist/machine_kills.py --kills 100 --seed 7`` prints what was lost
+how often, and what was restored then. It ends with 1 where ranks have restored different steps,
+values that are of no single step, or a step that is older than the newest that survives the loss of
+a machine.
 """
 
 from __future__ import annotations

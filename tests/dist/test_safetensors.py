@@ -143,6 +143,39 @@ def test_replicas_are_shared_out_among_the_ranks(worlds: Worlds, tmp_path: Path)
     assert max(written) < sum(written) / 3 + (1 << 20)
 
 
+def save_on_base(path: Path, version: str, grid: str, base: Path, changed: str = "") -> None:
+    state = placed(version, grid)
+    if changed:
+        local = state[changed].to_local()
+        if local.numel() and dist.get_rank() == dist.get_world_size() - 1:
+            local.view(torch.uint8).flatten()[-1:].bitwise_xor_(1)
+    save_model(state, path, "fast", max_shard_nbytes=3_000_000, base=base)
+
+
+def inodes(path: Path) -> set[int]:
+    return {file.stat().st_ino for file in path.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("grid", ["rows", "hsdp", "replicas"])
+def test_ranks_take_the_files_in_which_none_has_found_a_change(
+    worlds: Worlds, tmp_path: Path, grid: str
+) -> None:
+    first, second, third, fourth = (tmp_path / name for name in "abcd")
+    worlds.run(2, save_on_base, first, "1", "columns", first)
+    worlds.run(4, save_on_base, second, "1", grid, first)  # The boxes are others.
+    assert inodes(second) == inodes(first)
+    changed = "large" if grid == "rows" else ""  # One bit, which no other rank has.
+    worlds.run(2, save_on_base, third, "1", grid, second, changed)
+    expected = load_model(second)
+    if changed:
+        assert 0 < len(inodes(third) & inodes(second)) < len(inodes(second))
+        expected["large"].view(torch.uint8).flatten()[-1:].bitwise_xor_(1)
+    assert_same(load_model(third), expected)
+    worlds.run(2, save_on_base, fourth, "2", grid, third)
+    assert not inodes(fourth) & inodes(third)
+    assert_same(load_model(fourth), whole("2"))
+
+
 @on_ranks(2)
 def test_saves_one_after_another_replace_each_other(path: Path) -> None:
     writer = SafetensorsWriter(path, max_shard_nbytes=3_000_000)

@@ -106,7 +106,7 @@ def test_every_damaged_range_is_listed_with_its_fqns(saved: Path) -> None:
 
     assert lines == expected
     fqns = {fqn for line in expected for fqn in line.split("): ")[1].split(", ")}
-    assert f"{len(fqns)} FQNs are damaged: {', '.join(sorted(fqns))}" in printed
+    assert f"{len(fqns)} FQNs are damaged\n" in printed
 
 
 def test_damage_in_neighbouring_blocks_is_one_range(saved: Path) -> None:
@@ -143,7 +143,9 @@ def test_missing_empty_and_replaced_files_are_listed_with_all_they_held(saved: P
         assert first.startswith(f"damaged: {missing} [0, {nbytes}): ")
         assert second == damaged_line(saved, two.name, 0, len(whole))
         fqns = {s.fqn for s in slices_of(saved)}
-        assert f"{len(fqns)} FQNs are damaged: {', '.join(sorted(fqns))}" in printed
+        assert f"{len(fqns)} FQNs are damaged\n" in printed
+        here = [s.fqn for s in slices_of(saved) if s.file == missing]
+        assert first.endswith(f": {', '.join(here)}")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_a_stock_checkpoint_exits_2_as_long_as_nothing_contradicts_it(
     hit = sorted([wide, step], key=lambda s: s.begin)
     for line, at in zip(lines, hit, strict=True):
         assert line.startswith(f"damaged: {file.name} [{at.begin}, {at.end}): {at.fqn}: ")
-    assert "2 FQNs are damaged: model.wide, step" in printed
+    assert "2 FQNs are damaged\n" in printed
 
     file.unlink()
     assert {s.fqn for s in slices_of(tmp_path)} == {

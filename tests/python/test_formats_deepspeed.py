@@ -277,7 +277,8 @@ def test_values_without_the_part_of_a_rank_are_refused_and_the_others_load(
 
     assert main(["verify", "--quiet", str(tmp_path / "tag")]) == 1
     printed = capsys.readouterr().out
-    assert f"{len(found)} FQNs are damaged: " in printed
+    assert f"{len(found)} FQNs are damaged\n" in printed
+    assert all(fqn in printed for fqn in found)
     assert main(["inspect", str(tmp_path / "tag")]) == 0
     assert "values that cannot be loaded" in capsys.readouterr().out
 

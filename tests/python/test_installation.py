@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, IoOptions
@@ -89,6 +91,60 @@ def test_stock_objects_are_replaced_when_they_are_used(
 
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=DefaultSavePlanner())
     assert len(used) == 4
+
+
+def test_the_programs_own_objects_have_what_stock_leaves_in_them(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    state["nested"] = {"list": [torch.ones(2), 3]}
+    found = []
+    for name in ("stock", "ours"):
+        with contextlib.nullcontext() if name == "stock" else torch_ckpt.installed():
+            path = tmp_path / name
+            writer, save_planner = FileSystemWriter(path), DefaultSavePlanner()
+            metadata = dcp.save(state, storage_writer=writer, planner=save_planner)
+            assert metadata.storage_meta is not None
+            assert writer.save_id == metadata.storage_meta.save_id
+            assert save_planner.metadata.state_dict_metadata.keys() == {
+                item.index.fqn for item in save_planner.plan.items
+            }
+            assert len(save_planner.global_plan) == 1
+            reader, load_planner, loaded = (
+                FileSystemReader(path),
+                DefaultLoadPlanner(),
+                blank(state),
+            )
+            loaded["nested"] = {"list": [torch.zeros(2), 0]}
+            dcp.load(loaded, storage_reader=reader, planner=load_planner)
+            assert reader.storage_data.keys() == metadata.storage_data.keys()
+            assert load_planner.original_state_dict["step"] == 7
+            found.append(
+                [
+                    save_planner.mappings,
+                    save_planner.state_dict.keys(),
+                    save_planner.is_coordinator,
+                    load_planner.mappings,
+                    load_planner.state_dict.keys(),
+                    load_planner.is_coordinator,
+                    load_planner.metadata.state_dict_metadata.keys(),
+                ]
+            )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_they_have_it_after_an_asynchronous_save(
+    kind: AsyncCheckpointerType, state: dict[str, Any], tmp_path: Path
+) -> None:
+    writer, planner = FileSystemWriter(tmp_path), DefaultSavePlanner()
+    with torch_ckpt.installed():
+        future = dcp.async_save(
+            state, storage_writer=writer, planner=planner, async_checkpointer_type=kind
+        )
+        meta = future.result(ASYNC_TIMEOUT_S).storage_meta
+        until(lambda: writer.save_id == meta.save_id)
+        if kind == AsyncCheckpointerType.THREAD:
+            assert len(planner.plan.items) == len(planner.metadata.state_dict_metadata)
 
 
 def test_an_asynchronous_save_stages_and_writes_with_one_replacement(

@@ -393,7 +393,7 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (is_ours or way["queue"] == "io_uring")
         and (way["writer"] == "fast" or way["stager"] == "of the process")
         and (way["writer"] == "fast" or way["then"] == "")
-        and (way["writer"] == "fast" or way["base"] == "none")
+        and (is_ours or way["base"] == "none")
         and (way["call"] != "stage" or (is_ours and way["stager"] != "with a cap"))
         # Stock's stager fails for sparse tensors and some DTensors, and drops attributes.
         and (is_ours or "async" not in way["call"])

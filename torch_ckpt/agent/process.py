@@ -572,9 +572,9 @@ def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None
     with agent_lock(folder) as is_ours, _logged_errors():
         if not is_ours:
             return 0
-        log = logging.FileHandler(folder / "agent.log")
-        logging.basicConfig(handlers=[log], level=logging.INFO, format="%(asctime)s %(message)s")
-        faulthandler.enable(log.stream)  # A fatal signal leaves the stacks of all threads there.
+        log = (folder / "agent.log").open("a")
+        logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(message)s")
+        faulthandler.enable(log)  # A fatal signal leaves the stacks of all threads there.
         with contextlib.suppress(OSError):  # Some sandboxes refuse it.
             os.nice(options.io.background_nice)
         inode = inode_of(os.fspath(folder))

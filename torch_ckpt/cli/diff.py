@@ -71,9 +71,8 @@ def _diff(options: argparse.Namespace) -> int:
         }
         print_json(facts)
         return status
-    rows = [*found.differences.items(), *found.unknown.items()]
-    if rows:
-        print_table(rows)
+    for found_here in (found.differences, found.unknown):
+        print_table([(what, fqn) for fqn, what in found_here.items()])
     print(
         f"{found.equal} values are equal, {len(found.differences)} differ, {len(found.unknown)} "
         "cannot be compared"

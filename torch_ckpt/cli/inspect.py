@@ -147,13 +147,17 @@ def _extents(boxes: list[dict[str, Any]]) -> set[tuple[str, int, int]]:
 
 
 def _row(tensor: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the cells of a tensor. They state its size if it is far from what is stored."""
+    """Returns the cells of a tensor, its name last: a long one then moves no other cell.
+
+    They state its size if it is far from what is stored.
+    """
     boxes = tensor["boxes"]
     stored = sum(nbytes for *_, nbytes in _extents(boxes))
     shape = str(tensor["shape"])
     if tensor.get("nbytes", 0) > allowed_nbytes(stored):
         shape += f": {readable_nbytes(tensor['nbytes'])}"
-    return tensor["fqn"], tensor["dtype"], shape, f"{len(boxes)} boxes", readable_nbytes(stored)
+    count = f"{len(boxes)} box{'es' if len(boxes) > 1 else ''}"
+    return tensor["dtype"], shape, count, readable_nbytes(stored), tensor["fqn"]
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
@@ -161,8 +165,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
     save_id = "" if summary["save_id"] is None else f", save id {summary['save_id']}"
     print(f"{printable(summary['metadata'])}: {summary['format']}{save_id}")
     rows = [_row(tensor) for tensor in summary["tensors"]]
-    rows += [(o["fqn"], "object", "", "", readable_nbytes(o["nbytes"])) for o in summary["objects"]]
-    print_table(rows, right=(4,))
+    rows += [("object", "", "", readable_nbytes(o["nbytes"]), o["fqn"]) for o in summary["objects"]]
+    print_table(rows, right=(3,))
     print(f"{len(summary['tensors'])} tensors, {len(summary['objects'])} objects")
     if unreadable := summary["unreadable"]:
         print("values that cannot be loaded")
@@ -186,6 +190,6 @@ def _print_summary(summary: dict[str, Any]) -> None:
     for rank in summary["ranks"]:
         name = "?" if rank["rank"] is None else rank["rank"]
         print(f"  rank {name}: {readable_nbytes(rank['nbytes'])}")
-    if per_rank and sum(per_rank):
+    if len(per_rank) > 1 and sum(per_rank):
         most = max(per_rank) * len(per_rank) / sum(per_rank)
         print(f"the busiest of {len(per_rank)} ranks wrote {most:.2f} times the mean")

@@ -29,6 +29,10 @@ from torch_ckpt.storage.verify import check_here, check_whole
 __all__ = ["add_to"]
 
 
+_SHOWN = {"whole": "files present"}
+"""State -> what is printed, if that is another word: ``ls`` does not read what is in the files."""
+
+
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "ls",
@@ -148,8 +152,9 @@ def _linked_nbytes(path: Location) -> int:
 def _row(step: dict[str, Any], newest: int | None) -> list[str]:
     is_newest = step["step"] == newest
     tiers = " and ".join(step["tiers"])
+    state = _SHOWN.get(step["state"], step["state"])
     marks = [
-        f"{step['state']} ({tiers})" if tiers else step["state"],
+        f"{state} ({tiers})" if tiers else state,
         "newest" if is_newest else "",
         _branch(step["branch"]),
     ]

@@ -37,17 +37,19 @@ def add_to(commands: Any) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     path = checkpoint_at(options.path)
-    begin = time.monotonic()
+    begin = 0.0  # Set when the checkpoint is open: modules that load first take longer.
     progress = [0, 0]  # Checked bytes, all bytes.
 
     def watch(done: int, total: int) -> None:
+        nonlocal begin
+        begin = begin or time.monotonic()
         progress[:] = done, total
 
     bar = progress_bar("verifying", path, lambda: progress[1], lambda: progress[0])
     with contextlib.nullcontext() if options.quiet else bar:
         rules = rules_of(options)
         report = examine(path, watch=watch, trust_pickle=options.trust_pickle, rules=rules)
-    seconds = max(time.monotonic() - begin, 1e-9)
+    seconds = max(time.monotonic() - begin, 1e-9) if begin else 0.0
     status = DAMAGED if report.damage else UNKNOWN if report.doubts else SOUND
     outcome = {DAMAGED: "damaged", UNKNOWN: "no damage found", SOUND: "sound"}[status]
     if options.json:
@@ -67,10 +69,11 @@ def _verify(options: argparse.Namespace) -> int:
     for line in report.damage:
         print(printable(f"damaged: {line}"))
     if report.fqns:
-        print(printable(f"{len(report.fqns)} FQNs are damaged: {', '.join(sorted(report.fqns))}"))
+        count = len(report.fqns)
+        print("1 FQN is damaged" if count == 1 else f"{count} FQNs are damaged")
     if not report.damage:
         for line in report.doubts:
             print(printable(f"cannot verify: {line}"))
-    speed = f"{report.nbytes} bytes in {seconds:.2f} s, {report.nbytes / seconds / 1e9:.2f} GB/s"
-    print(f"{outcome} ({speed})")
+    speed = f", {report.nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
+    print(f"{outcome} ({report.nbytes} bytes in {seconds:.2f} s{speed})")
     return status

@@ -61,6 +61,8 @@ def convert(
         )
     existed = target.is_directory()
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
+        if to == "safetensors" and values.objects:
+            raise UnsupportedError(_no_objects(values))
         if ties and to in _WITH_TIES:
             values.find_ties()
         if to not in ("dcp", "safetensors") and not target.file_system.writes_at_offsets:
@@ -73,6 +75,19 @@ def convert(
                 target.remove_all()
             raise
         return values.ties
+
+
+def _no_objects(values: Source) -> str:
+    """Returns why a source with objects is not converted, and with which prefix it would be."""
+    objects = list(values.objects)
+    more = f" and {len(objects) - 1} more" if len(objects) > 1 else ""
+    heads = {name.partition(".")[0] for name in objects}
+    found = sorted({name.partition(".")[0] for name in values.tensors if "." in name} - heads)
+    choose = f", such as --prefix {found[0]}." if found else ""
+    return (
+        f"cannot convert {values.path} to safetensors, which have tensors only: it has the object "
+        f"{objects[0]!r}{more}; convert the names below a prefix{choose}"
+    )
 
 
 def _check_other_formats(target: Location, to: str) -> None:

@@ -61,6 +61,16 @@ _WRITER_ARGUMENTS = (
     "overwrite",
 )
 
+# What DCP's own objects have after a call, which programs read.
+_FOUND_BY_SAVE_PLANNER = (
+    *("state_dict", "mappings", "is_coordinator", "plan", "global_plan", "metadata"),
+)
+_FOUND_BY_LOAD_PLANNER = (
+    *("original_state_dict", "state_dict", "mappings", "is_coordinator", "metadata"),
+)
+_FOUND_BY_READER = ("storage_data", "load_id")
+_FOUND_BY_WRITER = ("save_id", "rank", "use_collectives")
+
 
 @contextlib.contextmanager
 def installed(
@@ -84,6 +94,9 @@ def installed(
     - Every exchange between ranks has a deadline.
     - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
       :mod:`torch_ckpt.integrations.megatron`.
+
+    After a call, the program's own planner, reader or writer has what the one in its place has
+    found: attributes such as ``plan``, ``metadata``, ``storage_data`` and ``save_id``.
 
     Objects of subclasses and of other classes work as before. The first use of such a writer or
     reader in a process is logged as a warning; each replacement is logged at level DEBUG (logger
@@ -320,16 +333,20 @@ class _Replaced:
         use_collectives: bool = True,
     ) -> Metadata:
         """The replacement of ``state_dict_saver._save_state_dict``."""
-        writer, planner = self.writer(storage_writer), _save_planner(planner)
-        if coordinator_rank:
-            return self._save(
-                *(state_dict, writer, process_group, coordinator_rank, no_dist, planner),
-                use_collectives=use_collectives,
-            )
-        with group_of(process_group, no_dist=no_dist).call(self.timeout_s) as call:
-            return orchestrate.save(
-                state_dict, writer, planner, call, use_collectives=use_collectives
-            )
+        given, writer, planner = planner, self.writer(storage_writer), _save_planner(planner)
+        with (
+            _giving_back(writer, storage_writer, _FOUND_BY_WRITER),
+            _giving_back(planner, given, _FOUND_BY_SAVE_PLANNER),
+        ):
+            if coordinator_rank:
+                return self._save(
+                    *(state_dict, writer, process_group, coordinator_rank, no_dist, planner),
+                    use_collectives=use_collectives,
+                )
+            with group_of(process_group, no_dist=no_dist).call(self.timeout_s) as call:
+                return orchestrate.save(
+                    state_dict, writer, planner, call, use_collectives=use_collectives
+                )
 
     def load(
         self,
@@ -341,12 +358,16 @@ class _Replaced:
         planner: LoadPlanner | None = None,
     ) -> None:
         """The replacement of ``state_dict_loader._load_state_dict``."""
-        reader, planner = self.reader(storage_reader), _load_planner(planner)
-        if coordinator_rank:
-            self._load(state_dict, reader, process_group, coordinator_rank, no_dist, planner)
-            return
-        with group_of(process_group, no_dist=no_dist).call(self.timeout_s) as call:
-            orchestrate.load(state_dict, reader, planner, call)
+        given, reader, planner = planner, self.reader(storage_reader), _load_planner(planner)
+        with (
+            _giving_back(reader, storage_reader, _FOUND_BY_READER),
+            _giving_back(planner, given, _FOUND_BY_LOAD_PLANNER),
+        ):
+            if coordinator_rank:
+                self._load(state_dict, reader, process_group, coordinator_rank, no_dist, planner)
+                return
+            with group_of(process_group, no_dist=no_dist).call(self.timeout_s) as call:
+                orchestrate.load(state_dict, reader, planner, call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,14 +417,26 @@ class _Executor:
                 writer = self._replaced.new_writer(checkpoint_id)
             if isinstance(writer, FastWriter):
                 writer.begin_in_background(checkpoint_id)
-            planner = _save_planner(planner)
+            given, planner = planner, _save_planner(planner)
             order = Order(checkpoint_id, writer, planner, use_collectives)
             state = staging_future_or_state_dict
             if not isinstance(state, _StagedState):
-                return self._begin(order, state, call)
-            # The use of the memory ends with the thread, even if a planner or an error still refers
-            # to the tensors.
-            return self._begin(order, dict(state), call, initializer=state.staged.begin_save)
+                saved = self._begin(order, state, call)
+            else:
+                # The use of the memory ends with the thread, even if a planner or an error still
+                # refers to the tensors.
+                begin_save = state.staged.begin_save
+                saved = self._begin(order, dict(state), call, initializer=begin_save)
+
+            def give_back(done: Future[Metadata]) -> None:
+                _give_back(writer, storage_writer, _FOUND_BY_WRITER)
+                _give_back(planner, given, _FOUND_BY_SAVE_PLANNER)
+                if not done.exception() and writer is not storage_writer is not None:
+                    meta = done.result().storage_meta  # Another process may have saved.
+                    cast(Any, storage_writer).save_id = meta and meta.save_id
+
+            saved.add_done_callback(give_back)
+            return saved
 
 
 class _StagedState(dict[str, Any]):
@@ -451,6 +484,23 @@ def _planner(given: Any, stock: type, ours: Callable[..., Any], names: Sequence[
     replacement = ours(**{name: getattr(given, name) for name in names})
     _log_replaced(given, replacement)
     return replacement
+
+
+@contextlib.contextmanager
+def _giving_back(ours: object, given: object, names: Sequence[str]) -> Iterator[None]:
+    """Gives the program's object what ours has found within the block, or until it raises."""
+    try:
+        yield
+    finally:
+        _give_back(ours, given, names)
+
+
+def _give_back(ours: object, given: object, names: Sequence[str]) -> None:
+    if given is None or given is ours:
+        return
+    for name in names:
+        if hasattr(ours, name):
+            setattr(given, name, getattr(ours, name))
 
 
 def _log_replaced(given: object, ours: object) -> None:

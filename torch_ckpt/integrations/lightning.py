@@ -37,9 +37,10 @@ class FastCheckpointIO(CheckpointIO):
     """A Lightning plugin that saves checkpoints as directories of this package.
 
     ``ModelCheckpoint`` and ``ckpt_path`` still determine which checkpoints are saved, retained and
-    resumed. The plugin works with every strategy in which one rank saves the full state: a single
-    device, DDP, FSDP with full state dicts. A strategy that saves sharded calls DCP directly and
-    uses no plugin; use ``with torch_ckpt.installed(): trainer.fit(...)`` instead.
+    resumed. The plugin works on a single device and with DDP. ``FSDPStrategy`` and
+    ``ModelParallelStrategy`` do not work with it: with full state dicts, they refuse a checkpoint
+    that is a directory; sharded, they call DCP directly and use no plugin. Let them save sharded,
+    and use ``with torch_ckpt.installed(): trainer.fit(...)`` instead.
 
     A tensor is stored under its path in the checkpoint, such as ``state_dict.layer.weight``. All
     other values are stored in one object. A loaded checkpoint equals the saved one, including the

@@ -15,7 +15,7 @@ from torch_ckpt._core.tensors import to_plain
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.planning.replica_check import CheckReplicas
 
-__all__ = ["THREADS", "full_digests", "has_other_ranks", "value_digests"]
+__all__ = ["THREADS", "full_digests", "has_memory", "has_other_ranks", "value_digests"]
 
 THREADS = min(4, os.cpu_count() or 1)
 """Threads that compute digests while training waits."""
@@ -43,7 +43,7 @@ def value_digests(
     try:
         batch = _tensor_view.inspect(chosen, writable=False)
     except ValueError:  # Staged copies of what other ranks write have no memory.
-        chosen = [source if _has_memory(source) else None for source in chosen]
+        chosen = [source if has_memory(source) else None for source in chosen]
         batch = _tensor_view.inspect(chosen, writable=False)
     found = array.array("Q", batch.digests(mode == "full", THREADS))
     elsewhere = [at for at, digest in enumerate(found) if not digest and _needs_copy(chosen[at])]
@@ -76,7 +76,8 @@ def full_digests(
     return found
 
 
-def _has_memory(source: Any) -> bool:
+def has_memory(source: Any) -> bool:
+    """Returns whether a value can be read: not if another rank alone has staged the tensor."""
     if not isinstance(source, torch.Tensor) or not source.numel():
         return True
     if _tensor_view.tensor_kind(source) == _tensor_view.TensorKind.TORCHS_OWN:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import math
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -16,7 +17,7 @@ from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.equality import is_equal
 from torch_ckpt.formats.expansion import allowed_nbytes
-from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
+from torch_ckpt.storage.stored_values import Box, StoredValues, in_batches, pieces_of
 
 __all__ = ["Comparison", "compare"]
 
@@ -25,6 +26,12 @@ _PIECE_NBYTES = 64 << 20
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 40
+
+_MAX_DEPTH = 8
+"""Deepest container in which a difference is looked for."""
+
+_SHOWN_BEFORE = 10
+"""Characters shown before the first one in which two strings differ."""
 
 _VALUE_NBYTES = 64
 """Bytes that a value of an object counts."""
@@ -101,7 +108,7 @@ def _compare_tensors(
     sides: Sequence[StoredValues], fqns: Sequence[str], found: Comparison, atol: float, rtol: float
 ) -> None:
     different: dict[str, tuple[int, float]] = {}  # Count, largest absolute difference.
-    for batch in _batches(sides[0], fqns):
+    for batch in in_batches(_pieces(sides[0], fqns), _PIECE_NBYTES):
         for fqn, x, y in _loaded(sides, batch, found):
             count, largest = _difference(x, y, atol, rtol)
             if count:
@@ -135,22 +142,13 @@ def _loaded(
     yield from zip((fqn for fqn, _ in batch), *loaded, strict=True)
 
 
-def _batches(side: StoredValues, fqns: Sequence[str]) -> Iterator[list[tuple[str, Box]]]:
-    """Yields batches of boxes that need at most 64 MiB, except for single elements."""
-    batch: list[tuple[str, Box]] = []
-    nbytes = 0
+def _pieces(side: StoredValues, fqns: Sequence[str]) -> Iterator[tuple[tuple[str, Box], int]]:
+    """Yields boxes of tensors, with the bytes that a comparison of each needs."""
     for fqn in fqns:
         entry = side.entry(fqn)
         itemsize = max(entry.properties.dtype.itemsize, 8)  # Unequal elements become float64.
         for box in pieces_of(entry.size, itemsize, _PIECE_NBYTES):
-            box_nbytes = math.prod(box[1]) * itemsize
-            if batch and nbytes + box_nbytes > _PIECE_NBYTES:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append((fqn, box))
-            nbytes += box_nbytes
-    if batch:
-        yield batch
+            yield (fqn, box), math.prod(box[1]) * itemsize
 
 
 def _difference(x: torch.Tensor, y: torch.Tensor, atol: float, rtol: float) -> tuple[int, float]:
@@ -200,7 +198,29 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
         if same:
             found.equal += 1
         else:
-            found.differences[fqn] = f"{_short(x)} in A, {_short(y)} in B"
+            where, x, y = _first_difference(x, y)
+            found.differences[fqn] = f"{where}{_short(x)} in A, {_short(y)} in B"
+
+
+def _first_difference(x: Any, y: Any) -> tuple[str, Any, Any]:
+    """Returns the innermost unequal values in two unequal objects, and where the first one is."""
+    where = ""
+    for _ in range(_MAX_DEPTH):
+        if isinstance(x, dict) and isinstance(y, dict) and x.keys() == y.keys():
+            keys: Iterable[Any] = x
+        elif isinstance(x, list | tuple) and type(x) is type(y) and len(x) == len(y):
+            keys = range(len(x))
+        else:
+            break
+        key = next((key for key in keys if not is_equal(x[key], y[key])), None)
+        if key is None:
+            break
+        where, x, y = f"{where}[{_short(key)}]", x[key], y[key]
+    if isinstance(x, str) and isinstance(y, str):
+        same = next((n for n, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), 0)
+        if same > _SHOWN_BEFORE:
+            x, y = (f"...{text[same - _SHOWN_BEFORE :]}" for text in (x, y))
+    return f"at {where}: " if where else "", x, y
 
 
 def _compared_nbytes(value: object, limit: float) -> int:

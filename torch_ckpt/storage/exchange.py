@@ -78,6 +78,8 @@ class Wanted:
 
     save_id: str | None
     """Save id of the metadata that the rank has read."""
+    path: str
+    """Where the rank has read it."""
     encoded: bytes | None = None
     """Encoded byte ranges; ``None`` if the rank does not join an exchange."""
     machine: str = ""

@@ -298,7 +298,7 @@ class FastReader(StorageReader):
         """
         items: Any = plan.items
         self._set_files()
-        wanted = Wanted(self._shared_save_id)
+        wanted = Wanted(self._shared_save_id, str(self.path))
         # Without a save id, the ranks may have opened different files.
         if self.exchange == "off" or self._shared_save_id is None or not can_exchange():
             self._check_reach(items)
@@ -308,6 +308,7 @@ class FastReader(StorageReader):
                 encoded = self._load.wanted_bytes()
             wanted = Wanted(
                 self._shared_save_id,
+                str(self.path),
                 encoded,
                 machine=this_machine(),
                 processes=these_processes(),
@@ -353,10 +354,13 @@ class FastReader(StorageReader):
         save_id = wanted[0].save_id
         others = [rank for rank, reads in enumerate(wanted) if reads.save_id != save_id]
         if others:
+            other = wanted[others[0]]
+            why = "did a save replace the checkpoint during the load?"
+            if other.path != wanted[0].path:
+                why = f"rank {others[0]} loads {other.path}, and rank 0 {wanted[0].path}"
             raise CheckpointError(
-                f"cannot load {self.path}: rank {others[0]} has opened save "
-                f"{wanted[others[0]].save_id}, and rank 0 save {save_id}; did a save replace the "
-                "checkpoint during the load?"
+                f"cannot load {self.path}: rank {others[0]} has opened save {other.save_id}, and "
+                f"rank 0 save {save_id}; {why}"
             )
         try:
             assignments = share_reads(wanted)

@@ -31,7 +31,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 
-__all__ = ["BaseBox", "Reuse", "TakenFile", "take_from_base"]
+__all__ = ["BaseBox", "Reuse", "TakenFile", "link_file", "take_from_base"]
 
 MAX_FILES = 16
 """Most files that a rank takes: otherwise a checkpoint would gather small files."""
@@ -114,7 +114,7 @@ def take_from_base(
         name, nbytes, sums, digests, origin = file.report
         own = new_name()
         finished.append(own)
-        if _link(base / name, directory / own, nbytes, sync=sync):
+        if link_file(base / name, directory / own, nbytes, sync=sync):
             files.append(TakenFile((own, nbytes, sums, digests, origin), file.boxes))
         else:
             finished.remove(own)
@@ -173,8 +173,8 @@ def _compare(
     return _Found(equal, changed, files)
 
 
-def _link(source: Location, target: Location, nbytes: int, *, sync: bool) -> bool:
-    """Brings a file into another directory; returns whether that was possible."""
+def link_file(source: Location, target: Location, nbytes: int, *, sync: bool) -> bool:
+    """Brings a file of this length into another directory; returns whether that was possible."""
     try:
         if source.nbytes() != nbytes:
             return False

@@ -144,6 +144,7 @@ def _rename(path: Location, to: Location) -> None:
     identity = path.identity()
     try:
         path.rename(to)
+        path.discard()  # If both are links to one file, the rename has changed nothing.
     except NotFoundError:
         if identity is None or identity != to.identity():
             raise

@@ -28,7 +28,7 @@ from torch_ckpt.storage.safetensors_commit import (
     remove_stale,
     shard_names,
 )
-from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
+from torch_ckpt.storage.stored_values import Box, StoredValues, in_batches, pieces_of
 
 __all__ = ["copy_file_of", "publish_streams", "stream_names"]
 
@@ -78,7 +78,7 @@ def copy_file_of(
     While some tensors are written, a thread loads the next ones.
     """
     job.put(0, file.header)
-    boxes = _batches(file, layout)
+    boxes = in_batches(_pieces(file, layout), _BATCH_NBYTES)
     with ThreadPoolExecutor(1, "torch_ckpt-read") as executor:
 
         def begin() -> tuple[list[tuple[str, Box]], Future[list[torch.Tensor]]] | None:
@@ -103,17 +103,9 @@ def copy_file_of(
             )
 
 
-def _batches(file: ModelFile, layout: ModelLayout) -> Iterator[list[tuple[str, Box]]]:
-    batch: list[tuple[str, Box]] = []
-    nbytes = 0
+def _pieces(file: ModelFile, layout: ModelLayout) -> Iterator[tuple[tuple[str, Box], int]]:
     for fqn in file.fqns:
         facts = layout.places[fqn].facts
         itemsize = getattr(torch, facts.dtype).itemsize
         for box in pieces_of(facts.sizes, itemsize, _BATCH_NBYTES):
-            batch.append((fqn, box))
-            nbytes += torch.Size(box[1]).numel() * itemsize
-            if nbytes >= _BATCH_NBYTES:
-                yield batch
-                batch, nbytes = [], 0
-    if batch:
-        yield batch
+            yield (fqn, box), torch.Size(box[1]).numel() * itemsize

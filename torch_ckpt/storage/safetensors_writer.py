@@ -14,7 +14,7 @@ import dataclasses
 import errno
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,12 @@ from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
 from torch_ckpt.storage.gc import Found, remove_files
 from torch_ckpt.storage.progress import Phases
 from torch_ckpt.storage.rank_work import resolve_whole
+from torch_ckpt.storage.safetensors_base import (
+    BaseReport,
+    compare_with_base,
+    group_by_base,
+    take_files,
+)
 from torch_ckpt.storage.safetensors_commit import (
     COMMIT_PATTERN,
     COMMITTED_NAMES,
@@ -88,21 +94,27 @@ _WAY_OUT = "save objects separately, for example with FastWriter"
 
 
 @dataclass(frozen=True)
-class _Ties:
-    """``SavePlan.storage_data`` of one rank for the coordinator: groups of names for one tensor."""
+class _RankFacts:
+    """``SavePlan.storage_data`` of one rank for the coordinator.
 
-    groups: Sequence[Sequence[str]]
+    ``ties`` are groups of names for one tensor, and ``base`` is what the rank has found there.
+    """
+
+    ties: Sequence[Sequence[str]]
+    base: BaseReport | None
 
 
 @dataclass  # Not frozen: a claim is attached.
 class _ModelPlan:
     """``SavePlan.storage_data`` of one rank.
 
-    ``layout`` is the encoded layout of all files. The names of the files have the coordinator's
-    ``save_id``. ``share`` is the ``storage_data`` that reassigns replicas to ranks.
+    ``layout`` is the encoded layout of all files. The first ``taken`` files are not written. The
+    names of the files have the coordinator's ``save_id``. ``share`` is the ``storage_data`` that
+    reassigns replicas to ranks.
     """
 
     layout: bytes
+    taken: int
     save_id: str
     rank: int
     world_size: int
@@ -133,6 +145,10 @@ class SafetensorsWriter(FastWriter):
         share_replicas: As for :class:`FastWriter`.
         check_replicas: As for :class:`FastWriter`.
         stager: Stager for ``async_save``. By default, all writers of the process share one.
+        base: Directory of an older model that a ``SafetensorsWriter`` has written; ``path`` itself
+            is possible. A file of it whose tensors have not changed appears by hard link, and is
+            not written again. Each rank reads its tensors of the base to compare them. This needs a
+            :class:`FastSavePlanner`. Stores write everything.
 
     Raises:
         AlreadyExistsError: ``path`` has a model, and ``overwrite`` is false.
@@ -162,6 +178,7 @@ class SafetensorsWriter(FastWriter):
         share_replicas: bool = True,
         check_replicas: CheckReplicas = "sample",
         stager: SnapshotStager | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
             path,
@@ -172,12 +189,14 @@ class SafetensorsWriter(FastWriter):
             share_replicas=share_replicas,
             check_replicas=check_replicas,
             stager=stager,
+            base=base,
         )
         if max_shard_nbytes < 1:
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
-        self._names: list[str] = []  # The files that this save writes, on the coordinator.
+        self._names: list[str] = []  # The files of this save, on the coordinator.
+        self._taken = 0  # Number of the first files, which it takes from the base.
         self._relay: FastWriter | None = None  # Writes the checkpoint that becomes the model.
         self.ties: Mapping[str, str] = {}
         """Name that the planner does not list -> the listed name that it is tied to."""
@@ -192,7 +211,11 @@ class SafetensorsWriter(FastWriter):
         if not isinstance(items, ColumnItems) or items.planner is None:
             return plan
         planner: Any = items.planner()
-        return dataclasses.replace(plan, storage_data=_Ties(tied_names(planner.state_dict)))
+        report = None
+        if self.base is not None and not self._writes_streams:
+            report = compare_with_base(Location(self.base).resolved(), items, planner, self.io)
+        facts = _RankFacts(tied_names(planner.state_dict), report)
+        return dataclasses.replace(plan, storage_data=facts)
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not self.use_collectives:
@@ -209,13 +232,15 @@ class SafetensorsWriter(FastWriter):
         with gc_paused():
             ties = {**self.ties, **_ties_of(plans)}
             facts = [facts for facts in _facts_of(plans) if facts.fqn not in ties]
-            self._layout = ModelLayout.of(
-                facts, max_shard_nbytes=self.max_shard_nbytes, omitted=ties
-            )
+            options: Any = {"max_shard_nbytes": self.max_shard_nbytes, "omitted": ties}
+            reports = [getattr(plan.storage_data, "base", None) for plan in plans]
+            groups = group_by_base(facts, reports, **options)
+            self._layout = ModelLayout.of(groups.facts, groups=groups.lengths, **options)
         shares: list[Any] = [plan.storage_data for plan in plans]
-        shares = [None if isinstance(share, _Ties) else share for share in shares]
+        shares = [None if isinstance(share, _RankFacts) else share for share in shares]
         self._claim_directory(can_hide=False)
         self._names = pending_names(len(self._layout.files), self.save_id)
+        self._taken = take_files(groups.taken, self.location, self._names, sync=self.sync_files)
         encoded = self._layout.encode()
         if self._writes_streams:
             self._names = stream_names(len(self._layout.files), self.save_id, self._found.names)
@@ -231,7 +256,9 @@ class SafetensorsWriter(FastWriter):
         return [
             dataclasses.replace(
                 plan,
-                storage_data=_ModelPlan(encoded, self.save_id, rank, len(plans), share),
+                storage_data=_ModelPlan(
+                    encoded, self._taken, self.save_id, rank, len(plans), share
+                ),
             )
             for rank, (plan, share) in enumerate(zip(plans, shares, strict=True))
         ]
@@ -251,6 +278,7 @@ class SafetensorsWriter(FastWriter):
             pieces = pieces_of(plan, layout)
         for number in range(model_plan.rank, len(layout.files), model_plan.world_size):
             pieces.append(Piece(number, 0, len(layout.files[number].header)))
+        pieces = [piece for piece in pieces if piece.file >= model_plan.taken]
         if not pieces:
             return []
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
@@ -339,7 +367,7 @@ class SafetensorsWriter(FastWriter):
             if self._relay is not None:
                 self._finish_relay(self._relay, layout, metadata, results)
             else:
-                _check_complete(layout, list(itertools.chain.from_iterable(results)))
+                _check_complete(layout, self._taken, itertools.chain.from_iterable(results))
                 claim_commit()
             self._check_files(names)
         except BaseException as error:
@@ -398,7 +426,7 @@ class SafetensorsWriter(FastWriter):
 def _ties_of(plans: Sequence[SavePlan]) -> dict[str, str]:
     """Returns the tied names to omit; none unless :class:`FastSavePlanner` made all plans."""
     items: list[Any] = [plan.items for plan in plans]
-    ties = [plan.storage_data.groups for plan in plans if isinstance(plan.storage_data, _Ties)]
+    ties = [facts.ties for plan in plans if isinstance(facts := plan.storage_data, _RankFacts)]
     common = common_ties(ties, items) if len(ties) == len(plans) else {}
     return {name: first for name, first in common.items() if name not in UNTIED}
 
@@ -527,9 +555,9 @@ class _PieceWriter:
         return (tensor if kind == _tensor_view.TensorKind.PLAIN else to_plain(tensor)), is_live
 
 
-def _check_complete(layout: ModelLayout, results: Sequence[WriteResult]) -> None:
-    """Checks that the ranks have written all bytes of all files."""
-    missing = [file.nbytes for file in layout.files]
+def _check_complete(layout: ModelLayout, taken: int, results: Iterable[WriteResult]) -> None:
+    """Checks that the ranks have written all bytes of all files but the first ones."""
+    missing = [0 if n < taken else file.nbytes for n, file in enumerate(layout.files)]
     for result in results:
         missing[result.storage_data] -= result.size_in_bytes
     for number, nbytes in enumerate(missing):

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -27,7 +27,9 @@ from torch_ckpt.formats.index import index_of
 from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.reader import FastReader
 
-__all__ = ["Box", "StoredValues", "pieces_of"]
+__all__ = ["Box", "StoredValues", "in_batches", "pieces_of"]
+
+T = TypeVar("T")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -158,6 +160,20 @@ def pieces_of(sizes: Sequence[int], itemsize: int, max_nbytes: int) -> Iterator[
     for offsets in itertools.product(*steps):
         ends = (min(o + s, full) for o, s, full in zip(offsets, cut, sizes, strict=True))
         yield offsets, tuple(end - o for end, o in zip(ends, offsets, strict=True))
+
+
+def in_batches(pieces: Iterable[tuple[T, int]], max_nbytes: int) -> Iterator[list[T]]:
+    """Yields pieces, each with its bytes, in batches of at most ``max_nbytes``, or of one piece."""
+    batch: list[T] = []
+    batch_nbytes = 0
+    for piece, nbytes in pieces:
+        if batch and batch_nbytes + nbytes > max_nbytes:
+            yield batch
+            batch, batch_nbytes = [], 0
+        batch.append(piece)
+        batch_nbytes += nbytes
+    if batch:
+        yield batch
 
 
 def _with_destination(item: ReadItem, index: MetadataIndex) -> ReadItem:

@@ -6,7 +6,7 @@ import errno
 import math
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch_ckpt._core import _native
@@ -145,7 +145,7 @@ def _report_unreadable(checkpoint: Checkpoint, report: Report) -> None:
         if isinstance(why, UnsupportedError):
             report.doubts.append(str(why))
         else:
-            report.damage.append(str(why))
+            report.damage.append(str(why) if fqn in str(why) else f"{fqn}: {why}")
             report.fqns.add(fqn)
 
 
@@ -257,17 +257,21 @@ def _check_blocks(
             except (NotFoundError, CorruptionError, StorageError) as error:
                 if isinstance(error, StorageError) and error.errno != errno.EIO:
                     raise  # The read failed for another reason than damage.
-                report.damage.append(f"{name} [{begin}, {nbytes}): {error}")
-                report.fqns.update(fqn for _, _, fqn in slices[number])
+                fqns = [fqn for _, high, fqn in slices[number] if high > begin]
+                report.fqns.update(fqns)
+                report.damage.append(f"{name} [{begin}, {nbytes}): {error}: {_named(fqns)}")
                 break
             advance(end - begin)
         for begin, end in _merge_adjacent(damaged):
             fqns = [fqn for low, high, fqn in slices[number] if low < end and high > begin]
             report.fqns.update(fqns)
-            what = ", ".join(fqns) if fqns else "no tensor or object"
-            report.damage.append(f"{name} [{begin}, {end}): {what}")
+            report.damage.append(f"{name} [{begin}, {end}): {_named(fqns)}")
     if not report.damage:
         _check_digests(index, job, report)
+
+
+def _named(fqns: Sequence[str]) -> str:
+    return ", ".join(fqns) if fqns else "no tensor or object"
 
 
 def _check_digests(index: _native.Index, job: _native.VerifyJob, report: Report) -> None:

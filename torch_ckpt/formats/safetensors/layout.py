@@ -12,6 +12,7 @@ cache.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import zlib
@@ -133,11 +134,14 @@ class ModelLayout:
         *,
         max_shard_nbytes: int,
         omitted: Mapping[str, str] | None = None,
+        groups: Sequence[int] = (),
     ) -> ModelLayout:
         """Assigns tensors, in the given order, to files of at most ``max_shard_nbytes`` each.
 
-        A larger tensor gets its own file. There is always at least one file. Raises
-        UnsupportedError if the format does not support the dtype or name of a tensor.
+        A larger tensor gets its own file. There is always at least one file. ``groups`` has the
+        lengths of groups of tensors that share no file, from the first tensor on; the others are
+        one more group. Raises UnsupportedError if the format does not support the dtype or name of
+        a tensor.
         """
         tensors = list(tensors)
         for facts in tensors:
@@ -146,7 +150,13 @@ class ModelLayout:
         ties: dict[str, dict[str, str]] = {}
         for name, first in omitted.items():
             ties.setdefault(first, {})[name] = first
-        shards = _shards(tensors, max_shard_nbytes, ties)
+        ends = itertools.accumulate(groups, initial=0)
+        shards = [
+            shard
+            for begin, end in itertools.pairwise([*ends, len(tensors)])
+            if begin < end or not tensors
+            for shard in _shards(tensors[begin:end], max_shard_nbytes, ties)
+        ]
         files: list[ModelFile] = []
         places: dict[str, FilePlace] = {}
         for number, shard in enumerate(shards):
@@ -158,7 +168,9 @@ class ModelLayout:
                 offset += facts.nbytes
             fqns = tuple(facts.fqn for facts in shard)
             files.append(ModelFile(header, len(header) + payload_nbytes, fqns))
-        return cls(tuple(files), places, omitted, _encode(tensors, max_shard_nbytes, omitted))
+        listed = [[facts.fqn, facts.dtype, facts.sizes] for facts in tensors]
+        arguments = json.dumps([max_shard_nbytes, listed, omitted, list(groups)])
+        return cls(tuple(files), places, omitted, zlib.compress(arguments.encode(), 1))
 
     def encode(self) -> bytes:
         """Returns the arguments of :meth:`of` in compressed form, to send to other ranks."""
@@ -167,9 +179,9 @@ class ModelLayout:
     @classmethod
     def decode(cls, encoded: bytes) -> ModelLayout:
         """Returns the layout of which :meth:`encode` returned ``encoded``."""
-        max_shard_nbytes, tensors, omitted = json.loads(zlib.decompress(encoded))
+        most, tensors, omitted, groups = json.loads(zlib.decompress(encoded))
         facts = [TensorFacts(fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in tensors]
-        return cls.of(facts, max_shard_nbytes=max_shard_nbytes, omitted=omitted)
+        return cls.of(facts, max_shard_nbytes=most, omitted=omitted, groups=groups)
 
     def index(self, names: Sequence[str]) -> bytes:
         """Returns the JSON index for Hugging Face's loaders, for files of the given names."""
@@ -239,10 +251,3 @@ def _shards(
         header_nbytes += entry_nbytes
         payload_nbytes += facts.nbytes
     return shards
-
-
-def _encode(
-    tensors: Sequence[TensorFacts], max_shard_nbytes: int, omitted: Mapping[str, str]
-) -> bytes:
-    listed = [[facts.fqn, facts.dtype, facts.sizes] for facts in tensors]
-    return zlib.compress(json.dumps([max_shard_nbytes, listed, omitted]).encode(), 1)

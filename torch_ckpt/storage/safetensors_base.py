@@ -1,0 +1,236 @@
+"""Takes files of an older model into a new one by hard link, if all their tensors are unchanged.
+
+A model file has no dead bytes, so it is taken as a whole or not at all. It has no digests either:
+each rank reads its boxes of the older model, the base, and compares them bit for bit. The
+coordinator takes a file if no rank has found a difference in it, and if the file is byte for byte
+the one that the save would write. The tensors that have not changed, but lie in other files, go to
+files of their own, so that the next save can take these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from torch_ckpt._core.tensors import to_plain
+from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.safetensors.layout import ModelLayout, TensorFacts
+from torch_ckpt.options import IoOptions
+from torch_ckpt.planning.value_digests import has_memory
+from torch_ckpt.storage.reuse import link_file
+from torch_ckpt.storage.stored_values import Box, StoredValues, in_batches, pieces_of
+
+__all__ = ["BaseFile", "BaseReport", "Groups", "compare_with_base", "group_by_base", "take_files"]
+
+_SAMPLE_NBYTES = 4 << 10
+"""Bytes of each box that are compared first, since most tensors that change differ there."""
+
+_BATCH_NBYTES = 32 << 20
+"""Bytes of the base in memory at a time."""
+
+
+@dataclass(frozen=True)
+class BaseFile:
+    """A file of the base, before it was compared.
+
+    ``mark`` differs for a file that replaces this one, and is equal on all machines.
+    """
+
+    path: Location
+    nbytes: int
+    mark: object
+    fqns: frozenset[str]
+
+
+@dataclass(frozen=True)
+class BaseReport:
+    """What one rank has found: the files of the base, and the FQNs that are not unchanged."""
+
+    files: Sequence[BaseFile]
+    changed: Collection[str]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The tensors of a model in the order of its files.
+
+    Attributes:
+        facts: All tensors.
+        lengths: The lengths of groups that share no file.
+        taken: The files of the base that have the first groups, one each.
+    """
+
+    facts: Sequence[TensorFacts]
+    lengths: Sequence[int] = ()
+    taken: Sequence[BaseFile] = field(default_factory=tuple)
+
+
+def compare_with_base(
+    base: Location, items: Sequence[WriteItem], planner: SavePlanner, io: IoOptions
+) -> BaseReport | None:
+    """Compares the tensors of a rank with those of the base.
+
+    Returns ``None`` if there is no such model. Warns if it cannot be read.
+    """
+    try:
+        stored = StoredValues(base, io=io)
+        return _compare(stored, base, items, planner)
+    except NotFoundError:
+        return None
+    except CheckpointError as error:
+        warnings.warn(f"everything is written, since the base is of no use: {error}", stacklevel=2)
+        return None
+
+
+def _compare(
+    stored: StoredValues, base: Location, items: Sequence[WriteItem], planner: SavePlanner
+) -> BaseReport:
+    file_of = {
+        index.fqn: info.relative_path for index, info in stored.metadata.storage_data.items()
+    }
+    fqns_of: dict[str, set[str]] = {}
+    for fqn, name in file_of.items():
+        fqns_of.setdefault(name, set()).add(fqn)
+    files = [
+        BaseFile(path, *facts, frozenset(fqns))
+        for path, fqns in ((base / name, fqns_of[name]) for name in sorted(fqns_of))
+        if (facts := _facts_of(path)) is not None
+    ]
+    changed: set[str] = set()
+    tensors: list[tuple[WriteItem, torch.Tensor]] = []
+    for item in items:
+        tensor = planner.resolve_data(item)
+        if isinstance(tensor, torch.Tensor) and _may_be_equal(stored, item, tensor):
+            tensors.append((item, tensor))
+        else:
+            changed.add(item.index.fqn)
+    for limit in (_SAMPLE_NBYTES, None):
+        changed_files = {file_of[fqn] for fqn in changed.intersection(file_of)}
+        left = [
+            (item, tensor)
+            for item, tensor in tensors
+            if limit is not None or file_of[item.index.fqn] not in changed_files
+        ]
+        for batch in in_batches(_pieces(left, limit), _BATCH_NBYTES):
+            loaded = stored.load([(fqn, box) for fqn, box, _ in batch])
+            for (fqn, _, piece), other in zip(batch, loaded, strict=True):
+                if fqn not in changed and not _is_equal(piece, other):
+                    changed.add(fqn)
+    return BaseReport(files, frozenset(changed))
+
+
+def _facts_of(path: Location) -> tuple[int, object] | None:
+    """Returns the length and the mark of a file; ``None`` if it has none."""
+    identity = path.identity()
+    if not isinstance(identity, tuple):
+        return None
+    _, inode, nbytes, modified_ns = identity  # A device has another number on each machine.
+    return nbytes, (inode, modified_ns)
+
+
+def _may_be_equal(stored: StoredValues, item: WriteItem, tensor: torch.Tensor) -> bool:
+    entry = stored.metadata.state_dict_metadata.get(item.index.fqn)
+    data = item.tensor_data
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and data is not None
+        and entry.size == data.size
+        and entry.properties.dtype == data.properties.dtype == tensor.dtype
+        and tensor.size() == data.chunk.sizes
+        and has_memory(tensor)  # Not if another rank alone has staged it.
+    )
+
+
+def _pieces(
+    tensors: Sequence[tuple[WriteItem, torch.Tensor]], limit: int | None
+) -> Iterator[tuple[tuple[str, Box, torch.Tensor], int]]:
+    """Yields boxes with their values: all of the tensors, or the first bytes of each."""
+    for item, tensor in tensors:
+        assert item.tensor_data is not None
+        offsets = item.tensor_data.chunk.offsets
+        itemsize = tensor.dtype.itemsize
+        for first, sizes in pieces_of(tensor.size(), itemsize, limit or _BATCH_NBYTES):
+            piece = tensor.detach()
+            for dim, (begin, size) in enumerate(zip(first, sizes, strict=True)):
+                piece = piece.narrow(dim, begin, size)
+            at = tuple(sum(pair) for pair in zip(offsets, first, strict=True))
+            yield (item.index.fqn, (at, sizes), piece), piece.numel() * itemsize
+            if limit is not None:
+                break
+
+
+def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Compares bit for bit."""
+    x, y = (to_plain(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in (x, y))
+    return torch.equal(x, y)
+
+
+def group_by_base(
+    facts: Sequence[TensorFacts],
+    reports: Sequence[BaseReport | None],
+    *,
+    max_shard_nbytes: int,
+    omitted: Mapping[str, str],
+) -> Groups:
+    """Groups the tensors of a model by what the base has of it, on the coordinator.
+
+    Nothing is taken unless all ranks have compared with the same files. The other arguments are
+    those of the layout: see :meth:`ModelLayout.of`.
+    """
+    found = [report for report in reports if report is not None]
+    if len(found) < len(reports) or any(report.files != found[0].files for report in found):
+        return Groups(facts)
+    changed = frozenset().union(*(report.changed for report in found))
+    left = {each.fqn: each for each in facts}
+    groups: list[list[TensorFacts]] = []
+    taken: list[BaseFile] = []
+    for file in found[0].files:
+        if not left.keys() >= set(file.fqns) or not changed.isdisjoint(file.fqns):
+            continue
+        group = [left[fqn] for fqn in sorted(file.fqns)]
+        own = {name: first for name, first in omitted.items() if first in file.fqns}
+        layout = ModelLayout.of(group, max_shard_nbytes=max_shard_nbytes, omitted=own)
+        if len(layout.files) == 1 and _has_header(file.path, layout):
+            groups.append(group)
+            taken.append(file)
+            left = {fqn: each for fqn, each in left.items() if fqn not in file.fqns}
+    known = frozenset().union(*(file.fqns for file in found[0].files))
+    stable = [each for each in left.values() if each.fqn in known - changed]
+    groups += [stable, [each for each in left.values() if each.fqn not in known - changed]]
+    ordered = [each for group in groups for each in group]
+    return Groups(ordered, [len(group) for group in groups], taken)
+
+
+def _has_header(path: Location, layout: ModelLayout) -> bool:
+    """Returns whether a file has the length and the header of the only one of a layout."""
+    (file,) = layout.files
+    with contextlib.suppress(CheckpointError):
+        return path.read_range(0, len(file.header)) == (file.nbytes, file.header)
+    return False
+
+
+def take_files(
+    taken: Sequence[BaseFile], directory: Location, names: Sequence[str], *, sync: bool
+) -> int:
+    """Links files of the base to the first names of a directory, in place of empty files.
+
+    Returns the number of files that were taken: all before the first one that could not be, since
+    it was replaced meanwhile, or the file system has no links.
+    """
+    for number, (file, name) in enumerate(zip(taken, names, strict=False)):
+        target = directory / name
+        target.discard()
+        if link_file(file.path, target, file.nbytes, sync=sync):
+            if _facts_of(target) == (file.nbytes, file.mark):
+                continue
+            target.discard()
+        target.write(b"", sync=False)
+        return number
+    return len(taken)
