@@ -13,33 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from local_machines import restore, run_on, state_of, steps_in
 from ranks import Worlds
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.errors import NotFoundError
-from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def state_of(step: int) -> dict[str, Any]:
-    """Shards of all ranks, a replica, a tensor of one rank, and an object."""
-    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
-    rows = torch.arange(7 * 50_000, dtype=torch.float32).view(7, -1) + 1000 * step
-    return {
-        "rows": distribute_tensor(rows.clone(), mesh, [Shard(0)]),
-        "columns": distribute_tensor(rows.clone(), mesh, [Shard(1)]),
-        "all": distribute_tensor(rows.clone(), mesh, [Replicate()]),
-        "step": step,
-    }
-
-
-def run_on(folder: Path, machines: Sequence[int], **options: Any) -> Run:
-    """The run of this rank, whose machine is the entry of ``machines`` for it."""
-    local = folder / f"machine-{machines[dist.get_rank()]}"
-    return Run(folder / "run", local=local, timeout_s=60, **options)
 
 
 def save_steps(
@@ -48,23 +29,6 @@ def save_steps(
     with run_on(folder, machines, **options) as run:
         for step in steps:
             run.save(step, state_of(step))
-
-
-def restore(folder: Path, machines: Sequence[int]) -> int | None:
-    with run_on(folder, machines) as run:
-        state = state_of(0)
-        step = run.restore(state)
-        if step is not None:
-            for name, value in state_of(step).items():
-                if isinstance(value, torch.Tensor):
-                    assert torch.equal(state[name].to_local(), value.to_local()), name
-                else:
-                    assert state[name] == value
-        return step
-
-
-def steps_in(directory: Path) -> list[int]:
-    return committed_steps(Location(directory))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -38,12 +38,16 @@ def assert_of(state: dict[str, Any], step: int) -> None:
     assert state["step"] == step
 
 
-def begin(url: str, memory: Path) -> Run:
-    """Each rank is on a machine of its own, which its folder of shared memory makes it."""
+def begin(url: str, memory: Path, local: Path | None = None) -> Run:
+    """Each rank is on a machine of its own, which its folder of shared memory makes it.
+
+    It has a local directory of its own there, if it has any.
+    """
     folder = memory / f"machine-{dist.get_rank()}"
     folder.mkdir(exist_ok=True)
     os.environ["TORCH_CKPT_MEMORY"] = str(folder)
-    return Run(url, asynchronous=True, agent=IN_MEMORY, keep_last=2, timeout_s=SOON_S)
+    local = None if local is None else local / folder.name
+    return Run(url, local=local, asynchronous=True, agent=IN_MEMORY, keep_last=2, timeout_s=SOON_S)
 
 
 def train(url: str, memory: Path) -> None:
@@ -85,3 +89,30 @@ def test_two_machines_save_to_a_store_and_start_again_from_memory(
         names = (run / step).names()
         assert len(names) == (4 if step in ("step-2", "step-3") else 0), (step, names)
         assert not any(name.startswith(".agents") for name in names)
+
+
+def train_locally(url: str, memory: Path, local: Path) -> None:
+    with begin(url, memory, local) as run:
+        for step in (1, 2):
+            run.save(step, state_of(step))
+            run.wait()
+    state = state_of(-1)
+    load(state, storage_reader=FastReader(f"{url}/step-2"))
+    assert_of(state, 2)
+
+
+def test_two_machines_save_to_local_directories_and_promote_to_a_store(
+    store_url: str, memory: Path, tmp_path: Path
+) -> None:
+    with Ranks(2) as world:
+        world.run(train_locally, store_url, memory, tmp_path)
+    here, there = (
+        {path.name for path in (tmp_path / f"machine-{machine}" / "step-2").glob("__*")}
+        for machine in (0, 1)
+    )
+    assert here
+    assert there
+    assert here.isdisjoint(there)
+    assert here | there < set(Location(f"{store_url}/step-2").names())
+    for folder in Location(f"{store_url}/.agents").names():  # SeaweedFS lists empty ones.
+        assert not Location(f"{store_url}/.agents/{folder}").names()

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
@@ -133,10 +134,19 @@ class Saving:
                 writer = self.options
             if options.pop("promoted", False):
                 options["local"] = self.place.scratch / "local"
+            if options.pop("machines", False) and not self.is_alone:
+                options["local"] = self.place.scratch / f"local-{dist.get_rank()}"
+                self._enter_machine(f"machine-{dist.get_rank()}")
             self.opened_run = self.stack.enter_context(
                 Run(self.place.path, writer=writer, **options)
             )
         return self.opened_run
+
+    def _enter_machine(self, name: str) -> None:
+        """Gives this rank the shared memory of a machine of its own, until the saves have ended."""
+        memory = Path(os.environ.get("TORCH_CKPT_MEMORY", "/dev/shm")) / name
+        memory.mkdir(exist_ok=True)
+        self.stack.enter_context(mock.patch.dict(os.environ, TORCH_CKPT_MEMORY=str(memory)))
 
 
 class _Uploading(FileSystemWriter):
@@ -254,6 +264,12 @@ CALLS = {
         lambda *args: _save_by_run(*args, asynchronous=True, agent=True, promoted=True),
         f"{OWN_PLANNER} ends",
     ),
+    "run, agents of machines, promoted": Call(
+        lambda *args: _save_by_run(
+            *args, asynchronous=True, agent=True, promoted=True, machines=True
+        ),
+        f"{OWN_PLANNER} ends",
+    ),
     "run, agent": Call(
         lambda *args: _save_by_run(*args, asynchronous=True, agent=True), f"{OWN_PLANNER} ends"
     ),
@@ -350,7 +366,11 @@ IN: dict[str, Mapping[str, Any]] = {
     | {"convert to torch": "torch"},
 }
 WEIGHTS = {"async_save by process": 0.02, "synced": 0.2, "large": 0.2}
-WEIGHTS |= {"run, agent": 0.2, "run, agent, promoted": 0.2}
+WEIGHTS |= {
+    "run, agent": 0.2,
+    "run, agent, promoted": 0.2,
+    "run, agents of machines, promoted": 0.2,
+}
 WEIGHTS |= {"one for each item": 0.5, "one for each item, by two threads": 0.5, "one": 3}
 WEIGHTS |= {"convert to dcp": 0.2, "convert to safetensors": 0.2, "convert to torch": 0.2}
 WRITERS_OWN = {

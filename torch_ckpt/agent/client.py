@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
 from torch_ckpt.agent.memory import Save, folder_of, has_agent, open_folder, short_path
 from torch_ckpt.agent.messages import Kind, Message, raise_failure, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
-from torch_ckpt.filesystems.location import Location, name_of
+from torch_ckpt.filesystems.location import name_of
 
 __all__ = ["AcquiredSlot", "AgentClient", "Place"]
 
@@ -103,6 +104,7 @@ class AgentClient:
     agent that does not answer within ``timeout_s``, because it is frozen, is lost. So is one that
     is gone, if no other could be started. ``is_first`` says that the agent must check that it finds
     the run, if that has a URL. If it may not start another (``may_start``), a dead agent is lost.
+    ``local`` is the local directory of this machine, if the run has some; see ``SnapshotAgent``.
     Raises CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
     """
 
@@ -115,8 +117,10 @@ class AgentClient:
         timeout_s: float,
         is_first: bool = True,
         may_start: bool = True,
+        local: str | os.PathLike[str] | None = None,
     ) -> None:
         self.place = place
+        self._local = local
         self._timeout_s = timeout_s
         self._run = name_of(run)  # Resolved now: the process may change its directory.
         self._is_first, self._may_start = is_first, may_start
@@ -196,7 +200,7 @@ class AgentClient:
         """Reports a complete snapshot."""
         self._request(Kind.FILLED, path=os.fspath(path), sequence=sequence)
 
-    def abort(self, sequence: int, directory: Location) -> None:
+    def abort(self, sequence: int, destination: Destination) -> None:
         """Reports that this rank will fill no slot for a save; ignores a lost agent."""
         if self.is_lost:
             return
@@ -205,7 +209,7 @@ class AgentClient:
             self._request(
                 Kind.ABORT,
                 **{"sequence": sequence, "node": place.node, "node_count": place.node_count},
-                directory=str(directory),
+                destination=destination.encode(),
             )
 
     def persist(self, sequence: int) -> None:
@@ -247,6 +251,7 @@ class AgentClient:
             timeout_s=self._timeout_s,
             is_first=False,
             may_start=may_start,
+            local=self._local,
         )
 
     def _request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
@@ -377,8 +382,11 @@ class AgentClient:
         if run_id is None:
             return {}
         fields: dict[str, Any] = {"run_id": asdict(run_id)}
-        if os.path.isabs(self._run):
-            seen = nearest_directory(self._run)
+        checked = self._run
+        if self._local is not None and not self._is_first:  # That of the run may not answer later.
+            checked = os.fspath(self._local)
+        if os.path.isabs(checked):
+            seen = nearest_directory(checked)
             fields |= {"seen": seen, "inode": inode_of(seen)}
         elif self._is_first:  # The URL may be without the id later, if somebody removes the run.
             fields |= {"url": self._run, "may_end": self._child is None}

@@ -15,6 +15,7 @@ each agent must find it there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -30,6 +31,7 @@ __all__ = [
     "agreed_id",
     "begun_id",
     "check_reaches",
+    "check_shared",
     "claim_directory",
     "id_in_directory",
     "id_in_memory",
@@ -174,6 +176,21 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
     if not own.is_written:
         with contextlib.suppress(StorageError):  # The tmpfs is full. The next save tries again.
             set_id(folder, RunId(own.id, True))
+
+
+def check_shared(directory: Location, folder: Path) -> None:
+    """Checks that agents find the directory of the run in memory, which they share.
+
+    Raises StorageError if it does not answer, or is not that of the run: it may not be mounted.
+    """
+    own, found = id_in_memory(folder), id_in_directory(directory)
+    if own is not None and (found is None or found != own.id):
+        now = "has no run-id" if found is None else f"belongs to run {found}"
+        raise StorageError(
+            f"cannot save to local directories: the agents exchange files in {directory}, which "
+            f"{now}, and this run is {own.id}. It may have been removed, or is not mounted",
+            errno.ESTALE,
+        )
 
 
 def nearest_directory(path: str) -> str:

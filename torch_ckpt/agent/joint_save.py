@@ -14,6 +14,13 @@ published files.
 
 An agent that has published a manifest retains its data files until it reads the failure of machine
 0 or another epoch. Committed files are therefore never removed.
+
+If the machines do not share the directory of the checkpoint, each one writes and commits in its own
+directory:
+
+4. Once machine 0 has committed, it publishes the metadata and the index. Each other machine commits
+   the same two files, and publishes that it has.
+5. Once all machines have committed, machine 0 removes the published files, and the save ends.
 """
 
 from __future__ import annotations
@@ -21,11 +28,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.manifests import Manifests
+from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, raise_failure
 from torch_ckpt.agent.persist import (
     FileReport,
@@ -37,9 +46,9 @@ from torch_ckpt.agent.persist import (
     values_of,
     write_shares,
 )
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import index_name, pending_name
+from torch_ckpt.formats.committed import committed_id, index_name, pending_name
 from torch_ckpt.planning.replica_check import (
     DIGEST_NBYTES,
     CheckReplicas,
@@ -107,7 +116,7 @@ class JointSave:
         header = self._headers[0]
         self._files = Manifests(
             *(header.run, header.session, header.sequence, header.node, header.node_count),
-            self.directory,
+            *Destination.of(self._first),
         )
         self._is_coordinator = header.node == 0
         wait_s = timeout_s if self._is_coordinator else timeout_s + min(_GRACE_S, timeout_s / 4)
@@ -121,6 +130,7 @@ class JointSave:
         self._reports: list[FileReport] | None = None  # This machine's; `None` until written.
         self._before: tuple[Found, str | None] = Found(), None  # As before writing.
         self._may_be_committed = False  # Whether the commit has begun.
+        self._unknown_since: float | None = None  # When the published files became unreadable.
 
     @property
     def _pending(self) -> Location:
@@ -133,6 +143,11 @@ class JointSave:
         return self._reports is not None
 
     @property
+    def progress(self) -> tuple[bool, bool]:
+        """Whether this machine has written its share, and whether its commit has begun."""
+        return self.has_written, self._may_be_committed
+
+    @property
     def differences(self) -> list[Difference]:
         """The replicas with different values, once all lists were read."""
         return [] if self._plan is None else self._plan.plan.differences
@@ -142,6 +157,10 @@ class JointSave:
         self.directory.create_directories()
         self._failed_before = self._failed_epoch(0)
         self._files.remove("failed")
+        if self._files.is_apart:
+            if self._files.is_committed():  # Others may not have committed yet, or all have.
+                return
+            self._files.create_directory()
         if self._is_coordinator:
             self._epoch = self._published_epoch()  # An earlier agent may have published it.
             is_new = self._epoch in ("", self._failed_before)
@@ -167,30 +186,34 @@ class JointSave:
             )
         except Exception as error:
             failure = self._files.failure_of(error)
-            # Once this machine has published a manifest, only machine 0 may fail the epoch.
-            is_bound = self.has_written and not self._is_coordinator
-            self._end_epoch(
-                None if is_bound else failure, retain_files=is_bound or self._may_be_committed
-            )
+            # From its manifest to its own commit, only machine 0 may fail the epoch.
+            is_bound = self.has_written and not (self._is_coordinator or self._may_be_committed)
+            self._end_epoch(None if is_bound else failure, retain_files=is_bound)
         raise_failure(failure)
 
     def withdraw(self) -> None:
         """Removes this machine from the save."""
         self._end_epoch(None, retain_files=not self._is_coordinator)
 
+    def clear_former(self, live: Iterable[Save]) -> None:
+        """Removes what older saves have left for other machines, except for these saves."""
+        if self._is_coordinator:
+            self._files.clear_former(live)
+
     def _advance(self) -> bool:
         files = self._files
-        published = files.published()
+        published = self._read_published()
+        if published is None:
+            return False
         if files.is_committed():
-            if self._is_coordinator:
-                if self._first.sync:
-                    self.directory.sync()
-                files.clear()
-            else:
-                files.remove("lists", "manifest", "failed")
-            return True
+            is_ours = self._is_coordinator or files.is_apart
+            if is_ours and self._first.sync and not self._may_be_committed:
+                self.directory.sync()  # An earlier agent may have ended before.
+            return self._end_commit(published)
         self._raise_failed(published["failed"].intersection(files.others))
         if not self._is_coordinator:
+            if 0 in published["commit"] and self._commit_too():
+                return self._end_commit(published)
             self._adopt_epoch()
         if not self.has_written and self._epoch and len(published["lists"]) == files.node_count:
             self._write()
@@ -200,7 +223,7 @@ class JointSave:
             reports = self._all_reports()
             if reports is not None:
                 self._commit(reports)
-                return True
+                return self._end_commit(published)
         awaited = "manifest" if self.has_written else "lists"
         if self._is_past_deadline():
             missing = sorted(set(files.others) - published[awaited]) or [0]
@@ -240,6 +263,7 @@ class JointSave:
         if self._epoch:  # A new epoch ends the previous one.
             self._files.remove("manifest")
             self._remove_written()
+            self._remove_pending()
         self._epoch = epoch
         self._reset_deadline()
 
@@ -249,10 +273,10 @@ class JointSave:
         self._plan = self._planned()
         if self._plan is None:
             return
-        found, id_before = found_before(self.directory)
-        others = found.pending - {self._pending.name}
-        self._before = replace(found, pending=others), id_before
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
+        if files.is_apart and reports is None and self._pending.is_missing():
+            self._pending.write(b"", sync=False)
+        self._find_before()
         if reports is None:
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
             shares = list(zip(self._snapshots, assigned, strict=True))
@@ -264,6 +288,15 @@ class JointSave:
                     f"cannot commit {self.directory}: a slot was refilled meanwhile"
                 )
             self._publish_manifest(reports)
+        self._has_written(reports)
+
+    def _find_before(self) -> None:
+        """Records what the directory has before this save."""
+        found, id_before = found_before(self.directory)
+        others = found.pending - {self._pending.name}
+        self._before = replace(found, pending=others), id_before
+
+    def _has_written(self, reports: list[FileReport]) -> None:
         self._written = [name for _, (name, *_), _ in reports]
         self._reports = reports
         self._reset_deadline()
@@ -333,6 +366,8 @@ class JointSave:
             )
         ]
 
+    # ---- Commit ----
+
     def _commit(self, reports: list[FileReport]) -> None:
         """Commits the save; called on machine 0."""
         assert self._plan is not None
@@ -340,10 +375,72 @@ class JointSave:
         files = snapshot_commit_files(
             self._plan.plan, reports, save_id, self._first, self._plan.paths
         )
+        if self._files.is_apart:  # Other machines have their files.
+            reports = self._reports or []
+        self._commit_files(files, save_id, reports)
+
+    def _commit_too(self) -> bool:
+        """Commits what machine 0 has committed, in the directory of this machine.
+
+        Returns whether this machine has written its files for that commit.
+        """
+        got, own = self._files.get(0, "commit"), self._files.get(self._files.node, "manifest")
+        if got is None or own is None:
+            return False
+        facts, (metadata, index) = got
+        if self._files.save_id(own[0]["epoch"]) != facts["save_id"]:
+            return False
+        self._epoch = own[0]["epoch"]
+        if (
+            self._reports is None
+        ):  # An earlier agent has written them, and may have begun to commit.
+            (self.directory / index_name(facts["save_id"])).discard()
+            self._find_before()
+            self._has_written(self._reports_of(self._files.node) or [])
+        self._commit_files((metadata, index), facts["save_id"], self._reports or [])
+        return True
+
+    def _commit_files(
+        self, files: tuple[bytes, bytes], save_id: str, reports: list[FileReport]
+    ) -> None:
+        """Commits the metadata and the index in the directory of this machine."""
         written = {name: nbytes for _, (name, nbytes, *_), _ in reports}
         self._may_be_committed = True  # Even if `publish` fails.
         publish(files, written, save_id, self._first, self._before)
-        self._files.clear()
+
+    def _end_commit(self, published: dict[str, set[int]]) -> bool:
+        """Ends the save on this machine, which has committed; returns whether it has ended."""
+        files = self._files
+        self._may_be_committed = True
+        if self._is_coordinator:
+            if files.is_apart and not self._have_all_committed(published):
+                return False
+            files.clear()
+        elif files.is_apart:
+            if any(0 in nodes for nodes in published.values()):  # Else machine 0 has ended.
+                with contextlib.suppress(NotFoundError):
+                    files.put("committed", {})
+        else:
+            files.remove("lists", "manifest", "failed")
+        return True
+
+    def _have_all_committed(self, published: dict[str, set[int]]) -> bool:
+        """Returns whether all machines have committed. Machine 0 publishes what they commit."""
+        files = self._files
+        # An earlier agent that has committed may have removed the published files.
+        expected = set(files.others) if self.has_written else published["manifest"] - {0}
+        missing = expected - published["committed"]
+        if not missing:
+            return True
+        self._raise_failed(published["failed"].intersection(files.others))
+        if 0 not in published["commit"]:
+            save_id = committed_id(self.directory) or ""
+            names = (".metadata", index_name(save_id))
+            files.put("commit", {"save_id": save_id}, [(self.directory / n).read() for n in names])
+            self._reset_deadline()
+        if self._is_past_deadline():
+            raise self._timeout_error(sorted(missing))
+        return False
 
     def _end_epoch(self, failure: Failure | None, *, retain_files: bool) -> None:
         """Ends this machine's participation in the epoch, and publishes the failure, if any.
@@ -355,11 +452,10 @@ class JointSave:
             with contextlib.suppress(CheckpointError):  # The caller raises the first failure.
                 self._files.put("failed", facts)
         self._files.remove("epoch", "lists")
-        if not retain_files:
+        if not (retain_files or self._may_be_committed):
             self._files.remove("manifest")
             self._remove_written()
-            if self._is_coordinator:
-                self._pending.discard()
+            self._remove_pending()
 
     def _remove_written(self) -> None:
         """Removes the data files of this machine."""
@@ -367,7 +463,27 @@ class JointSave:
         self._written = []
         self._reports = None
 
+    def _remove_pending(self) -> None:
+        """Removes the pending file of the epoch, if this machine has created it."""
+        if self._is_coordinator or self._files.is_apart:
+            self._pending.discard()
+
     # ---- Published files ----
+
+    def _read_published(self) -> dict[str, set[int]] | None:
+        """Returns the published files; ``None`` if they cannot be read now.
+
+        Raises StorageError if that lasts.
+        """
+        try:
+            published = self._files.published()
+        except StorageError as error:
+            since = self._unknown_since = self._unknown_since or time.monotonic()
+            if time.monotonic() - since > SHUTDOWN_WAIT_S or self._is_past_deadline():
+                raise StorageError(f"cannot save {self.directory}: {error}", error.errno) from error
+            return None
+        self._unknown_since = None
+        return published
 
     def _publish(self, published: dict[str, set[int]]) -> None:
         """Publishes the missing files of this machine: another save may have removed them."""

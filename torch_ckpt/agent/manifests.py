@@ -2,7 +2,8 @@
 
 Machines are certain to share only the file system of the checkpoints. Each agent therefore
 publishes its state as small files in the checkpoint's directory, each with an atomic rename, or on
-a store by one write.
+a store by one write. If the checkpoint goes to local directories, which the machines do not share,
+these files lie in the directory of the run, in a folder for each save.
 :mod:`torch_ckpt.agent.joint_save` describes the order of these files.
 """
 
@@ -15,9 +16,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
+from torch_ckpt.agent.answers import Answers
+from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
 from torch_ckpt.errors import (
     CheckpointError,
@@ -34,7 +37,10 @@ __all__ = ["FileKind", "Manifests", "PendingAborts"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
-FileKind = Literal["epoch", "lists", "manifest", "failed"]
+FileKind = Literal["epoch", "lists", "manifest", "commit", "committed", "failed"]
+
+_FOLDER = ".agents"
+"""The folder in the directory of a run, with the files of saves to local directories."""
 
 _UNPUBLISHED = ".tmp"
 _TAG_DIGITS = 16
@@ -45,12 +51,15 @@ _MAX_PENDING = 16
 
 _POLL_S = 0.5
 
+T = TypeVar("T")
+
 
 class Manifests:
     """The files of one save, from the perspective of one machine.
 
     ``run`` and ``session`` have 16 bytes each, and ``sequence`` numbers the save in its session.
-    ``tag`` has hexadecimal digits that identify the save in file names.
+    ``tag`` has hexadecimal digits that identify the save in file names. ``shared`` is the directory
+    of the run, if the machines do not share the directory of the ``checkpoint``.
     """
 
     def __init__(
@@ -60,9 +69,16 @@ class Manifests:
         sequence: int,
         node: int,
         node_count: int,
-        directory: Location,
+        checkpoint: Location,
+        shared: Location | None = None,
     ) -> None:
-        self.directory = directory
+        self.is_apart = shared is not None
+        """Whether the files are not in the directory of the checkpoint."""
+        self.directory = checkpoint
+        if shared is not None:
+            self.directory = shared / _FOLDER / _folder_name((session, sequence))
+        self._checkpoint = checkpoint
+        self._answers = Answers(self.directory)
         self.node = node
         self.node_count = node_count
         name = run + session + sequence.to_bytes(8, "big")
@@ -79,16 +95,22 @@ class Manifests:
         return self.tag[:_TAG_DIGITS_IN_ID] + epoch[: _TAG_DIGITS - _TAG_DIGITS_IN_ID]
 
     def is_committed(self) -> bool:
-        """Returns whether an epoch of this save is committed."""
-        found = committed_id(self.directory)
+        """Returns whether an epoch of this save is committed on this machine."""
+        found = committed_id(self._checkpoint)
         return found is not None and found[:_TAG_DIGITS_IN_ID] == self.tag[:_TAG_DIGITS_IN_ID]
+
+    def create_directory(self) -> None:
+        """Creates the directory of the files."""
+        self._answer(self.directory.create_directories)
 
     def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Publishes a file of this machine; replaces an earlier file of this kind.
 
         Raises NotFoundError if the directory does not exist, unless it is on a store.
         """
-        path = self._path(self.node, kind)
+        self._answer(lambda: self._put(self._path(self.node, kind), facts, blobs))
+
+    def _put(self, path: Location, facts: dict[str, Any], blobs: Sequence[bytes]) -> None:
         if self.directory.file_system.publishes_by_condition:
             path.replace(encode(facts, blobs), sync=False)
             return
@@ -108,16 +130,19 @@ class Manifests:
         """
         path = self._path(node, kind)
         try:
-            return decode(path.read())
+            return decode(self._answer(path.read))
         except UnsupportedError as error:
             raise UnsupportedError(f"cannot read {path}: {error}") from error
         except (StorageError, NotFoundError, CorruptionError):
             return None
 
     def published(self) -> dict[str, set[int]]:
-        """Returns, for each kind of file, the machines that have published one."""
+        """Returns, for each kind of file, the machines that have published one.
+
+        Raises StorageError if that is unknown.
+        """
         found: dict[str, set[int]] = {kind: set() for kind in get_args(FileKind)}
-        for match in self._files():
+        for match in self._matches():
             if not match[3] and match[2] in found:
                 found[match[2]].add(int(match[1]))
         return found
@@ -128,7 +153,27 @@ class Manifests:
 
     def clear(self) -> None:
         """Removes the published files of all machines."""
-        self._remove(match[0] for match in self._files() if not match[3])
+        if not self.is_apart:
+            self._remove(match[0] for match in self._files() if not match[3])
+            return
+        # The manifests first: one without an answer to the commit would be waited for.
+        self._remove(match[0] for match in self._files() if match[2] == "manifest")
+        with contextlib.suppress(CheckpointError):  # The next save tries again.
+            self._answer(self.directory.remove_all)
+
+    def clear_former(self, live: Iterable[Save]) -> None:
+        """Removes what older saves to local directories have left, except for these saves."""
+        if not self.is_apart:
+            return
+        folder, kept = self.directory.parent, set(map(_folder_name, live))
+
+        def clear() -> None:
+            for name in folder.names():
+                if name < self.directory.name and name not in kept:
+                    (folder / name).remove_all()
+
+        with contextlib.suppress(CheckpointError):  # The next save tries again.
+            self._answer(clear)
 
     def has_files(self) -> bool:
         """Returns whether any machine has files for this save."""
@@ -145,15 +190,34 @@ class Manifests:
         return kind, f"machine {self.node} ({socket.gethostname()}): {text}", errno
 
     def _files(self) -> list[re.Match[str]]:
-        with contextlib.suppress(StorageError, NotFoundError):
-            return list(filter(None, map(self._names.fullmatch, self.directory.names())))
+        with contextlib.suppress(StorageError):
+            return self._matches()
+        return []
+
+    def _matches(self) -> list[re.Match[str]]:
+        with contextlib.suppress(NotFoundError):
+            names = self._answer(self.directory.names)
+            return list(filter(None, map(self._names.fullmatch, names)))
         return []
 
     def _remove(self, names: Iterable[str]) -> None:
-        remove_files(self.directory, names)
+        with contextlib.suppress(CheckpointError):
+            self._answer(lambda: remove_files(self.directory, names))
+
+    def _answer(self, call: Callable[[], T]) -> T:
+        """Returns the result of a call that uses the directory.
+
+        The directory of a run may not answer although the local directories do.
+        """
+        return self._answers.get(call) if self.is_apart else call()
 
     def _path(self, node: int, kind: FileKind) -> Location:
         return self.directory / f".agents-{self.tag}-{node}.{kind}"
+
+
+def _folder_name(save: Save) -> str:
+    """Returns the name of the folder of a save: those of older saves are less."""
+    return f"{save[0].hex()}-{save[1]:020}"
 
 
 class PendingAborts:

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _MAGIC = b"TCAG"
-_VERSION = 8
+_VERSION = 9
 _HEAD = struct.Struct("<4sHQI")
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 _MAX_BODY_NBYTES = 1 << 20  # A longer message on a socket is not from this package.
@@ -77,7 +77,7 @@ class Kind(enum.StrEnum):
     """Reports the orderly end of a rank: whether to ``drop`` its snapshots."""
     ABORT = "abort"
     """Reports that a rank will fill no slot for a save: ``sequence``, ``node``, ``node_count``,
-    ``directory``."""
+    ``destination``."""
     LISTEN = "listen"
     """Requests that the agent listens for another agent: ``hosts``, and the ``node`` of this
     machine."""

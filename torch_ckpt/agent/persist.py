@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.memory import NOT_SHARED
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -374,7 +374,7 @@ class _Share:
 
 def directory_of(snapshot: _native.StoredSnapshot) -> Location:
     """Returns the checkpoint directory that a snapshot is to be written to."""
-    return Location(os.fsdecode(snapshot.directory))
+    return Destination.of(snapshot).directory
 
 
 def _unique(paths: Iterable[bytes | None]) -> list[bytes]:

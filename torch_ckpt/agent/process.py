@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.copies import Copies
+from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, check_reaches, id_in_memory, inode_of, set_id
 from torch_ckpt.agent.manifests import Manifests, PendingAborts
 from torch_ckpt.agent.memory import (
@@ -47,7 +48,6 @@ from torch_ckpt.agent.replicas import Replicas
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import Slots, SlotScan
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, UnsupportedError
-from torch_ckpt.filesystems.location import Location
 
 __all__ = ["Agent", "run_agent"]
 
@@ -460,11 +460,11 @@ class Agent:
         trainer.reached = max(trainer.reached, sequence + 1)
         self._changed.notify_all()
         if node_count > 1:
-            node, directory = message["node"], Location(message["directory"])
+            node, target = message["node"], Destination.decode(message["destination"])
             self._aborts.add(
-                Manifests(self.run, trainer.session, sequence, node, node_count, directory),
-                f"cannot save {directory}: rank {trainer.rank} failed or skipped before it filled "
-                "a slot",
+                Manifests(self.run, trainer.session, sequence, node, node_count, *target),
+                f"cannot save {target.directory}: rank {trainer.rank} failed or skipped before it "
+                "filled a slot",
                 within_s=self.options.peers_timeout_s,
             )
         return {"kind": Kind.OK}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt._core import _native
-from torch_ckpt.agent.identity import claim_directory
+from torch_ckpt.agent.answers import Answers
+from torch_ckpt.agent.destination import Destination
+from torch_ckpt.agent.identity import check_shared, claim_directory
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.memory import Save, done_mark
 from torch_ckpt.agent.messages import Failure, failure_of
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.persist import Writing, directory_of, persist
+from torch_ckpt.agent.persist import Writing, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
@@ -192,6 +195,8 @@ class Saves:
                 try:
                     # One offered save suffices: the newest that all machines have.
                     if not (entry.is_offered and has_offer) and step(save, entry):
+                        if entry.joint is not None:
+                            entry.joint.clear_former(pending)
                         return save, None
                 except BaseException as problem:
                     return save, problem
@@ -267,7 +272,9 @@ class Saves:
         snapshot = slots[0].memory.read()
         if not snapshot.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
-        directory = directory_of(snapshot)
+        directory, shared = Destination.of(snapshot)
+        if shared is not None:
+            Answers(shared).get(functools.partial(check_shared, shared, self._folder))
         claim_directory(directory.parent, self._folder, may_recreate=self._is_live(save))
         return directory
 
@@ -308,10 +315,10 @@ class Saves:
             done_mark(self._folder, old).unlink(missing_ok=True)
 
 
-def _progress(pending: dict[Save, _PendingSave]) -> list[tuple[Save, bool]]:
-    """Returns whether this machine has written its share of each save."""
+def _progress(pending: dict[Save, _PendingSave]) -> list[tuple[Save, tuple[bool, bool]]]:
+    """Returns how far each save is on this machine."""
     return [
-        (save, entry.joint is not None and entry.joint.has_written)
+        (save, (False, False) if entry.joint is None else entry.joint.progress)
         for save, entry in pending.items()
     ]
 

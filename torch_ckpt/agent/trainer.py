@@ -25,6 +25,7 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.buddies import Replication, Report
 from torch_ckpt.agent.client import AgentClient, Place
 from torch_ckpt.agent.copies import AgentCopy
+from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
@@ -44,7 +45,7 @@ from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.coordination.waiting import submitted
-from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.formats.snapshot import SlotTable, merged_index
@@ -116,6 +117,8 @@ class SnapshotAgent:
             run then has an id, in memory and in the file ``run-id`` of the directory. If the
             directory was removed, moved or replaced, the snapshots in memory are not offered, and
             the first save frees them.
+        local: Local directory of this machine, if each one has the files of its own ranks in a
+            directory of its own. The agents then coordinate in the directory ``run``.
 
     Attributes:
         waited: Number of saves that waited for a slot.
@@ -144,6 +147,7 @@ class SnapshotAgent:
         on_busy: OnBusy = "wait",
         timeout_s: float = 1800.0,
         has_directory: bool = False,
+        local: str | os.PathLike[str] | None = None,
     ) -> None:
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
@@ -153,9 +157,10 @@ class SnapshotAgent:
         self._stages = self._group.series()
         directory = Location(run).resolved() if has_directory else None
         run = name_of(run)  # Once: a link in the path may move.
+        self._shared = None if local is None else Location(run)
         self._place = _find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
-        self._client = AgentClient(run, self._place, options, timeout_s=timeout_s)
+        self._client = AgentClient(run, self._place, options, timeout_s=timeout_s, local=local)
         self._replication = Replication(self._client, self._stages, timeout_s)
         self._replication.begin(process_group, options)
         if self._place.is_first_here:
@@ -178,6 +183,11 @@ class SnapshotAgent:
     def folder(self) -> Path:
         """Folder of the shared memory of the run on this machine."""
         return self._client.folder
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        """The ranks of this machine."""
+        return self._place.ranks_here
 
     @property
     def superseded(self) -> int:
@@ -240,12 +250,12 @@ class SnapshotAgent:
             StorageError: The tmpfs has too little space.
             UnsupportedError: The state dict of a rank has no columnar form.
         """
-        location: Location | None = None
+        target: Destination | None = None
 
-        def list_items() -> tuple[Location, SlotContents]:
-            nonlocal location
-            location = _resolved_location(directory)
-            return location, SlotContents.of(state_dict)
+        def list_items() -> tuple[Destination, SlotContents]:
+            nonlocal target
+            target = Destination.resolved(directory, self._shared)
+            return target, SlotContents.of(state_dict)
 
         with self._staging.use("stage a snapshot", self.timeout_s), gc_paused():
             sequence, self._sequence = self._sequence, self._sequence + 1
@@ -254,29 +264,30 @@ class SnapshotAgent:
             try:
                 filled = self._fill(header, list_items, sync=sync)
             except BaseException:
-                if location is not None:  # Otherwise the slots of other ranks would remain in use.
-                    self._client.abort(sequence, location)
+                if target is not None:  # Otherwise the slots of other ranks would remain in use.
+                    self._client.abort(sequence, target)
                 raise
-            assert location is not None
+            assert target is not None
             if filled is None:
                 if self._place.node_count > 1:  # Other machines may not have skipped.
-                    self._client.abort(sequence, location)
+                    self._client.abort(sequence, target)
                 return None
             self._newest = filled
             self._client.filled(self._newest, sequence)
-            return StagedSave(header, location)
+            return StagedSave(header, target.directory)
 
     def _fill(
         self,
         header: _native.SlotHeader,
-        list_items: Callable[[], tuple[Location, SlotContents]],
+        list_items: Callable[[], tuple[Destination, SlotContents]],
         *,
         sync: bool,
     ) -> Path | None:
         """Fills a slot; returns its file, or ``None`` if the save is skipped."""
-        directory, contents, is_shared = self._decide_shares(header.save, list_items)
-        self._replication.reserve(lambda: _slot_nbytes(directory, contents, sync=sync))
-        table = contents.table(str(directory), sync=sync)
+        target, contents, is_shared = self._decide_shares(header.save, list_items)
+        directory, where = target.directory, target.encode()
+        self._replication.reserve(lambda: _slot_nbytes(where, contents, sync=sync))
+        table = contents.table(where, sync=sync)
         nbytes = _native.slot_nbytes(len(table), contents.nbytes)
         # The agent replaces slots that are too small; unmap them here to free their memory.
         self._slots = {p: s for p, s in self._slots.items() if s[1].nbytes >= nbytes}
@@ -291,7 +302,7 @@ class SnapshotAgent:
         self.waited += acquired.has_waited
         if is_shared:
             contents = self._share.select(contents)
-            table = contents.table(str(directory), sync=sync)
+            table = contents.table(where, sync=sync)
         slot = self._slot(acquired.path)
         header.tensors_id, header.share = self._share.tensors, self._share.sharing
         slot.begin(header, table, contents.nbytes)
@@ -305,13 +316,13 @@ class SnapshotAgent:
         return acquired.path
 
     def _decide_shares(
-        self, save: Save, list_items: Callable[[], tuple[Location, SlotContents]]
-    ) -> tuple[Location, SlotContents, bool]:
-        """Returns directory and items of the save, and whether all ranks copy only their shares.
+        self, save: Save, list_items: Callable[[], tuple[Destination, SlotContents]]
+    ) -> tuple[Destination, SlotContents, bool]:
+        """Returns destination and items of the save, and whether all ranks copy only their shares.
 
         An error on one rank is raised on all ranks.
         """
-        found: list[tuple[Location, SlotContents]] = []
+        found: list[tuple[Destination, SlotContents]] = []
         replication = self._replication
 
         def list_and_answer() -> tuple[Answer, Report]:
@@ -539,18 +550,8 @@ class SnapshotAgent:
         return mapped[1]
 
 
-def _slot_nbytes(directory: Location, contents: SlotContents, *, sync: bool) -> int:
-    return _native.slot_nbytes(len(contents.table(str(directory), sync=sync)), contents.nbytes)
-
-
-def _resolved_location(directory: str | os.PathLike[str]) -> Location:
-    """Returns the directory as the agent receives it. A link in the path may move later."""
-    location = Location(directory).resolved()
-    try:
-        str(location).encode()
-    except UnicodeEncodeError:
-        raise UnsupportedError(f"cannot save to {location!r}: the name is not UTF-8") from None
-    return location
+def _slot_nbytes(where: str, contents: SlotContents, *, sync: bool) -> int:
+    return _native.slot_nbytes(len(contents.table(where, sync=sync)), contents.nbytes)
 
 
 _Facts = tuple[bytes, bytes, str, RunId | None]

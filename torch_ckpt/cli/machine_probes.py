@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch_ckpt
 from torch_ckpt._core import _native
+from torch_ckpt.agent.destination import directory_name
 from torch_ckpt.agent.memory import LOCK_NAME, complete_slots, folder_of, has_agent, run_of
 from torch_ckpt.cli.directory_probes import Fact, mount_of
 from torch_ckpt.errors import CheckpointError
@@ -160,8 +161,8 @@ def _agent(folder: Path, run: bytes, note: str) -> Fact:
     for header, path in complete_slots(folder, run):
         steps.add(header.step)
         with contextlib.suppress(CheckpointError):
-            stored = os.fsdecode(_native.Slot.open(os.fsencode(path), False).read().directory)
-            names.add(os.path.dirname(stored))
+            snapshot = _native.Slot.open(os.fsencode(path), False).read()
+            names.add(os.path.dirname(directory_name(snapshot)))
     nbytes = 0
     for path in folder.iterdir():
         with contextlib.suppress(OSError):

@@ -50,7 +50,9 @@ def _rm(options: argparse.Namespace) -> int:
     print(f"steps to remove: {listed + more if newer else 'none on disk'}")
     if not options.yes and not _is_confirmed():
         return FAILED
-    discarded = discard_from_memory(run, lambda step: step > options.after)
+    discarded = set().union(
+        *(discard_from_memory(each, lambda step: step > options.after) for each in directories)
+    )
     removed = discard_after(directories, options.after)
     print(f"removed steps: {len(removed)} on disk, {len(discarded)} in memory")
     return SOUND

@@ -38,6 +38,11 @@ class Places:
         return self.of_ranks[self.rank] == self.rank
 
     @property
+    def here(self) -> list[int]:
+        """The ranks at the place of this rank."""
+        return [r for r, first in enumerate(self.of_ranks) if first == self.of_ranks[self.rank]]
+
+    @property
     def are_several(self) -> bool:
         """Whether the ranks save at several places."""
         return len(set(self.of_ranks)) > 1

@@ -208,6 +208,12 @@ class Promotion:
         if is_chosen:
             self._request()
 
+    def not_saved(self, step: int) -> None:
+        """Passes over a step whose save has failed: perhaps it is committed at some places only."""
+        if not self._is_alone:
+            with self._changed:
+                self._steps.pass_over([step])
+
     @property
     def failure(self) -> CheckpointError | None:
         """Why the last promotion failed; ``None`` if it did not."""

@@ -196,10 +196,9 @@ class Run(LastSaves):
             agent=agent,
             timeout_s=timeout_s,
             reader=reader,
+            run=self._location,
+            places=places,
             reuses=reuse == "auto",
-            why_not="agents cannot save to local directories of several machines"
-            if places.are_several
-            else "",
         )
         self._is_for_agent, self._places = bool(agent), places
         memory = [] if self._backend is None else self._backend.tiers

@@ -114,6 +114,8 @@ class StepSaves:
             self._boundary.stored = None
             if not pending.is_in_progress:
                 self._remove_failed(pending.step)
+                if self._promotion is not None:
+                    self._promotion.not_saved(pending.step)
             raise
         finally:
             if not pending.is_in_progress:
@@ -441,8 +443,9 @@ class StepSaves:
         )
 
     def _discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
-        """Discards steps from the memory of this machine."""
-        discard_from_memory(self._disk.directory, is_discarded)
+        """Discards steps from the memory of this machine, whichever directory names it."""
+        for disk in self._disks:
+            discard_from_memory(disk.directory, is_discarded)
         if self._backend is not None:
             self._backend.forget()
 

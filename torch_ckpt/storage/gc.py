@@ -122,7 +122,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
         own, prefixes = "", r"(__\d+)?"
         data = (
             r"__\d+_\d+\.distcp|.*__\d+_\d+_[0-9a-f]{16}\.distcp"
-            r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|failed)(\.tmp)?"
+            r"|\.agents-[0-9a-f]{16}-\d+\.(epoch|lists|manifest|commit|committed|failed)(\.tmp)?"
             rf"|{_UNPUBLISHED}(-.*)?"
         )
         is_mixed = any(_RANK_METADATA.fullmatch(name) for name in found)

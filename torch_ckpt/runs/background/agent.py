@@ -19,6 +19,7 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.background.thread import ThreadBackend
+from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.step_tiers import Tier
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
@@ -178,13 +179,14 @@ def backend_for(
     agent: bool | AgentOptions,
     timeout_s: float,
     reader: dict[str, Any] | None,
+    run: Location,
+    places: Places,
     reuses: bool = False,
-    why_not: str = "",
 ) -> ThreadBackend | AgentBackend | None:
     """Returns the backend of a run's background saves; ``None`` if saves are synchronous.
 
-    ``why_not`` is the reason why there can be no agent, if there is one. The path of ``writer`` is
-    where the run saves. ``reuses`` says that a save takes what has not changed from the last one.
+    The path of ``writer`` is where the run saves, at these ``places``, and ``run`` its directory.
+    ``reuses`` says that a save takes what has not changed from the last one.
     ``timeout_s`` is how long a rank waits for another rank, or a save for a slot. Raises ValueError
     if ``agent`` is given, and saves are not asynchronous.
     """
@@ -200,20 +202,20 @@ def backend_for(
 
     if not agent:
         return make_thread_backend()
-    started, reason = None, why_not
-    if not reason:
-        started, reason = _start_agent(
-            group,
-            process_group,
-            writer,
-            timeout_s=timeout_s,
-            options=replace(
-                agent
-                if isinstance(agent, AgentOptions)
-                else AgentOptions(check_replicas=writer.check_replicas),
-                reuse=reuses,
-            ),
-        )
+    started, reason = _start_agent(
+        group,
+        process_group,
+        run.checkpoint_id if places.are_several else writer.path,
+        writer.path if places.are_several else None,
+        places=places,
+        timeout_s=timeout_s,
+        options=replace(
+            agent
+            if isinstance(agent, AgentOptions)
+            else AgentOptions(check_replicas=writer.check_replicas),
+            reuse=reuses,
+        ),
+    )
     if started is None:
         fallback = make_thread_backend()
         if group.is_coordinator:
@@ -231,23 +233,26 @@ def backend_for(
 def _start_agent(
     group: Group,
     process_group: dist.ProcessGroup | None,
-    writer: FastWriter,
+    directory: str | os.PathLike[str],
+    local: str | os.PathLike[str] | None,
     *,
+    places: Places,
     timeout_s: float,
     options: AgentOptions,
 ) -> tuple[SnapshotAgent | None, str]:
-    """Returns the agent, or ``None`` and the reason if any rank has no memory or no agent.
+    """Returns the agent of a run, or ``None`` and the reason if any rank cannot have it.
 
     Any other error of a rank is raised on all ranks.
     """
     agent, failure = None, None
     try:
         agent = SnapshotAgent(
-            writer.path,
+            directory,
             process_group=process_group,
             options=options,
             timeout_s=timeout_s,
             has_directory=True,
+            local=local,
         )
     except Exception as error:
         failure = error
@@ -255,7 +260,14 @@ def _start_agent(
     def own() -> str:
         if failure is not None and not _is_of_agent(failure):
             raise failure
-        return "" if failure is None else _with_rank(failure)
+        if failure is not None:
+            return _with_rank(failure)
+        if agent is not None and local is not None and places.here != list(agent.ranks_here):
+            return (
+                f"ranks {places.here} share a local directory, and ranks {list(agent.ranks_here)} "
+                "a machine; the agent of each machine needs a local directory of its own"
+            )
+        return ""
 
     try:
         reason = group.decide(

@@ -1,0 +1,388 @@
+"""Two agents that save to directories of their own, of which either is killed at every moment.
+
+A killed agent changes no file any more. Another one takes its place, or does not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torch_ckpt import CheckpointError, FastReader, IoOptions
+from torch_ckpt._core import _native
+from torch_ckpt.agent import joint_save, persist
+from torch_ckpt.agent.client import Place
+from torch_ckpt.agent.destination import Destination
+from torch_ckpt.agent.joint_save import JointSave
+from torch_ckpt.agent.manifests import Manifests
+from torch_ckpt.agent.memory import Save
+from torch_ckpt.agent.persist import Writing
+from torch_ckpt.agent.slot_contents import SlotContents
+from torch_ckpt.errors import StorageError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import committed_id
+
+MACHINES = (0, 1)
+MANY_ROUNDS = 30
+SOON_S = 20.0
+
+
+class _KilledError(BaseException):
+    """In the place of SIGKILL."""
+
+
+def _begin_commit(directory: Location, metadata: bytes, index: bytes, save_id: str) -> None:
+    """What a commit has done just before its rename."""
+    assert directory.local_path is not None
+    for name, content in ((f".metadata.{save_id}.tmp", metadata), (f".index.{save_id}", index)):
+        (directory.local_path / name).write_bytes(content)
+
+
+class Killer:
+    """Kills the agent that is running at its change of a file with this number, before or after."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at = -1
+        self.changes = 0
+        self.is_killed = False
+        self.running = 0
+        for name in ("write", "rename", "remove", "remove_all", "create_directories", "link"):
+            self._wrap(monkeypatch, Location, name)
+        self._wrap(monkeypatch, persist, "commit")
+        self._wrap(monkeypatch, joint_save, "write_shares")
+
+    def arm(self, machine: int, at: int) -> None:
+        """Kills the agent of a machine at this moment; never if it is negative."""
+        self.victim, self.at, self.changes, self.is_killed = machine, at, 0, False
+
+    def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def changed(*args: Any, **options: Any) -> Any:
+            if self.running != self.victim:
+                return real(*args, **options)
+            self._die()
+            if name == "commit":
+                self._die(lambda: _begin_commit(*args))
+            result = real(*args, **options)
+            self._die()
+            return result
+
+        monkeypatch.setattr(owner, name, changed)
+
+    def _die(self, last: Callable[[], None] = lambda: None) -> None:
+        if self.changes == self.at:
+            last()
+        self.is_killed = self.is_killed or self.changes == self.at
+        self.changes += 1
+        if self.is_killed:
+            raise _KilledError
+
+
+@pytest.fixture
+def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
+    killer = Killer(monkeypatch)
+    killer.arm(0, -1)
+    return killer
+
+
+def values(machine: int, step: int) -> torch.Tensor:
+    return torch.full((1000,), float(10 * step + machine))
+
+
+class Machine:
+    """A machine of one rank, whose agent may be replaced."""
+
+    def __init__(self, folder: Path, number: int, killer: Killer, *, step: int = 1) -> None:
+        self.number, self.killer = number, killer
+        self.step = folder / f"machine-{number}" / f"step-{step}"
+        self.shared = folder / "run"
+        target = Destination(Location(self.step), Location(self.shared))
+        contents = SlotContents.of({f"w{number}": values(number, step), f"o{number}": [step]})
+        table = contents.table(target.encode(), sync=False)
+        path = os.fsencode(folder / f"slot-{number}-{step}")
+        self.slot = _native.Slot.create(path, _native.slot_nbytes(len(table), contents.nbytes))
+        place = Place(b"r" * 16, b"s" * 16, number, 2, number, 2, [number])
+        self.slot.begin(place.header(step, step, persist=True), table, contents.nbytes)
+        contents.copy_to(self.slot, _native.Devices())
+        self.slot.complete()
+        self.joint: JointSave | None = None
+        self.has_ended = False
+        self.is_lost = False
+        self.live: list[Save] = []  # Other saves of this machine.
+        self.error: CheckpointError | None = None
+
+    def go_on(self, *, comes_back: bool = True) -> None:
+        """Advances the save once."""
+        if self.has_ended or self.is_lost:
+            return
+        self.killer.running = self.number
+        try:
+            if self.joint is None:
+                self.joint = JointSave(
+                    [self.slot],
+                    Writing(IoOptions(), 1),
+                    timeout_s=600.0,
+                    is_shutting_down=lambda: False,
+                )
+                self.joint.begin()
+            self.has_ended = self.joint.advance()
+            if self.has_ended:
+                self.joint.clear_former(self.live)
+        except _KilledError:
+            self.joint = None
+            self.killer.is_killed = False
+            self.killer.at = -1
+            self.is_lost = not comes_back
+        except CheckpointError as error:
+            self.error, self.has_ended = error, True
+
+    @property
+    def id(self) -> str | None:
+        return committed_id(Location(self.step)) if self.step.exists() else None
+
+    def check_files(self) -> None:
+        """What is committed has its files, and nothing is beside it."""
+        names = set(os.listdir(self.step))
+        assert {".metadata", f".index.{self.id}"} < names
+        data = names - {".metadata", f".index.{self.id}"}
+        assert data
+        assert all(name.startswith(f"__{self.number}_") for name in data), names
+
+
+def save(machines: list[Machine]) -> None:
+    """Saves until all have ended."""
+    for _ in range(MANY_ROUNDS):
+        for machine in machines:
+            machine.go_on()
+        if all(machine.has_ended for machine in machines):
+            return
+    raise AssertionError("the save does not end")
+
+
+def check_whole(folder: Path, machines: list[Machine], step: int = 1) -> None:
+    """All machines have committed one save, and their files together are a checkpoint."""
+    for machine in machines:
+        assert machine.error is None
+        machine.check_files()
+    assert machines[0].id == machines[1].id
+    whole = folder / "whole"
+    for machine in machines:
+        shutil.copytree(machine.step, whole, dirs_exist_ok=True)
+    state: dict[str, Any] = {f"w{m}": torch.zeros(1000) for m in MACHINES}
+    state |= {f"o{m}": None for m in MACHINES}
+    dcp.load(state, storage_reader=FastReader(whole), no_dist=True)
+    for m in MACHINES:
+        assert torch.equal(state[f"w{m}"], values(m, step))
+        assert state[f"o{m}"] == [step]
+    shutil.rmtree(whole)
+    assert not any((folder / "run" / ".agents").iterdir())
+
+
+def moments(folder: Path, killer: Killer, machine: int) -> int:
+    """How many there are in a save."""
+    killer.arm(machine, -1)
+    folder.mkdir()
+    machines = [Machine(folder, m, killer) for m in MACHINES]
+    save(machines)
+    check_whole(folder, machines)
+    return killer.changes
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_completed(
+    tmp_path: Path, killer: Killer, machine: int
+) -> None:
+    for moment in range(moments(tmp_path / "first", killer, machine)):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        machines = [Machine(folder, m, killer) for m in MACHINES]
+        killer.arm(machine, moment)
+        save(machines)
+        assert killer.at == -1, f"not killed at {moment}"
+        check_whole(folder, machines)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_that_does_not_come_back_fails_the_save_and_removes_nothing_committed(
+    tmp_path: Path, killer: Killer, machine: int
+) -> None:
+    for moment in range(moments(tmp_path / "first", killer, machine)):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        machines = [Machine(folder, m, killer) for m in MACHINES]
+        killer.arm(machine, moment)
+        other = machines[1 - machine]
+        _save_until_lost(machines)
+        for each in machines:
+            if each.id is not None:
+                names = os.listdir(each.step)
+                assert any(name.endswith(".distcp") for name in names), (moment, names)
+        if other.error is None and machine == 1:  # Machine 0 ends as the last one.
+            assert machines[0].id == machines[1].id is not None, moment
+        # The next save of all machines removes what this one has left.
+        killer.arm(machine, -1)
+        following = [Machine(folder, m, killer, step=2) for m in MACHINES]
+        save(following)
+        check_whole(folder, following, step=2)
+        shutil.rmtree(folder)
+
+
+def _save_until_lost(machines: list[Machine]) -> None:
+    for _ in range(MANY_ROUNDS):
+        for machine in machines:
+            machine.go_on(comes_back=False)
+    for machine in machines:
+        if machine.joint is not None and not machine.has_ended:
+            machine.joint._deadline = 0.0  # Its time is over.
+            machine.go_on()
+            assert machine.has_ended
+
+
+def _fails(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, is_victim: Callable[..., bool]
+) -> None:
+    real = getattr(owner, name)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if is_victim(*args):
+            raise StorageError("the disk is full", 28)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def test_a_machine_that_cannot_commit_fails_the_save_on_machine_0(
+    tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        _fails(persist, "commit", full, lambda directory, *_: "machine-1" in str(directory))
+        machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+        save(machines)
+    for machine in machines:
+        assert isinstance(machine.error, StorageError)
+        assert "machine 1 (" in str(machine.error)
+        assert "the disk is full" in str(machine.error)
+    machines[0].check_files()  # Committed, and not removed.
+    assert machines[1].id is None
+    again = [Machine(tmp_path, m, killer, step=2) for m in MACHINES]
+    save(again)
+    check_whole(tmp_path, again, step=2)
+
+
+def test_only_own_files_are_checked_before_a_commit(tmp_path: Path, killer: Killer) -> None:
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    while machines[1].joint is None or not machines[1].joint.has_written:
+        for machine in machines:
+            machine.go_on()
+    (lost,) = machines[1].step.glob("__1_0_*.distcp")
+    lost.unlink()
+    save(machines)
+    assert machines[1].error is not None
+    assert f"{lost.name} is missing" in str(machines[1].error)
+    assert "machine 1 (" in str(machines[0].error)
+
+
+def test_a_shared_directory_that_cannot_be_read_is_named(
+    tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    for machine in machines:
+        machine.go_on()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("")  # In the place of the directory.
+    monkeypatch.setattr(joint_save, "SHUTDOWN_WAIT_S", 0.0)
+    save(machines)
+    for machine in machines:
+        assert isinstance(machine.error, StorageError)
+        assert str(tmp_path / "run") in str(machine.error)
+
+
+def test_a_save_does_not_end_while_it_is_unknown_who_has_committed(
+    tmp_path: Path, killer: Killer
+) -> None:
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    while machines[0].id is None:
+        for machine in reversed(machines):
+            machine.go_on()
+    assert machines[1].id is None
+    machines[0].joint = None  # Another agent, which has no files of its own in mind.
+    (tmp_path / "run").rename(tmp_path / "away")
+    (tmp_path / "run").write_text("")
+    for _ in range(3):
+        machines[0].go_on()
+    assert not machines[0].has_ended
+    (tmp_path / "run").unlink()
+    (tmp_path / "away").rename(tmp_path / "run")
+    save(machines)
+    check_whole(tmp_path, machines)
+
+
+def test_a_shared_directory_that_does_not_answer_is_named(
+    tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    for machine in machines:
+        machine.go_on()
+    answers = threading.Event()
+    names = Location.names
+
+    def silent(directory: Location) -> list[str]:
+        if ".agents" in str(directory):
+            answers.wait(SOON_S)
+        return names(directory)
+
+    monkeypatch.setattr(Location, "names", silent)
+    monkeypatch.setattr("torch_ckpt.agent.answers.ANSWER_S", 0.1)
+    monkeypatch.setattr(joint_save, "SHUTDOWN_WAIT_S", 0.0)
+    began = time.monotonic()
+    save(machines)
+    assert time.monotonic() - began < SOON_S / 2
+    answers.set()
+    for machine in machines:
+        assert isinstance(machine.error, StorageError)
+        assert f"{tmp_path / 'run'}" in str(machine.error)
+        assert "does not answer" in str(machine.error)
+
+
+def test_a_withdrawn_save_that_is_committed_remains(tmp_path: Path, killer: Killer) -> None:
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    while machines[0].id is None:
+        for machine in machines:
+            machine.go_on()
+    assert machines[0].joint is not None
+    machines[0].joint.withdraw()
+    machines[0].check_files()
+    machines[1].go_on()
+    assert machines[1].id == machines[0].id
+
+
+def test_files_of_a_live_save_remain(tmp_path: Path, killer: Killer) -> None:
+    first = [Machine(tmp_path, m, killer, step=1) for m in MACHINES]
+    for machine in first:
+        machine.go_on()
+    second = [Machine(tmp_path, m, killer, step=2) for m in MACHINES]
+    second[0].live = [(b"s" * 16, 1)]
+    save(second)
+    assert len(list((tmp_path / "run" / ".agents").iterdir())) == 1
+    save(first)
+    check_whole(tmp_path, first)
+
+
+def test_folders_of_saves_are_in_order(rng: random.Random) -> None:
+    saves = [(rng.randbytes(16), rng.choice([0, 9, 10, 1 << 40])) for _ in range(50)]
+    saves += [(saves[0][0], 3), (saves[0][0], 20)]
+    place = (Location("step"), Location("run"))
+    names = [Manifests(b"r" * 16, *save, 0, 2, *place).directory.name for save in sorted(saves)]
+    assert names == sorted(names)
