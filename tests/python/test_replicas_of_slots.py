@@ -91,7 +91,7 @@ class Machine:
 
     def connect(self, other: int, listening: dict[str, Any]) -> None:
         with self.changed:
-            self.replicas.connect(other, listening["at"], listening["token"], other)
+            self.replicas.connect(other, listening["at"], listening["token"], other, 2)
 
     def fill(self, sequence: int) -> Save:
         save = fill(self.folder, sequence, node=self.node)
@@ -238,6 +238,48 @@ def test_a_restarted_agent_goes_on_where_the_former_was(pair: tuple[Machine, Mac
     until(lambda: later in again.stored())
     for machine in (again, successor):
         machine.close()
+
+
+def test_a_restarted_agent_replaces_no_replica_until_it_knows_which_one_to_retain(
+    pair: tuple[Machine, Machine],
+) -> None:
+    sender, receiver = pair[1], pair[0]
+    first = sender.fill(0)
+    until(lambda: replicated(sender.folder) == [first])
+    sender.replicas.keep = first  # Other machines lack the second one.
+    second = sender.fill(1)
+    until(lambda: replicated(sender.folder) == [first, second])
+    sender.close()
+    third = fill(sender.folder, 3, node=1)
+    successor = Machine(sender.folder, 1)
+    time.sleep(0.7)
+    assert receiver.stored() == replicated(sender.folder) == [first, second]
+    with successor.changed:
+        successor.replicas.decided(3, first)  # Perhaps of the decision before.
+    time.sleep(0.7)
+    assert receiver.stored() == [first, second]
+    with successor.changed:
+        successor.replicas.decided(2, first)
+    until(lambda: replicated(sender.folder) == [first, third])
+    assert receiver.stored() == [first, third]
+    successor.close()
+
+
+def test_the_buddy_retains_what_has_a_mark(pair: tuple[Machine, Machine]) -> None:
+    sender, receiver = pair[1], pair[0]
+    first = sender.fill(0)
+    until(lambda: replicated(sender.folder) == [first])
+    second = sender.fill(1)
+    until(lambda: replicated(sender.folder) == [first, second])
+    sender.close()
+    (sender.folder / f"replicated-{second[0].hex()}-{second[1]}").unlink()  # As its answer was.
+    third = fill(sender.folder, 3, node=1)
+    successor = Machine(sender.folder, 1)
+    with successor.changed:
+        successor.replicas.decided(2, None)
+    until(lambda: replicated(sender.folder) == [first, third])
+    assert receiver.stored() == [first, third]
+    successor.close()
 
 
 def connected(machine: Machine, token: str | None = None) -> socket.socket:

@@ -476,7 +476,7 @@ class Agent:
     def _set_buddy(self, trainer: RankProcess, message: Message) -> Message:
         if "buddy" in message:
             fields = ("buddy", "at", "token", "source")
-            self._replicas.connect(*(message[field] for field in fields))
+            self._replicas.connect(*(message[field] for field in fields), trainer.rank)
         else:
             self._replicas.end()
         return {"kind": Kind.OK}

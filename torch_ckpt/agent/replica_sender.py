@@ -118,7 +118,7 @@ class ReplicaSender:
     def _run_all(self) -> None:
         while not self._is_closed:
             with self._changed:
-                found = self._next()
+                found = None if self._is_closed else self._next()
                 if found is None:
                     self._changed.wait(_POLL_S)
                     continue
@@ -173,11 +173,12 @@ class ReplicaSender:
             self.superseded += save[1] - self._newest - 1 if self._newest >= 0 else 0
             self._newest = save[1]
         keep = self._keep()
+        # The buddy may have a newer one whose mark was lost.
         retained = max(self._marked, default=None) if keep is None else keep
         for other in [marked for marked in self._marked if marked != retained]:
             self._marked.remove(other)
             _mark_of(self._folder, other).unlink(missing_ok=True)
-        return save, slots, keep
+        return save, slots, retained
 
     def _send(self, save: Save, slots: Sequence[_SentSlot], keep: Save | None) -> bool:
         """Sends a save; returns whether the buddy has stored it, and not if it was overtaken."""

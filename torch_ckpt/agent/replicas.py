@@ -31,7 +31,8 @@ class Replicas:
     """The replicas of one agent. Requires: the caller holds the lock ``changed`` of the agent.
 
     ``keep`` is the save that the ranks retain on all machines: the newest that all buddies have.
-    A restarted agent listens at the addresses of the former one, with the same token.
+    A restarted agent listens at the addresses of the former one, with the same token. It does not
+    know what the ranks retain, nor whether they decide now, and sends nothing until they tell it.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Replicas:
             [(host, int(port)) for host, port in state["at"]], state["node"], token
         )
         self._state = state
+        self._deciding = state["rank"]
         self._start()
         _log.info("replicating to machine %d", state["buddy"])
 
@@ -86,12 +88,17 @@ class Replicas:
         self._state["at"] = self._listeners.addresses
         return {"at": self._listeners.addresses, "token": token}
 
-    def connect(self, buddy: int, at: Sequence[tuple[str, int]], token: str, source: int) -> None:
-        """Begins to send to a buddy, and to receive from a source."""
+    def connect(
+        self, buddy: int, at: Sequence[tuple[str, int]], token: str, source: int, rank: int
+    ) -> None:
+        """Begins to send to a buddy, and to receive from a source, as ``rank`` wants.
+
+        The same rank asks which saves are :meth:`replicated`.
+        """
         if self._listeners is None:
             raise CheckpointError("cannot replicate: this agent does not listen for replicas")
         self._state |= {"buddy": buddy, "buddy_at": list(at), "buddy_token": token}
-        self._state["source"] = source
+        self._state |= {"source": source, "rank": rank}
         pending = self._folder / f"{_STATE_NAME}.tmp"
         try:
             pending.touch(mode=0o600)
