@@ -329,6 +329,25 @@ def test_a_save_does_not_end_while_it_is_unknown_who_has_committed(
     check_whole(tmp_path, machines)
 
 
+def test_a_save_fails_where_a_machine_has_withdrawn_its_manifest_from_a_commit(
+    tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    while machines[0].id is None:
+        for machine in reversed(machines):
+            machine.go_on()
+    assert machines[1].id is None
+    for machine in machines:
+        machine.joint = None  # Another agent.
+    with monkeypatch.context() as other:
+        _fails(Manifests, "get", other, lambda files, _, kind: (files.node, kind) == (1, "commit"))
+        machines[1].go_on()
+    assert "the disk is full" in str(machines[1].error)
+    save(machines)
+    assert "machine 1 (" in str(machines[0].error)
+    machines[0].check_files()
+
+
 def test_a_shared_directory_that_does_not_answer_is_named(
     tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

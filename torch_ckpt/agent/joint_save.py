@@ -427,9 +427,9 @@ class JointSave:
     def _have_all_committed(self, published: dict[str, set[int]]) -> bool:
         """Returns whether all machines have committed. Machine 0 publishes what they commit."""
         files = self._files
-        # An earlier agent that has committed may have removed the published files.
-        expected = set(files.others) if self.has_written else published["manifest"] - {0}
-        missing = expected - published["committed"]
+        # An earlier agent removes the published files once all have, the manifests first.
+        is_open = self.has_written or bool(published["manifest"])
+        missing = set(files.others if is_open else ()) - published["committed"]
         if not missing:
             return True
         self._raise_failed(published["failed"].intersection(files.others))
