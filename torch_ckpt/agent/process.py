@@ -475,8 +475,8 @@ class Agent:
 
     def _set_buddy(self, trainer: RankProcess, message: Message) -> Message:
         if "buddy" in message:
-            fields = ("buddy", "at", "token", "source")
-            self._replicas.connect(*(message[field] for field in fields), trainer.rank)
+            buddy, at, token = (message[field] for field in ("buddy", "at", "token"))
+            self._replicas.connect(buddy, at, token, message["source"], trainer.rank)
         else:
             self._replicas.end()
         return {"kind": Kind.OK}

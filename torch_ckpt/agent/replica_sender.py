@@ -175,9 +175,14 @@ class ReplicaSender:
         keep = self._keep()
         # The buddy may have a newer one whose mark was lost.
         retained = max(self._marked, default=None) if keep is None else keep
-        for other in [marked for marked in self._marked if marked != retained]:
-            self._marked.remove(other)
-            _mark_of(self._folder, other).unlink(missing_ok=True)
+        for other in self._marked.copy():
+            if other != retained:
+                try:
+                    _mark_of(self._folder, other).unlink(missing_ok=True)
+                except OSError as error:  # A restarted agent would believe the mark.
+                    self._log_once(f"cannot replicate save {save[1]} to {self._name}: {error}")
+                    return None
+                self._marked.remove(other)
         return save, slots, retained
 
     def _send(self, save: Save, slots: Sequence[_SentSlot], keep: Save | None) -> bool:
