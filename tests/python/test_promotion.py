@@ -382,8 +382,8 @@ def test_ls_of_the_local_directory_shows_where_each_step_is(tmp_path: Path) -> N
     status, printed = run_command("ls", tmp_path / "local")
     assert status == 0
     newest, older = printed.splitlines()
-    assert "whole (local), newest" in newest
-    assert "whole (run)" in older
+    assert "files present (local), newest" in newest
+    assert "files present (run)" in older
     _, printed = run_command("ls", "--json", tmp_path / "local")
     assert [step["tiers"] for step in json.loads(printed)["steps"]] == [["local"], ["run"]]
     (file,) = (tmp_path / "local" / "step-2").glob("__*.distcp")

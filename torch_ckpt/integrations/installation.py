@@ -431,8 +431,8 @@ class _Executor:
             def give_back(done: Future[Metadata]) -> None:
                 _give_back(writer, storage_writer, _FOUND_BY_WRITER)
                 _give_back(planner, given, _FOUND_BY_SAVE_PLANNER)
-                if not done.exception() and writer is not storage_writer is not None:
-                    meta = done.result().storage_meta  # Another process may have saved.
+                if not done.exception(0) and writer is not storage_writer is not None:
+                    meta = done.result(0).storage_meta  # Another process may have saved.
                     cast(Any, storage_writer).save_id = meta and meta.save_id
 
             saved.add_done_callback(give_back)
