@@ -95,32 +95,28 @@ def python_options() -> list[str]:
     return [f"-DPython3_EXECUTABLE={sys.executable}", f"-DTORCH_CKPT_PYBIND11={include_paths()[0]}"]
 
 
-def test_cpp() -> None:
-    """The C++ tests; builds what the Python tests of power cuts need as well."""
-    run(build_cpp("cpp", *python_options()) / "torch_ckpt_tests", "--gtest_brief=1")
-
-
 def fuzz_targets(folder: Path) -> list[Path]:
     """The fuzz targets that were built."""
     return sorted(path for path in (folder / "fuzz").glob("*_fuzzer") if path.is_file())
 
 
-def build_fuzz(name: str, *options: str) -> Path:
-    """Builds the fuzz targets."""
-    python = f"-DPython3_EXECUTABLE={sys.executable}"
-    return build_cpp(name, "-DTORCH_CKPT_FUZZ=ON", python, *options, target="fuzzers")
+def build_all() -> Path:
+    """Builds the C++ tests, the fuzz targets, and what the Python tests of power cuts need."""
+    return build_cpp("cpp", *python_options(), "-DTORCH_CKPT_FUZZ=ON")
 
 
-def test_seeds(runs: int) -> None:
-    """The seeds of every fuzz target, and some mutations of them."""
-    for target in fuzz_targets(build_fuzz("cpp")):
-        count = runs // 10 if target.name == "save_load_fuzzer" else runs  # It moves megabytes.
-        run(target, f"-runs={count}", f"fuzz/seeds/{target.name}")
+def test_cpp(folder: Path, runs: int) -> None:
+    """The C++ tests; beside them the seeds of every fuzz target, and some mutations of them."""
+    with beside(str(folder / "torch_ckpt_tests"), "--gtest_brief=1"):
+        for target in fuzz_targets(folder):
+            count = runs // 10 if target.name == "save_load_fuzzer" else runs  # It moves megabytes.
+            run(target, f"-runs={count}", f"fuzz/seeds/{target.name}")
 
 
 def fuzz(seconds: int) -> None:
     """Every fuzz target under libFuzzer; what it learns stays in build/corpus."""
-    folder = build_fuzz("fuzz", "-DCMAKE_CXX_COMPILER=clang++")
+    options = ["-DTORCH_CKPT_FUZZ=ON", f"-DPython3_EXECUTABLE={sys.executable}"]
+    folder = build_cpp("fuzz", *options, "-DCMAKE_CXX_COMPILER=clang++", target="fuzzers")
     for target in fuzz_targets(folder):
         corpus = BUILD / "corpus" / target.name
         corpus.mkdir(parents=True, exist_ok=True)
@@ -153,9 +149,17 @@ def test_cpp_sanitized() -> None:
         )
 
 
+def test_cpp_plain() -> None:
+    """The C++ tests without liburing; each source is compiled by itself, with its own includes."""
+    apart = ["-DTORCH_CKPT_UNITY=OFF", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON"]
+    folder = build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF", *apart)
+    run(folder / "torch_ckpt_tests", "--gtest_brief=1")
+
+
 def check_clang_tidy() -> None:
     """clang-tidy over the core; its checks are in .clang-tidy."""
-    folder = build_cpp("cpp")
+    folder = BUILD / "tidy"  # Only configured: clang does not read what GCC has precompiled.
+    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON")
     sources = [p for p in (ROOT / "csrc").rglob("*.cc") if p.parent.name != "bindings"]
     run(tool("clang-tidy"), "--quiet", "-p", folder, *sorted(sources))
 
@@ -181,7 +185,9 @@ def run_pytest(*arguments: str, workers: int = 0) -> None:
     """
     by = ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")  # The longest first.
     shown = ("-q", "-ra", "--durations=30")
-    run(sys.executable, "-m", "pytest", *shown, *by, *arguments, OMP_NUM_THREADS="1")
+    # Each process that imports a module compiles it, where the environment forbids to keep that.
+    env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    run(sys.executable, "-m", "pytest", *shown, *by, *arguments, **env)
 
 
 def main() -> None:
@@ -205,13 +211,13 @@ def main() -> None:
     os.environ["CHECK_BEGAN"] = str(time.time())
     check_style()
     with beside(sys.executable, "-m", "mypy"):  # It uses one core.
-        test_cpp()
-        test_seeds(20_000 if full else 2_000)
+        folder = build_all()
+    test_cpp(folder, 20_000 if full else 2_000)
     if full:
         os.environ.setdefault("TEST_SEED", "random")  # Other cases than those of every other run.
         check_clang_tidy()
         test_cpp_sanitized()
-        run(build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF") / "torch_ckpt_tests", "--gtest_brief=1")
+        test_cpp_plain()
         run(sys.executable, "tests/wheel.py")
         run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", *WITHOUT_DEPENDENCIES)
         run_pytest("--full", "-m", "slow")

@@ -13,7 +13,7 @@
 #include "support/strided_frame.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::archive_records_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -86,4 +86,4 @@ TEST(ArchiveRecordsTest, RecordsOfADamagedDirectoryLieInTheFile) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::archive_records_test

@@ -8,7 +8,7 @@
 #include "support/plan_items.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::assignment_test {
 namespace {
 
 const Assignment kSample = {
@@ -75,4 +75,4 @@ TEST(AssignmentTest, OnlyRowsThatThereAreCanBeCut) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::assignment_test

@@ -12,7 +12,7 @@
 
 #include "support/strided_oracle.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::balance_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
@@ -305,4 +305,4 @@ TEST(BalanceFilesTest, NoFileIsLargerThanTheMeanAndTheLargestItem) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::balance_test

@@ -7,7 +7,7 @@
 
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::block_sums_test {
 namespace {
 
 constexpr int64_t kBlock = 512;
@@ -71,4 +71,4 @@ TEST(BlockSumsTest, RangesRoundOutToWholeBlocksWithinTheFile) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::block_sums_test

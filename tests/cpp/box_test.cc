@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <utility>
 
-namespace torch_ckpt {
+namespace torch_ckpt::box_test {
 namespace {
 
 TEST(BoxTest, PrintsHalfOpenRanges) {
@@ -43,4 +43,4 @@ TEST(BoxTest, ABoxLiesWithinTheTensorThatHasAllOfIt) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::box_test

@@ -8,7 +8,7 @@
 
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::buffer_pool_test {
 namespace {
 
 constexpr int64_t kPage = 4096;
@@ -83,4 +83,4 @@ TEST(BufferPoolTest, ASecondReleaseDoesNothing) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::buffer_pool_test

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace torch_ckpt {
+namespace torch_ckpt::coalesce_test {
 namespace {
 
 const ByteRange& wanted_at(const std::vector<ByteRange>& wanted, const Reads& reads, int64_t i) {
@@ -89,4 +89,4 @@ TEST(CoalesceTest, NeighboursShareAReadUpToTheGapAndTheLimit) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::coalesce_test

@@ -8,7 +8,7 @@
 #include "support/example_index.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::commit_files_test {
 namespace {
 
 TEST(SealedMetadataTest, PickleTrailerAndIndexBelongTogether) {
@@ -44,4 +44,4 @@ TEST(SealedMetadataTest, WhatAnIndexCannotHoldIsRefused) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::commit_files_test

@@ -16,7 +16,7 @@
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::commit_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -286,4 +286,4 @@ TEST(CommitTest, WithoutItsPendingMetadataASaveIsNotCommitted) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::commit_test

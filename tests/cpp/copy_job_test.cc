@@ -12,7 +12,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::copy_job_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -99,4 +99,4 @@ TEST(CopyJobTest, ACancelledCopyEndsSoonAndStaysCancelled) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::copy_job_test

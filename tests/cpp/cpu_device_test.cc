@@ -14,7 +14,7 @@
 #include "support/strided_oracle.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::cpu_device_test {
 namespace {
 
 // Runs a copy into memory with bytes of its own around every element, which must stay.
@@ -140,4 +140,4 @@ TEST(CpuDeviceTest, CopyAndChecksumCopiesAndContinuesTheCrc) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::cpu_device_test

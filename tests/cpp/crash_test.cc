@@ -18,7 +18,7 @@
 #include "support/saved_version.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::crash_test {
 namespace {
 
 using ::testing::AnyOf;
@@ -294,4 +294,4 @@ TEST_F(CrashTest, AnyFailedOperationLeavesOldOrNewAndTheNextSaveSucceeds) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::crash_test

@@ -10,7 +10,7 @@
 
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::crc_test {
 namespace {
 
 constexpr uint32_t kSeed = 20240515;
@@ -79,4 +79,4 @@ TEST(CrcTest, CombineIsAssociativeAtHugeLengths) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::crc_test

@@ -17,7 +17,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::device_load_test {
 namespace {
 
 using ::testing::Each;
@@ -225,4 +225,4 @@ TEST(DeviceLoadTest, WithoutAnIndexAPayloadIsCheckedOnItsWayToADevice) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::device_load_test

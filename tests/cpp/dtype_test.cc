@@ -5,7 +5,7 @@
 #include <set>
 #include <string_view>
 
-namespace torch_ckpt {
+namespace torch_ckpt::dtype_test {
 namespace {
 
 TEST(DTypeTest, EveryDtypeIsFoundByItsNameAndByItsTypedStorage) {
@@ -46,4 +46,4 @@ TEST(DTypeTest, UnknownNamesAreNoDtype) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::dtype_test

@@ -27,7 +27,7 @@
 #include "support/test_tensor.h"
 #include "support/thread_peers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::exchange_stream_test {
 namespace {
 
 const LoadOptions kTiny = {.buffer_nbytes = 1 << 20, .block_nbytes = 256 << 10, .threads = 2};
@@ -514,4 +514,4 @@ TEST(ExchangeStreamTest, MemoryForLessThanTwoPiecesIsRefused) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::exchange_stream_test

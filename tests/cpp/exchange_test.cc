@@ -14,7 +14,7 @@
 
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::exchange_test {
 namespace {
 
 constexpr int64_t kKiB = int64_t{1} << 10;
@@ -495,4 +495,4 @@ TEST(ExchangeTest, BytesThatAreDamagedAreRefused) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::exchange_test

@@ -20,7 +20,7 @@
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::file_system_contract_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -272,4 +272,4 @@ TEST_P(FileSystemContractTest, AQueueReadsBackWhatItWrote) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::file_system_contract_test

@@ -12,7 +12,7 @@
 
 #include "support/strided_oracle.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::flat_range_test {
 namespace {
 
 // The flat positions of the elements of the boxes, one box after another.
@@ -81,4 +81,4 @@ TEST(FlatRangeTest, TensorsTooLargeToWalkAreCutByArithmetic) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::flat_range_test

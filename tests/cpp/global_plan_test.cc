@@ -16,7 +16,7 @@
 #include "support/status_matchers.h"
 #include "support/worlds.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::global_plan_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -458,4 +458,4 @@ TEST(GlobalPlanTest, OverlapAndHolesAreFoundAsByLookingAtEveryElement) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::global_plan_test

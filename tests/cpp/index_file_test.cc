@@ -18,7 +18,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::index_file_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -386,4 +386,4 @@ TEST(IndexFileTest, TheTrailerIsTheOneInFormatMd) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::index_file_test

@@ -17,7 +17,7 @@
 #include "support/strided_frame.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::indexed_load_test {
 namespace {
 
 using ::testing::AllOf;
@@ -300,4 +300,4 @@ TEST(IndexedLoadTest, BuffersThatHoldNoBlocksAreRefused) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::indexed_load_test

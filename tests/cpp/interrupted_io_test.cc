@@ -22,7 +22,7 @@
 #include "support/temp_directory.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::interrupted_io_test {
 namespace {
 
 // What has been done to the transfers.
@@ -165,4 +165,4 @@ TEST(InterruptedIoTest, SavesAndLoadsMoveTheSameBytes) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::interrupted_io_test

@@ -25,7 +25,7 @@
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::io_queue_test {
 namespace {
 
 using ::testing::EndsWith;
@@ -402,4 +402,4 @@ TEST_P(IoQueueTest, ReadsAFileThatFellBackToBuffered) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::io_queue_test

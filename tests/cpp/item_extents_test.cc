@@ -13,7 +13,7 @@
 #include "support/plan_items.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::item_extents_test {
 namespace {
 
 using Extents = std::vector<ItemExtent>;
@@ -133,4 +133,4 @@ TEST(ItemExtentsTest, FewBytesCannotAskForManyExtents) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::item_extents_test

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace torch_ckpt {
+namespace torch_ckpt::layout_test {
 namespace {
 
 TEST(LayoutTest, RandomSlicesAscendAlignedWithoutOverlap) {
@@ -68,4 +68,4 @@ TEST(LayoutTest, ASliceKnowsItsParts) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::layout_test

@@ -13,7 +13,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::load_job_fault_test {
 namespace {
 
 using ::testing::AllOf;
@@ -154,4 +154,4 @@ TEST(LoadJobFaultTest, NothingWantedOpensNothing) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::load_job_fault_test

@@ -20,7 +20,7 @@
 #include "support/temp_directory.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::load_job_test {
 namespace {
 
 using ::testing::AllOf;
@@ -272,4 +272,4 @@ TEST(LoadJobTest, ABoxOutsideItsTensorOrOfOtherSizesIsAMismatchBeforeAnythingIsW
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::load_job_test

@@ -12,7 +12,7 @@
 
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::memory_test {
 namespace {
 
 constexpr int64_t kPage = 4096;
@@ -85,4 +85,4 @@ TEST(HeapMemoryTest, MovingHandsTheSameBytesOver) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::memory_test

@@ -14,7 +14,7 @@
 #include "support/golden.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::metadata_pickle_test {
 namespace {
 
 StorageMeta example_storage() {
@@ -73,4 +73,4 @@ TEST(MetadataPickleTest, WhatHasNoFormIsRefused) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::metadata_pickle_test

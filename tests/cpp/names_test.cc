@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace torch_ckpt {
+namespace torch_ckpt::names_test {
 namespace {
 
 TEST(NamesTest, RandomNamesAreFoundUnderTheirNumbers) {
@@ -43,4 +43,4 @@ TEST(NamesTest, RandomNamesAreFoundUnderTheirNumbers) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::names_test

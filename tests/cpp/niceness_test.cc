@@ -5,7 +5,7 @@
 
 #include <thread>
 
-namespace torch_ckpt {
+namespace torch_ckpt::niceness_test {
 namespace {
 
 int own_priority() { return ::getpriority(PRIO_PROCESS, 0); }
@@ -22,4 +22,4 @@ TEST(NicenessTest, WithoutNicenessTheCallersThreadDoesTheWork) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::niceness_test

@@ -15,7 +15,7 @@
 #include "support/status_matchers.h"
 #include "support/thread_peers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::node_peers_test {
 namespace {
 
 constexpr int64_t kNoProcess = 1 << 22;  // The kernel gives none such an id.
@@ -149,4 +149,4 @@ TEST(NodePeersTest, APeerThatOffersAnotherLengthIsAnError) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::node_peers_test

@@ -11,7 +11,7 @@
 #include "support/opened_index.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::open_checkpoint_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -213,4 +213,4 @@ TEST(OpenCheckpointTest, RanksHaveNamesOfTheirOwn) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::open_checkpoint_test

@@ -12,7 +12,7 @@
 
 #include "support/strided_oracle.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::overlap_test {
 namespace {
 
 std::string describe(const StridedCopy& copy) {
@@ -163,4 +163,4 @@ TEST(OverlapTest, ACopyIsCutIntoAsFewPartsAsItsLimitsPermit) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::overlap_test

@@ -11,7 +11,7 @@
 #include "support/status_matchers.h"
 #include "support/worlds.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::own_share_test {
 namespace {
 
 // What a rank copies, as items.
@@ -98,4 +98,4 @@ TEST(OwnShareTest, OnRandomMeshesTheSharesOfAllMakeUpEverythingOnce) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::own_share_test

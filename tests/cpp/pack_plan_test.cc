@@ -20,7 +20,7 @@
 #include "support/strided_oracle.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::pack_plan_test {
 namespace {
 
 // Memory at a multiple of kStagingAlignment, as staging buffers are.
@@ -330,4 +330,4 @@ TEST(PackPlanTest, DivisionByAMultiplicationIsExact) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::pack_plan_test

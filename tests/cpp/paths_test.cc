@@ -15,7 +15,7 @@
 #include "support/plan_items.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::paths_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -246,4 +246,4 @@ TEST(PathsTest, NamesThatWouldGrowTooMuchAreWrittenInFull) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::paths_test

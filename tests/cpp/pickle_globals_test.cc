@@ -9,7 +9,7 @@
 
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::pickle_globals_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -110,4 +110,4 @@ TEST(PickleGlobalsTest, WhatIsNoPickleIsCorruptAndWhatIsTooCleverUnsupported) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::pickle_globals_test

@@ -10,7 +10,7 @@
 
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::pickle_writer_test {
 namespace {
 
 using namespace pickle_opcodes;
@@ -183,4 +183,4 @@ TEST(MemoTableTest, KeysAreTheirBytes) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::pickle_writer_test

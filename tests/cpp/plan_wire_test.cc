@@ -10,7 +10,7 @@
 #include "support/plan_items.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::plan_wire_test {
 namespace {
 
 ItemTable sample() {
@@ -123,4 +123,4 @@ TEST(PlanWireTest, FewBytesCannotAskForMuchText) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::plan_wire_test

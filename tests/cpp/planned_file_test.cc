@@ -18,7 +18,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::planned_file_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -126,4 +126,4 @@ TEST(PlannedFileTest, ATensorThatIsNotWhatWasPlannedIsRefusedByName) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::planned_file_test

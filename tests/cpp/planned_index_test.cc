@@ -18,7 +18,7 @@
 #include "support/status_matchers.h"
 #include "support/worlds.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::planned_index_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -257,4 +257,4 @@ TEST(PlannedIndexTest, AFrameThatIsShorterThanItsBoxIsAnError) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::planned_index_test

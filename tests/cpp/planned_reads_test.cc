@@ -11,7 +11,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::planned_reads_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -94,4 +94,4 @@ TEST(PlannedReadsTest, ABatchOfAnotherLengthIsRefused) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::planned_reads_test

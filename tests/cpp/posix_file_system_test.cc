@@ -19,7 +19,7 @@
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::posix_file_system_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -293,4 +293,4 @@ TEST_F(ResidencyTest, ProbesSeeAMissingPageAtEitherEnd) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::posix_file_system_test

@@ -19,7 +19,7 @@
 #include "support/recording_file_system.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::power_cut_test {
 namespace {
 
 using ::testing::Contains;
@@ -336,4 +336,4 @@ TEST_F(PowerCutTest, AKilledProcessDoesNothingMore) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::power_cut_test

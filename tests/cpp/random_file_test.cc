@@ -7,7 +7,7 @@
 
 #include "support/random_file.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::random_file_test {
 namespace {
 
 // TEST_CASES and TEST_SEED replace the number of cases and the first seed.
@@ -29,4 +29,4 @@ TEST(RandomFileTest, EveryByteIsStoredAndLoadedInEveryMode) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::random_file_test

@@ -14,7 +14,7 @@
 #include "support/status_matchers.h"
 #include "support/strided_oracle.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::read_plan_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -311,4 +311,4 @@ TEST(ReadPlanTest, ADamagedIndexIsCorruption) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::read_plan_test

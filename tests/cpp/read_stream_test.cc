@@ -22,7 +22,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::read_stream_test {
 namespace {
 
 constexpr int64_t kBlock = 16 << 10;
@@ -323,4 +323,4 @@ TEST(ReadStreamTest, BuffersTooSmallToReadThroughAreRefused) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::read_stream_test

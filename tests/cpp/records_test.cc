@@ -19,7 +19,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::records_test {
 namespace {
 
 constexpr int64_t kUnread = int64_t{32} << 10;  // A load reads this much more of a small record.
@@ -215,4 +215,4 @@ TEST(RecordsTest, ADamagedRecordIsReadWholeAgain) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::records_test

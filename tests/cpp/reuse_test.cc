@@ -26,7 +26,7 @@
 #include "support/tensor_digests.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::reuse_test {
 namespace {
 
 using index_records::Digest;
@@ -342,4 +342,4 @@ TEST(ReuseTest, ADigestThatIsUnknownIsNotChecked) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::reuse_test

@@ -24,7 +24,7 @@
 #include "support/tensor_digests.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::save_job_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -381,4 +381,4 @@ TEST_F(SaveJobTest, TheModeSaysHowTheFileIsWritten) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::save_job_test

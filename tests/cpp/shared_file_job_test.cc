@@ -25,7 +25,7 @@
 #include "support/temp_directory.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::shared_file_job_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -260,4 +260,4 @@ TEST(SharedFileJobTest, AStreamThatIsOutOfOrderOrTooShortLeavesNoFile) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::shared_file_job_test

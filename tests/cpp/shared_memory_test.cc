@@ -15,7 +15,7 @@
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::shared_memory_test {
 namespace {
 
 TEST(SharedMemoryTest, WhatOneMappingHasTheOtherSees) {
@@ -94,4 +94,4 @@ TEST(SharedMemoryTest, WhereThereIsNotAsMuchNothingIsLeft) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::shared_memory_test

@@ -10,7 +10,7 @@
 #include "support/temp_directory.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::slot_test {
 namespace {
 
 SlotHeader header_of(int64_t sequence) {
@@ -209,4 +209,4 @@ TEST(SlotTableTest, CutOffOrTooLongItIsRefused) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::slot_test

@@ -9,7 +9,7 @@
 
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::status_test {
 namespace {
 
 using ::testing::EndsWith;
@@ -100,4 +100,4 @@ TEST(StatusMacrosTest, AssignOrReturnMovesTheValueOut) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::status_test

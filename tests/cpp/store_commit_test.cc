@@ -12,7 +12,7 @@
 #include "support/memory_object_store.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::store_commit_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -180,4 +180,4 @@ TEST_F(StoreCommitTest, AStoreThatIgnoresConditionsKeepsTheLastCheckpointWhole) 
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::store_commit_test

@@ -19,7 +19,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::store_file_system_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -169,4 +169,4 @@ TEST(StoreFileSystemTest, AReadStreamJoinsRangesByTheGapOfItsFileSystem) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::store_file_system_test

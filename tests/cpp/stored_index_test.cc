@@ -16,7 +16,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::stored_index_test {
 namespace {
 
 using ::testing::AllOf;
@@ -385,4 +385,4 @@ TEST(StoredIndexTest, ANameThatIsThereTwiceIsRefusedByItself) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::stored_index_test

@@ -9,7 +9,7 @@
 
 #include "support/strided_oracle.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::strided_test {
 namespace {
 
 constexpr int64_t kHuge = int64_t{1} << 40;
@@ -82,4 +82,4 @@ TEST(StridedTest, SimplifiedCopiesTheSameElementsInTheSameOrder) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::strided_test

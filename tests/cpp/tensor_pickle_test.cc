@@ -9,7 +9,7 @@
 #include "support/pickle_text.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::tensor_pickle_test {
 namespace {
 
 using namespace pickle_text;  // NOLINT(google-build-using-namespace)
@@ -236,4 +236,4 @@ TEST(TensorPickleTest, SurvivesEveryValueOfEveryByte) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::tensor_pickle_test

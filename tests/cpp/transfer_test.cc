@@ -15,7 +15,7 @@
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::transfer_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -132,4 +132,4 @@ TEST_F(TransferTest, AHugeRequestTakesSeveralSteps) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::transfer_test

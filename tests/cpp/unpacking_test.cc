@@ -13,7 +13,7 @@
 #include "support/status_matchers.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::unpacking_test {
 namespace {
 
 // Addresses as a device has them.
@@ -106,4 +106,4 @@ TEST(UnpackingTest, WhatWasBegunIsWaitedForByWhoeverLetsItGo) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::unpacking_test

@@ -23,7 +23,7 @@
 #include "support/memory_object_store.h"
 #include "support/status_matchers.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::upload_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -403,4 +403,4 @@ TEST(PartTest, PartsAreFewEnoughForAnObjectThatDoubles) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::upload_test

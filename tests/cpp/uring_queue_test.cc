@@ -21,7 +21,7 @@
 
 #if TORCH_CKPT_HAVE_URING
 
-namespace torch_ckpt {
+namespace torch_ckpt::uring_queue_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -121,6 +121,6 @@ TEST(UringQueueTest, ALostRingGivesErrorsAndNoHang) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::uring_queue_test
 
 #endif  // TORCH_CKPT_HAVE_URING

@@ -13,7 +13,7 @@
 #include "support/tensor_digests.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::value_digest_test {
 namespace {
 
 uint64_t digest_of(const TestTensor& tensor, bool full, int threads = 1) {
@@ -165,4 +165,4 @@ TEST(ValueDigestTest, TensorsOfABatchAreTheirOwn) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::value_digest_test

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-namespace torch_ckpt {
+namespace torch_ckpt::writable_memory_test {
 namespace {
 
 class WritableMemoryTest : public ::testing::Test {
@@ -35,4 +35,4 @@ TEST_F(WritableMemoryTest, TheByteKeepsItsValue) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::writable_memory_test

@@ -8,7 +8,7 @@
 #include "base/xxh3_variant.h"
 #include "support/test_tensor.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::xxh3_test {
 namespace {
 
 // From the reference implementation's own test vectors.
@@ -40,4 +40,4 @@ TEST(Xxh3Test, PartsSumToTheWhole) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::xxh3_test

@@ -12,7 +12,7 @@
 #include "support/status_matchers.h"
 #include "support/strided_frame.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::zip_frame_test {
 namespace {
 
 using namespace pickle_text;  // NOLINT(google-build-using-namespace)
@@ -350,4 +350,4 @@ TEST(ZipFrameTest, SurvivesRandomDamage) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::zip_frame_test

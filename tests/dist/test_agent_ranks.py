@@ -101,6 +101,7 @@ def test_a_step_that_some_ranks_have_completed_is_none(run: Path) -> None:
     assert not (run / "step-2").exists()
 
 
+@pytest.mark.thin("2-3", "3-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 def test_memory_is_loaded_on_another_number_of_ranks(run: Path, before: int, after: int) -> None:
     with Ranks(before) as world:

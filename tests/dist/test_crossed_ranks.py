@@ -12,7 +12,7 @@ from support.places import Places
 pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
 
 
-@pytest.mark.thin("0", "1", "2")
+@pytest.mark.thin("0")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_way_out_gives_what_any_way_in_was_given(
     worlds: Worlds, part: int, seed: int, full: bool, places: Places, memory: Path

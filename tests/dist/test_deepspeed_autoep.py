@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterable
@@ -38,45 +39,50 @@ CASES = {
     "stage 1, frozen": (1, 2, False, True),
 }
 
-Saved = dict[str, tuple[Path, list[float]]]
+Saved = Callable[[str], tuple[Path, list[float]]]
 
 
 @pytest.fixture(scope="module")
 def saved(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """By case: the folder of a tag, and the losses of the steps after it."""
-    found: Saved = {}
-    for case, arguments in CASES.items():
+    """Of a case, which is saved when first asked for: the tag's folder, the losses after it."""
+
+    @functools.cache
+    def save_case(case: str) -> tuple[Path, list[float]]:
         path = tmp_path_factory.mktemp("autoep")
-        losses = engines.run(save, path, *arguments)[0]
-        found[case] = path / (path / "latest").read_text(), losses
-    return found
+        losses = engines.run(save, path, *CASES[case])[0]
+        return path / (path / "latest").read_text(), losses
+
+    return save_case
 
 
+@pytest.mark.thin("stage 2, one expert each", "stage 3")
 @pytest.mark.parametrize("case", [case for case in CASES if "frozen" not in case])
 def test_every_tensor_equals_what_deepspeed_converts(
     saved: Saved, engines: Ranks, tmp_path: Path, case: str
 ) -> None:
-    path, _ = saved[case]
+    path, _ = saved(case)
     engines.run(convert, path, tmp_path / "universal")
     for prefix in ("model.", "optim."):
         assert main(["diff", str(path), str(tmp_path / "universal"), "--prefix", prefix]) == 0
     assert loaded_whole(path)["model.layers.1.mlp.experts.w3"].shape == (EXPERTS, INNER, HIDDEN)
 
 
+@pytest.mark.thin("stage 2, one expert each", "stage 3")
 @pytest.mark.parametrize("case", [case for case in CASES if "frozen" not in case])
 def test_training_continues_with_all_experts_on_one_rank(
     saved: Saved, worlds: Worlds, case: str
 ) -> None:
-    path, expected = saved[case]
+    path, expected = saved(case)
     assert worlds.run(1, resume_plain, path)[0] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.thin("stage 2, one expert each-2-1", "stage 3-1-4")
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 4), (2, 1), (1, 2)])
 @pytest.mark.parametrize("case", ["stage 2, one expert each", "stage 3"])
 def test_deepspeed_resumes_with_other_experts_on_each_rank(
     saved: Saved, engines: Ranks, tmp_path: Path, case: str, stage: int, ranks: int
 ) -> None:
-    path, expected = saved[case]
+    path, expected = saved(case)
     target = tmp_path / "universal"
     assert main(["convert", str(path), str(target), "--to", "universal"]) == 0
     for losses in engines.run(resume_engine, target, stage, ranks):
@@ -84,7 +90,7 @@ def test_deepspeed_resumes_with_other_experts_on_each_rank(
 
 
 def test_rules_may_say_how_ranks_share_experts(saved: Saved) -> None:
-    path, _ = saved["stage 1"]
+    path, _ = saved("stage 1")
     rules = ".*experts.* shard(0) transpose(1, 2)\n.* unique"
     key = "model.layers.0.mlp.experts.w2"
     state = {key: torch.empty(EXPERTS, INNER, HIDDEN)}
@@ -93,7 +99,7 @@ def test_rules_may_say_how_ranks_share_experts(saved: Saved) -> None:
 
 
 def test_frozen_experts_are_those_of_their_files(saved: Saved) -> None:
-    path, _ = saved["stage 1, frozen"]
+    path, _ = saved("stage 1, frozen")
     loaded = loaded_whole(path)
     frozen = "layers.1.mlp.experts.w2"
     assert f"optim.state.{frozen}.exp_avg" not in loaded
@@ -108,7 +114,7 @@ def copied(saved: Saved, tmp_path: Path) -> Callable[[str], Path]:
     """Copies a checkpoint, to be changed."""
 
     def copy(case: str) -> Path:
-        return Path(shutil.copytree(saved[case][0], tmp_path / "tag"))
+        return Path(shutil.copytree(saved(case)[0], tmp_path / "tag"))
 
     return copy
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +46,27 @@ CASES = {
     "a frozen expert on each rank": (2, 2, False, 1),
 }
 
-Saved = dict[str, tuple[Path, list[float], dict[str, torch.Tensor]]]
+Saved = Callable[[str], tuple[Path, list[float], dict[str, torch.Tensor]]]
 
 
 @pytest.fixture(scope="module")
 def saved(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """By case: a checkpoint, the losses of the steps after it, and the tensors of all ranks."""
-    found: Saved = {}
-    for case, arguments in CASES.items():
+    """Of a case, saved when first asked for: the folder, the losses after it, all tensors."""
+
+    @functools.cache
+    def save_case(case: str) -> tuple[Path, list[float], dict[str, torch.Tensor]]:
         path = tmp_path_factory.mktemp("experts")
-        tensors: dict[str, torch.Tensor] = {}
-        results = engines.run(save_experts, path, *arguments)
-        for _, of_rank in results:
-            tensors.update(of_rank)
-        found[case] = path, results[0][0], tensors
-    return found
+        results = engines.run(save_experts, path, *CASES[case])
+        tensors = {fqn: tensor for _, of_rank in results for fqn, tensor in of_rank.items()}
+        return path, results[0][0], tensors
+
+    return save_case
 
 
+@pytest.mark.thin(FOUR, "a frozen expert on each rank")
 @pytest.mark.parametrize("case", CASES)
 def test_all_experts_are_loaded_by_their_numbers_in_the_layer(saved: Saved, case: str) -> None:
-    path, _, expected = saved[case]
+    path, _, expected = saved(case)
     assert len(expected) == LAYERS * (3 + EXPERTS * 5)
     loaded = loaded_whole(path)
     assert_same({fqn: value for fqn, value in loaded.items() if fqn in expected}, expected)
@@ -72,21 +75,23 @@ def test_all_experts_are_loaded_by_their_numbers_in_the_layer(saved: Saved, case
     assert len(states) == LAYERS * (3 + 3 * (EXPERTS if frozen is None else EXPERTS - ranks))
 
 
+@pytest.mark.thin(FOUR, "a frozen expert on each rank")
 @pytest.mark.parametrize("case", CASES)
 def test_training_continues_with_all_experts_on_one_rank(
     saved: Saved, worlds: Worlds, case: str
 ) -> None:
-    path, expected, _ = saved[case]
+    path, expected, _ = saved(case)
     _, ranks, _, frozen = CASES[case]
     losses = worlds.run(1, resume_on_one_rank, path, ranks, frozen)[0]
     assert losses == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.thin("2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_deepspeed_resumes_with_all_experts_on_each_rank_from_a_universal_folder(
     saved: Saved, worlds: Worlds, tmp_path: Path, ranks: int
 ) -> None:
-    path, expected, _ = saved[FOUR]
+    path, expected, _ = saved(FOUR)
     target = tmp_path / "universal"
     assert main(["convert", str(path), str(target), "--to", "universal"]) == 0
     for losses in worlds.run(ranks, resume_engine, target):
@@ -96,7 +101,7 @@ def test_deepspeed_resumes_with_all_experts_on_each_rank_from_a_universal_folder
 @pytest.fixture
 def copied(saved: Saved, tmp_path: Path) -> Path:
     """A copy of a checkpoint, to be changed."""
-    path, _, _ = saved[FOUR]
+    path, _, _ = saved(FOUR)
     return Path(shutil.copytree(path / (path / "latest").read_text(), tmp_path / "tag"))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,16 +31,19 @@ pytestmark = [
 ]
 
 
+Saved = Callable[[int], tuple[Path, list[float]]]
+
+
 @pytest.fixture(scope="module")
-def tensor_parallel(
-    engines: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, tuple[Path, list[float]]]:
-    """By ZeRO stage: a checkpoint of 2 x 2 ranks, and the losses of the steps after it."""
-    saved = {}
-    for stage in (1, 3):
+def tensor_parallel(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Of a ZeRO stage: a checkpoint of 2 x 2 ranks, and the losses of the steps after it."""
+
+    @functools.cache
+    def save_stage(stage: int) -> tuple[Path, list[float]]:
         path = tmp_path_factory.mktemp("tensor") / str(stage)
-        saved[stage] = path, engines.run(save_tensor_parallel, path, stage)[0]
-    return saved
+        return path, engines.run(save_tensor_parallel, path, stage)[0]
+
+    return save_stage
 
 
 def merged_by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
@@ -52,11 +57,12 @@ def merged_by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.thin("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensor_parallel_ranks_are_united_as_deepspeed_unites_them(
-    engines: Ranks, tensor_parallel: dict[int, tuple[Path, list[float]]], stage: int
+    engines: Ranks, tensor_parallel: Saved, stage: int
 ) -> None:
-    path, _ = tensor_parallel[stage]
+    path, _ = tensor_parallel(stage)
     engines.run(convert, path / (path / "latest").read_text(), path / "universal")
     expected = merged_by_deepspeed(path / "universal")
     expected.pop("model.scale", None)
@@ -67,27 +73,29 @@ def test_tensor_parallel_ranks_are_united_as_deepspeed_unites_them(
     assert_same(loaded, expected)
 
 
+@pytest.mark.thin("1-1", "3-2")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_continues_with_fsdp2_on_other_ranks(
-    tensor_parallel: dict[int, tuple[Path, list[float]]], worlds: Worlds, stage: int, ranks: int
+    tensor_parallel: Saved, worlds: Worlds, stage: int, ranks: int
 ) -> None:
-    path, expected = tensor_parallel[stage]
+    path, expected = tensor_parallel(stage)
     for losses in worlds.run(ranks, resume_fsdp, path):
         assert losses == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.thin("1-2-4", "3-1-2")
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 4)])
 @pytest.mark.parametrize("source", [1, 3])
 def test_tensor_parallel_engines_resume_from_a_universal_folder(
-    tensor_parallel: dict[int, tuple[Path, list[float]]],
+    tensor_parallel: Saved,
     engines: Ranks,
     tmp_path: Path,
     source: int,
     stage: int,
     ranks: int,
 ) -> None:
-    path, expected = tensor_parallel[source]
+    path, expected = tensor_parallel(source)
     target = tmp_path / "universal"
     assert main(["convert", str(path), str(target), "--to", "universal"]) == 0
     for losses in engines.run(resume_tensor_parallel, target, stage, ranks):
@@ -95,9 +103,9 @@ def test_tensor_parallel_engines_resume_from_a_universal_folder(
 
 
 def test_the_patterns_give_what_the_affine_map_gives(
-    tensor_parallel: dict[int, tuple[Path, list[float]]], tmp_path: Path
+    tensor_parallel: Saved, tmp_path: Path
 ) -> None:
-    path, _ = tensor_parallel[1]
+    path, _ = tensor_parallel(1)
     folder = path / (path / "latest").read_text()
     for file in folder.iterdir():
         if file.name.endswith("model_states.pt"):

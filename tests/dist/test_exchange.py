@@ -91,6 +91,7 @@ def load_replicas(path: Path, together: bool, fast: bool, by: str = "memory") ->
     return read_nbytes("read_bytes") - before
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("by", ["memory", "wire"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])

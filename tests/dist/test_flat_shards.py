@@ -83,6 +83,7 @@ def load_flat(path: Path, seed: int, reader: str, planner: type[DefaultLoadPlann
     assert_same(whole, full)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     ("writer", "save_planner"),
     [("fast", FastSavePlanner), ("fast", DefaultSavePlanner), ("stock", FastSavePlanner)],

@@ -111,6 +111,7 @@ def in_order(full: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
+@pytest.mark.thin("hybrid", "flat", "orig")
 @pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 def test_flat_shards_save_and_load_what_fsdp1_gathers(
     worlds: Worlds, tmp_path: Path, kind: str
@@ -128,6 +129,7 @@ def test_flat_shards_save_and_load_what_fsdp1_gathers(
     assert {n for n in names[0] if not n.startswith("config")} == set(names[1])
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("kind", ["orig", "flat"])
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 4)])
 def test_flat_shards_load_on_another_number_of_ranks(
@@ -140,6 +142,7 @@ def test_flat_shards_load_on_another_number_of_ranks(
         assert_same(in_order(each), in_order(expected[0]))
 
 
+@pytest.mark.thin("plain", "fsdp2")
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2"])
 def test_flat_shards_load_into_other_layouts(worlds: Worlds, tmp_path: Path, layout: str) -> None:
     expected = worlds.run(3, save_flat, "flat", tmp_path, "fast", FastSavePlanner)

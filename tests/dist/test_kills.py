@@ -36,6 +36,7 @@ def test_kills_around_the_commit_are_told_apart(tmp_path: Path, seed: int) -> No
 
 
 @needs_stops
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_campaign_notices_a_writer_that_removes_the_old_checkpoint_first(
     tmp_path: Path, seed: int
@@ -74,6 +75,7 @@ def test_a_few_kills_leave_the_base_of_a_save_whole(tmp_path: Path, seed: int, f
 
 
 @needs_stops
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_campaign_notices_a_writer_that_moves_files_out_of_the_base(
     tmp_path: Path, seed: int

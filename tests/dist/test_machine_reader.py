@@ -121,6 +121,7 @@ def saved(worlds: Worlds, tmp_path: Path) -> Path:
     return tmp_path / "step"
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("planner", LOAD_PLANNERS)
 @pytest.mark.parametrize(
     ("machines", "ranks", "placement", "pays"),
@@ -173,6 +174,7 @@ def load_some(folders: Sequence[Path], names_of: Mapping[int, Sequence[str]], pl
         assert_same(state["replicated"], {name: whole[name] for name in names})
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("planner", LOAD_PLANNERS)
 @pytest.mark.parametrize(
     "names_of",

@@ -101,6 +101,7 @@ def saved(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(("by", "other"), [("fast", "fast"), ("fast", "stock"), ("stock", "fast")])
 @pytest.mark.parametrize("axis", [0, 1])
@@ -119,6 +120,7 @@ def load_keys(path: Path, by: str, axis: int) -> None:
         assert_same(loaded[key], shard(key, axis).data)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize(("by", "other"), [("fast", "fast"), ("fast", "stock"), ("stock", "fast")])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_tensors_load_on_another_number_of_ranks(

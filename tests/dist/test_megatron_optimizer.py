@@ -126,7 +126,7 @@ RESHARDED = {
 }
 
 
-@pytest.mark.thin("fewer data-parallel ranks", "data in place of tensor parallelism")
+@pytest.mark.thin("data in place of tensor parallelism")
 @pytest.mark.parametrize("case", RESHARDED)
 def test_a_distributed_optimizer_resumes_at_another_layout(
     case: str, worlds: Worlds, tmp_path: Path

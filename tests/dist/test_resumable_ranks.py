@@ -91,6 +91,7 @@ def replicated() -> dict[str, Any]:
     return {f"w{i}": full_value(f"{i}", (300, 50 + i), torch.float32) for i in range(7)} | {"n": 3}
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("base", [DefaultSavePlanner, FastSavePlanner])
 @pytest.mark.parametrize("mixin", [StoresPlans, BalancesByCount])
 @on_ranks(3)

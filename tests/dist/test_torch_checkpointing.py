@@ -168,6 +168,7 @@ def whole(ranks: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("reshards", [True, False], ids=["resharder", "no resharder"])
 @pytest.mark.parametrize("kind", MESHES)
 def test_every_layout_loads_onto_every_other(

@@ -55,16 +55,21 @@ def state_at(step: int, what: str = "") -> dict[str, Any]:
 
 def stored(path: Path, step: int, readers: Any = READERS) -> float:
     """The one value that the tensor has, for every reader; all others are as they were saved."""
-    values = set()
+    values: set[float] = set()
     for reader in readers.values():
         state = state_at(-7)
         dcp.load(state, storage_reader=reader(path), no_dist=True)
-        values.update(state["model"].pop("w").unique().tolist())
+        values |= extremes(state["model"].pop("w"))
         expected = state_at(step)
         del expected["model"]["w"]
         assert_same(state, expected)
     (value,) = values
     return value
+
+
+def extremes(tensor: torch.Tensor) -> set[float]:
+    """The least and the greatest value, in a fraction of the time of a sort."""
+    return {value.item() for value in tensor.aminmax()}
 
 
 def check(path: Path, step: int, what: str = "", *, world: int | None = None) -> None:
@@ -254,7 +259,7 @@ def test_a_shard_is_stored_whole_from_one_of_its_ranks(path: Path, way: str) -> 
                 loaded = {"w": torch.full(SIZES, -1.0)}
                 dcp.load(loaded, storage_reader=reader(path / str(number)), no_dist=True)
                 for half in loaded["w"].chunk(2):
-                    assert half.unique().tolist() in ([[0.0], [1.0]] if differ else [[0.0]])
+                    assert extremes(half) in ([{0.0}, {1.0}] if differ else [{0.0}])
     assert_warned(lines, 1, "w")
 
 
@@ -271,7 +276,7 @@ def test_safetensors_have_one_ranks_tensor(path: Path, planner: Any) -> None:
             writer = SafetensorsWriter(folder)
             dcp.save(state, storage_writer=writer, planner=planner and planner())
             dist.barrier()
-            assert load_file(folder / "model.safetensors")["w"].unique().numel() == 1
+            assert len(extremes(load_file(folder / "model.safetensors")["w"])) == 1
     assert_warned(lines, 1, "w")
 
 
@@ -343,6 +348,7 @@ def test_one_byte_outside_of_the_sample_is_found_in_the_full_tensor(path: Path, 
         assert_warned(lines, int(is_found and number == 1), "w")
 
 
+@pytest.mark.thin("by_stock_with", "by_an_agent_with")
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("way", WAYS_WITH)
 @on_ranks()
@@ -462,7 +468,7 @@ def test_tensors_that_a_planner_finds_elsewhere_are_not_cut(
             assert chunks_of(path / str(number)) == (2 if is_cut and not what else 1)
     state = {"model": {"w": torch.zeros(SIZES)}}
     dcp.load(state, storage_reader=FastReader(path / "1"), no_dist=True)
-    assert state["model"]["w"].unique().numel() == 1
+    assert len(extremes(state["model"]["w"])) == 1
     assert_warned(lines, int(is_warned_of))
 
 

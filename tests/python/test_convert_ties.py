@@ -78,6 +78,7 @@ def run(*arguments: object) -> int:
     return main(list(map(str, arguments)))
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("source", SAVES)
 def test_tied_weights_are_stored_once_in_safetensors(

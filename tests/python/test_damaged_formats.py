@@ -200,7 +200,7 @@ def test_damage_is_a_typed_error_in_bounded_time_and_memory(
     before = files(root)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     noticed = 0
-    rounds = 200 if full else 12
+    rounds = 200 if full else 6
     for _ in range(rounds):
         if kind == "bytes":
             damage = random_damage(before, rng)

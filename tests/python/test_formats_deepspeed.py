@@ -255,6 +255,7 @@ def refused(path: Path, kind: type[CheckpointError], match: str) -> set[str]:
     return names
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("damage", ["missing", "truncated"])

@@ -225,7 +225,7 @@ def test_saves_to_a_link_that_moves_all_the_time_lose_no_checkpoint(
     moving = threading.Thread(target=move_on)
     moving.start()
     try:
-        for number in range(40 if full else 15):
+        for number in range(40 if full else 6):
             dcp_async_save(state_of(number), storage_writer=FastWriter(link))
             for name in ("a", "b"):
                 check_sound(Location(link.with_name(name)))

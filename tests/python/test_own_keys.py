@@ -125,6 +125,7 @@ def spoil(state: dict[str, Any]) -> None:
     state["schedule"].step()
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("by", ["a run", *LOADS])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad", "LBFGS", "Rprop", "ASGD"])
 def test_training_resumes_from_the_own_state_dicts_of_an_optimizer_and_a_schedule(

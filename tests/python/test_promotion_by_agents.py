@@ -98,6 +98,7 @@ with torch_ckpt.Run(
 """
 
 
+@pytest.mark.thin("raises")
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_a_copy_goes_on_when_training_dies_and_the_next_process_sends_no_file_again(
     tmp_path: Path, how: str

@@ -50,7 +50,7 @@ from torch_ckpt.staging.stager import SnapshotStager
 COMMAND = "python tests/crossed.py"
 TIMEOUT_S = 60  # For a case.
 SHRINKING_S = 60
-PARTS = 7  # Tests of one process, and tests of ranks. A check without --full runs the first 3.
+PARTS = 7  # Tests of one process, and tests of ranks. A check without --full runs the first.
 PART_S, FULL_S = 15, 250  # Seconds of cases of one part: in each check, and in a full one.
 PART_TIMEOUT_S = FULL_S + 2 * TIMEOUT_S + SHRINKING_S
 EXPECTED = "expected.pt"

@@ -32,7 +32,7 @@ namespace torch_ckpt {
 
 inline constexpr char kDirectory[] = "run/step-1";
 inline constexpr char kMetadata[] = ".metadata";
-inline constexpr int64_t kSumBlock = 4096;  // Small enough for several in a file.
+inline constexpr int64_t kVersionSumBlock = 4096;  // Small enough for several in a file.
 
 inline std::string path_of(const std::string& name) { return std::string(kDirectory) + "/" + name; }
 
@@ -122,7 +122,7 @@ inline Result<std::vector<BlockSums>> write_data(FileSystem& fs, const Version& 
   std::vector<std::unique_ptr<SaveJob>> jobs;
   for (const Rank& rank : version.ranks) {
     ASSIGN_OR_RETURN(auto job, SaveJob::start(fs, path_of(rank.file), layout_of(rank.tensors),
-                                              *rank.pool, {.sum_block_nbytes = kSumBlock}));
+                                              *rank.pool, {.sum_block_nbytes = kVersionSumBlock}));
     jobs.push_back(std::move(job));
   }
   for (size_t i = 0; i < version.ranks[0].tensors.size(); ++i) {
