@@ -144,7 +144,8 @@ def main() -> None:
         print(f"{name}: {value}")
     samples = []
     for number in range(-1, options.rounds):
-        for contender in CONTENDERS[number % 5 :] + CONTENDERS[: number % 5]:
+        turn = number % len(CONTENDERS)
+        for contender in CONTENDERS[turn:] + CONTENDERS[:turn]:
             folder = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=options.dir))
             try:
                 sample = train(folder, contender, number, options)

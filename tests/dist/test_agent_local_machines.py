@@ -1,6 +1,6 @@
 """Runs whose agents save to local directories, which the machines do not share.
 
-A machine is told from another by its folder of shared memory, and has a local directory of its own.
+Each folder of shared memory stands for a machine, and has a local directory of its own.
 """
 
 from __future__ import annotations

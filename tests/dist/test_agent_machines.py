@@ -1,6 +1,6 @@
 """Agents of several machines: what they save together, and what each loses, alone or with others.
 
-A machine is told from another by its folder of shared memory; so ranks with folders of their own
+Each folder of shared memory stands for a machine; so ranks with folders of their own
 are on machines of their own, here two of two ranks each.
 """
 

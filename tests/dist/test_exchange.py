@@ -628,7 +628,8 @@ def load_two_at_once(paths: list[Path]) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert errors == []
+    for error in errors:
+        raise error
 
 
 @pytest.mark.parametrize("over_tcp", [False, True])

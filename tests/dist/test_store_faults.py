@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import random
 import socket
 import time
@@ -16,6 +17,7 @@ import obstore
 import pytest
 import torch
 from obstore.store import S3Store
+from states import assert_same
 from store_kills import KillCampaign, RaceCampaign
 from support.radosgw import on_servers
 from support.store_campaigns import (
@@ -44,6 +46,8 @@ from torch_ckpt.filesystems.obstore_client import ObstoreClient
 from torch_ckpt.process_state import PROCESS
 
 pytestmark = pytest.mark.timeout(1200)
+
+OUTAGE_S = 600
 
 
 def draws(seed: int) -> random.Random:
@@ -411,3 +415,41 @@ def test_the_network_is_down_for_a_minute(store_proxy: StoreProxy, store_url: st
     future.result()
     assert steps > 100
     assert loaded(store_url, LARGE) == 2
+
+
+@pytest.mark.slow
+def test_the_directory_of_a_run_is_down_for_ten_minutes(
+    store_proxy: StoreProxy,
+    store_url: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Training goes on with its local directory, with one warning, in bounded memory and disk."""
+    state = {"w": torch.zeros(1 << 20)}
+    options: dict[str, Any] = {"keep_last": 2, "asynchronous": True, "on_failure": "warn"}
+    with torch_ckpt.Run(f"{store_url}/run", local=tmp_path / "local", **options) as run:
+        run.save(1, state)
+        run.wait(promoted=True)
+        store_proxy.down_for(OUTAGE_S)
+        began, step, local_nbytes, memory = time.monotonic(), 1, [], []
+        while time.monotonic() - began < OUTAGE_S:
+            step += 1
+            state["w"] += 1
+            saves = time.monotonic()
+            run.save(step, state)
+            assert time.monotonic() - saves < 1
+            files = [file for file in (tmp_path / "local").rglob("*") if file.is_file()]
+            local_nbytes.append(sum(file.stat().st_size for file in files if file.exists()))
+            memory.append(
+                int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            )
+            time.sleep(5)
+        run.save(step + 1, state)
+        run.wait(promoted=True)
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 1, [r.getMessage() for r in warnings]
+    assert max(local_nbytes) < 4.5 * state["w"].nbytes  # Two to promote, one to keep, one saved.
+    assert max(memory) - memory[len(memory) // 10] < 10 << 20
+    found = {"w": torch.zeros(1 << 20)}
+    assert torch_ckpt.Run(f"{store_url}/run").restore(found) == step + 1
+    assert_same(found, state)

@@ -168,14 +168,14 @@ def test_the_save_to_keep_remains_while_newer_ones_arrive(pair: tuple[Machine, M
     until(lambda: pair[0].stored() == [save, later])
 
 
-def test_what_the_ranks_were_told_is_replicated_stays_until_they_have_decided(
+def test_reported_replicas_stay_until_the_ranks_have_decided(
     pair: tuple[Machine, Machine],
 ) -> None:
     sender, receiver = pair[1], pair[0]
 
-    def told() -> list[Save] | None:
+    def reported() -> list[Save] | None:
         with sender.changed:
-            return sender.replicas.replicated(sender.slots.scan(), 2)
+            return sender.replicas.replicated(sender.slots.scan())
 
     def decide(rank: int, keep: Save) -> None:
         with sender.changed:
@@ -185,14 +185,14 @@ def test_what_the_ranks_were_told_is_replicated_stays_until_they_have_decided(
     sender.replicas.keep = former
     first = sender.fill(0)
     until(lambda: replicated(sender.folder) == [first])
-    assert told() == [first]
+    assert reported() == [first]
     second = sender.fill(1)
     decide(3, former)  # Another rank, of the decision before.
     time.sleep(0.7)
     assert receiver.stored() == [first]
     decide(2, first)
     until(lambda: replicated(sender.folder) == [first, second])
-    assert told() == receiver.stored() == [first, second]
+    assert reported() == receiver.stored() == [first, second]
     decide(2, first)  # Other machines lack the second one.
     third = sender.fill(3)
     until(lambda: replicated(sender.folder) == [first, third])
@@ -232,7 +232,7 @@ def test_a_restarted_agent_goes_on_where_the_former_was(pair: tuple[Machine, Mac
     sender.close()
     successor = Machine(sender.folder, 1)
     with successor.changed:
-        assert successor.replicas.replicated(successor.slots.scan(), 2) == [first, save]
+        assert successor.replicas.replicated(successor.slots.scan()) == [first, save]
         successor.replicas.decided(2, first)
     later = successor.fill(2)
     until(lambda: later in again.stored())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import unittest.mock
 
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -9,10 +10,13 @@ from torch.distributed.checkpoint.planner import LoadPlan
 import torch_ckpt
 from torch_ckpt import FastReader
 
+_patching = threading.Lock()  # Two loads at once would undo each other's patch.
+
 
 class Exchanging(FastReader):
     """Exchanges small checkpoints, too, if the coordinator has one."""
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        with unittest.mock.patch.object(torch_ckpt.storage.exchange, "pays", return_value=True):
+        pays = unittest.mock.patch.object(torch_ckpt.storage.exchange, "pays", return_value=True)
+        with _patching, pays:
             return super().prepare_global_plan(plans)

@@ -391,9 +391,7 @@ class JointSave:
         if self._files.save_id(own[0]["epoch"]) != facts["save_id"]:
             return False
         self._epoch = own[0]["epoch"]
-        if (
-            self._reports is None
-        ):  # An earlier agent has written them, and may have begun to commit.
+        if self._reports is None:  # A former agent wrote the files, and may have begun to commit.
             (self.directory / index_name(facts["save_id"])).discard()
             self._find_before()
             self._has_written(self._reports_of(self._files.node) or [])

@@ -165,11 +165,11 @@ class Manifests:
         """Removes what older saves to local directories have left, except for these saves."""
         if not self.is_apart:
             return
-        folder, kept = self.directory.parent, set(map(_folder_name, live))
+        folder, names_of_live = self.directory.parent, set(map(_folder_name, live))
 
         def clear() -> None:
             for name in folder.names():
-                if name < self.directory.name and name not in kept:
+                if name < self.directory.name and name not in names_of_live:
                     (folder / name).remove_all()
 
         with contextlib.suppress(CheckpointError):  # The next save tries again.

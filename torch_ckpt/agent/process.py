@@ -486,7 +486,7 @@ class Agent:
         return {"kind": Kind.OK}
 
     def _replicated(self, trainer: RankProcess, message: Message) -> Message:
-        saves = self._replicas.replicated(self._slots.scan(), trainer.rank)
+        saves = self._replicas.replicated(self._slots.scan())
         encoded = None if saves is None else [(session.hex(), number) for session, number in saves]
         return {"kind": Kind.SAVES, "saves": encoded, "superseded": self._replicas.superseded}
 

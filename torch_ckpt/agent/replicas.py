@@ -45,7 +45,7 @@ class Replicas:
         options: Callable[[], AgentOptions],
     ) -> None:
         self.keep: Save | None = None
-        self._deciding: int | None = None  # The rank that has asked for marks, to decide on `keep`.
+        self._is_deciding = False  # Whether a rank has asked for marks, to decide on `keep`.
         self._folder, self._run = folder, run
         self._slots, self._changed = slots, changed
         self._options = options
@@ -67,7 +67,7 @@ class Replicas:
             [(host, int(port)) for host, port in state["at"]], state["node"], token
         )
         self._state = state
-        self._deciding = state["rank"]
+        self._is_deciding = True  # Perhaps.
         self._start()
         _log.info("replicating to machine %d", state["buddy"])
 
@@ -130,7 +130,7 @@ class Replicas:
             self._slots,
             self._changed,
             keep=lambda: self.keep,
-            is_deciding=lambda: self._deciding is not None,
+            is_deciding=lambda: self._is_deciding,
             rate=lambda: self._options().replicate_bytes_per_s,
         )
 
@@ -139,23 +139,23 @@ class Replicas:
         """Whether this agent replicates."""
         return self._sender is not None
 
-    def replicated(self, scan: SlotScan, rank: int) -> list[Save] | None:
+    def replicated(self, scan: SlotScan) -> list[Save] | None:
         """Returns the complete saves of this machine of which the buddy has the replica.
 
-        ``None`` if this agent does not replicate. The buddy retains them until ``rank``, which
-        asks, has :meth:`decided`.
+        ``None`` if this agent does not replicate. The buddy retains them until the rank
+        of :meth:`connect` has :meth:`decided`.
         """
         sender = self._sender
         if sender is None:
             return None
-        self._deciding = rank
+        self._is_deciding = True
         return [save for save in scan.complete if sender.is_complete(save)]
 
     def decided(self, rank: int, keep: Save | None) -> None:
         """Sets ``keep``, as the ranks have decided it; ``rank`` is one of them."""
         self.keep = keep
-        if rank == self._deciding:
-            self._deciding = None
+        if self._is_deciding and rank == self._state.get("rank"):
+            self._is_deciding = False
             self._changed.notify_all()
 
     @property
@@ -178,7 +178,7 @@ class Replicas:
         """Ends to send and to receive in this process."""
         ended = self._listeners, self._sender, self._receiver
         self._listeners = self._sender = self._receiver = None
-        self._deciding = None
+        self._is_deciding = False
         for each in ended:
             if each is not None:
                 each.close()

@@ -71,8 +71,9 @@ def _diff(options: argparse.Namespace) -> int:
         }
         print_json(facts)
         return status
-    for found_here in (found.differences, found.unknown):
-        print_table([(what, fqn) for fqn, what in found_here.items()])
+    for reasons in (found.differences, found.unknown):
+        if reasons:
+            print_table([(reason, fqn) for fqn, reason in reasons.items()])
     print(
         f"{found.equal} values are equal, {len(found.differences)} differ, {len(found.unknown)} "
         "cannot be compared"

@@ -217,7 +217,9 @@ def _first_difference(x: Any, y: Any) -> tuple[str, Any, Any]:
             break
         where, x, y = f"{where}[{_short(key)}]", x[key], y[key]
     if isinstance(x, str) and isinstance(y, str):
-        same = next((n for n, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), 0)
+        same = next(
+            (n for n, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y))
+        )
         if same > _SHOWN_BEFORE:
             x, y = (f"...{text[same - _SHOWN_BEFORE :]}" for text in (x, y))
     return f"at {where}: " if where else "", x, y

@@ -145,7 +145,7 @@ def _report_unreadable(checkpoint: Checkpoint, report: Report) -> None:
         if isinstance(why, UnsupportedError):
             report.doubts.append(str(why))
         else:
-            report.damage.append(str(why) if fqn in str(why) else f"{fqn}: {why}")
+            report.damage.append(str(why) if repr(fqn) in str(why) else f"{fqn}: {why}")
             report.fqns.add(fqn)
 
 
@@ -258,7 +258,7 @@ def _check_blocks(
                 if isinstance(error, StorageError) and error.errno != errno.EIO:
                     raise  # The read failed for another reason than damage.
                 fqns = [fqn for _, high, fqn in slices[number] if high > begin]
-                report.fqns.update(fqns)
+                report.fqns.update(fqn for _, _, fqn in slices[number])
                 report.damage.append(f"{name} [{begin}, {nbytes}): {error}: {_named(fqns)}")
                 break
             advance(end - begin)
