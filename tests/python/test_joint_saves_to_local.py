@@ -10,7 +10,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,17 +199,25 @@ def moments(folder: Path, killer: Killer, machine: int) -> int:
     return killer.changes
 
 
+def killed_at_each_moment(
+    folder: Path, killer: Killer, machine: int
+) -> Iterator[tuple[Path, list[Machine]]]:
+    """Yields, for each moment, new machines of which one will be killed then, and their folder."""
+    for moment in range(moments(folder / "first", killer, machine)):
+        at = folder / str(moment)
+        at.mkdir()
+        machines = [Machine(at, m, killer) for m in MACHINES]
+        killer.arm(machine, moment)
+        yield at, machines
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_completed(
     tmp_path: Path, killer: Killer, machine: int
 ) -> None:
-    for moment in range(moments(tmp_path / "first", killer, machine)):
-        folder = tmp_path / str(moment)
-        folder.mkdir()
-        machines = [Machine(folder, m, killer) for m in MACHINES]
-        killer.arm(machine, moment)
+    for folder, machines in killed_at_each_moment(tmp_path, killer, machine):
         save(machines)
-        assert killer.at == -1, f"not killed at {moment}"
+        assert killer.at == -1, f"not killed at {folder.name}"
         check_whole(folder, machines)
         shutil.rmtree(folder)
 
@@ -218,11 +226,7 @@ def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_complete
 def test_a_machine_that_does_not_come_back_fails_the_save_and_removes_nothing_committed(
     tmp_path: Path, killer: Killer, machine: int
 ) -> None:
-    for moment in range(moments(tmp_path / "first", killer, machine)):
-        folder = tmp_path / str(moment)
-        folder.mkdir()
-        machines = [Machine(folder, m, killer) for m in MACHINES]
-        killer.arm(machine, moment)
+    for folder, machines in killed_at_each_moment(tmp_path, killer, machine):
         other = machines[1 - machine]
         _save_until_lost(machines)
         for each in machines:
@@ -373,6 +377,25 @@ def test_a_shared_directory_that_does_not_answer_is_named(
         assert isinstance(machine.error, StorageError)
         assert f"{tmp_path / 'run'}" in str(machine.error)
         assert "does not answer" in str(machine.error)
+
+
+@pytest.mark.parametrize("kind", ["commit", "committed"])
+def test_one_error_of_the_shared_directory_does_not_fail_a_committed_save(
+    tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    put = Manifests.put
+    failures = [StorageError("the store is busy", 5)]
+
+    def fails_once(files: Manifests, what: Any, *args: Any) -> None:
+        if what == kind and failures:
+            raise failures.pop()
+        put(files, what, *args)
+
+    monkeypatch.setattr(Manifests, "put", fails_once)
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    save(machines)
+    assert not failures
+    check_whole(tmp_path, machines)
 
 
 def test_a_withdrawn_save_that_is_committed_remains(tmp_path: Path, killer: Killer) -> None:

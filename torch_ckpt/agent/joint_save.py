@@ -407,9 +407,21 @@ class JointSave:
         publish(files, written, save_id, self._first, self._before)
 
     def _end_commit(self, published: dict[str, set[int]]) -> bool:
-        """Ends the save on this machine, which has committed; returns whether it has ended."""
-        files = self._files
+        """Ends the save on this machine, which has committed; returns whether it has ended.
+
+        A failure of storage does not fail a save that is committed before the deadline.
+        """
         self._may_be_committed = True
+        try:
+            return self._publish_commit(published)
+        except StorageError:
+            if self._is_past_deadline():
+                raise
+            return False  # The next call tries again.
+
+    def _publish_commit(self, published: dict[str, set[int]]) -> bool:
+        """Publishes that this machine has committed; returns whether all others have."""
+        files = self._files
         if self._is_coordinator:
             if files.is_apart and not self._have_all_committed(published):
                 return False

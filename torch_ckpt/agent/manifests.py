@@ -158,8 +158,9 @@ class Manifests:
             return
         # The manifests first: one without an answer to the commit would be waited for.
         self._remove(match[0] for match in self._files() if match[2] == "manifest")
-        with contextlib.suppress(CheckpointError):  # The next save tries again.
-            self._answer(self.directory.remove_all)
+        if not any(match[2] == "manifest" for match in self._files()):
+            with contextlib.suppress(CheckpointError):  # The next save tries again.
+                self._answer(self.directory.remove_all)
 
     def clear_former(self, live: Iterable[Save]) -> None:
         """Removes what older saves to local directories have left, except for these saves."""

@@ -83,6 +83,7 @@ class Saves:
         self._failures: dict[
             Save, Failure
         ] = {}  # Also where a file of the failure cannot be written.
+        self._answers: dict[str, Answers] = {}
         self._last: Location | None = None  # The last checkpoint that this agent has written.
         self.is_running = False
         """Whether a save is in progress."""
@@ -274,7 +275,9 @@ class Saves:
             raise CheckpointError("cannot persist the save: it has no directory")
         directory, shared = Destination.of(snapshot)
         if shared is not None:
-            Answers(shared).get(functools.partial(check_shared, shared, self._folder))
+            # One for all saves: each call to a directory that never answers leaves a thread.
+            answers = self._answers.setdefault(str(shared), Answers(shared))
+            answers.get(functools.partial(check_shared, shared, self._folder))
         claim_directory(directory.parent, self._folder, may_recreate=self._is_live(save))
         return directory
 

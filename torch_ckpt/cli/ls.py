@@ -40,8 +40,8 @@ def add_to(commands: Any) -> None:
         description="Lists the steps of a run, the newest first: size, age, metrics, and whether "
         "its files are present: the step opens, and they have the right lengths; "
         "torch-ckpt verify reads all bytes. In a local directory, from which steps are promoted, "
-        "the list has the steps of the run as well, and where the files of each are; 'part' means that "
-        "other machines have the other files. 'New' are the bytes that no older step has as well. "
+        "the list has the steps of the run as well, and where the files of each are; 'part' means "
+        "that other machines have the other files. 'New' are the bytes that no older step has. "
         "A step that was saved after the run had gone back to "
         "step 300 is marked 'from step 300'. Exit status: 0; 1 if a committed step is damaged; "
         "3 if there is no run.",
