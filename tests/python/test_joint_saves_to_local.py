@@ -232,9 +232,9 @@ def test_a_machine_that_does_not_come_back_fails_the_save_and_removes_nothing_co
         for each in machines:
             if each.id is not None:
                 names = os.listdir(each.step)
-                assert any(name.endswith(".distcp") for name in names), (moment, names)
+                assert any(name.endswith(".distcp") for name in names), (folder.name, names)
         if other.error is None and machine == 1:  # Machine 0 ends as the last one.
-            assert machines[0].id == machines[1].id is not None, moment
+            assert machines[0].id == machines[1].id is not None, folder.name
         # The next save of all machines removes what this one has left.
         killer.arm(machine, -1)
         following = [Machine(folder, m, killer, step=2) for m in MACHINES]
