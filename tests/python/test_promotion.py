@@ -185,7 +185,11 @@ def test_a_damaged_local_step_is_not_promoted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_goes_on_while_the_directory_of_the_run_is_full(
-    tmp_path: Path, small_disk: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    small_disk: Path,
+    asynchronous: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     filler = small_disk / "filler"
     run = Run(
@@ -193,7 +197,6 @@ def test_training_goes_on_while_the_directory_of_the_run_is_full(
         local=tmp_path / "local",
         keep_last=2,
         on_failure="warn",
-        max_failures=100,
         asynchronous=asynchronous,
     )
     filler.write_bytes(bytes(_free(small_disk) - (64 << 10)))
@@ -207,6 +210,9 @@ def test_training_goes_on_while_the_directory_of_the_run_is_full(
     warned = [each for each in caplog.records if "was not promoted" in each.getMessage()]
     assert len(warned) == 1
     assert "No space left" in warned[0].getMessage()
+    monkeypatch.setattr("torch_ckpt.runs.promotion.MIN_OUTAGE_S", 0.0)
+    with pytest.raises(CheckpointError, match=r"was not promoted to .*No space left"):
+        run.save(6, _state(6))
     filler.unlink()
     run.close()  # Tries once more.
     assert _steps(small_disk / "run") == [5, 4]

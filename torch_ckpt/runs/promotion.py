@@ -47,6 +47,10 @@ _END_S = 5.0
 """Time for a promotion to end that was cancelled."""
 
 _POLL_S = 0.5
+
+
+MIN_OUTAGE_S = 1800.0
+"""Time of failures in a row after which they may end training: a store may be down for minutes."""
 """Interval at which the coordinator asks whether the files of other places have arrived."""
 
 _LOG = logging.getLogger("torch_ckpt")
@@ -85,7 +89,7 @@ class Promotion:
     one that is saved when no promotion is in progress, and those that have waited.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
-    or at failure number ``most`` in a row, :meth:`check` raises.
+    or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` raises.
 
     ``run_id`` is the id that both directories have. A directory that another run has taken over is
     neither read nor written.
@@ -122,6 +126,7 @@ class Promotion:
         self._attempt: _Attempt | None = None  # The one in progress.
         self._failure: CheckpointError | None = None  # Why the last promotion failed.
         self._in_a_row = 0
+        self._failing_since = 0.0  # When the first failure in a row was.
         self._removing = threading.Lock()
         self.count = 0
 
@@ -235,7 +240,7 @@ class Promotion:
         self._check_id(self._local.directory)
         with self._changed:
             failure = self._failure
-            if failure is None or not (self._on_failure == "raise" or self._in_a_row >= self._most):
+            if failure is None or self._may_go_on():
                 return
             self._failure = None  # Is raised once.
         raise CheckpointError(str(failure)) from failure  # No failure of the save that asks.
@@ -480,6 +485,11 @@ class Promotion:
             except CheckpointError as error:
                 _LOG.warning("old steps were not removed from %s: %s", directory, error)
 
+    def _may_go_on(self) -> bool:
+        """Returns whether training goes on after failures. Requires: the caller holds the lock."""
+        is_short = time.monotonic() - self._failing_since < MIN_OUTAGE_S
+        return self._on_failure == "warn" and (is_short or self._in_a_row < self._most)
+
     def _failed(self, error: Exception) -> None:
         """Records a failure. The next request tries again."""
         step = None if self._attempt is None else self._attempt.step
@@ -492,8 +502,10 @@ class Promotion:
         with self._changed:
             self._is_requested = False
             self._failure = failure
+            if self._in_a_row == 0:
+                self._failing_since = time.monotonic()
             self._in_a_row += 1
-            if self._on_failure == "raise" or self._in_a_row >= self._most:
+            if not self._may_go_on():
                 return
             self.count += 1
             if self._in_a_row > 1:

@@ -82,6 +82,7 @@ class Run(LastSaves):
             one in the background: ``"raise"``, or ``"warn"`` and let training go on. The former
             step remains, and the next due step is saved.
         max_failures: Number of failures in a row after which :meth:`save` raises in any case.
+            Failed promotions must also have lasted half an hour.
         verify: Condition for a whole step. ``"quick"``: it opens, and its files have the right
             lengths. ``"full"``: all of its bytes are also sound. With ``"full"`` the first rank
             reads all bytes, so ``timeout_s`` must be long enough.
