@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "base/xxh3.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
@@ -201,6 +202,13 @@ void bind_slot(py::module_& module) {
              py::arg("sync"), py::arg("items"), py::arg("paths"), py::arg("extents"));
   module.def("slot_nbytes", &Slot::needed_nbytes, py::arg("table_nbytes"),
              py::arg("payload_nbytes"));
+  module.def(
+      "xxh3",
+      [](const py::buffer& data) {
+        const py::buffer_info info = data.request();
+        return without_gil([&] { return xxh3(bytes_of(info)); });
+      },
+      py::arg("data"));
 }
 
 }  // namespace torch_ckpt

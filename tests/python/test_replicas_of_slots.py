@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -330,7 +329,7 @@ def test_a_block_that_is_not_sound_makes_no_replica(
     pair: tuple[Machine, Machine], block: str
 ) -> None:
     data = os.urandom(8192)
-    head = HEAD.pack(8192, zlib.crc32(data) ^ (block == "wrong checksum"))
+    head = HEAD.pack(8192, _native.xxh3(data) ^ (block == "wrong checksum"))
     if block == "too long":
         head = HEAD.pack(1 << 31, 0)
     with connected(pair[0]) as connection:

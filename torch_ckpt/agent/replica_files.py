@@ -1,6 +1,6 @@
 """The files of replicas: slots of another machine, with a checksum of each block.
 
-A replica is a copy of a slot, in the same form, so the same reader opens it. The CRC-32 of each of
+A replica is a copy of a slot, in the same form, so the same reader opens it. The XXH3-64 of each of
 its blocks follow, and a trailer at the end of the file. A replica counts only once those of all
 ranks of its machine are complete.
 """
@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +41,8 @@ GENERATIONS = 2
 _COMPLETE = b"COMPLETE"  # The first bytes of a complete slot; see csrc/format/FORMAT.md.
 _PAYLOAD_AT = 144  # Where a slot has begin and length of its payload.
 _PAYLOAD = struct.Struct("<2q")
-_TRAILER = struct.Struct("<8s2qI4x")  # Magic, bytes per block, bytes of the slot, CRC-32 of sums.
-_MAGIC = b"TCREPL\r\n"
+_TRAILER = struct.Struct("<8s2qQ")  # Magic, bytes per block, bytes of the slot, XXH3 of sums.
+_MAGIC = b"TCREP2\r\n"
 _NAME = re.compile(r"replica-(\d+)-rank-(\d+)\.(\d+)")
 
 
@@ -105,7 +104,7 @@ def _sums_at(slot_nbytes: int) -> int:
 
 
 def _sums_nbytes(slot_nbytes: int) -> int:
-    return 4 * -(-slot_nbytes // BLOCK_NBYTES)
+    return 8 * -(-slot_nbytes // BLOCK_NBYTES)
 
 
 @dataclass
@@ -141,9 +140,9 @@ class ReplicaFile:
 
     def finish(self, sums: Sequence[int]) -> None:
         """Stores the checksums of all blocks."""
-        encoded = struct.pack(f"<{len(sums)}I", *sums)
+        encoded = struct.pack(f"<{len(sums)}Q", *sums)
         at = _sums_at(self.slot_nbytes)
-        trailer = _TRAILER.pack(_MAGIC, BLOCK_NBYTES, self.slot_nbytes, zlib.crc32(encoded))
+        trailer = _TRAILER.pack(_MAGIC, BLOCK_NBYTES, self.slot_nbytes, _native.xxh3(encoded))
         with memoryview(self.memory) as view:
             view[at : at + len(encoded)] = encoded
             view[len(view) - len(trailer) :] = trailer
@@ -162,7 +161,7 @@ def verify_replica(path: Path, part: int = 0, parts: int = 1) -> None:
     """
     with memoryview(_native.Slot.open(os.fsencode(path), False)) as view:
         for begin, end, expected in _share(_blocks(path, view), part, parts):
-            if zlib.crc32(view[begin:end]) != expected:
+            if _native.xxh3(view[begin:end]) != expected:
                 raise CorruptionError(
                     f"cannot load replica {path}: the {end - begin} bytes at {begin} do not have "
                     "their checksum"
@@ -184,8 +183,8 @@ def _blocks(path: Path, view: memoryview) -> list[tuple[int, int, int]]:
     is_sound = magic == _MAGIC and block_nbytes == BLOCK_NBYTES
     if is_sound and slot_nbytes > 0 and at + nbytes <= len(view) - _TRAILER.size:
         encoded = bytes(view[at : at + nbytes])
-        if zlib.crc32(encoded) == sum_of_sums:
-            sums = struct.unpack(f"<{nbytes // 4}I", encoded)
+        if _native.xxh3(encoded) == sum_of_sums:
+            sums = struct.unpack(f"<{nbytes // 8}Q", encoded)
             return [
                 (begin, end, expected)
                 for (begin, end), expected in zip(slot_blocks(slot_nbytes), sums, strict=True)

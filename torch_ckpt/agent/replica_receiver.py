@@ -8,10 +8,10 @@ import logging
 import os
 import socket
 import threading
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Kind, Message, failure_of, receive, send
 from torch_ckpt.agent.replica_files import (
@@ -207,7 +207,7 @@ class ReplicaReceiver:
                     # The first bytes would mark the replica as complete.
                     block = memoryview(bytearray(nbytes)) if not begin else view[begin:end]
                     receive_into(connection, block)
-                    if zlib.crc32(block) != expected:
+                    if _native.xxh3(block) != expected:
                         raise CorruptionError(
                             f"the {nbytes} bytes at {begin} of {file.path.name} do not have their "
                             "checksum"

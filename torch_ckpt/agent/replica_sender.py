@@ -9,7 +9,6 @@ import re
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +210,7 @@ class ReplicaSender:
                 with memoryview(slot.memory) as view:
                     for begin, end in slot_blocks(slot.nbytes):
                         block = view[begin:end]
-                        head = HEAD.pack(len(block), zlib.crc32(block))
+                        head = HEAD.pack(len(block), _native.xxh3(block))
                         send_block(connection, [head, block], is_overtaken)
                         pace.wait(len(block), is_overtaken)
             if is_overtaken():  # Else no block was changed before it was sent.

@@ -1,9 +1,9 @@
 """The connection between the agents of two machines: blocks with checksums, after a message.
 
 The sender connects and sends the secret of the receiver. For each save it sends a message, waits
-for the answer, and sends the blocks of all slots. A block has a head of 8 bytes, little-endian: its
-length and its CRC-32. After all blocks, a length of 0 and the number 1 end the save. If the sender
-abandons a save, it closes the connection.
+for the answer, and sends the blocks of all slots. A block has a head of 12 bytes, little-endian:
+its length and its XXH3-64. After all blocks, a length of 0 and the number 1 end the save. If the
+sender abandons a save, it closes the connection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "wait_readable",
 ]
 
-HEAD = struct.Struct("<2I")
+HEAD = struct.Struct("<IQ")
 ALL_SENT = HEAD.pack(0, 1)
 
 IO_TIMEOUT_S = 30.0
