@@ -38,6 +38,7 @@ _MAX_MARKS = 16
 _MIN_POLL_S, _MAX_POLL_S = 0.05, 1.0
 """Poll interval for files of other machines; grows, to spare a busy file server."""
 
+_DIGITS = re.compile(r"\d+")
 _DONE = re.compile(r"done-([0-9a-f]{32})-(\d+)")
 
 
@@ -296,8 +297,10 @@ class Saves:
         return differences
 
     def _writing(self, directory: Location) -> Writing:
-        """Returns how to write a save: the base is the last one that this agent has written."""
+        """Returns how to write a save: the base is the last one that was written."""
         options = self._options()
+        if self._last is None and options.reuse:
+            self._last = _newest_beside(directory)  # A former agent wrote it.
         base = self._last
         if base is not None and str(base) == str(directory):
             base = None
@@ -316,6 +319,19 @@ class Saves:
         for old in sorted(self._done)[:-_MAX_MARKS]:
             self._done.discard(old)
             done_mark(self._folder, old).unlink(missing_ok=True)
+
+
+def _newest_beside(directory: Location) -> Location | None:
+    """Returns the checkpoint beside another that was committed last, of the names with a number."""
+    found = []
+    with contextlib.suppress(CheckpointError):  # Then the save has no base.
+        for name in directory.parent.names():
+            if _DIGITS.sub("0", name) == _DIGITS.sub("0", directory.name) != directory.name:
+                path = directory.parent / name
+                committed_s = (path / ".metadata").modified_s()
+                if committed_s is not None:
+                    found.append((committed_s, name))
+    return directory.parent / max(found)[1] if found else None
 
 
 def _progress(pending: dict[Save, _PendingSave]) -> list[tuple[Save, tuple[bool, bool]]]:
