@@ -3,7 +3,7 @@
 Each machine is a rank with a folder of shared memory, and an agent, of its own. The ranks save
 shards, and wait until all buddies have them. Then all ranks are killed, and new ones restore: on
 the same machines, or with a new one in the place of one whose agent and memory are gone. The cases
-take turns; a round before the others does not count. Takes 2 minutes, and `--gib` of /dev/shm four
+take turns; a round before the others does not count. Takes 6 minutes, and `--gib` of /dev/shm four
 times:
 
     python benchmarks/bench_buddy.py --json result.json
@@ -145,7 +145,7 @@ def restart(case: str, number: int, options: argparse.Namespace) -> Sample:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
