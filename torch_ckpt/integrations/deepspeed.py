@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine import (
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,
-    TorchCheckpointEngine,
 )
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from torch_ckpt.coordination.background import SaveFuture, SaveThread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of

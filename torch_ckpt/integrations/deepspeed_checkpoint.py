@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -32,11 +32,8 @@ _LATEST = "latest"
 _SUFFIX = ".pt"
 
 
-class _Report(NamedTuple):
-    """What one rank has written: whether into the folder, and files beside it with their names."""
-
-    has_files: bool
-    beside: Sequence[tuple[Location, Location]]
+_Report = tuple[bool, list[tuple[str, str]]]
+"""Whether a rank has written into the folder; hidden and final names of its files elsewhere."""
 
 
 class DeepSpeedCheckpoint:
@@ -183,22 +180,22 @@ class DeepSpeedCheckpoint:
             self._write(target, value)
             del value, self._waiting[0]
             staged.release()
-        return _Report(self._has_files, self._beside)
+        return self._has_files, [(str(one), str(other)) for one, other in self._beside]
 
     def _commit(self, reports: Sequence[_Report]) -> None:
         assert self._hidden is not None
         _sync(self._hidden)
         claim_commit()
         replaced = None
-        if any(report.has_files for report in reports):
+        if any(has_files for has_files, _ in reports):
             if self.folder.is_directory():
                 _carry_over(self.folder, self._hidden)
             replaced = replace_directory(self._hidden, self.folder)
             self.folder.parent.sync()
             self._hidden = replaced
-        for unpublished, path in (pair for report in reports for pair in report.beside):
-            unpublished.rename(path)
-            path.parent.sync()
+        for unpublished, path in (pair for _, pairs in reports for pair in pairs):
+            Location(unpublished).rename(Location(path))
+            Location(path).parent.sync()
         if self._saves_latest:
             (self.directory / _LATEST).replace(self._tag.encode(), sync=True)
             self.directory.sync()
