@@ -72,17 +72,23 @@ def save_both(kind: str, asynchronous: bool, stock: Path, path: Path) -> None:
     engine.save_checkpoint(str(stock), client_state=client)
     checkpoints = attach(engine, asynchronous=asynchronous)
     assert engine.save_checkpoint(str(path), client_state=client)
-    expected = train(1)
+    continued = train(1)
     if asynchronous:
         checkpoints.wait()
     engine.destroy()
-    engine, train = ENGINES[kind]()
-    attach(engine, asynchronous=asynchronous)
-    found, loaded = engine.load_checkpoint(str(path))
-    assert found is not None
-    assert {name: loaded[name] for name in CLIENT} == CLIENT
-    assert train(1) == expected
-    engine.destroy()
+    results = []
+    for folder in (stock, path):
+        engine, train = ENGINES[kind]()
+        if folder == path:
+            attach(engine, asynchronous=asynchronous)
+        found, loaded = engine.load_checkpoint(str(folder))
+        assert found is not None
+        assert {name: loaded[name] for name in CLIENT} == CLIENT
+        results.append(train(1))
+        engine.destroy()
+    assert results[0] == results[1]
+    # DeepSpeed itself does not resume experts exactly.
+    assert kind.startswith("experts") or results[1] == continued, (results, continued)
 
 
 class Plain(nn.Module):

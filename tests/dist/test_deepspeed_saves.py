@@ -131,7 +131,7 @@ def kill(path: Path, rng: random.Random, asynchronous: bool, ours: bool, tag: st
     with Ranks(2) as ranks:
 
         def strike() -> None:
-            until((path / "saved").exists, 60)
+            until((path / "latest").exists, 60)
             threading.Event().wait(after_s)
             for victim in victims:
                 os.kill(ranks.pids[victim], signal.SIGKILL)
@@ -141,12 +141,16 @@ def kill(path: Path, rng: random.Random, asynchronous: bool, ours: bool, tag: st
         with pytest.raises(RankError):
             ranks.run(save_until_killed, path, asynchronous, ours, tag)
         striker.join(60)
-    return int((path / "saved").read_text() or 0)
+    saved = path / "saved"
+    return int(saved.read_text() or 0) if saved.exists() else 0
 
 
 def assert_equal(ours: Any, theirs: Any, where: str) -> None:
-    """Equal, also in the types and strides of everything within."""
-    assert type(ours) is type(theirs), f"{where}: {type(ours)}, {type(theirs)}"
+    """Equal, also in the types and strides of everything within.
+
+    Where DeepSpeed clones what it saves, it makes tuples of sizes.
+    """
+    assert isinstance(ours, type(theirs)), f"{where}: {type(ours)}, {type(theirs)}"
     if isinstance(theirs, torch.Tensor):
         assert ours.dtype == theirs.dtype and ours.size() == theirs.size(), where
         assert ours.stride() == theirs.stride(), where
