@@ -30,7 +30,9 @@ FLOOR = "the floor"  # Copies the tensors.
 Samples = dict[tuple[str, str], list[dict[str, float]]]  # By task and contender.
 
 
-def measure(directory: Path, ranks: int, stage: int, gib: float, rounds: int) -> tuple[int, Samples]:
+def measure(
+    directory: Path, ranks: int, stage: int, gib: float, rounds: int
+) -> tuple[int, Samples]:
     """Saves in turns, after one save of each that is not counted."""
     found: Samples = {}
     with RankGroup(ranks, directory, timeout_s=TIMEOUT_S, program="deepspeed_rank.py") as group:
@@ -82,15 +84,16 @@ def main() -> None:
             for (task, name), each in found.items():
                 key = next(k for k in ("stop_s", "wall_s", "copy_s") if k in each[0])
                 values = [sample[key] for sample in each]
-                rows.append([f"{stage}", task, name, f"{min(values):.3f} / {median(each, key):.3f}"])
+                rows.append(
+                    [f"{stage}", task, name, f"{min(values):.3f} / {median(each, key):.3f}"]
+                )
                 samples.append({"stage": stage, "task": task, "contender": name, "samples": each})
             pairs = zip(found["save", DEEPSPEEDS], found["save", OURS], strict=True)
             factor = statistics.median(theirs["wall_s"] / ours["wall_s"] for theirs, ours in pairs)
             what = f"ZeRO-{stage}: save, times as fast"
             bars.append(Bar(what, factor, 2.0, "x", at_least=True))
-            copied = median(found["async save", OURS], "stop_s") / median(
-                found["copy", FLOOR], "copy_s"
-            )
+            stops = zip(found["async save", OURS], found["copy", FLOOR], strict=True)
+            copied = statistics.median(stop["stop_s"] / copy["copy_s"] for stop, copy in stops)
             what = f"ZeRO-{stage}: stop of an async save, times a copy"
             bars.append(Bar(what, copied, 1.25, " times", at_least=False))
     finally:

@@ -136,14 +136,16 @@ def value_of(path: Path) -> int:
     return int(model["value"])
 
 
-def save_until_killed(path: Path, asynchronous: bool, ours: bool, tag: str | None) -> None:
+def save_until_killed(
+    path: Path, first: int, asynchronous: bool, ours: bool, tag: str | None
+) -> None:
     """Saves one value after the other, until something kills this rank."""
     from torch_ckpt.integrations.deepspeed import attach
 
     engine = plain_engine()
     if ours:
         attach(engine, asynchronous=asynchronous)
-    for value in range(1, 100_000):
+    for value in range(first, first + 100_000):
         fill(engine, value)
         engine.save_checkpoint(str(path), tag=tag or f"step{value}", client_state={"value": value})
         if dist.get_rank() == 0:
@@ -224,5 +226,3 @@ def refuse_other_engines() -> None:
     with pytest.raises(UnsupportedError, match="use_node_local_storage"):
         attach(engine)
     engine.destroy()
-
-

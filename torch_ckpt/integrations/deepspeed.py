@@ -258,7 +258,10 @@ def attach(
     ours = FastCheckpointEngine(asynchronous=asynchronous, io=io, timeout_s=timeout_s)
     engine.checkpoint_engine = ours
     # Weak: otherwise only the garbage collector would destroy the engine.
-    save, load = weakref.WeakMethod(engine.save_checkpoint), weakref.WeakMethod(engine.load_checkpoint)
+    save, load = (
+        weakref.WeakMethod(engine.save_checkpoint),
+        weakref.WeakMethod(engine.load_checkpoint),
+    )
 
     def save_checkpoint(*arguments: Any, **options: Any) -> Any:
         try:

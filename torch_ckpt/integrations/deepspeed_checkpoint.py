@@ -89,6 +89,8 @@ class DeepSpeedCheckpoint:
         parent = self.folder.parent
         parent.create_directories()
         remove_abandoned(parent, self.folder.name)
+        for directory in {parent, self.directory}:
+            remove_abandoned(directory)
         self._hidden = temporary(self.folder, TMP)
         self._hidden.create_directories()
         return self._hidden.name
@@ -162,9 +164,7 @@ class DeepSpeedCheckpoint:
         partial = target.with_name(f".{secrets.token_hex(8)}")
         if target.parent != self._folder:
             target.parent.create_directories()
-        pool = _native.BufferPool(
-            self._io.buffer_nbytes, self._io.block_nbytes(target.file_system)
-        )
+        pool = _native.BufferPool(self._io.buffer_nbytes, self._io.block_nbytes(target.file_system))
         try:
             write_value(partial, value, pool=pool, io=self._io, niceness=self._niceness)
             partial.rename(target)
@@ -182,6 +182,16 @@ class DeepSpeedCheckpoint:
             staged.release()
         return self._has_files, [(str(one), str(other)) for one, other in self._beside]
 
+    def _move_latest(self) -> None:
+        latest = self.directory / _LATEST
+        unpublished = temporary(latest, TMP)
+        try:
+            unpublished.write(self._tag.encode(), sync=True)
+            unpublished.rename(latest)
+            self.directory.sync()
+        finally:
+            unpublished.discard()
+
     def _commit(self, reports: Sequence[_Report]) -> None:
         assert self._hidden is not None
         _sync(self._hidden)
@@ -197,8 +207,7 @@ class DeepSpeedCheckpoint:
             Location(unpublished).rename(Location(path))
             Location(path).parent.sync()
         if self._saves_latest:
-            (self.directory / _LATEST).replace(self._tag.encode(), sync=True)
-            self.directory.sync()
+            self._move_latest()
 
 
 def _sync(folder: Location) -> None:

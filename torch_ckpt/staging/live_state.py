@@ -1,4 +1,4 @@
-"""A copy of a state dict whose tensors use the memory of training, each only what it needs of it."""
+"""Copies a state dict except for its tensors, which are in the memory of training."""
 
 from __future__ import annotations
 
