@@ -27,6 +27,8 @@ from ranks import RankError, Ranks, Worlds
 from states import assert_same
 from waits import until
 
+from torch_ckpt.cli.main import main
+
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
@@ -62,7 +64,9 @@ def test_tools_of_deepspeed_read_the_files(worlds: Worlds, tmp_path: Path, stage
     worlds.run(2, save_both, f"zero-{stage}-fp32", True, stock, path)
     ours, theirs = (worlds.run(2, merged_by_deepspeed, each)[0] for each in (path, stock))
     assert_same(ours, theirs)
-    worlds.run(2, convert, path / (path / "latest").read_text(), path / "universal")
+    folder = path / (path / "latest").read_text()
+    assert main(["verify", str(folder)]) == 0  # Compares the CRC-32 of each record.
+    worlds.run(2, convert, folder, path / "universal")
     assert_same(loaded_whole(path / "universal"), loaded_whole(path))
 
 
@@ -95,6 +99,7 @@ def test_engines_that_save_otherwise_are_refused(worlds: Worlds) -> None:
     worlds.run(2, refuse_other_engines)
 
 
+@pytest.mark.timeout(900)
 def test_kills_at_any_moment_leave_latest_on_a_whole_checkpoint(
     tmp_path: Path, seed: int, full: bool
 ) -> None:
@@ -114,6 +119,7 @@ def test_kills_at_any_moment_leave_latest_on_a_whole_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_kills_of_deepspeeds_own_saves_leave_latest_on_a_broken_checkpoint(
     tmp_path: Path, seed: int
 ) -> None:

@@ -216,8 +216,8 @@ def attach(
 
     All ranks call it, after ``deepspeed.initialize``. ``engine.save_checkpoint``,
     ``load_checkpoint`` and ``save_16bit_model`` keep their arguments, and files keep their names
-    and format: all tools of DeepSpeed read them. ZeRO stages 0 to 3, ``deepspeed.moe``, AutoEP,
-    AutoTP and pipeline stages are the same to it.
+    and format: all tools of DeepSpeed read them. It works with all ZeRO stages, with experts, and
+    with tensor-parallel and pipeline stages.
 
     A save returns when the files of all ranks are durable and the checkpoint is committed:
     ``latest`` names it from then on, and is never half-written. Until then, the folder has a hidden
