@@ -44,7 +44,8 @@ class RankError(AssertionError):
 class Ranks:
     """A world of processes that run one call at a time. Owned by one thread.
 
-    After a call that raised, the world is gone: its ranks may have been left within a collective.
+    After a call that raised, its ranks are killed: they may have been left within a collective. The
+    next call starts the world anew.
 
     Args:
         world_size: How many.
@@ -53,24 +54,28 @@ class Ranks:
 
     def __init__(self, world_size: int, *, over_tcp: bool = False) -> None:
         self.world_size = world_size
+        self._over_tcp = over_tcp
+        self._start()
+
+    def _start(self) -> None:
         self.alive = True
         self._stack = contextlib.ExitStack()
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_ckpt-ranks-"))
         where = f"file://{folder}/store"
-        if over_tcp:
+        if self._over_tcp:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             where = f"tcp://127.0.0.1:{self._store.port}"
         context = fork_context()
         try:
             with mock.patch.dict(os.environ, rank_environment()):
-                for rank in range(world_size):
+                for rank in range(self.world_size):
                     ours, theirs = context.Pipe()
                     self._pipes.append(ours)
                     process = context.Process(
                         target=_serve,
-                        args=(rank, world_size, where, dict(os.environ), theirs),
+                        args=(rank, self.world_size, where, dict(os.environ), theirs),
                     )
                     process.start()
                     theirs.close()
@@ -79,6 +84,11 @@ class Ranks:
             self.kill()
             raise
         self.run(dist.get_rank, timeout_s=START_TIMEOUT_S)  # Until all have met.
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks."""
+        return [process.pid for process in self._processes]
 
     def run(
         self,
@@ -95,6 +105,8 @@ class Ranks:
         Raises:
             RankError: A rank raised, ended or was not done within ``timeout_s``. All are killed.
         """
+        if not self.alive:
+            self._start()
         try:
             call = pickle.dumps((function, args))
             for pipe in self._pipes:

@@ -143,6 +143,21 @@ PYTHON = {
     ),
     "formats/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
     "formats/megatron.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
+    "integrations/deepspeed.py FastCheckpointEngine.wait result_of": Wait(
+        "the deadlines of the save", "the late rank"
+    ),
+    "integrations/deepspeed.py FastCheckpointEngine.create self.wait": Wait(
+        "the deadlines of the save", "the late rank"
+    ),
+    "integrations/deepspeed.py FastCheckpointEngine.load self.wait": Wait(
+        "the deadlines of the save", "the late rank"
+    ),
+    "integrations/deepspeed.py FastCheckpointEngine.cleanup self.wait": Wait(
+        "the deadlines of the save", "the late rank"
+    ),
+    "integrations/deepspeed.py attach.load_checkpoint ours.wait": Wait(
+        "the deadlines of the save", "the late rank"
+    ),
     "integrations/megatron_queues.py QueuedSave.finalize self.future.result": Wait(
         "the deadlines of the save", "the late rank"
     ),

@@ -21,7 +21,7 @@ from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
-from torch_ckpt.storage.temporary import OLD, TMP, remove_abandoned, temporary
+from torch_ckpt.storage.temporary import TMP, remove_abandoned, replace_directory, temporary
 
 __all__ = ["RESTORE", "write_universal"]
 
@@ -77,7 +77,7 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
         write_files(source, files, target)
         for folder in {path.parent for path, _ in files} | {unpublished / _FOLDER}:
             folder.sync()
-        replaced = _publish(unpublished, target)
+        replaced = replace_directory(unpublished, target)
     except BaseException:
         with contextlib.suppress(CheckpointError):
             unpublished.remove_all()
@@ -86,28 +86,6 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     _write_pointer(target)
     if replaced is not None:
         replaced.remove_all()
-
-
-def _publish(unpublished: Location, target: Location) -> Location | None:
-    """Gives a complete folder its name.
-
-    Returns where the replaced folder is now; ``None`` if there was none.
-    """
-    replaced = None
-    if not target.is_directory():
-        unpublished.rename(target)
-    elif target.exchange(unpublished):
-        replaced = unpublished
-    else:
-        # In between there is no folder. If this process dies then, the next conversion restores it.
-        replaced = temporary(target, OLD)
-        target.rename(replaced)
-        try:
-            unpublished.rename(target)
-        except BaseException:
-            replaced.rename(target)
-            raise
-    return replaced
 
 
 def _write_pointer(target: Location) -> None:

@@ -1,4 +1,4 @@
-"""The layout of a ``torch.save`` file whose tensors are written later, piece by piece.
+"""The layout of a ``torch.save`` file whose elements are written later, piece by piece.
 
 A file is a zip archive without compression: one pickle, and a record of elements for each tensor.
 The lengths of all parts follow from the pickled value and from the dtypes and shapes of the
@@ -51,13 +51,13 @@ class PendingTensor:
 class Record:
     """A record of the archive.
 
-    The content is bytes, or the tensor whose elements it will have. The writer sets the CRC-32 of
-    a pending tensor. Both offsets are in the file.
+    The content is bytes, a storage, or the tensor whose elements it will have. The writer sets the
+    CRC-32 of a storage and of a pending tensor. Both offsets are in the file.
     """
 
     path: str
     nbytes: int
-    content: bytes | PendingTensor
+    content: bytes | UntypedStorage | PendingTensor
     header_offset: int = 0
     offset: int = 0
     crc: int = 0
@@ -130,6 +130,14 @@ class ArchiveLayout:
             if isinstance(record.content, PendingTensor)
         ]
 
+    def storages(self) -> list[tuple[Record, UntypedStorage]]:
+        """Returns the records of storages, whose elements are still to be written."""
+        return [
+            (record, record.content)
+            for record in self.records
+            if isinstance(record.content, UntypedStorage)
+        ]
+
     def directory(self) -> bytes:
         """Returns the directory and the end of the archive."""
         entries = b"".join(record.directory_entry() for record in self.records)
@@ -150,14 +158,14 @@ class ArchiveLayout:
         return entries + end
 
     def encode(self) -> bytes:
-        """Returns the whole file. Requires: no tensor is pending."""
+        """Returns the whole file. Requires: neither a tensor nor a storage is to be written."""
         out = bytearray(self.nbytes)
         for offset, data in self.known_parts():
             out[offset : offset + len(data)] = data
         return bytes(out)
 
     def known_parts(self) -> list[tuple[int, bytes]]:
-        """Returns offsets and bytes of all parts but the elements of pending tensors.
+        """Returns offsets and bytes of all parts but the elements of tensors and storages.
 
         Requires: all CRCs are known.
         """
@@ -169,13 +177,14 @@ class ArchiveLayout:
         return [*parts, (self.directory_offset, self.directory())]
 
 
-def lay_out(value: Any) -> ArchiveLayout:
+def lay_out(value: Any, *, refers: bool = False) -> ArchiveLayout:
     """Lays out the file of a value, in which pending tensors are written later.
 
-    Raises what ``pickle`` raises for a value that cannot be pickled.
+    With ``refers``, the layout refers to the storages of CPU tensors, and does not copy them. They
+    are written later as well. Raises what ``pickle`` raises for a value that cannot be pickled.
     """
     stream = io.BytesIO()
-    pickler = _Pickler(stream)
+    pickler = _Pickler(stream, refers)
     pickler.dump(value)
     records = [_known("archive/data.pkl", stream.getvalue())]
     records.append(_known("archive/byteorder", b"little"))
@@ -183,6 +192,8 @@ def lay_out(value: Any) -> ArchiveLayout:
         path = f"archive/data/{number}"
         if isinstance(content, bytes):
             records.append(_known(path, content))
+        elif isinstance(content, UntypedStorage):
+            records.append(Record(path, content.nbytes(), content))
         else:
             records.append(Record(path, content.nbytes, content))
     records.append(_known("archive/version", b"3\n"))
@@ -202,9 +213,10 @@ class _PendingStorage:
 class _Pickler(pickle.Pickler):
     """Pickles as ``torch.save`` does, and collects the contents of the records by their number."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
+    def __init__(self, stream: io.BytesIO, refers: bool) -> None:
         super().__init__(stream, protocol=2)
-        self.contents: list[bytes | PendingTensor] = []
+        self.contents: list[bytes | UntypedStorage | PendingTensor] = []
+        self._refers = refers
         self._numbers: dict[int, int] = {}  # Address of a storage -> number of its record.
         self._pending: dict[str, int] = {}  # Name of a pending tensor -> number of its record.
         self._alive: list[Any] = []
@@ -246,12 +258,14 @@ class _Pickler(pickle.Pickler):
             return ("storage", kind, str(self._numbers[key]), "cpu", numel)
         self._alive.append(untyped)
         self._numbers[key] = len(self.contents)
+        if self._refers and untyped.device.type == "cpu" and untyped.nbytes():
+            return self._id(kind, untyped, numel)
         empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
         storage: Any = untyped
         elements = empty.set_(storage.cpu())
         return self._id(kind, elements.numpy().tobytes(), numel)
 
-    def _id(self, kind: Any, content: bytes | PendingTensor, numel: int) -> Any:
+    def _id(self, kind: Any, content: bytes | UntypedStorage | PendingTensor, numel: int) -> Any:
         self.contents.append(content)
         return ("storage", kind, str(len(self.contents) - 1), "cpu", numel)
 

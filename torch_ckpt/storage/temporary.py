@@ -29,6 +29,7 @@ __all__ = [
     "end_partials",
     "remove_abandoned",
     "remove_temporary",
+    "replace_directory",
     "temporary",
 ]
 
@@ -114,6 +115,29 @@ def end_partials(target: Location, found: Iterable[str]) -> None:
     for match in filter(None, map(_NAME.fullmatch, found)):
         if (match["kind"], match["target"]) == wanted and _is_unused(match) is not False:
             remove_temporary(target.with_name(match[0]))
+
+
+def replace_directory(unpublished: Location, target: Location) -> Location | None:
+    """Gives a complete directory its name, also if there is a directory of this name.
+
+    Returns where the replaced directory is now; ``None`` if there was none. The caller syncs the
+    parent before it removes the replaced directory.
+    """
+    replaced = None
+    if not target.is_directory():
+        unpublished.rename(target)
+    elif target.exchange(unpublished):
+        replaced = unpublished
+    else:
+        # In between there is no directory. If this process dies then, the next write restores it.
+        replaced = temporary(target, OLD)
+        target.rename(replaced)
+        try:
+            unpublished.rename(target)
+        except BaseException:
+            replaced.rename(target)
+            raise
+    return replaced
 
 
 def remove_temporary(path: Location) -> None:

@@ -1,0 +1,308 @@
+"""``attach``: the saves and loads of a DeepSpeed engine go through this package."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from torch_ckpt.coordination.background import SaveFuture, SaveThread
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.coordination.waiting import no_thread, result_of
+from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
+from torch_ckpt.options import IoOptions
+from torch_ckpt.staging.live_state import live_state
+from torch_ckpt.staging.staged import Staged
+from torch_ckpt.staging.stager import SnapshotStager
+
+__all__ = ["FastCheckpointEngine", "attach"]
+
+
+class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """A checkpoint engine for DeepSpeed. :func:`attach` gives it to an engine.
+
+    Args:
+        asynchronous: As in :func:`attach`.
+        io: As in :func:`attach`.
+        timeout_s: As in :func:`attach`.
+    """
+
+    def __init__(
+        self,
+        *,
+        asynchronous: bool = False,
+        io: IoOptions | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        self.name = "torch_ckpt"
+        self.asynchronous = asynchronous
+        self.io = io or IoOptions()
+        self.timeout_s = timeout_s
+        self._group = group_of(None).series()
+        self._checkpoint: DeepSpeedCheckpoint | None = None
+        self._pending: SaveFuture[None] | None = None
+        self._stagers: dict[str, SnapshotStager] = {}  # By the name of the file.
+
+    def wait(self) -> None:
+        """Waits for the background save.
+
+        Raises:
+            Exception: The save failed on a rank. All ranks raise its error, once.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            result_of(pending, lambda: "a background save of DeepSpeed", is_named=False)
+        finally:
+            if pending.done():
+                self._pending = None
+
+    # ---- The interface of DeepSpeed ----
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Begins a checkpoint, on all ranks, after the end of the one before.
+
+        Args:
+            info: The checkpoint.
+
+        Raises:
+            CheckpointError: The background save before this one failed.
+        """
+        self.abandon(CheckpointError("a checkpoint was begun, and never committed"))
+        self.wait()
+        self._checkpoint = DeepSpeedCheckpoint(
+            self._group,
+            *(info.save_dir, info.tag, info.save_latest),
+            io=self.io,
+            timeout_s=self.timeout_s,
+            niceness=self.io.background_nice if self.asynchronous else 0,
+        )
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Makes a directory, unless it is the folder of the checkpoint that is being saved.
+
+        Args:
+            path: The directory.
+            exist_ok: Whether it may exist.
+        """
+        if self._checkpoint is None or not self._checkpoint.is_folder(path):
+            super().makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Writes a file, or copies its tensors if saves are asynchronous.
+
+        An error is raised at the commit, where all ranks raise it.
+
+        Args:
+            state_dict: Content of the file.
+            path: The file.
+
+        Raises:
+            CheckpointError: There was no call of :meth:`create`.
+        """
+        if self._checkpoint is None:
+            raise CheckpointError(f"cannot save {path}: no checkpoint was begun")
+
+        def prepare() -> tuple[Any, Staged | None]:
+            live = None if self.asynchronous else live_state(state_dict)
+            if live is not None:
+                return live, None
+            stager = self._stagers.setdefault(os.path.basename(path), SnapshotStager())
+            return stager.begin(state_dict, name=f"the snapshot of {path}")
+
+        self._checkpoint.write(path, prepare)
+
+    def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
+        """Commits the checkpoint that was begun; in the background if saves are asynchronous.
+
+        All ranks call it.
+
+        Args:
+            info: Is not used.
+
+        Returns:
+            ``True``.
+
+        Raises:
+            CheckpointError: A rank failed; or no checkpoint was begun.
+        """
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is None:
+            raise CheckpointError("cannot commit: no checkpoint was begun")
+        if not self.asynchronous:
+            checkpoint.finish()
+        else:
+            self._pending = _finish_in_background(checkpoint)
+        return True
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends a checkpoint that was begun and not committed, on all ranks.
+
+        Args:
+            error: The reason.
+        """
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            checkpoint.abandon(error)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Loads a file, after the end of the background save.
+
+        Args:
+            path: The file.
+            map_location: As in ``torch.load``.
+
+        Returns:
+            The content of the file.
+
+        Raises:
+            CheckpointError: The background save failed.
+        """
+        self.wait()
+        return torch.load(path, map_location=map_location, weights_only=False)
+
+    def is_decoupled(self) -> bool:
+        """Returns ``True``, so that DeepSpeed neither commits nor writes ``latest`` itself.
+
+        It truncates the file before it writes it. It also calls :meth:`cleanup` then, when an
+        engine is destroyed.
+        """
+        return True
+
+    def get_commit_info(self) -> None:
+        """Returns ``None``, so that DeepSpeed commits nothing at the next step."""
+        return
+
+    def preserves_storage_sharing(self) -> bool:
+        """Returns ``False``: views are stored without the rest of their storage.
+
+        So DeepSpeed need not clone them.
+        """
+        return False
+
+    def cleanup(self) -> None:
+        """Waits for the background save, and releases the staging memory.
+
+        Raises:
+            Exception: The background save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            stagers, self._stagers = self._stagers, {}
+            for stager in stagers.values():
+                stager.close()
+
+
+def attach(
+    engine: Any,
+    *,
+    asynchronous: bool = False,
+    io: IoOptions | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> FastCheckpointEngine:
+    """Lets a DeepSpeed engine save and load its checkpoints through this package.
+
+    All ranks call it, after ``deepspeed.initialize``. ``engine.save_checkpoint``,
+    ``load_checkpoint`` and ``save_16bit_model`` keep their arguments, and files keep their names
+    and format: all tools of DeepSpeed read them. It works with all ZeRO stages, with experts, and
+    with tensor-parallel and pipeline stages.
+
+    A save returns when the files of all ranks are durable and the checkpoint is committed:
+    ``latest`` names it from then on, and is never half-written. Until then, the folder has a hidden
+    name. A folder of the same tag is replaced as a whole.
+
+    Args:
+        engine: The engine.
+        asynchronous: Whether training continues as soon as the tensors are copied into host memory.
+            A thread writes and commits them. The next save or load, ``wait`` and
+            ``engine.destroy()`` wait for it, and raise its error.
+        io: Memory budgets and I/O modes.
+        timeout_s: Deadline of each exchange between ranks, in seconds.
+
+    Returns:
+        The checkpoint engine, which is ``engine.checkpoint_engine`` from now on.
+
+    Raises:
+        UnsupportedError: The configuration of DeepSpeed has another checkpoint engine, or
+            ``use_node_local_storage``.
+
+    Example::
+
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        checkpoints = attach(engine, asynchronous=True)
+        engine.save_checkpoint("run")  # Returns after the copy.
+        checkpoints.wait()
+    """
+    if not isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
+        name = type(engine.checkpoint_engine).__name__
+        raise UnsupportedError(
+            f"cannot attach to an engine that saves with {name}: remove checkpoint.writer and "
+            "datastates_ckpt from its configuration, and attach once"
+        )
+    if engine.use_node_local_storage():
+        raise UnsupportedError(
+            "cannot attach to an engine with use_node_local_storage: all ranks commit one folder"
+        )
+    ours = FastCheckpointEngine(asynchronous=asynchronous, io=io, timeout_s=timeout_s)
+    engine.checkpoint_engine = ours
+    # Weak: otherwise only the garbage collector would destroy the engine.
+    save, load = (
+        weakref.WeakMethod(engine.save_checkpoint),
+        weakref.WeakMethod(engine.load_checkpoint),
+    )
+
+    def save_checkpoint(*arguments: Any, **options: Any) -> Any:
+        try:
+            result = _method(save)(*arguments, **options)
+        except BaseException as error:
+            ours.abandon(error)
+            raise
+        ours.commit()
+        return result
+
+    def load_checkpoint(*arguments: Any, **options: Any) -> Any:
+        ours.wait()  # Before DeepSpeed reads `latest`.
+        return _method(load)(*arguments, **options)
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    return ours
+
+
+def _method(reference: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
+    method = reference()
+    if method is None:
+        raise CheckpointError("the engine of DeepSpeed is gone")
+    return method
+
+
+def _finish_in_background(checkpoint: DeepSpeedCheckpoint) -> SaveFuture[None]:
+    name = str(checkpoint.folder)
+    future: SaveFuture[None] = SaveFuture(f"the checkpoint {name} of DeepSpeed was not saved")
+
+    def finish() -> None:
+        try:
+            checkpoint.finish()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    try:
+        SaveThread(target=finish, name="torch_ckpt-save").start()
+    except RuntimeError as error:
+        failure = no_thread(str(error))
+        checkpoint.abandon(failure)
+        future.set_exception(failure)
+    return future

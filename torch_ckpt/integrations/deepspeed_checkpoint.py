@@ -1,0 +1,248 @@
+"""DeepSpeedCheckpoint: one checkpoint of DeepSpeed that ranks write, and then commit together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt._core import _native
+from torch_ckpt.coordination.group import Call, Group, claim_commit
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.options import IoOptions
+from torch_ckpt.staging.staged import Staged
+from torch_ckpt.storage.archive_writer import write_value
+from torch_ckpt.storage.temporary import (
+    TMP,
+    remove_abandoned,
+    remove_temporary,
+    replace_directory,
+    temporary,
+)
+
+__all__ = ["DeepSpeedCheckpoint"]
+
+_LATEST = "latest"
+_SUFFIX = ".pt"
+
+
+_Report = tuple[bool, list[tuple[str, str]]]
+"""Whether a rank has written into the folder; hidden and final names of its files elsewhere."""
+
+
+class DeepSpeedCheckpoint:
+    """A checkpoint that is being saved. All ranks make it, and all call :meth:`finish`.
+
+    The files of a tag are written to a hidden folder beside it. When all files of all ranks are
+    durable, the coordinator gives the folder its name, and then replaces ``latest``. A file outside
+    the folder of the tag is written under a hidden name, and renamed at the same time.
+
+    An error of a rank in :meth:`write` is raised by :meth:`finish`, and there on all ranks.
+
+    Args:
+        group: The ranks.
+        save_dir: The directory of the checkpoints.
+        tag: Name of the folder.
+        save_latest: Whether ``latest`` will name the tag.
+        io: Memory budgets and I/O modes.
+        timeout_s: Deadline of each exchange between ranks, in seconds.
+        niceness: Niceness of the threads that write.
+
+    Raises:
+        RankTimeoutError: A rank was late, stuck or gone.
+        StorageError: The hidden folder cannot be created.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        save_dir: str | os.PathLike[str],
+        tag: str,
+        save_latest: bool,
+        *,
+        io: IoOptions,
+        timeout_s: float,
+        niceness: int = 0,
+    ) -> None:
+        self.directory = Location(os.path.abspath(save_dir))
+        self.folder = self.directory / tag
+        self._tag, self._saves_latest = tag, save_latest
+        self._io, self._niceness = io, niceness
+        self._error: BaseException | None = None
+        self._waiting: list[tuple[Location, Any, Staged]] = []
+        self._has_files = False
+        self._beside: list[tuple[Location, Location]] = []
+        self._call = group.call(timeout_s)
+        self._hidden: Location | None = None  # On the coordinator, which removes it.
+        with self._call, _own_error():
+            name = self._call.all_reduce("beginning", lambda: None, lambda _: self._begin())
+        self._folder = self.folder.with_name(name)
+
+    def _begin(self) -> str:
+        """Makes the hidden folder, on the coordinator."""
+        parent = self.folder.parent
+        parent.create_directories()
+        remove_abandoned(parent, self.folder.name)
+        for directory in {parent, self.directory}:
+            remove_abandoned(directory)
+        self._hidden = temporary(self.folder, TMP)
+        self._hidden.create_directories()
+        return self._hidden.name
+
+    @property
+    def call(self) -> Call:
+        """The call of all ranks in which the checkpoint is saved."""
+        return self._call
+
+    def write(self, path: str, prepare: Callable[[], tuple[Any, Staged | None]]) -> None:
+        """Writes the file of a value; if the value is staged, :meth:`finish` writes it.
+
+        ``prepare`` returns the value, and its snapshot.
+        """
+        if self._error is not None:
+            return
+        try:
+            target = self._target(path)
+            value, staged = prepare()
+            if staged is None:
+                self._write(target, value)
+            else:
+                self._waiting.append((target, value, staged))
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise  # An interrupt.
+
+    def is_folder(self, path: str) -> bool:
+        """Returns whether a path is that of the folder, which is made at the commit."""
+        return Location(os.path.abspath(path)) == self.folder
+
+    def finish(self) -> None:
+        """Writes the staged values, and commits the checkpoint.
+
+        Raises the error of the first rank that has failed, on all ranks. Then ``latest`` is as it
+        was before.
+        """
+        try:
+            with self._call, _own_error():
+                self._call.all_reduce("write", self._write_all, self._commit)
+        finally:
+            self._clear()
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends the checkpoint, on all ranks, with an error of this one."""
+        self._call.fail(error)
+        self._clear()
+
+    def _clear(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for _, _, staged in waiting:
+            staged.release()
+        if self._hidden is not None:
+            remove_temporary(self._hidden)
+        for unpublished, _ in self._beside:
+            unpublished.discard()
+
+    def _target(self, path: str) -> Location:
+        absolute = PurePath(os.path.abspath(path))
+        if absolute.is_relative_to(self.folder.path):
+            self._has_files = True
+            return self._folder / absolute.relative_to(self.folder.path)
+        target = Location(absolute)
+        unpublished = temporary(target, TMP)
+        self._beside.append((unpublished, target))
+        return unpublished
+
+    def _write(self, target: Location, value: Any) -> None:
+        # Ranks may write the same file. The last one counts, as in DeepSpeed.
+        partial = target.with_name(f".{secrets.token_hex(8)}")
+        if target.parent != self._folder:
+            target.parent.create_directories()
+        pool = _native.BufferPool(self._io.buffer_nbytes, self._io.block_nbytes(target.file_system))
+        try:
+            write_value(partial, value, pool=pool, io=self._io, niceness=self._niceness)
+            partial.rename(target)
+        except BaseException:
+            partial.discard()
+            raise
+
+    def _write_all(self) -> _Report:
+        if self._error is not None:
+            raise self._error
+        while self._waiting:
+            target, value, staged = self._waiting[0]
+            self._write(target, value)
+            del value, self._waiting[0]
+            staged.release()
+        return self._has_files, [(str(one), str(other)) for one, other in self._beside]
+
+    def _move_latest(self) -> None:
+        latest = self.directory / _LATEST
+        unpublished = temporary(latest, TMP)
+        try:
+            unpublished.write(self._tag.encode(), sync=True)
+            unpublished.rename(latest)
+            self.directory.sync()
+        finally:
+            unpublished.discard()
+
+    def _commit(self, reports: Sequence[_Report]) -> None:
+        assert self._hidden is not None
+        _sync(self._hidden)
+        claim_commit()
+        replaced = None
+        if any(has_files for has_files, _ in reports):
+            if self.folder.is_directory():
+                _carry_over(self.folder, self._hidden)
+            replaced = replace_directory(self._hidden, self.folder)
+            self.folder.parent.sync()
+            self._hidden = replaced
+        for unpublished, path in (pair for _, pairs in reports for pair in pairs):
+            Location(unpublished).rename(Location(path))
+            Location(path).parent.sync()
+        if self._saves_latest:
+            self._move_latest()
+
+
+def _sync(folder: Location) -> None:
+    """Syncs a folder and those in it."""
+    for name in folder.names():
+        if (folder / name).is_directory():
+            _sync(folder / name)
+    folder.sync()
+
+
+def _carry_over(old: Location, new: Location) -> None:
+    """Gives the new folder what is in the old one and is no file of DeepSpeed's engine.
+
+    Programs store files of their own there, and DeepSpeed what it has offloaded to NVMe.
+    """
+    names = set(new.names())
+    for name in old.names():
+        if name in names or name.endswith(_SUFFIX):
+            continue
+        if (old / name).is_directory():
+            (old / name).rename(new / name)
+            continue
+        try:
+            (old / name).link(new / name, sync=True)
+        except CheckpointError:  # Not on this file system.
+            (old / name).copy_to(new / name)
+    new.sync()
+
+
+@contextlib.contextmanager
+def _own_error() -> Iterator[None]:
+    """Raises the error of the first rank that failed, and not DCP's error with all of them."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        cause.add_note(f"raised on rank {rank}, in a save of DeepSpeed")
+        raise cause from None

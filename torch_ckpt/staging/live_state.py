@@ -1,0 +1,32 @@
+"""Copies a state dict except for its tensors, which are in the memory of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_ckpt.staging.copied_state import CopiedState
+from torch_ckpt.staging.memory_runs import MemoryRun, runs_of
+
+__all__ = ["live_state"]
+
+
+def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the state dict with copied objects, and tensors over the memory of training.
+
+    A tensor that is part of a larger storage gets a storage of its own, without a copy. Overlapping
+    views share one. Returns ``None`` if a tensor is on another device than the CPU.
+    """
+    copied = CopiedState(state_dict)
+    if any(tensor.live.device.type != "cpu" for tensor in copied.tensors):
+        return None
+    for run in runs_of(copied.tensors):
+        run.set_memory(_memory_of(run))
+    copied.build_wrappers()
+    return copied.state
+
+
+def _memory_of(run: MemoryRun) -> torch.Tensor:
+    elements: Any = run.live().detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.from_numpy(elements.numpy())  # Its storage ends where the run ends.
