@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import PurePath
 from typing import Any
 
@@ -199,7 +199,8 @@ class DeepSpeedCheckpoint:
         replaced = None
         if any(has_files for has_files, _ in reports):
             if self.folder.is_directory():
-                _carry_over(self.folder, self._hidden)
+                own = {name for name in self.folder.names() if name.endswith(_SUFFIX)}
+                _carry_over(self.folder, self._hidden, own.union(self._hidden.names()))
             replaced = replace_directory(self._hidden, self.folder)
             self.folder.parent.sync()
             self._hidden = replaced
@@ -218,17 +219,18 @@ def _sync(folder: Location) -> None:
     folder.sync()
 
 
-def _carry_over(old: Location, new: Location) -> None:
-    """Gives the new folder what is in the old one and is no file of DeepSpeed's engine.
+def _carry_over(old: Location, new: Location, replaced: Set[str] = frozenset()) -> None:
+    """Gives the new folder what is in the old one, except for the names that are replaced.
 
-    Programs store files of their own there, and DeepSpeed what it has offloaded to NVMe.
+    Programs store files of their own there, and DeepSpeed what it has offloaded to NVMe. The old
+    folder remains as it is: it counts until the new one has its name.
     """
-    names = set(new.names())
+    new.create_directories()
     for name in old.names():
-        if name in names or name.endswith(_SUFFIX):
+        if name in replaced:
             continue
         if (old / name).is_directory():
-            (old / name).rename(new / name)
+            _carry_over(old / name, new / name)
             continue
         try:
             (old / name).link(new / name, sync=True)

@@ -28,6 +28,7 @@ class Checkpoint:
     """A checkpoint of all ranks, of one rank that saved without coordination, or of other files."""
 
     path: Location
+    directory: Location  # Of the files.
     metadata: _native.MetadataFile | None  # None for a format without metadata.
     index: _native.Index | None
     files: list[tuple[str, int]]  # Name, length in bytes.
@@ -43,10 +44,10 @@ def open_checkpoint(directory: Location, prefix: str, *, trust_pickle: bool = Fa
     path = directory / f"{prefix}.metadata"
     metadata, index = open_committed(directory, prefix)
     if index is None:
-        checkpoint = Checkpoint(path, metadata, None, [], None, None)
+        checkpoint = Checkpoint(path, directory, metadata, None, [], None, None)
         return described(checkpoint, trust_pickle=trust_pickle)
     entries = index if index.has_entries else None
-    return Checkpoint(path, metadata, index, index.files, entries, index.save_id)
+    return Checkpoint(path, directory, metadata, index, index.files, entries, index.save_id)
 
 
 def open_checkpoints(
@@ -66,7 +67,7 @@ def open_checkpoints(
     assert opened.index is not None
     index = opened.index
     facts = (opened.format, opened.rules, opened.unreadable)
-    return [Checkpoint(path, None, index, index.files, index, None, *facts)]
+    return [Checkpoint(path, opened.directory, None, index, index.files, index, None, *facts)]
 
 
 def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoint:

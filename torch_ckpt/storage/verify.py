@@ -115,7 +115,7 @@ def _examine_files(
         return
     advance = _advancing(report, [checkpoint], watch)
     _report_unreadable(checkpoint, report)
-    directory = path.parent if path.is_file() else path
+    directory = checkpoint.directory
     for name, _ in checkpoint.files:
         if not is_archive((directory / name).read_range(0, 512)[1]):
             report.doubts.append(f"{name} has no checksums: only its structure was verified")
@@ -237,7 +237,7 @@ def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Repor
 def _check_blocks(
     checkpoint: Checkpoint, index: _native.Index, report: Report, advance: _Advance
 ) -> None:
-    io, directory = IoOptions(), checkpoint.path.parent
+    io, directory = IoOptions(), checkpoint.directory
     job = _native.VerifyJob(
         directory.file_system,
         directory.path,
@@ -326,7 +326,7 @@ def _check_writer(checkpoint: Checkpoint, index: _native.Index, report: Report) 
 def _check_archives(checkpoint: Checkpoint, report: Report, advance: _Advance) -> None:
     """Checks every slice by the CRCs of its zip archive, for checkpoints without an index."""
     _report_unreadable(checkpoint, report)
-    io, directory = IoOptions(), checkpoint.path.parent
+    io, directory = IoOptions(), checkpoint.directory
     job = _native.LoadJob(
         directory.file_system,
         directory.path,
