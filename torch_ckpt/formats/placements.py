@@ -1,4 +1,4 @@
-"""Which boxes of a tensor a rank of a device mesh has, by the definition of DTensor's placements."""
+"""Which boxes of a tensor a rank of a device mesh has, as DTensor's placements define it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def shard_boxes(
     ranges = _ranges(sizes, mesh_sizes, coordinate, placements)
     local_sizes = tuple(sum(end - begin for begin, end in of_dim) for of_dim in ranges)
     if not math.prod(local_sizes):
-        first = (of_dim[0][0] if of_dim else size for of_dim, size in zip(ranges, sizes, strict=True))
+        first = (
+            of_dim[0][0] if of_dim else size for of_dim, size in zip(ranges, sizes, strict=True)
+        )
         return [ShardBox(tuple(first), local_sizes, (0,) * len(sizes))]
     if math.prod(map(len, ranges)) > _MAX_PIECES:
         raise ValueError(f"more than {_MAX_PIECES} boxes of one shard")
@@ -80,9 +82,7 @@ def _ranges(
     return ranges
 
 
-def _cuts(
-    mesh_sizes: Sequence[int], placements: Sequence[Placement]
-) -> list[tuple[int, int, int]]:
+def _cuts(mesh_sizes: Sequence[int], placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
     """Returns the cuts of a tensor in their order: mesh dimension, its own dimension, pieces.
 
     Each piece is cut into as many chunks as the mesh dimension has ranks.
@@ -104,7 +104,7 @@ def _reordered(
 
     A split factor that is the number of chunks of later mesh dimensions says that these cut first,
     as under FSDP over tensor parallelism. That differs from cuts of pieces if sizes are uneven.
-    Source: ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``, as ``full_tensor()`` uses it.
+    Source: ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``, for ``full_tensor()``.
     """
     orders: dict[int, list[int]] = {}
     for mesh_dim, dim, pieces in reversed(cuts):
