@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from torch_ckpt._core.tensors import cpu_as_default
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.placements import ShardBox, shard_boxes
 from torch_ckpt.planning.local_shards import LocalShards
@@ -151,9 +152,10 @@ def _lists_itself(tensor: DTensor) -> bool:
 
 
 def _dcp_box(tensor: DTensor) -> ShardBox:
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    with cpu_as_default():
+        sizes, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
     return ShardBox(tuple(offsets), tuple(sizes), (0,) * len(sizes))
 
 
