@@ -241,11 +241,13 @@ def mixtral(folder: Path, **plan: Any) -> nn.Module:
 
 
 def save_experts(folder: Path) -> None:
+    from transformers.distributed import DistributedConfig
+
     whole = mixtral(folder)
     if dist.get_rank() == 0:
         whole.save_pretrained(folder / "hub")  # type: ignore[operator]
     dist.barrier()
-    state = state_of(mixtral(folder / "hub", tp_plan="auto"))
+    state = state_of(mixtral(folder / "hub", distributed_config=DistributedConfig(tp_size=2)))
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert state[name].placements == (_StridedShard(1, split_factor=2),)
     assert len(boxes_of(state[name], name)) == 2
