@@ -17,9 +17,8 @@ import torch.distributed.checkpoint as dcp
 from matrix_layouts import LAYOUTS, TIMEOUT_S, WORLD
 from matrix_states import fill_right, fill_wrong, load_by, save_by, state_of, unsharded
 from ranks import Worlds, on_ranks
-from states import assert_same, assert_stored, failures_of, full_value
+from states import assert_same, assert_stored
 from support.safetensors_files import load_model
-from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -27,13 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastSavePlanner, FastWriter, SafetensorsWriter
+from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -104,57 +100,7 @@ def test_a_mesh_is_exported_as_whole_tensors(meshes: tuple[Path, list[str]], lay
     assert_same(load_model(meshes[0] / "exported" / layout), expected)
 
 
-# ---- Boxes that DCP gets wrong -------------------------------------------------------------------
-
-
-def assert_refused(tensor: DTensor, path: Path) -> None:
-    """Asserts that the planners refuse to save a tensor, and to load it from a sound checkpoint."""
-    full = full_value("full", tuple(tensor.shape), tensor.dtype)
-    torch_ckpt.save({"w": full}, storage_writer=FastWriter(path / "sound"))
-    calls: list[Any] = [
-        lambda: torch_ckpt.save({"w": tensor}, storage_writer=FastWriter(path / "save")),
-        lambda: torch_ckpt.load({"w": tensor}, storage_reader=FastReader(path / "sound")),
-    ]
-    for call in calls:
-        failures = failures_of(call)
-        assert failures
-        for kind, _, message in failures.values():
-            assert kind == "UnsupportedError"
-            assert "'w'" in message
-            assert "_StridedShard(dim=0, sf=2)" in message
-    assert not (path / "save" / ".metadata").exists()
-
-
-@on_ranks(2)
-def test_a_shard_of_several_ranges_is_refused(path: Path) -> None:
-    """DCP stores a shard as one range: it would load rows 0 to 3 for rows 0, 1, 4 and 5."""
-    mesh = init_device_mesh("cpu", (2,))
-    full = torch.arange(8.0)
-    tensor = distribute_tensor(full, mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None)
-    assert tensor.to_local()[:3].tolist() != [0, 1, 2]
-    assert_refused(tensor, path)
-
-
-@on_ranks(WORLD)
-def test_fsdp_over_tp_is_refused_where_dcp_gives_rows_to_another_rank(path: Path) -> None:
-    """FSDP chunks 5 and 4 rows by 4; the placements would have the last row on another TP rank."""
-    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
-    net = nn.Sequential(nn.Linear(3, 9, bias=False))
-    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
-    fully_shard(net, mesh=mesh["fsdp"])
-    tensor = net.state_dict()["0.weight"].detach()
-    assert_refused(tensor, path)
-    # Stock's planners check no sizes: the writers find it, and a load that lacks a row.
-    expected = {FastWriter: "UnsupportedError", SafetensorsWriter: "MismatchError"}
-    for writer, kind in expected.items():
-        folder = path / writer.__name__
-        failures = failures_of(dcp.save, {"w": tensor}, storage_writer=writer(folder))
-        # Ranks that write the same file may find that a rank that failed has removed it.
-        others = {"StorageError"} if writer is SafetensorsWriter else set()
-        assert {failure.kind for failure in failures.values()} - others == {kind}
-        assert any("'w'" in failure.message for failure in failures.values())
-        assert not list(folder.glob(".metadata")) + list(folder.glob("*.safetensors"))
-    assert failures_of(dcp.load, {"w": tensor}, storage_reader=FastReader(path / "sound"))
+# ---- Shards that list their boxes ----------------------------------------------------------------
 
 
 def uneven(values: torch.Tensor) -> DTensor:

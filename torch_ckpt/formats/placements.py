@@ -1,13 +1,16 @@
-"""Which rows of a tensor a rank of a device mesh has, by the definition of DTensor's placements."""
+"""Which boxes of a tensor a rank of a device mesh has, as DTensor's placements define it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["shard_ranges"]
+__all__ = ["ShardBox", "shard_boxes"]
 
 _MAX_PIECES = 1 << 16
 """A split factor is a number of ranks of a mesh dimension."""
@@ -15,32 +18,105 @@ _MAX_PIECES = 1 << 16
 _Ranges = list[tuple[int, int]]
 
 
-def shard_ranges(
+class ShardBox(NamedTuple):
+    """A box of a tensor: where it begins in the tensor and in the rank's local tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+
+
+def shard_boxes(
+    sizes: Sequence[int],
+    mesh_sizes: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> list[ShardBox]:
+    """Returns the boxes of a tensor that make up the local tensor of the rank of a coordinate.
+
+    There is one, unless strided shards give the rank several ranges of a dimension. A rank without
+    elements has an empty box, which begins where DCP lets it begin. Raises ValueError if the split
+    factor of a strided shard is not a number of ranks.
+    """
+    ranges = _ranges(sizes, mesh_sizes, coordinate, placements)
+    local_sizes = tuple(sum(end - begin for begin, end in of_dim) for of_dim in ranges)
+    if not math.prod(local_sizes):
+        first = (
+            of_dim[0][0] if of_dim else size for of_dim, size in zip(ranges, sizes, strict=True)
+        )
+        return [ShardBox(tuple(first), local_sizes, (0,) * len(sizes))]
+    if math.prod(map(len, ranges)) > _MAX_PIECES:
+        raise ValueError(f"more than {_MAX_PIECES} boxes of one shard")
+    boxes = []
+    for box in itertools.product(*map(_placed, ranges)):
+        offsets, box_sizes, local = zip(*box, strict=True) if box else ((), (), ())
+        boxes.append(ShardBox(offsets, box_sizes, local))
+    return boxes
+
+
+def _placed(ranges: _Ranges) -> Iterator[tuple[int, int, int]]:
+    """Yields begin and length of each range, and where it begins if the ranges are joined."""
+    local = 0
+    for begin, end in ranges:
+        yield begin, end - begin, local
+        local += end - begin
+
+
+def _ranges(
     sizes: Sequence[int],
     mesh_sizes: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> list[_Ranges]:
-    """Returns the ranges ``[begin, end)`` of each dimension that the rank of a coordinate has.
-
-    Each dimension has one range, or none if it is empty, unless a strided shard has several.
-    Raises ValueError if the split factor of a strided shard is not a number of ranks.
-    """
+    """Returns the ranges ``[begin, end)`` of each dimension, none of an empty one."""
     ranges: list[_Ranges] = [[(0, size)] if size else [] for size in sizes]
-    for count, rank, placement in zip(mesh_sizes, coordinate, placements, strict=True):
-        if not isinstance(placement, (Shard, _StridedShard)):
-            continue
-        pieces = int(getattr(placement, "split_factor", 1))
-        if not 0 < pieces <= _MAX_PIECES:
-            raise ValueError(f"a split factor of {pieces}")
-        whole, out = ranges[placement.dim], _Joined()
+    for mesh_dim, dim, pieces in _cuts(mesh_sizes, placements):
+        count, rank = mesh_sizes[mesh_dim], coordinate[mesh_dim]
+        whole, out = ranges[dim], _Joined()
         if len(whole) * pieces > _MAX_PIECES:
             raise ValueError(f"a split factor of {pieces} after others")
         for piece in range(pieces):
             for one in _chunk(_chunk(whole, pieces, piece), count, rank):
                 out.add(*one)
-        ranges[placement.dim] = out.ranges
+        ranges[dim] = out.ranges
     return ranges
+
+
+def _cuts(mesh_sizes: Sequence[int], placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
+    """Returns the cuts of a tensor in their order: mesh dimension, its own dimension, pieces.
+
+    Each piece is cut into as many chunks as the mesh dimension has ranks.
+    """
+    cuts = []
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            pieces = int(getattr(placement, "split_factor", 1))
+            if not 0 < pieces <= _MAX_PIECES:
+                raise ValueError(f"a split factor of {pieces}")
+            cuts.append((mesh_dim, placement.dim, pieces))
+    return _reordered(mesh_sizes, cuts) or cuts
+
+
+def _reordered(
+    mesh_sizes: Sequence[int], cuts: Sequence[tuple[int, int, int]]
+) -> list[tuple[int, int, int]] | None:
+    """Returns cuts of one piece each, of which split factors state the order; ``None`` if not.
+
+    A split factor that is the number of chunks of later mesh dimensions says that these cut first,
+    as under FSDP over tensor parallelism. That differs from cuts of pieces if sizes are uneven.
+    Source: ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``, for ``full_tensor()``.
+    """
+    orders: dict[int, list[int]] = {}
+    for mesh_dim, dim, pieces in reversed(cuts):
+        order = orders.setdefault(dim, [])
+        at, chunks = 0, 1
+        while chunks != pieces:
+            if at == len(order):
+                return None
+            chunks *= mesh_sizes[order[at]]
+            at += 1
+        order.insert(at, mesh_dim)
+    return [(mesh_dim, dim, 1) for dim, order in orders.items() for mesh_dim in order]
 
 
 class _Joined:

@@ -13,11 +13,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.formats.placements import shard_ranges
+from torch_ckpt.planning.dtensor_boxes import boxes_of, in_boxes
 from torch_ckpt.planning.replicas import OBJECT_NBYTES, check_dtype, list_item
 
 __all__ = ["has_sharded_tensors", "overrides", "table_of"]
@@ -42,8 +41,8 @@ def table_of(
     A source is ``None`` for an object, and for a tensor that only DCP can resolve. With
     ``for_load``, the items are boxes that the rank loads. They differ from those that it writes for
     values with DCP's ``__create_write_items__``. Raises ValueError or TypeError if a table cannot
-    represent a value, and UnsupportedError if DCP's box for a DTensor is not what its local tensor
-    holds.
+    represent a value, and UnsupportedError if a local tensor is not of the sizes that the
+    placements of its DTensor imply.
 
     Example::
 
@@ -61,10 +60,11 @@ def table_of(
 
 
 def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> list[Any]:
-    """Lists a value that is neither a plain tensor nor a DTensor of a plain tensor."""
+    """Lists a value that is neither a plain tensor nor one box of plain tensor in a DTensor."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []  # This rank is not in the mesh.
+        value = in_boxes(value, fqn)
     elif not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__"):
         table.add_object(fqn, OBJECT_NBYTES)
         return [None]
@@ -98,44 +98,21 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
 
 
 def _box_of(state_dict: dict[str, Any], tensor: DTensor) -> _tensor_view.ShardBox | None:
-    """Returns the box of a DTensor's local shard; ``None`` if this rank is not in its mesh.
+    """Returns the box of a DTensor's local shard; ``None`` if the rank has none, or several.
 
     Called once for all DTensors of the same mesh, placements and sizes. Raises ValueError if the
-    DTensor is a partial sum, and UnsupportedError if the box is not what the local tensor holds.
+    DTensor is a partial sum, and UnsupportedError as :func:`boxes_of`.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError("a partial DTensor has no box")
-    if tensor.device_mesh.get_coordinate() is None:
-        return None
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    if why := _box_fault(tensor, torch.Size(sizes)):
+    try:
+        boxes = boxes_of(tensor, "")
+    except UnsupportedError:  # It names the DTensor, which takes long to find.
         fqn = next(fqn for fqn, value in state_dict.items() if value is tensor)
-        raise UnsupportedError(
-            f"cannot plan {fqn!r} of sizes {list(tensor.shape)} with placements "
-            f"{tensor.placements} on a mesh of {list(tensor.device_mesh.shape)}: {why}"
-        )
-    return _tensor_view.ShardBox(tensor.shape, offsets, sizes)
-
-
-def _box_fault(tensor: DTensor, sizes: torch.Size) -> str | None:
-    """Returns why a local tensor does not hold DCP's box for it; ``None`` if it does.
-
-    DCP describes a shard by its first index and its sizes, so a strided shard must be contiguous.
-    ``fully_shard`` over tensor parallelism chunks each TP shard. The placements chunk the rows of
-    all TP shards of an FSDP rank, which differs for some uneven sizes.
-    """
-    local = tensor._local_tensor.shape
-    if local != sizes and (local.numel() or sizes.numel()):
-        return f"this rank holds {list(local)} of it, but the placements imply {list(sizes)}"
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    ranges = shard_ranges(tensor.shape, mesh.shape, coordinate, tensor.placements)
-    for dim, of_dim in enumerate(ranges):
-        if len(of_dim) > 1:
-            return f"this rank holds several ranges of dimension {dim}, and DCP stores one"
-    return None
+        boxes = boxes_of(tensor, fqn)
+    if len(boxes) != 1:
+        return None
+    return _tensor_view.ShardBox(tensor.shape, boxes[0].offsets, boxes[0].sizes)
 
 
 def _shard_of(value: Any, item: WriteItem) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
 from torch_ckpt.planning.differences import with_differences
+from torch_ckpt.planning.dtensor_boxes import lookup_box, with_boxes
 from torch_ckpt.planning.loaded_objects import store_object, store_value
 from torch_ckpt.planning.rank_state import find_rank_states
 from torch_ckpt.planning.targets import allocated, check_targets
@@ -243,7 +244,15 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 return LoadPlan(cast(list[ReadItem], planned))
             except (ValueError, TypeError, AttributeError, MismatchError, NotFoundError):
                 pass  # DCP's planner raises the error, or supports what the engine does not.
-        return super().create_local_plan()
+        state_dict = self.state_dict
+        self.state_dict = with_boxes(state_dict)
+        try:
+            return super().create_local_plan()
+        except BaseException:  # Ties of names are found in the tensors of the program.
+            self.state_dict = state_dict
+            raise
+
+    lookup_tensor = lookup_box
 
     def _drop_tied(self, metadata: Metadata) -> bool:
         """Drops names that the checkpoint lacks, and that share the tensor of a stored name.
@@ -298,4 +307,4 @@ class FastLoadPlanner(DefaultLoadPlanner):
     def loads_plainly(self) -> bool:
         """Returns whether no subclass overrides how tensors are resolved and committed."""
         names = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
-        return not overrides(self, DefaultLoadPlanner, names)
+        return not overrides(self, FastLoadPlanner, names)

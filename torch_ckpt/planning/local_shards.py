@@ -94,7 +94,7 @@ class LocalShards(torch.Tensor):
     # ---- DCP's interface of tensors that list their own items ----
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
+        properties = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.planning.dtensor_boxes import lookup_box
 from torch_ckpt.planning.replica_check import DIGEST_NBYTES, CheckReplicas, warn_of
 from torch_ckpt.planning.value_digests import value_digests
 
@@ -169,7 +170,7 @@ def _value_of(item: WriteItem, planner: object) -> torch.Tensor | None:
     data = item.tensor_data
     if data is None or data.chunk is None or not isinstance(planner, DefaultSavePlanner):
         return None
-    if type(planner).lookup_object is not DefaultSavePlanner.lookup_object:
+    if type(planner).lookup_object not in (DefaultSavePlanner.lookup_object, lookup_box):
         return None  # It may create the tensor, which takes long.
     value = getattr(planner, "state_dict", {}).get(item.index.fqn)
     if type(value) is DTensor:

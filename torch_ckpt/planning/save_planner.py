@@ -23,6 +23,7 @@ from torch_ckpt.coordination.orchestrate import PlanUnknownError
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
+from torch_ckpt.planning.dtensor_boxes import lookup_box, with_boxes
 from torch_ckpt.planning.item_views import (
     AssignedItems,
     ColumnItems,
@@ -159,14 +160,15 @@ class FastSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Lists the items of this rank."""
         with cpu_as_default():
-            if self._overrides_planning():
-                return super().create_local_plan()
-            try:
-                with gc_paused():
-                    self.plan = self._plan_in_columns()
-            except NoColumnsError:
-                return super().create_local_plan()
-        return self.plan
+            if not self._overrides_planning():
+                try:
+                    with gc_paused():
+                        self.plan = self._plan_in_columns()
+                    return self.plan
+                except NoColumnsError:
+                    pass
+            self.state_dict = with_boxes(self.state_dict)
+            return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Checks the items of all ranks, and assigns each item to a rank that writes it."""
@@ -302,6 +304,8 @@ class FastSavePlanner(DefaultSavePlanner):
             whole = super().resolve_data(write_item.whole)
             return write_item.rows_of(cast(torch.Tensor, whole))
         return super().resolve_data(write_item)
+
+    lookup_object = lookup_box
 
     @property
     def digest(self) -> bytes | None:

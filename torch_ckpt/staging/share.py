@@ -44,12 +44,13 @@ class LeftOut:
 
     ``digest`` is of all items that the rank listed, and ``values`` of the values of each item;
     ``None`` if they are not compared. The save plans with them, because it cannot read tensors that
-    were not staged.
+    were not staged. ``sources`` are all tensors: while they live, each ``id`` is of one of them.
     """
 
     tensors: frozenset[int] = frozenset()
     digest: bytes = b""
     values: bytes | None = None
+    sources: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -124,4 +125,4 @@ def _unwritten(
         values = value_digests(sources, planner.check_replicas, numbers_of(share.equal))
     needed = {id(sources[item]) for item in set(share.work.items)}
     tensors = {id(source) for source in sources if isinstance(source, torch.Tensor)}
-    return LeftOut(frozenset(tensors - needed), digest, values)
+    return LeftOut(frozenset(tensors - needed), digest, values, sources)

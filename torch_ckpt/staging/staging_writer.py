@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -95,7 +96,7 @@ class StagingWriter(StorageWriter):
             allow_unstaged=True,
             name=f"the snapshot of {self.checkpoint_id}",
         )
-        self._left_out = left_out
+        self._left_out = dataclasses.replace(left_out, sources=())  # Which would stay in memory.
         self.begin_in_background()
         return state
 

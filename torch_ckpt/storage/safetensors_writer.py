@@ -544,7 +544,9 @@ class _PieceWriter:
         whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
         assert whole.tensor_data is not None
         sizes = whole.tensor_data.chunk.sizes
-        if tensor.dtype != data.properties.dtype or tensor.size() != sizes:
+        # The sizes of a shard without elements may be any.
+        has_sizes = tensor.size() == sizes or not (tensor.numel() or sizes.numel())
+        if tensor.dtype != data.properties.dtype or not has_sizes:
             raise MismatchError(
                 f"cannot store {fqn!r}: the planner resolved it to {tensor.dtype} of "
                 f"{list(tensor.size())}, and planned {data.properties.dtype} of {list(sizes)}"

@@ -38,6 +38,7 @@ from torch_ckpt.filesystems.location import Location, can_reach, name_of
 from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.planning.dtensor_boxes import save_plan_in_boxes
 from torch_ckpt.planning.item_views import (
     AssignedItems,
     ColumnItems,
@@ -259,6 +260,8 @@ class FastWriter(DirectoryWriter):
             AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
         """
         self._find_directory()
+        if not isinstance(plan.items, PlannedItems):
+            plan = save_plan_in_boxes(plan, calling_planner())
         items: Any = plan.items
         self._set_values(items)
         if isinstance(items, ColumnItems) and items.token is not None:

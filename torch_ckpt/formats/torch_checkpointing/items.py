@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.pickles import ForbiddenPickleError, load_allowed
-from torch_ckpt.formats.placements import shard_ranges
+from torch_ckpt.formats.placements import shard_boxes
 from torch_ckpt.formats.rank_files import INVALID
 from torch_ckpt.formats.unions import Placed, fits
 
@@ -315,13 +315,12 @@ def _shard(
     for placement in placements:
         if not isinstance(placement, Shard | _StridedShard | Replicate):
             raise UnsupportedError(f"it has the placement {placement}")
-    ranges = shard_ranges(sizes, mesh_sizes, coordinate, placements)
-    if any(len(of_dim) > 1 for of_dim in ranges):
+    boxes = shard_boxes(sizes, mesh_sizes, coordinate, placements)
+    if len(boxes) > 1:
         raise UnsupportedError("a rank has several ranges of a dimension of a strided shard")
-    only = [of_dim[0] if of_dim else (0, 0) for of_dim in ranges]
-    box_sizes = tuple(end - begin for begin, end in only)
-    at = tuple(begin for begin, _ in only)
-    return RankShard(sizes, (Placed(rank, (0,) * len(sizes), box_sizes, at),))
+    return RankShard(
+        sizes, tuple(Placed(rank, box.local_offsets, box.sizes, box.offsets) for box in boxes)
+    )
 
 
 def _placement(stated: Mapping[str, Any]) -> Placement:
