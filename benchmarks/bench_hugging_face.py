@@ -1,0 +1,130 @@
+"""Loads of Hugging Face's models onto FSDP2 over tensor parallelism, from a throttled disk.
+
+Eight gloo ranks, each with a page cache of its own (see throttled_disk.py, which needs root), load
+a model of transformers: from the files that the hub has, and from those that other ranks have saved
+with `distributed_checkpoint=True`. Contenders take turns in one run. Prints the machine, a table,
+and what is asked. Takes 5 minutes:
+
+    python benchmarks/bench_hugging_face.py --dir /data --json result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench_load import Bar
+from bench_tree import print_table
+from hugging_face_rank import OURS, PLAIN, PRETRAINED, READER, SHARDED, TRANSFORMERS
+from load_turns import RAW, THROTTLED, Bench, Sample, open_storages
+from machine import MIB, describe
+from rank_group import RankGroup
+
+PROGRAM = "hugging_face_rank.py"
+SAVING_RANKS, LOADED_TP = 2, 2
+
+TASKS = [
+    (PLAIN, TRANSFORMERS, PRETRAINED),  # First, so that there is a model.
+    (PLAIN, TRANSFORMERS, READER),
+    (PLAIN, OURS, READER),
+    (SHARDED, TRANSFORMERS, PRETRAINED),
+    (SHARDED, OURS, PRETRAINED),
+]
+
+
+def measure(bench: Bench) -> int:
+    """Saves, and loads in turns; returns the bytes of the model."""
+    options, saved = bench.options, bench.directory / "saved"
+    saved.mkdir()
+    arguments = {"timeout_s": options.timeout_s, "program": PROGRAM}
+    with RankGroup(SAVING_RANKS, saved, **arguments) as group:
+        nbytes: int = group.call("write", layers=options.layers)[0]
+    with open_storages(bench, saved, {THROTTLED}) as storages:
+        if THROTTLED not in storages:
+            raise SystemExit(1)
+        storage = storages[THROTTLED]
+        with RankGroup(options.ranks, storage.node, disk=storage.disk, **arguments) as group:
+
+            def turn(number: int, folder: str, name: str, way: str, **more: Any) -> None:
+                storage.make_cold(group)
+                if name == RAW:
+                    answers, read_nbytes = storage.call(group, "read_raw", folder=folder)
+                else:
+                    more |= {"folder": folder, "contender": name, "way": way, "tp": LOADED_TP}
+                    answers, read_nbytes = storage.call(group, "read_model", **more)
+                sample = Sample(
+                    scenario=folder,
+                    storage=way,
+                    ranks=options.ranks,
+                    contender=name,
+                    round=number,
+                    nbytes=nbytes,
+                    seconds=max(a["end"] for a in answers) - min(a["begin"] for a in answers),
+                    read_nbytes=read_nbytes,
+                    cpu_s=sum(a["cpu_s"] for a in answers),
+                    rss_growth=max(a["rss_growth"] for a in answers),
+                )
+                bench.samples.append(sample)
+                print(sample, file=sys.stderr, flush=True)
+
+            for number in range(options.rounds):
+                turn(number, PLAIN, RAW, "")
+                for task in TASKS:
+                    turn(number, *task, first=number == 0 and task == TASKS[0])
+    shutil.rmtree(saved)
+    return nbytes
+
+
+def main() -> None:
+    """Runs what the command line asks for; leaves no files but the one of `--json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to be measured")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16, help="of 24 MiB, beside 128 MiB")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
+    parser.add_argument("--rate-mb", type=float, default=200.0, help="MB/s of the disk for all")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="of any call")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
+    options = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="bench-hugging-face-", dir=options.dir)).resolve()
+    machine = describe(directory.parent)
+    width = max(map(len, machine))
+    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in machine.items()), flush=True)
+    bench = Bench(directory, options)
+    try:
+        nbytes = measure(bench)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    print(f"\n{nbytes / MIB:.0f} MiB, {options.ranks} ranks, {options.rate_mb:g} MB/s in all\n")
+    rows = [["files", "contender", "by", "s, min / median", "read, of the model", "CPU s"]]
+    medians: dict[tuple[str, str, str], tuple[float, float]] = {}
+    for folder, name, way in [(PLAIN, RAW, ""), *TASKS]:
+        found = bench.of(folder, way, options.ranks, name)
+        seconds = [sample.seconds for sample in found]
+        read = statistics.median(sample.read_nbytes for sample in found) / nbytes
+        medians[folder, name, way] = statistics.median(seconds), read
+        row = [folder, name, way, f"{min(seconds):.2f} / {statistics.median(seconds):.2f}"]
+        cpu_s = statistics.median(sample.cpu_s for sample in found)
+        rows.append([*row, f"{read:.3f}", f"{cpu_s:.1f}"])
+    print_table(rows)
+    print("\nAsked\n")
+    ours = medians[PLAIN, OURS, READER]
+    bars = [Bar("plain files: bytes read, of the model", ours[1], 1.02, "x")]
+    for way in (PRETRAINED, READER):
+        times = medians[PLAIN, TRANSFORMERS, way][0] / ours[0]
+        bars.append(Bar(f"plain files, times as fast as {way}", times, 5.0, "x", at_least=True))
+    print_table([["what", "asked", "found", "verdict"], *(bar.cells() for bar in bars)])
+    if options.json is not None:
+        facts = {"machine": machine, "samples": [asdict(sample) for sample in bench.samples]}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

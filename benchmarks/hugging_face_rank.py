@@ -1,0 +1,104 @@
+"""One rank of bench_hugging_face.py: makes a model of transformers, and loads it sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from load_rank import Answer, Rank, serve
+
+PLAIN, SHARDED = "plain", "sharded"  # Folders.
+OURS, TRANSFORMERS = "torch-ckpt", "transformers"
+READER, PRETRAINED = "DCP's reader", "from_pretrained"
+
+
+class HuggingFaceRank(Rank):
+    """What one process keeps between calls: its parameters, as they were loaded first."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        rank, count = str(options["rank"]), str(options["count"])
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, HF_HUB_OFFLINE="1")
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self._reference: list[torch.Tensor] = []
+        self._model: Any = None
+
+    def write(self, layers: int) -> int:
+        """Writes a model as Hugging Face has it, and as these ranks save it; returns its bytes."""
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        if dist.get_rank() == 0:
+            config = Qwen3Config(
+                vocab_size=32768,
+                hidden_size=1024,
+                intermediate_size=3072,
+                num_hidden_layers=layers,
+                num_attention_heads=16,
+                num_key_value_heads=8,
+                head_dim=64,
+                tie_word_embeddings=False,
+            )
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model.save_pretrained(self.directory / PLAIN, max_shard_size="200MB")
+            del model
+        dist.barrier()
+        model = self._pretrained(self.directory / PLAIN, 1)
+        model.save_pretrained(self.directory / SHARDED, distributed_checkpoint=True)
+        return sum(parameter.numel() * 2 for parameter in model.parameters())
+
+    def read_model(self, contender: str, way: str, folder: str, tp: int, first: bool) -> Answer:
+        """Loads onto FSDP2 over tensor parallelism; requires the bits of the first load."""
+        from transformers.distributed.checkpoint import _load_model_checkpoint_distributed
+
+        import torch_ckpt
+
+        path = self.directory / folder
+        if way == READER and self._model is None:
+            raise ValueError("no model was loaded")
+        if way == READER:
+            with torch.no_grad():
+                for parameter in self._model.parameters():
+                    parameter.to_local().zero_()
+        else:
+            self._model = None
+
+        def run() -> None:
+            if way == READER:
+                _load_model_checkpoint_distributed(self._model, path)
+            else:
+                self._model = self._pretrained(path, tp)
+
+        with torch_ckpt.installed() if contender == OURS else contextlib.nullcontext():
+            answer = self._measure(run)
+        found = [parameter.detach().to_local() for parameter in self._model.parameters()]
+        if first:
+            self._reference = [tensor.clone() for tensor in found]
+        elif not all(map(torch.equal, found, self._reference)):
+            raise ValueError("other bits than the first load had")
+        return answer
+
+    @staticmethod
+    def _pretrained(path: Path, tp: int) -> Any:
+        from transformers import AutoModelForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        config = DistributedConfig(tp_size=tp, fsdp_size=dist.get_world_size() // tp)
+        return AutoModelForCausalLM.from_pretrained(
+            path, distributed_config=config, dtype=torch.bfloat16
+        )
+
+
+if __name__ == "__main__":
+    serve(HuggingFaceRank)
