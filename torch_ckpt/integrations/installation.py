@@ -55,6 +55,7 @@ _LOG = logging.getLogger("torch_ckpt")
 _Path = str | os.PathLike[str]
 
 _MEGATRON_STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
+_TRANSFORMERS_MODELS = "transformers.modeling_utils"
 _WRITER_ARGUMENTS = (
     "single_file_per_rank",
     "sync_files",
@@ -161,7 +162,13 @@ def installed(
                 )
             )
 
+        def replace_loading() -> None:
+            from torch_ckpt.integrations.transformers_loading import replaced_loading
+
+            stack.enter_context(replaced_loading(timeout_s=timeout_s, io=io))
+
         stack.enter_context(_after_import(_MEGATRON_STRATEGIES, replace_strategies))
+        stack.enter_context(_after_import(_TRANSFORMERS_MODELS, replace_loading))
         yield
 
 
