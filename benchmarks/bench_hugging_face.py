@@ -32,6 +32,7 @@ SAVING_RANKS, LOADED_TP = 2, 2
 
 TASKS = [
     (PLAIN, TRANSFORMERS, PRETRAINED),  # First, so that there is a model.
+    (PLAIN, OURS, PRETRAINED),
     (PLAIN, TRANSFORMERS, READER),
     (PLAIN, OURS, READER),
     (SHARDED, TRANSFORMERS, PRETRAINED),
@@ -74,9 +75,13 @@ def measure(bench: Bench) -> int:
                 bench.samples.append(sample)
                 print(sample, file=sys.stderr, flush=True)
 
+            for name in (TRANSFORMERS, OURS):  # Imports modules, and opens connections.
+                group.call("warm", contender=name, tp=LOADED_TP)
             for number in range(options.rounds):
                 turn(number, PLAIN, RAW, "")
                 for task in TASKS:
+                    if options.only and task[1:] not in [tuple(o.split("/")) for o in options.only]:
+                        continue
                     turn(number, *task, first=number == 0 and task == TASKS[0])
     shutil.rmtree(saved)
     return nbytes
@@ -91,6 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--rate-mb", type=float, default=200.0, help="MB/s of the disk for all")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of any call")
+    parser.add_argument("--only", nargs="*")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="bench-hugging-face-", dir=options.dir)).resolve()

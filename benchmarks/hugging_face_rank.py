@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from load_rank import Answer, Rank, serve
 
-PLAIN, SHARDED = "plain", "sharded"  # Folders.
+PLAIN, SHARDED, TINY = "plain", "sharded", "tiny"  # Folders.
 OURS, TRANSFORMERS = "torch-ckpt", "transformers"
 READER, PRETRAINED = "DCP's reader", "from_pretrained"
 
@@ -36,27 +36,37 @@ class HuggingFaceRank(Rank):
 
     def write(self, layers: int) -> int:
         """Writes a model as Hugging Face has it, and as these ranks save it; returns its bytes."""
-        from transformers import AutoModelForCausalLM, Qwen3Config
-
         if dist.get_rank() == 0:
-            config = Qwen3Config(
-                vocab_size=32768,
-                hidden_size=1024,
-                intermediate_size=3072,
-                num_hidden_layers=layers,
-                num_attention_heads=16,
-                num_key_value_heads=8,
-                head_dim=64,
-                tie_word_embeddings=False,
-            )
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            model.save_pretrained(self.directory / PLAIN, max_shard_size="200MB")
-            del model
+            self._write_model(PLAIN, layers, 1024)
+            self._write_model(TINY, 1, 64)
         dist.barrier()
         model = self._pretrained(self.directory / PLAIN, 1)
         model.save_pretrained(self.directory / SHARDED, distributed_checkpoint=True)
         return sum(parameter.numel() * 2 for parameter in model.parameters())
+
+    def _write_model(self, folder: str, layers: int, width: int) -> None:
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        config = Qwen3Config(
+            vocab_size=32 * width,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=width // 16,
+            tie_word_embeddings=False,
+        )
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(self.directory / folder, max_shard_size="200MB")
+
+    def warm(self, contender: str, tp: int) -> None:
+        """Loads a tiny model."""
+        import torch_ckpt
+
+        with torch_ckpt.installed() if contender == OURS else contextlib.nullcontext():
+            self._pretrained(self.directory / TINY, tp)
 
     def read_model(self, contender: str, way: str, folder: str, tp: int, first: bool) -> Answer:
         """Loads onto FSDP2 over tensor parallelism; requires the bits of the first load."""

@@ -36,7 +36,7 @@ from torch_ckpt.coordination.group import group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.safetensors.opening import open_safetensors_directory
+from torch_ckpt.formats.safetensors.opening import open_safetensors_directory, read_tensors
 from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions
 from torch_ckpt.process_state import PROCESS
@@ -62,42 +62,67 @@ _Box = tuple[tuple[int, int], ...]
 """Offset and size of each dimension."""
 
 
-class _Slice:
-    """A tensor in a file, like one of ``safe_open(...).get_slice``, with its name and its file."""
+class _File:
+    """A file as ``safe_open`` opens it. It is mapped only if transformers reads it by itself.
 
-    def __init__(self, stock: Any, path: Path, fqn: str) -> None:
-        self.stock, self.path, self.fqn = stock, path, fqn
-        self.boxes: _Boxes | None = None
+    The first access to a map can read megabytes ahead, on each rank.
+    """
+
+    def __init__(self, path: Path, open_stock: Callable[[], Any]) -> None:
+        self.path = path
+        self.tensors = read_tensors(Location(path), 0)[2]
+        self._open_stock = open_stock
+        self._stock: Any = None
+
+    @property
+    def stock(self) -> Any:
+        """The file that ``safe_open`` returns."""
+        if self._stock is None:
+            self._stock = self._open_stock()
+        return self._stock
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        if self.boxes is None:
-            found: torch.Tensor = self.stock[index]
-            return found
-        return self.boxes.get(self.fqn, index)
-
-
-class _File:
-    """A file that ``safe_open`` has opened, whose slices know their names."""
-
-    def __init__(self, stock: Any, path: Path) -> None:
-        self._stock, self._path = stock, path
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
-
     def __enter__(self) -> _File:
-        self._stock.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stock.__exit__(*exc_info)
+        if self._stock is not None:
+            self._stock.__exit__(*exc_info)
+
+    def keys(self) -> list[str]:
+        """Returns the names of the tensors."""
+        return list(self.tensors)
 
     def get_slice(self, fqn: str) -> _Slice:
         """Returns a tensor that is read when it is indexed."""
-        return _Slice(self._stock.get_slice(fqn), self._path, fqn)
+        return _Slice(self, fqn)
+
+
+class _Slice:
+    """A tensor of a file, like one of ``safe_open(...).get_slice``."""
+
+    def __init__(self, file: _File, fqn: str) -> None:
+        self.file, self.fqn = file, fqn
+        self.boxes: _Boxes | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file.stock.get_slice(self.fqn), name)
+
+    def get_shape(self) -> list[int]:
+        """Returns the sizes of the whole tensor."""
+        facts = self.file.tensors[self.fqn]
+        if isinstance(facts, CheckpointError):
+            sizes: list[int] = self.file.stock.get_slice(self.fqn).get_shape()
+            return sizes
+        return list(facts[1])
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self.boxes is None:
+            found: torch.Tensor = self.file.stock.get_slice(self.fqn)[index]
+            return found
+        return self.boxes.get(self.fqn, index)
 
 
 class _FilesReader(FastReader):
@@ -231,8 +256,14 @@ class _Replaced:
 
     def safe_open(self, filename: Any, *args: Any, **options: Any) -> Any:
         """The replacement of ``safe_open``."""
-        file = self._safe_open(filename, *args, **options)
-        return _File(file, Path(filename).absolute()) if _has_ranks() else file
+
+        def open_stock() -> Any:
+            return self._safe_open(filename, *args, **options)
+
+        if _has_ranks():
+            with contextlib.suppress(CheckpointError):  # The error is that of safe_open.
+                return _File(Path(filename).absolute(), open_stock)
+        return open_stock()
 
     def convert(
         self, model: Any, state_dict: Any, load_config: Any, disk_offload_index: Any = None
@@ -260,7 +291,7 @@ class _Replaced:
             or not all(isinstance(tensor, _Slice) for tensor in tensors.values())
         ):
             return None
-        paths = {tensor.path for tensor in tensors.values()}
+        paths = {tensor.file.path for tensor in tensors.values()}
         if len(folders := {path.parent for path in paths}) != 1:
             return None
         names = sorted(path.name for path in paths)
