@@ -22,7 +22,7 @@ from typing import Any
 
 from bench_load import Bar
 from bench_tree import print_table
-from hugging_face_rank import OURS, PLAIN, PRETRAINED, READER, SHARDED, TRANSFORMERS
+from hugging_face_rank import OURS, PLAIN, SHARDED, TRANSFORMERS
 from load_turns import RAW, THROTTLED, Bench, Sample, open_storages
 from machine import MIB, describe
 from rank_group import RankGroup
@@ -31,12 +31,10 @@ PROGRAM = "hugging_face_rank.py"
 SAVING_RANKS, LOADED_TP = 2, 2
 
 TASKS = [
-    (PLAIN, TRANSFORMERS, PRETRAINED),  # First, so that there is a model.
-    (PLAIN, OURS, PRETRAINED),
-    (PLAIN, TRANSFORMERS, READER),
-    (PLAIN, OURS, READER),
-    (SHARDED, TRANSFORMERS, PRETRAINED),
-    (SHARDED, OURS, PRETRAINED),
+    (PLAIN, TRANSFORMERS),
+    (PLAIN, OURS),
+    (SHARDED, TRANSFORMERS),
+    (SHARDED, OURS),
 ]
 
 
@@ -46,23 +44,23 @@ def measure(bench: Bench) -> int:
     saved.mkdir()
     arguments = {"timeout_s": options.timeout_s, "program": PROGRAM}
     with RankGroup(SAVING_RANKS, saved, **arguments) as group:
-        nbytes: int = group.call("write", layers=options.layers)[0]
+        nbytes: int = group.call("write", width=options.width, layers=options.layers)[0]
     with open_storages(bench, saved, {THROTTLED}) as storages:
         if THROTTLED not in storages:
             raise SystemExit(1)
         storage = storages[THROTTLED]
         with RankGroup(options.ranks, storage.node, disk=storage.disk, **arguments) as group:
 
-            def turn(number: int, folder: str, name: str, way: str, **more: Any) -> None:
+            def turn(number: int, folder: str, name: str, **more: Any) -> None:
                 storage.make_cold(group)
                 if name == RAW:
                     answers, read_nbytes = storage.call(group, "read_raw", folder=folder)
                 else:
-                    more |= {"folder": folder, "contender": name, "way": way, "tp": LOADED_TP}
+                    more |= {"folder": folder, "contender": name, "tp": LOADED_TP}
                     answers, read_nbytes = storage.call(group, "read_model", **more)
                 sample = Sample(
                     scenario=folder,
-                    storage=way,
+                    storage=THROTTLED,
                     ranks=options.ranks,
                     contender=name,
                     round=number,
@@ -78,10 +76,8 @@ def measure(bench: Bench) -> int:
             for name in (TRANSFORMERS, OURS):  # Imports modules, and opens connections.
                 group.call("warm", contender=name, tp=LOADED_TP)
             for number in range(options.rounds):
-                turn(number, PLAIN, RAW, "")
+                turn(number, PLAIN, RAW)
                 for task in TASKS:
-                    if options.only and task[1:] not in [tuple(o.split("/")) for o in options.only]:
-                        continue
                     turn(number, *task, first=number == 0 and task == TASKS[0])
     shutil.rmtree(saved)
     return nbytes
@@ -92,11 +88,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to be measured")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=16, help="of 24 MiB, beside 128 MiB")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
+    parser.add_argument("--width", type=int, default=2048, help="hidden size of the model")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each contender")
     parser.add_argument("--rate-mb", type=float, default=200.0, help="MB/s of the disk for all")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of any call")
-    parser.add_argument("--only", nargs="*")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="bench-hugging-face-", dir=options.dir)).resolve()
@@ -109,23 +105,24 @@ def main() -> None:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     print(f"\n{nbytes / MIB:.0f} MiB, {options.ranks} ranks, {options.rate_mb:g} MB/s in all\n")
-    rows = [["files", "contender", "by", "s, min / median", "read, of the model", "CPU s"]]
-    medians: dict[tuple[str, str, str], tuple[float, float]] = {}
-    for folder, name, way in [(PLAIN, RAW, ""), *TASKS]:
-        found = bench.of(folder, way, options.ranks, name)
+    rows = [["files", "contender", "s, min / median", "read, of the model", "CPU s", "RSS +MiB"]]
+    medians: dict[tuple[str, str], tuple[float, float]] = {}
+    for folder, name in [(PLAIN, RAW), *TASKS]:
+        found = bench.of(folder, THROTTLED, options.ranks, name)
         seconds = [sample.seconds for sample in found]
         read = statistics.median(sample.read_nbytes for sample in found) / nbytes
-        medians[folder, name, way] = statistics.median(seconds), read
-        row = [folder, name, way, f"{min(seconds):.2f} / {statistics.median(seconds):.2f}"]
+        medians[folder, name] = statistics.median(seconds), read
+        row = [folder, name, f"{min(seconds):.2f} / {statistics.median(seconds):.2f}"]
         cpu_s = statistics.median(sample.cpu_s for sample in found)
-        rows.append([*row, f"{read:.3f}", f"{cpu_s:.1f}"])
+        grown = max(sample.rss_growth for sample in found) / MIB
+        rows.append([*row, f"{read:.3f}", f"{cpu_s:.1f}", f"{grown:.0f}"])
     print_table(rows)
     print("\nAsked\n")
-    ours = medians[PLAIN, OURS, READER]
-    bars = [Bar("plain files: bytes read, of the model", ours[1], 1.02, "x")]
-    for way in (PRETRAINED, READER):
-        times = medians[PLAIN, TRANSFORMERS, way][0] / ours[0]
-        bars.append(Bar(f"plain files, times as fast as {way}", times, 5.0, "x", at_least=True))
+    ours, theirs = medians[PLAIN, OURS], medians[PLAIN, TRANSFORMERS]
+    bars = [
+        Bar("plain files: bytes read, of the model", ours[1], 1.02, "x"),
+        Bar("plain files, times as fast", theirs[0] / ours[0], 5.0, "x", at_least=True),
+    ]
     print_table([["what", "asked", "found", "verdict"], *(bar.cells() for bar in bars)])
     if options.json is not None:
         facts = {"machine": machine, "samples": [asdict(sample) for sample in bench.samples]}

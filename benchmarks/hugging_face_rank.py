@@ -15,7 +15,6 @@ from load_rank import Answer, Rank, serve
 
 PLAIN, SHARDED, TINY = "plain", "sharded", "tiny"  # Folders.
 OURS, TRANSFORMERS = "torch-ckpt", "transformers"
-READER, PRETRAINED = "DCP's reader", "from_pretrained"
 
 
 class HuggingFaceRank(Rank):
@@ -34,10 +33,10 @@ class HuggingFaceRank(Rank):
         self._reference: list[torch.Tensor] = []
         self._model: Any = None
 
-    def write(self, layers: int) -> int:
+    def write(self, width: int, layers: int) -> int:
         """Writes a model as Hugging Face has it, and as these ranks save it; returns its bytes."""
         if dist.get_rank() == 0:
-            self._write_model(PLAIN, layers, 1024)
+            self._write_model(PLAIN, layers, width)
             self._write_model(TINY, 1, 64)
         dist.barrier()
         model = self._pretrained(self.directory / PLAIN, 1)
@@ -48,7 +47,7 @@ class HuggingFaceRank(Rank):
         from transformers import AutoModelForCausalLM, Qwen3Config
 
         config = Qwen3Config(
-            vocab_size=32 * width,
+            vocab_size=16 * width,
             hidden_size=width,
             intermediate_size=3 * width,
             num_hidden_layers=layers,
@@ -59,7 +58,7 @@ class HuggingFaceRank(Rank):
         )
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(self.directory / folder, max_shard_size="200MB")
+        model.save_pretrained(self.directory / folder, max_shard_size="500MB")
 
     def warm(self, contender: str, tp: int) -> None:
         """Loads a tiny model."""
@@ -68,27 +67,14 @@ class HuggingFaceRank(Rank):
         with torch_ckpt.installed() if contender == OURS else contextlib.nullcontext():
             self._pretrained(self.directory / TINY, tp)
 
-    def read_model(self, contender: str, way: str, folder: str, tp: int, first: bool) -> Answer:
+    def read_model(self, contender: str, folder: str, tp: int, first: bool) -> Answer:
         """Loads onto FSDP2 over tensor parallelism; requires the bits of the first load."""
-        from transformers.distributed.checkpoint import _load_model_checkpoint_distributed
-
         import torch_ckpt
 
-        path = self.directory / folder
-        if way == READER and self._model is None:
-            raise ValueError("no model was loaded")
-        if way == READER:
-            with torch.no_grad():
-                for parameter in self._model.parameters():
-                    parameter.to_local().zero_()
-        else:
-            self._model = None
+        self._model = None
 
         def run() -> None:
-            if way == READER:
-                _load_model_checkpoint_distributed(self._model, path)
-            else:
-                self._model = self._pretrained(path, tp)
+            self._model = self._pretrained(self.directory / folder, tp)
 
         with torch_ckpt.installed() if contender == OURS else contextlib.nullcontext():
             answer = self._measure(run)

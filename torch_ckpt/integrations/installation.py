@@ -99,6 +99,8 @@ def installed(
     - A call without a planner, or with a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, uses
       :class:`FastSavePlanner` or :class:`FastLoadPlanner` with the same arguments.
     - Every exchange between ranks has a deadline.
+    - ``from_pretrained(..., distributed_config=)`` of transformers reads with a
+      :class:`FastReader`.
     - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
       :mod:`torch_ckpt.integrations.megatron`.
 
