@@ -1,9 +1,8 @@
 """Loads of Hugging Face's models onto FSDP2 over tensor parallelism, from a throttled disk.
 
 Eight gloo ranks, each with a page cache of its own (see throttled_disk.py, which needs root), load
-a model of transformers: from the files that the hub has, and from those that other ranks have saved
-with `distributed_checkpoint=True`. Contenders take turns in one run. Prints the machine, a table,
-and what is asked. Takes 5 minutes:
+a model of transformers from files as the hub has them, by `from_pretrained(distributed_config=)`.
+Contenders take turns in one run. Prints the machine, a table, and what is asked. Takes 5 minutes:
 
     python benchmarks/bench_hugging_face.py --dir /data --json result.json
 """
@@ -22,20 +21,13 @@ from typing import Any
 
 from bench_load import Bar
 from bench_tree import print_table
-from hugging_face_rank import OURS, PLAIN, SHARDED, TRANSFORMERS
+from hugging_face_rank import OURS, PLAIN, TRANSFORMERS
 from load_turns import RAW, THROTTLED, Bench, Sample, open_storages
 from machine import MIB, describe
 from rank_group import RankGroup
 
 PROGRAM = "hugging_face_rank.py"
-SAVING_RANKS, LOADED_TP = 2, 2
-
-TASKS = [
-    (PLAIN, TRANSFORMERS),
-    (PLAIN, OURS),
-    (SHARDED, TRANSFORMERS),
-    (SHARDED, OURS),
-]
+CONTENDERS = (TRANSFORMERS, OURS)
 
 
 def measure(bench: Bench) -> int:
@@ -43,7 +35,7 @@ def measure(bench: Bench) -> int:
     options, saved = bench.options, bench.directory / "saved"
     saved.mkdir()
     arguments = {"timeout_s": options.timeout_s, "program": PROGRAM}
-    with RankGroup(SAVING_RANKS, saved, **arguments) as group:
+    with RankGroup(1, saved, **arguments) as group:
         nbytes: int = group.call("write", width=options.width, layers=options.layers)[0]
     with open_storages(bench, saved, {THROTTLED}) as storages:
         if THROTTLED not in storages:
@@ -51,15 +43,15 @@ def measure(bench: Bench) -> int:
         storage = storages[THROTTLED]
         with RankGroup(options.ranks, storage.node, disk=storage.disk, **arguments) as group:
 
-            def turn(number: int, folder: str, name: str, **more: Any) -> None:
+            def turn(number: int, tp: int, name: str, **more: Any) -> None:
                 storage.make_cold(group)
                 if name == RAW:
-                    answers, read_nbytes = storage.call(group, "read_raw", folder=folder)
+                    answers, read_nbytes = storage.call(group, "read_raw", folder=PLAIN)
                 else:
-                    more |= {"folder": folder, "contender": name, "tp": LOADED_TP}
+                    more |= {"folder": PLAIN, "contender": name, "tp": tp}
                     answers, read_nbytes = storage.call(group, "read_model", **more)
                 sample = Sample(
-                    scenario=folder,
+                    scenario=f"{options.ranks // tp} x {tp}",
                     storage=THROTTLED,
                     ranks=options.ranks,
                     contender=name,
@@ -73,12 +65,13 @@ def measure(bench: Bench) -> int:
                 bench.samples.append(sample)
                 print(sample, file=sys.stderr, flush=True)
 
-            for name in (TRANSFORMERS, OURS):  # Imports modules, and opens connections.
-                group.call("warm", contender=name, tp=LOADED_TP)
-            for number in range(options.rounds):
-                turn(number, PLAIN, RAW)
-                for task in TASKS:
-                    turn(number, *task, first=number == 0 and task == TASKS[0])
+            for tp in options.tp:
+                for name in CONTENDERS:  # Imports modules, and opens connections.
+                    group.call("warm", contender=name, tp=tp)
+                for number in range(options.rounds):
+                    turn(number, tp, RAW)
+                    for name in CONTENDERS:
+                        turn(number, tp, name, first=number == 0 and name == TRANSFORMERS)
     shutil.rmtree(saved)
     return nbytes
 
@@ -90,6 +83,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tp", type=int, nargs="+", default=[2, 4], help="tensor parallel ranks")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each contender")
     parser.add_argument("--rate-mb", type=float, default=200.0, help="MB/s of the disk for all")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of any call")
@@ -105,24 +99,24 @@ def main() -> None:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     print(f"\n{nbytes / MIB:.0f} MiB, {options.ranks} ranks, {options.rate_mb:g} MB/s in all\n")
-    rows = [["files", "contender", "s, min / median", "read, of the model", "CPU s", "RSS +MiB"]]
-    medians: dict[tuple[str, str], tuple[float, float]] = {}
-    for folder, name in [(PLAIN, RAW), *TASKS]:
-        found = bench.of(folder, THROTTLED, options.ranks, name)
-        seconds = [sample.seconds for sample in found]
-        read = statistics.median(sample.read_nbytes for sample in found) / nbytes
-        medians[folder, name] = statistics.median(seconds), read
-        row = [folder, name, f"{min(seconds):.2f} / {statistics.median(seconds):.2f}"]
-        cpu_s = statistics.median(sample.cpu_s for sample in found)
-        grown = max(sample.rss_growth for sample in found) / MIB
-        rows.append([*row, f"{read:.3f}", f"{cpu_s:.1f}", f"{grown:.0f}"])
+    rows = [["mesh", "contender", "s, min / median", "read, of the model", "CPU s", "RSS +MiB"]]
+    bars: list[Bar] = []
+    for mesh in (f"{options.ranks // tp} x {tp}" for tp in options.tp):
+        medians: dict[str, tuple[float, float]] = {}
+        for name in (RAW, *CONTENDERS):
+            found = bench.of(mesh, THROTTLED, options.ranks, name)
+            seconds = [sample.seconds for sample in found]
+            read = statistics.median(sample.read_nbytes for sample in found) / nbytes
+            medians[name] = statistics.median(seconds), read
+            row = [mesh, name, f"{min(seconds):.2f} / {statistics.median(seconds):.2f}"]
+            cpu_s = statistics.median(sample.cpu_s for sample in found)
+            grown = max(sample.rss_growth for sample in found) / MIB
+            rows.append([*row, f"{read:.3f}", f"{cpu_s:.1f}", f"{grown:.0f}"])
+        times = medians[TRANSFORMERS][0] / medians[OURS][0]
+        bars.append(Bar(f"{mesh}: bytes read, of the model", medians[OURS][1], 1.02, "x"))
+        bars.append(Bar(f"{mesh}: times as fast", times, 5.0, "x", at_least=True))
     print_table(rows)
     print("\nAsked\n")
-    ours, theirs = medians[PLAIN, OURS], medians[PLAIN, TRANSFORMERS]
-    bars = [
-        Bar("plain files: bytes read, of the model", ours[1], 1.02, "x"),
-        Bar("plain files, times as fast", theirs[0] / ours[0], 5.0, "x", at_least=True),
-    ]
     print_table([["what", "asked", "found", "verdict"], *(bar.cells() for bar in bars)])
     if options.json is not None:
         facts = {"machine": machine, "samples": [asdict(sample) for sample in bench.samples]}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from load_rank import Answer, Rank, serve
 
-PLAIN, SHARDED, TINY = "plain", "sharded", "tiny"  # Folders.
+PLAIN, TINY = "plain", "tiny"  # Folders.
 OURS, TRANSFORMERS = "torch-ckpt", "transformers"
 
 
@@ -34,16 +34,11 @@ class HuggingFaceRank(Rank):
         self._model: Any = None
 
     def write(self, width: int, layers: int) -> int:
-        """Writes a model as Hugging Face has it, and as these ranks save it; returns its bytes."""
-        if dist.get_rank() == 0:
-            self._write_model(PLAIN, layers, width)
-            self._write_model(TINY, 1, 64)
-        dist.barrier()
-        model = self._pretrained(self.directory / PLAIN, 1)
-        model.save_pretrained(self.directory / SHARDED, distributed_checkpoint=True)
-        return sum(parameter.numel() * 2 for parameter in model.parameters())
+        """Writes a model as Hugging Face has it, and a tiny one; returns the bytes of the former."""
+        self._write_model(TINY, 1, 64)
+        return self._write_model(PLAIN, layers, width)
 
-    def _write_model(self, folder: str, layers: int, width: int) -> None:
+    def _write_model(self, folder: str, layers: int, width: int) -> int:
         from transformers import AutoModelForCausalLM, Qwen3Config
 
         config = Qwen3Config(
@@ -59,6 +54,7 @@ class HuggingFaceRank(Rank):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(self.directory / folder, max_shard_size="500MB")
+        return sum(parameter.nbytes for parameter in model.parameters())
 
     def warm(self, contender: str, tp: int) -> None:
         """Loads a tiny model."""
