@@ -34,7 +34,7 @@ class HuggingFaceRank(Rank):
         self._model: Any = None
 
     def write(self, width: int, layers: int) -> int:
-        """Writes a model as Hugging Face has it, and a tiny one; returns the bytes of the former."""
+        """Writes a model as the hub has it, and a tiny one; returns the bytes of the former."""
         self._write_model(TINY, 1, 64)
         return self._write_model(PLAIN, layers, width)
 

@@ -90,7 +90,11 @@ def load_each(path: Path, grid: str) -> None:
                 dcp.load(state, storage_reader=reader)
             expected = placed(grid)
             for fqn, tensor in state.items():
-                assert torch.equal(tensor.to_local(), expected[fqn].to_local()), (name, ours, fqn)
+                found, due = (
+                    each.to_local().contiguous().view(torch.uint8)
+                    for each in (tensor, expected[fqn])
+                )
+                assert torch.equal(found, due), (name, ours, fqn)
 
 
 @pytest.mark.thin(1)
