@@ -349,8 +349,8 @@ def replaced_loading(*, timeout_s: float, io: IoOptions | None) -> Iterator[None
         function = getattr(sys.modules.get(module), name, None)
         found = () if function is None else tuple(inspect.signature(function).parameters)
         if found != arguments or not hasattr(sys.modules[_MODELS], "safe_open"):
-            if replaced_loading not in PROCESS.unreplaced:
-                PROCESS.unreplaced.add(replaced_loading)
+            if _Replaced not in PROCESS.unreplaced:
+                PROCESS.unreplaced.add(_Replaced)
                 _LOG.warning("from_pretrained reads by itself: %s.%s has changed", module, name)
             yield
             return
