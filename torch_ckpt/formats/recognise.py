@@ -25,12 +25,13 @@ from torch_ckpt.formats.torch_checkpointing.opening import open_torch_checkpoint
 from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 from torch_ckpt.options import Verification
 
-__all__ = ["open_stored"]
+__all__ = ["open_model_files", "open_stored"]
 
 _MODEL_INDEX = ".safetensors.index.json"
 # Files of a model that may not be complete yet, unless an index names them.
 _OF_SAVE = re.compile(r"model-[0-9a-f]{16}-\d+-of-\d+\.safetensors")
 """End of the name of Hugging Face's index of the files of a model."""
+_OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # By DCP, with boxes.
 
 
 def open_stored(
@@ -95,7 +96,17 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
     raise no_checkpoint(path)
 
 
+def open_model_files(path: Location) -> Opened | None:
+    """Opens the safetensors files of a directory, whatever else it has; ``None`` without any."""
+    with reading(path):
+        names = [] if path.is_file() else _model_files(path.names())
+        return open_safetensors_directory(path, names) if names else None
+
+
 def _model_files(names: Sequence[str]) -> list[str]:
+    # As for transformers, the files of a distributed save precede those of a consolidation.
+    if of_ranks := sorted(filter(_OF_RANK.fullmatch, names)):
+        return of_ranks
     ends = (".safetensors", _MODEL_INDEX)
     files = sorted(name for name in names if name.endswith(ends) and not name.startswith(PENDING))
     if any(name.endswith(_MODEL_INDEX) for name in files):

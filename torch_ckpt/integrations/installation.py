@@ -37,6 +37,8 @@ from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.integrations import hugging_face_storage
+from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter
 from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.load_planner import FastLoadPlanner
@@ -53,6 +55,7 @@ _LOG = logging.getLogger("torch_ckpt")
 _Path = str | os.PathLike[str]
 
 _MEGATRON_STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
+_TRANSFORMERS_MODELS = "transformers.modeling_utils"
 _WRITER_ARGUMENTS = (
     "single_file_per_rank",
     "sync_files",
@@ -89,9 +92,15 @@ def installed(
     - A call with a ``FileSystemWriter`` or ``FileSystemReader`` uses a :class:`FastWriter` or
       :class:`FastReader` with the same path and arguments. A ``cache_staged_state_dict`` has no
       effect, because the staging memory is always reused.
+    - A call with a ``HuggingFaceStorageWriter`` or ``HuggingFaceStorageReader`` uses a
+      :class:`SafetensorsWriter` that writes the files of that class, or a :class:`FastReader`. All
+      ranks write the final files, so there is no consolidation and no folder ``sharded``. The
+      ``thread_count_consolidation``, and the ``thread_count`` of the reader, have no effect.
     - A call without a planner, or with a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, uses
       :class:`FastSavePlanner` or :class:`FastLoadPlanner` with the same arguments.
     - Every exchange between ranks has a deadline.
+    - ``from_pretrained(..., distributed_config=)`` of transformers reads with a
+      :class:`FastReader`.
     - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
       :mod:`torch_ckpt.integrations.megatron`.
 
@@ -155,7 +164,13 @@ def installed(
                 )
             )
 
+        def replace_loading() -> None:
+            from torch_ckpt.integrations.transformers_loading import replaced_loading
+
+            stack.enter_context(replaced_loading(timeout_s=timeout_s, io=io))
+
         stack.enter_context(_after_import(_MEGATRON_STRATEGIES, replace_strategies))
+        stack.enter_context(_after_import(_TRANSFORMERS_MODELS, replace_loading))
         yield
 
 
@@ -267,35 +282,50 @@ class _Replaced:
         return self._reader(path, None)
 
     def writer(self, given: Any) -> Any:
-        """Returns the replacement of a ``FileSystemWriter``, or another writer itself."""
-        is_stock = type(given) is FileSystemWriter
-        if not is_stock or given.serialization_format != SerializationFormat.TORCH_SAVE:
+        """Returns the replacement of a writer of DCP, or another writer itself."""
+        new: Callable[..., FastWriter] = FastWriter
+        path, hidden = getattr(given, "path", ""), {}
+        if self.replaces(given) and type(given) is FileSystemWriter:
+            arguments = {name: getattr(given, name) for name in _WRITER_ARGUMENTS}
+            hidden = {"_extensions": given.transforms.extensions}
+        elif self.replaces(given):
+            new, path = ModelWriter, hugging_face_storage.path_of(given)
+            arguments = hugging_face_storage.arguments_of(given)
+        else:
             self._warn_unless(FastWriter, given)
             return given
-        arguments = {name: getattr(given, name) for name in _WRITER_ARGUMENTS}
         ours = self._writers.get(given)
         if ours is None or any(getattr(ours, n) != value for n, value in arguments.items()):
-            ours = self._writers[given] = FastWriter(
-                given.path, **arguments, _extensions=given.transforms.extensions, io=self._io
-            )
+            ours = self._writers[given] = new(path, **arguments, **hidden, io=self._io)
             _log_replaced(given, ours)
-        elif ours.path != Location(given.path).checkpoint_id:
-            ours.reset(given.path)
+        elif ours.path != Location(path).checkpoint_id:
+            ours.reset(path)
         return ours
 
     def reader(self, given: Any) -> Any:
-        """Returns a replacement of a ``FileSystemReader``, or another reader itself."""
-        if type(given) is not FileSystemReader:
+        """Returns the replacement of a reader of DCP, or another reader itself."""
+        if type(given) is FileSystemReader:
+            ours = self._reader(given.path, given.transforms.extension_registry)
+        elif hugging_face_storage.is_replaced(given):
+            ours = self._reader(given.path, None, ModelReader)
+        else:
             self._warn_unless(FastReader, given)
             return given
-        ours = self._reader(given.path, given.transforms.extension_registry)
         _log_replaced(given, ours)
         return ours
 
-    def _reader(self, path: _Path, registry: Any) -> FastReader:
-        return FastReader(
+    def _reader(
+        self, path: _Path, registry: Any, kind: type[FastReader] = FastReader
+    ) -> FastReader:
+        return kind(
             path, registry, io=self._io, verify=self._verify, trust_pickle=self._trust_pickle
         )
+
+    def replaces(self, given: Any) -> bool:
+        """Returns whether a writer has a replacement."""
+        if type(given) is FileSystemWriter:
+            return given.serialization_format == SerializationFormat.TORCH_SAVE
+        return hugging_face_storage.is_replaced(given)
 
     def _warn_unless(self, expected: type, given: object) -> None:
         if isinstance(given, expected) or type(given) in PROCESS.unreplaced:
@@ -303,7 +333,8 @@ class _Replaced:
         PROCESS.unreplaced.add(type(given))
         _LOG.warning(
             "%s.%s is used as it is: installed() replaces only FileSystemWriter with the format of "
-            "torch.save and FileSystemReader, and none of their subclasses",
+            "torch.save, FileSystemReader, and HuggingFaceStorageWriter and "
+            "HuggingFaceStorageReader with known arguments, and none of their subclasses",
             type(given).__module__,
             type(given).__qualname__,
         )
@@ -315,7 +346,7 @@ class _Replaced:
         """The replacement of ``FileSystemWriter.stage``."""
 
         def stage(given: FileSystemWriter, state_dict: dict[str, Any]) -> Any:
-            ours = self.writer(given) if type(given) is FileSystemWriter else given
+            ours = self.writer(given) if self.replaces(given) else given
             if isinstance(ours, FastWriter):
                 return ours.stage(state_dict)
             return self._stage(given, state_dict)

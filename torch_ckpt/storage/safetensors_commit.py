@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
@@ -30,6 +30,7 @@ __all__ = [
     "begin_model",
     "pending_index",
     "pending_names",
+    "publish_boxes",
     "publish_model",
     "remove_stale",
     "shard_names",
@@ -46,7 +47,7 @@ COMMIT_PATTERN = r"\.model\.safetensors(\.index\.json)?\.[0-9a-f]{16}\.tmp"
 RELAY = ".model-{}.checkpoint"
 """Name of the folder, with a save id, of a checkpoint that becomes a model on a store."""
 
-_SHARD = r"model-([0-9a-f]{16}-)?\d{5,}-of-\d{5,}\.safetensors"
+_SHARD = r"(shard-\d{5,}-)?model-([0-9a-f]{16}-)?\d{5,}-of-\d{5,}\.safetensors"
 _PENDING = (
     r"\.model(-\d{5,}-of-\d{5,}|)\.safetensors(\.index\.json)?\.[0-9a-f]{16}\.tmp"
     rf"|\.model-[0-9a-f]{{16}}\.checkpoint|{re.escape(UNPUBLISHED)}[0-9a-f]{{16}}-model[-.].*"
@@ -58,10 +59,15 @@ def pending_names(count: int, save_id: str) -> list[str]:
     return [f".{name}.{save_id}.tmp" for name in _names(count)]
 
 
-def begin_model(directory: Location, count: int, save_id: str) -> Location:
-    """Creates a model's files, empty, and returns the pending file, which the commit renames."""
+def begin_model(
+    directory: Location, count: int, save_id: str, *, has_index: bool = False
+) -> Location:
+    """Creates a model's files, empty, and returns the pending file, which the commit renames.
+
+    A model of several files has an index, and one of a single file only with ``has_index``.
+    """
     pending = pending_names(count, save_id)
-    commit_name = pending[0] if count == 1 else pending_index(save_id)
+    commit_name = pending_index(save_id) if has_index or count > 1 else pending[0]
     for name in dict.fromkeys([commit_name, *pending]):
         (directory / name).write(b"", sync=False)
     return directory / commit_name
@@ -84,15 +90,22 @@ def shard_names(count: int, infix: str = "") -> list[str]:
 
 
 def publish_model(
-    directory: Location, layout: ModelLayout, save_id: str, found: Found, *, sync: bool
+    directory: Location,
+    layout: ModelLayout,
+    save_id: str,
+    found: Found,
+    *,
+    sync: bool,
+    usual: Sequence[str] = (),
 ) -> list[str]:
     """Publishes the pending files of a model, replaces the old model, and returns the new names.
 
-    Requires: all ranks have written and synced their files.
+    Requires: all ranks have written and synced their files. ``usual`` has the names of the files of
+    a model with an index, whatever their number, if they are not those of :func:`shard_names`.
 
-      1. If the model has several files, they get unused names: the usual names, or names with
-         ``save_id`` if the directory has one of the usual names. The index is written under a
-         pending name. The index, the directory and its parents are synced.
+      1. If the model has several files or ``usual`` names, they get unused names: the usual names,
+         or names with ``save_id`` if the directory has one of the usual names. The index is written
+         under a pending name. The index, the directory and its parents are synced.
       2. The index, or the only file, is renamed to its usual name. This is the commit. The
          directory is synced again.
       3. If the old model had the other of the two names, that file is removed. So are the files of
@@ -106,9 +119,10 @@ def publish_model(
     existing = set(directory.names())
     names, last, commit_as, other = [MODEL], pending[0], MODEL, INDEX
     try:
-        if len(pending) > 1:
+        if usual or len(pending) > 1:
             last, commit_as, other = pending_index(save_id), INDEX, MODEL
-            names = _unused_names(directory, existing, len(pending), save_id)
+            usual = usual or shard_names(len(pending))
+            names = _unused_names(directory, existing, usual, save_id)
             for before, after in zip(pending, names, strict=True):
                 (directory / before).rename(directory / after)
             (directory / last).write(layout.index(names), sync=sync, update=True)
@@ -139,6 +153,32 @@ def publish_model(
     return names
 
 
+def publish_boxes(
+    directory: Location, names: Sequence[str], save_id: str, found: Found, *, sync: bool
+) -> list[str]:
+    """Publishes the pending files of a model under these names, without an index; returns them.
+
+    DCP's reader merges all files of a directory. So the commit is atomic only for one file that
+    replaces one file of this name. Otherwise a crash can leave files of the old model beside files
+    of the new one. :class:`FastReader` refuses a directory in which they overlap.
+
+    Raises NotFoundError if another save was committed meanwhile, and has removed files of this one.
+    """
+    pending = pending_names(len(names), save_id)
+    if sync:
+        _sync_with_folders_above(directory)
+    if len(names) > 1:
+        (directory / pending_index(save_id)).remove()
+    for before, after in zip(pending, names, strict=True):
+        _rename(directory / before, directory / after)
+    if sync:
+        directory.sync()
+    if end_saves(directory, found.pending):
+        remove_files(directory, COMMITTED_NAMES & found.names)
+        remove_stale(directory, found.names, names)
+    return list(names)
+
+
 def _rename(path: Location, to: Location) -> None:
     """Renames a file; succeeds also if a network file system has lost the reply, and asks again."""
     identity = path.identity()
@@ -151,18 +191,17 @@ def _rename(path: Location, to: Location) -> None:
 
 
 def _unused_names(
-    directory: Location, existing: Collection[str], count: int, save_id: str
+    directory: Location, existing: Collection[str], usual: Sequence[str], save_id: str
 ) -> list[str]:
     """Returns names for the files of a model, which no other save uses."""
-    usual = _names(count)
     if set(usual).isdisjoint(existing):
         try:
             (directory / usual[0]).write(b"", sync=False)
-            return usual
+            return list(usual)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-    return shard_names(count, f"{save_id}-")
+    return [name.replace("model-", f"model-{save_id}-", 1) for name in usual]
 
 
 def remove_stale(directory: Location, found: Collection[str], current: Collection[str]) -> None:

@@ -41,13 +41,13 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.safetensors.layout import UNTIED, ModelLayout, TensorFacts
+from torch_ckpt.formats.safetensors.layout import ModelLayout
 from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.item_views import AssignedItems, ColumnItems, PlannedPaths
+from torch_ckpt.planning.item_views import ColumnItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.replica_check import CheckReplicas
-from torch_ckpt.planning.replicas import CutItem, work_of
-from torch_ckpt.planning.ties import common_ties, tied_names
+from torch_ckpt.planning.replicas import CutItem
+from torch_ckpt.planning.ties import tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
@@ -55,7 +55,7 @@ from torch_ckpt.storage.gc import Found, remove_files
 from torch_ckpt.storage.progress import Phases
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_base import (
-    BaseReport,
+    BaseFile,
     compare_with_base,
     group_by_base,
     take_files,
@@ -71,9 +71,9 @@ from torch_ckpt.storage.safetensors_commit import (
     pending_names,
     publish_model,
 )
+from torch_ckpt.storage.safetensors_facts import RankFacts, facts_of, ties_of
 from torch_ckpt.storage.safetensors_pieces import (
     Piece,
-    dtype_name,
     group_pieces,
     is_sequence,
     pieces_of,
@@ -90,18 +90,6 @@ from torch_ckpt.storage.writer import FastWriter
 __all__ = ["SafetensorsWriter"]
 
 _MAX_NAMED = 3  # Names in an error message.
-_WAY_OUT = "save objects separately, for example with FastWriter"
-
-
-@dataclass(frozen=True)
-class _RankFacts:
-    """``SavePlan.storage_data`` of one rank for the coordinator.
-
-    ``ties`` are groups of names for one tensor, and ``base`` is what the rank has found there.
-    """
-
-    ties: Sequence[Sequence[str]]
-    base: BaseReport | None
 
 
 @dataclass  # Not frozen: a claim is attached.
@@ -214,7 +202,7 @@ class SafetensorsWriter(FastWriter):
         report = None
         if self.base is not None and not self._writes_streams:
             report = compare_with_base(Location(self.base).resolved(), items, planner, self.io)
-        facts = _RankFacts(tied_names(planner.state_dict), report)
+        facts = RankFacts(tied_names(planner.state_dict), report)
         return dataclasses.replace(plan, storage_data=facts)
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -230,17 +218,12 @@ class SafetensorsWriter(FastWriter):
                 "FastSavePlanner"
             )
         with gc_paused():
-            ties = {**self.ties, **_ties_of(plans)}
-            facts = [facts for facts in _facts_of(plans) if facts.fqn not in ties]
-            options: Any = {"max_shard_nbytes": self.max_shard_nbytes, "omitted": ties}
-            reports = [getattr(plan.storage_data, "base", None) for plan in plans]
-            groups = group_by_base(facts, reports, **options)
-            self._layout = ModelLayout.of(groups.facts, groups=groups.lengths, **options)
+            self._layout, taken = self._arrange(plans)
         shares: list[Any] = [plan.storage_data for plan in plans]
-        shares = [None if isinstance(share, _RankFacts) else share for share in shares]
+        shares = [None if isinstance(share, RankFacts) else share for share in shares]
         self._claim_directory(can_hide=False)
         self._names = pending_names(len(self._layout.files), self.save_id)
-        self._taken = take_files(groups.taken, self.location, self._names, sync=self.sync_files)
+        self._taken = take_files(taken, self.location, self._names, sync=self.sync_files)
         encoded = self._layout.encode()
         if self._writes_streams:
             self._names = stream_names(len(self._layout.files), self.save_id, self._found.names)
@@ -262,6 +245,15 @@ class SafetensorsWriter(FastWriter):
             )
             for rank, (plan, share) in enumerate(zip(plans, shares, strict=True))
         ]
+
+    def _arrange(self, plans: list[SavePlan]) -> tuple[ModelLayout, Sequence[BaseFile]]:
+        """Returns the layout of the tensors of all ranks, and the files to take from the base."""
+        ties = {**self.ties, **ties_of(plans)}
+        facts = [facts for facts in facts_of(plans) if facts.fqn not in ties]
+        options: Any = {"max_shard_nbytes": self.max_shard_nbytes, "omitted": ties}
+        reports = [getattr(plan.storage_data, "base", None) for plan in plans]
+        groups = group_by_base(facts, reports, **options)
+        return ModelLayout.of(groups.facts, groups=groups.lengths, **options), groups.taken
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not isinstance(plan.storage_data, _ModelPlan):
@@ -381,9 +373,7 @@ class SafetensorsWriter(FastWriter):
                 assert pending is not None
                 publish_streams(self.location, layout, names, pending, self._found)
             else:
-                names = publish_model(
-                    self.location, layout, self.save_id, self._found, sync=self.sync_files
-                )
+                names = self._publish(layout)
             self._layout, self._names = None, []
         except NotFoundError as error:
             raise self._ended_by_other() from error
@@ -393,6 +383,10 @@ class SafetensorsWriter(FastWriter):
             raise
         _describe(metadata, layout, names, self)
         self._log_saved(sum(file.nbytes for file in layout.files))
+
+    def _publish(self, layout: ModelLayout) -> list[str]:
+        """Publishes the files on a file system, and returns their names."""
+        return publish_model(self.location, layout, self.save_id, self._found, sync=self.sync_files)
 
     def _finish_relay(
         self,
@@ -420,66 +414,6 @@ class SafetensorsWriter(FastWriter):
         return _native.SharedFileJob(
             *(path.file_system, path.path, nbytes, pool),
             *(self.io.direct, self.sync_files, self._niceness),
-        )
-
-
-def _ties_of(plans: Sequence[SavePlan]) -> dict[str, str]:
-    """Returns the tied names to omit; none unless :class:`FastSavePlanner` made all plans."""
-    items: list[Any] = [plan.items for plan in plans]
-    ties = [facts.ties for plan in plans if isinstance(facts := plan.storage_data, _RankFacts)]
-    common = common_ties(ties, items) if len(ties) == len(plans) else {}
-    return {name: first for name, first in common.items() if name not in UNTIED}
-
-
-def _facts_of(plans: Sequence[SavePlan]) -> list[TensorFacts]:
-    columns: list[Any] = [plan.items for plan in plans]
-    planned = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
-    return _facts_of_items(plans) if planned is None else _facts_of_columns(planned.plan)
-
-
-def _facts_of_columns(plan: _native.GlobalPlan) -> list[TensorFacts]:
-    facts: list[TensorFacts] = []
-    objects: list[str] = []
-    for fqn in plan.fqns:
-        found = plan.find(fqn)
-        assert found is not None
-        if found[1] is None:
-            objects.append(fqn)
-        else:
-            facts.append(TensorFacts(fqn, found[1][0], tuple(found[1][4])))
-    _raise_if_any(objects)
-    return facts
-
-
-def _facts_of_items(plans: Sequence[SavePlan]) -> list[TensorFacts]:
-    found: dict[str, TensorFacts] = {}
-    objects: list[str] = []
-    for item in itertools.chain.from_iterable(map(work_of, plans)):
-        fqn, data = item.index.fqn, item.tensor_data
-        if data is None:
-            objects.append(fqn)
-            continue
-        if data.properties.layout != torch.strided:
-            raise UnsupportedError(
-                f"cannot store {fqn!r} as safetensors: its layout is {data.properties.layout}"
-            )
-        facts = TensorFacts(fqn, dtype_name(data.properties.dtype), tuple(data.size))
-        if found.setdefault(fqn, facts) != facts:
-            raise MismatchError(
-                f"cannot store {fqn!r}: ranks disagree on it: {facts.dtype} of "
-                f"{list(facts.sizes)}, and {found[fqn].dtype} of {list(found[fqn].sizes)}"
-            )
-    _raise_if_any(objects)
-    return list(found.values())
-
-
-def _raise_if_any(objects: Sequence[str]) -> None:
-    if objects:
-        names = ", ".join(map(repr, objects[:_MAX_NAMED]))
-        more = f" and {len(objects) - _MAX_NAMED} more" if len(objects) > _MAX_NAMED else ""
-        raise UnsupportedError(
-            f"cannot store {names}{more} as safetensors: the format supports only tensors; "
-            f"{_WAY_OUT}"
         )
 
 

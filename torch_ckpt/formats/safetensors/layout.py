@@ -113,7 +113,9 @@ class ModelLayout:
     """The files of a model, and the place of each tensor by FQN.
 
     ``omitted`` is name without a place -> the name that it is tied to. The header of the file with
-    that tensor has it in ``__metadata__``, as that of ``safetensors.torch.save_model`` has.
+    that tensor has it in ``__metadata__``, as that of ``safetensors.torch.save_model`` has. With
+    ``states_boxes``, the headers state for DCP's reader and its consolidation that each file has
+    boxes of the tensors, here the whole ones.
 
     Example::
 
@@ -135,6 +137,7 @@ class ModelLayout:
         max_shard_nbytes: int,
         omitted: Mapping[str, str] | None = None,
         groups: Sequence[int] = (),
+        states_boxes: bool = False,
     ) -> ModelLayout:
         """Assigns tensors, in the given order, to files of at most ``max_shard_nbytes`` each.
 
@@ -161,7 +164,7 @@ class ModelLayout:
         places: dict[str, FilePlace] = {}
         for number, shard in enumerate(shards):
             shard.sort(key=lambda facts: (ORDER[facts.dtype], facts.fqn))
-            header, payload_nbytes = _header(shard, ties)
+            header, payload_nbytes = _header(shard, ties, states_boxes)
             offset = len(header)
             for facts in shard:
                 places[facts.fqn] = FilePlace(number, offset, facts)
@@ -169,7 +172,7 @@ class ModelLayout:
             fqns = tuple(facts.fqn for facts in shard)
             files.append(ModelFile(header, len(header) + payload_nbytes, fqns))
         listed = [[facts.fqn, facts.dtype, facts.sizes] for facts in tensors]
-        arguments = json.dumps([max_shard_nbytes, listed, omitted, list(groups)])
+        arguments = json.dumps([max_shard_nbytes, listed, omitted, list(groups), states_boxes])
         return cls(tuple(files), places, omitted, zlib.compress(arguments.encode(), 1))
 
     def encode(self) -> bytes:
@@ -179,9 +182,11 @@ class ModelLayout:
     @classmethod
     def decode(cls, encoded: bytes) -> ModelLayout:
         """Returns the layout of which :meth:`encode` returned ``encoded``."""
-        most, tensors, omitted, groups = json.loads(zlib.decompress(encoded))
+        most, tensors, omitted, groups, boxes = json.loads(zlib.decompress(encoded))
         facts = [TensorFacts(fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in tensors]
-        return cls.of(facts, max_shard_nbytes=most, omitted=omitted, groups=groups)
+        return cls.of(
+            facts, max_shard_nbytes=most, omitted=omitted, groups=groups, states_boxes=boxes
+        )
 
     def index(self, names: Sequence[str]) -> bytes:
         """Returns the JSON index for Hugging Face's loaders, for files of the given names."""
@@ -214,7 +219,7 @@ def _padded_nbytes(header_nbytes: int) -> int:
 
 
 def _header(
-    tensors: Sequence[TensorFacts], ties: Mapping[str, Mapping[str, str]]
+    tensors: Sequence[TensorFacts], ties: Mapping[str, Mapping[str, str]], states_boxes: bool
 ) -> tuple[bytes, int]:
     """Returns the header of a file, and the total bytes of its tensors."""
     metadata = dict(_FORMAT)
@@ -224,6 +229,9 @@ def _header(
         metadata.update(ties.get(facts.fqn, {}))
         entries[facts.fqn] = _entry(facts, end)
         end += facts.nbytes
+    if states_boxes:
+        boxes = {facts.fqn: {"saved_offsets": [0] * len(facts.sizes)} for facts in tensors}
+        metadata.update(DCP_SHARDING_INFO=json.dumps(boxes), DCP_VERSION="1.0")
     text = _dump(entries)
     text = text.ljust(_padded_nbytes(len(text)) - 8)
     return len(text).to_bytes(8, "little") + text, end

@@ -1,0 +1,182 @@
+"""What stands in for DCP's ``HuggingFaceStorageWriter`` and ``HuggingFaceStorageReader``.
+
+DCP's writer saves one file per rank, and its consolidation copies them to the final files. Here,
+all ranks write the final files. Without consolidation, DCP's files have boxes of tensors, and their
+names begin with ``shard-``, by which transformers and DCP's tools find them. Here, these files have
+the whole tensors, as one box each, so that a save replaces one file by one file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_ckpt.errors import MismatchError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.opened import Opened
+from torch_ckpt.formats.recognise import open_model_files
+from torch_ckpt.formats.safetensors.layout import ModelLayout, TensorFacts
+from torch_ckpt.options import IoOptions
+from torch_ckpt.storage.reader import FastReader
+from torch_ckpt.storage.safetensors_base import BaseFile
+from torch_ckpt.storage.safetensors_commit import begin_model, publish_boxes, publish_model
+from torch_ckpt.storage.safetensors_facts import facts_of
+from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
+
+__all__ = ["ModelReader", "ModelWriter", "arguments_of", "is_replaced", "path_of"]
+
+_UNLIMITED_NBYTES = 2**62
+_MAX_NAMED = 3  # Names in an error message.
+
+_ARGUMENTS: dict[type, frozenset[str]] = {
+    HuggingFaceStorageWriter: frozenset(
+        {
+            "path",
+            "fqn_to_index_mapping",
+            "thread_count",
+            "save_distributed",
+            "enable_consolidation",
+            "thread_count_consolidation",
+            "consolidated_output_path",
+        }
+    ),
+    HuggingFaceStorageReader: frozenset({"path", "thread_count"}),
+}
+"""The arguments of DCP's classes that the classes of this module have, or need not have."""
+
+
+class ModelWriter(SafetensorsWriter):
+    """Writes the files of ``HuggingFaceStorageWriter``.
+
+    Args:
+        path: Directory of the model.
+        fqn_to_index_mapping: The number of each tensor's file, from 1; one file by default.
+        has_boxes: Whether the files are those of a distributed save without consolidation.
+        thread_count: Number of threads with which a rank writes.
+        sync_files: As for :class:`FastWriter`.
+        overwrite: As for :class:`SafetensorsWriter`.
+        io: Memory budgets and I/O modes.
+
+    Raises:
+        UnsupportedError: ``path`` is a URL.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fqn_to_index_mapping: Mapping[str, int] | None = None,
+        has_boxes: bool = False,
+        thread_count: int = 1,
+        sync_files: bool = True,
+        overwrite: bool = True,
+        io: IoOptions | None = None,
+    ) -> None:
+        super().__init__(
+            path,
+            max_shard_nbytes=_UNLIMITED_NBYTES,
+            thread_count=thread_count,
+            sync_files=sync_files,
+            overwrite=overwrite,
+            io=io,
+        )
+        if self._writes_streams:
+            raise UnsupportedError(
+                f"cannot write {self.path} as HuggingFaceStorageWriter does: it is on a store; use "
+                "torch_ckpt.SafetensorsWriter"
+            )
+        self.fqn_to_index_mapping = fqn_to_index_mapping
+        self.has_boxes = has_boxes
+        self._final_names: Sequence[str] = ()  # Of this save, on the coordinator.
+
+    def _arrange(self, plans: list[SavePlan]) -> tuple[ModelLayout, Sequence[BaseFile]]:
+        numbers = self.fqn_to_index_mapping
+        of_file: dict[int, list[TensorFacts]] = {}
+        missing: list[str] = []
+        for facts in facts_of(plans):
+            if numbers is not None and facts.fqn not in numbers:
+                missing.append(facts.fqn)
+            else:
+                of_file.setdefault(1 if numbers is None else numbers[facts.fqn], []).append(facts)
+        if missing:
+            names = ", ".join(map(repr, missing[:_MAX_NAMED]))
+            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+            raise MismatchError(
+                f"cannot write {self.path}: fqn_to_index_mapping has no number for {names}{more}"
+            )
+        files = [of_file[number] for number in sorted(of_file)]
+        layout = ModelLayout.of(
+            [facts for file in files for facts in file],
+            max_shard_nbytes=_UNLIMITED_NBYTES,
+            groups=[len(file) for file in files],
+            states_boxes=self.has_boxes,
+        )
+        if len(layout.files) != max(len(files), 1):
+            raise UnsupportedError(
+                f"cannot write {self.path}: a file has more tensors than the format can list; "
+                "assign them to more files by fqn_to_index_mapping"
+            )
+        count = max(numbers.values(), default=1) if numbers else 1
+        prefix = "shard-00001-" if self.has_boxes else ""
+        self._final_names = [
+            f"{prefix}model-{number:05d}-of-{count:05d}.safetensors"
+            for number in (sorted(of_file) or [1])
+        ]
+        return layout, []
+
+    def _create_pending(self) -> Location:
+        assert self._layout is not None
+        return begin_model(
+            self.location, len(self._layout.files), self.save_id, has_index=not self.has_boxes
+        )
+
+    def _publish(self, layout: ModelLayout) -> list[str]:
+        names, arguments = self._final_names, (self.save_id, self._found)
+        if self.has_boxes:
+            return publish_boxes(self.location, names, *arguments, sync=self.sync_files)
+        return publish_model(
+            self.location, layout, *arguments, sync=self.sync_files, usual=self._final_names
+        )
+
+
+class ModelReader(FastReader):
+    """Reads the safetensors files of a directory, also if it has a checkpoint besides."""
+
+    def _open(self, path: Location, prefix: str) -> Opened:
+        opened = None if prefix else open_model_files(path)
+        return super()._open(path, prefix) if opened is None else opened
+
+
+def is_replaced(given: object) -> bool:
+    """Returns whether an object is of one of DCP's two classes, whose arguments are all known."""
+    arguments = _ARGUMENTS.get(type(given))
+    if arguments is None:
+        return False
+    found = set(inspect.signature(type(given).__init__).parameters)
+    return found - {"self"} <= arguments
+
+
+def path_of(given: HuggingFaceStorageWriter) -> str | os.PathLike[str]:
+    """Returns the directory of the files that a writer of DCP leaves."""
+    output: str | None = getattr(given, "consolidated_output_path", None)
+    return output if given.save_distributed and output else given.path
+
+
+def arguments_of(given: HuggingFaceStorageWriter) -> dict[str, Any]:
+    """Returns the arguments of a :class:`ModelWriter` that has those of a writer of DCP."""
+    is_consolidated = bool(getattr(given, "consolidated_output_path", None))
+    return {
+        "fqn_to_index_mapping": given.fqn_to_index_mapping,
+        "has_boxes": given.save_distributed and not is_consolidated,
+        "thread_count": given.thread_count,
+        "sync_files": given.sync_files,
+        "overwrite": given.overwrite,
+    }
