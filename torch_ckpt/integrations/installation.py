@@ -331,8 +331,10 @@ class _Replaced:
         if isinstance(given, expected) or type(given) in PROCESS.unreplaced:
             return
         PROCESS.unreplaced.add(type(given))
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+            return  # The first rank has the same.
         _LOG.warning(
-            "%s.%s is used as it is: installed() replaces only FileSystemWriter with the format of "
+            "%s.%s is used as it is: torch_ckpt replaces only FileSystemWriter with the format of "
             "torch.save, FileSystemReader, and HuggingFaceStorageWriter and "
             "HuggingFaceStorageReader with known arguments, and none of their subclasses",
             type(given).__module__,
