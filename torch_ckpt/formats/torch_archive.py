@@ -217,7 +217,9 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=2)
         self.contents: list[bytes | UntypedStorage | PendingTensor] = []
         self._refers = refers
-        self._numbers: dict[int, int] = {}  # Address of a storage -> number of its record.
+        # Address, length and class of a storage -> number of its record. torch.load gives a record
+        # one length and one class, those by which it is named first.
+        self._numbers: dict[tuple[int, int, Any], int] = {}
         self._pending: dict[str, int] = {}  # Name of a pending tensor -> number of its record.
         self._alive: list[Any] = []
 
@@ -253,8 +255,8 @@ class _Pickler(pickle.Pickler):
             untyped, numel, kind = value, value.nbytes(), UntypedStorage
         else:
             return None
-        key = untyped.data_ptr()
-        if key and key in self._numbers:
+        key = untyped.data_ptr(), untyped.nbytes(), kind
+        if key[0] and key in self._numbers:
             return ("storage", kind, str(self._numbers[key]), "cpu", numel)
         self._alive.append(untyped)
         self._numbers[key] = len(self.contents)
