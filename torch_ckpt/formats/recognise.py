@@ -28,9 +28,9 @@ from torch_ckpt.options import Verification
 __all__ = ["open_model_files", "open_stored"]
 
 _MODEL_INDEX = ".safetensors.index.json"
+"""End of the name of Hugging Face's index of the files of a model."""
 # Files of a model that may not be complete yet, unless an index names them.
 _OF_SAVE = re.compile(r"model-[0-9a-f]{16}-\d+-of-\d+\.safetensors")
-"""End of the name of Hugging Face's index of the files of a model."""
 _OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # By DCP, with boxes.
 
 

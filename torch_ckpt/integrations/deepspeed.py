@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -16,8 +18,10 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from torch_ckpt.coordination.background import SaveFuture, SaveThread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import no_thread, result_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
 from torch_ckpt.options import IoOptions
 from torch_ckpt.staging.live_state import live_state
@@ -25,6 +29,8 @@ from torch_ckpt.staging.staged import Staged
 from torch_ckpt.staging.stager import SnapshotStager
 
 __all__ = ["FastCheckpointEngine", "attach"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 
 class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -51,7 +57,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._group = group_of(None).series()
         self._checkpoint: DeepSpeedCheckpoint | None = None
         self._pending: SaveFuture[None] | None = None
-        self._stagers: dict[str, SnapshotStager] = {}  # By the name of the file.
+        self._stagers: dict[str, SnapshotStager] = {}  # By the name of the file in the folder.
 
     def wait(self) -> None:
         """Waits for the background save.
@@ -78,7 +84,9 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             CheckpointError: The background save before this one failed.
+            UnsupportedError: The directory of the checkpoint is a URL.
         """
+        _refuse_url(info.save_dir)
         self.abandon(CheckpointError("a checkpoint was begun, and never committed"))
         self.wait()
         self._checkpoint = DeepSpeedCheckpoint(
@@ -96,8 +104,12 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             path: The directory.
             exist_ok: Whether it may exist.
         """
-        if self._checkpoint is None or not self._checkpoint.is_folder(path):
-            super().makedirs(path, exist_ok=exist_ok)
+        if self._checkpoint is not None and self._checkpoint.is_folder(path):
+            return
+        if exist_ok:
+            Location(os.path.abspath(path)).create_directories()  # They are synced.
+        else:
+            super().makedirs(path)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file, or copies its tensors if saves are asynchronous.
@@ -111,17 +123,20 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             CheckpointError: There was no call of :meth:`create`.
         """
-        if self._checkpoint is None:
+        checkpoint = self._checkpoint
+        if checkpoint is None:
             raise CheckpointError(f"cannot save {path}: no checkpoint was begun")
 
         def prepare() -> tuple[Any, Staged | None]:
             live = None if self.asynchronous else live_state(state_dict)
             if live is not None:
                 return live, None
-            stager = self._stagers.setdefault(os.path.basename(path), SnapshotStager())
+            stager = SnapshotStager()  # Kept only for files whose names recur.
+            if checkpoint.has(path):
+                stager = self._stagers.setdefault(os.path.basename(path), stager)
             return stager.begin(state_dict, name=f"the snapshot of {path}")
 
-        self._checkpoint.write(path, prepare)
+        checkpoint.write(path, prepare)
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
         """Commits the checkpoint that was begun; in the background if saves are asynchronous.
@@ -194,11 +209,16 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def cleanup(self) -> None:
         """Waits for the background save, and releases the staging memory.
 
+        An error is logged as well: DeepSpeed drops it when Python destroys the engine.
+
         Raises:
             Exception: The background save failed.
         """
         try:
             self.wait()
+        except Exception as error:
+            _LOG.error("a background save of DeepSpeed failed: %s", why(error))
+            raise
         finally:
             stagers, self._stagers = self._stagers, {}
             for stager in stagers.values():
@@ -263,9 +283,10 @@ def attach(
         weakref.WeakMethod(engine.load_checkpoint),
     )
 
-    def save_checkpoint(*arguments: Any, **options: Any) -> Any:
+    def save_checkpoint(save_dir: Any, *arguments: Any, **options: Any) -> Any:
+        _refuse_url(save_dir)  # On all ranks, before one of them creates a directory.
         try:
-            result = _method(save)(*arguments, **options)
+            result = _method(save)(save_dir, *arguments, **options)
         except BaseException as error:
             ours.abandon(error)
             raise
@@ -276,8 +297,19 @@ def attach(
         ours.wait()  # Before DeepSpeed reads `latest`.
         return _method(load)(*arguments, **options)
 
+    # transformers looks for arguments by name.
+    for method, replacement in ((save, save_checkpoint), (load, load_checkpoint)):
+        replacement.__signature__ = inspect.signature(_method(method))  # type: ignore[attr-defined]
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
     return ours
+
+
+def _refuse_url(save_dir: Any) -> None:
+    if "://" in str(save_dir):
+        raise UnsupportedError(
+            f"cannot save to {save_dir}: DeepSpeed would take this URL for a relative path; pass the "
+            "path of a directory"
+        )
 
 
 def _method(reference: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import PurePath
 from typing import Any
@@ -123,6 +122,10 @@ class DeepSpeedCheckpoint:
         """Returns whether a path is that of the folder, which is made at the commit."""
         return Location(os.path.abspath(path)) == self.folder
 
+    def has(self, path: str) -> bool:
+        """Returns whether a path is within the folder."""
+        return PurePath(os.path.abspath(path)).is_relative_to(self.folder.path)
+
     def finish(self) -> None:
         """Writes the staged values, and commits the checkpoint.
 
@@ -151,7 +154,7 @@ class DeepSpeedCheckpoint:
 
     def _target(self, path: str) -> Location:
         absolute = PurePath(os.path.abspath(path))
-        if absolute.is_relative_to(self.folder.path):
+        if self.has(path):
             self._has_files = True
             return self._folder / absolute.relative_to(self.folder.path)
         target = Location(absolute)
@@ -161,7 +164,7 @@ class DeepSpeedCheckpoint:
 
     def _write(self, target: Location, value: Any) -> None:
         # Ranks may write the same file. The last one counts, as in DeepSpeed.
-        partial = target.with_name(f".{secrets.token_hex(8)}")
+        partial = temporary(target, TMP)
         if target.parent != self._folder:
             target.parent.create_directories()
         pool = _native.BufferPool(self._io.buffer_nbytes, self._io.block_nbytes(target.file_system))
