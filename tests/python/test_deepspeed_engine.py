@@ -149,6 +149,24 @@ def test_files_of_changing_names_do_not_keep_their_staging_memory(
     assert len(stagers) == 1  # That of "model.pt".
 
 
+def test_a_wait_for_staging_memory_has_the_deadline_of_the_save(tmp_path: Path) -> None:
+    from torch_ckpt.integrations.deepspeed import attach
+
+    program = Program()
+    attach(program, asynchronous=True, timeout_s=0.5)
+    save = program.checkpoint_engine.save
+
+    def save_twice(state: Any, path: str) -> None:
+        save(state, path)
+        save(state, path)
+
+    program.checkpoint_engine.save = save_twice
+    program.save_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="no snapshot was free within"):
+        program.checkpoint_engine.wait()
+    assert not os.listdir(tmp_path)
+
+
 _KILLED = """
 import os, resource, signal, sys
 sys.path.insert(0, sys.argv[2])

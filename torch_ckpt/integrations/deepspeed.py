@@ -307,8 +307,8 @@ def attach(
 def _refuse_url(save_dir: Any) -> None:
     if "://" in str(save_dir):
         raise UnsupportedError(
-            f"cannot save to {save_dir}: DeepSpeed would take this URL for a relative path; pass the "
-            "path of a directory"
+            f"cannot save to {save_dir}: DeepSpeed would take this URL for a relative path; pass "
+            "the path of a directory"
         )
 
 

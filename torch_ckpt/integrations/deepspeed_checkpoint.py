@@ -108,7 +108,8 @@ class DeepSpeedCheckpoint:
             return
         try:
             target = self._target(path)
-            value, staged = prepare()
+            with self._call.current():  # Its deadline is that of a wait for staging memory.
+                value, staged = prepare()
             if staged is None:
                 self._write(target, value)
             else:
