@@ -121,7 +121,8 @@ def _promotes_while_one_disk_fails(folder: Path, machines: Sequence[int]) -> int
         run.save(2, state_of(2))
         run.save(3, state_of(3))
         dist.barrier()
-        (folder / "run" / "step-2").unlink(missing_ok=True)
+        if dist.get_rank() == 1:
+            (folder / "run" / "step-2").unlink(missing_ok=True)
         dist.barrier()
         run.save(4, state_of(4))
         run.wait(promoted=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ranks import Worlds
 from torch.distributed.tensor import DTensor
 
 import torch_ckpt
+from torch_ckpt.errors import RankTimeoutError
 
 pytestmark = [
     pytest.mark.slow,
@@ -122,6 +125,36 @@ def test_distributed_models_load_and_save_as_without(
     names = {file.name for file in (tmp_path / "ours").glob("*.safetensors")}
     assert names == {"shard-00001-model-00001-of-00001.safetensors"}
     assert len(list((tmp_path / "stock").glob("shard-*"))) == world
+
+
+def fail_on_one_rank(path: Path, moment: str) -> float:
+    """Loads where the last rank fails; returns how long the others took to raise."""
+    from torch_ckpt.integrations import transformers_loading as ours
+
+    if dist.get_rank() == 0:
+        write(path, "dense")
+    dist.barrier()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+
+    def fail(*_: Any) -> Any:
+        raise TypeError("this rank cannot")
+
+    failing = mock.patch.object(ours, "_box_of", fail) if is_last else contextlib.nullcontext()
+    if moment == "opening" and is_last:
+        failing = mock.patch.object(ours._Replaced, "_boxes_of", return_value=None)
+    began = time.monotonic()
+    raises = pytest.raises((TypeError, RankTimeoutError), match="this rank cannot")
+    with torch_ckpt.installed(), failing, raises if moment == "boxes" else contextlib.nullcontext():
+        pretrained(path)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("moment", ["opening", "boxes"])
+def test_a_rank_that_fails_or_reads_alone_lets_no_other_wait(
+    worlds: Worlds, tmp_path: Path, moment: str
+) -> None:
+    took_s = worlds.run(2, fail_on_one_rank, tmp_path, moment, timeout_s=TIMEOUT_S)
+    assert max(took_s) < TIMEOUT_S / 2
 
 
 def load_by_changed_functions(path: Path) -> tuple[bool, int]:

@@ -241,6 +241,21 @@ def test_files_of_a_distributed_save_precede_an_index(kind: Any, tmp_path: Path)
     assert differences(state_of(), loaded) == []
 
 
+@pytest.mark.parametrize("most", [2000, 10**6])
+def test_a_newer_model_precedes_files_of_an_older_distributed_save(
+    tmp_path: Path, most: int
+) -> None:
+    save(tmp_path, state_of(), save_distributed=True)
+    remains = tmp_path.with_name(f"{tmp_path.name}-remains")
+    shutil.copytree(tmp_path, remains)
+    torch_ckpt.save(state_of(1), storage_writer=SafetensorsWriter(remains, max_shard_nbytes=most))
+    shutil.copy2(tmp_path / SHARD, remains / SHARD)  # As if a crash had left it.
+    for path, version in ((tmp_path, 0), (remains, 1)):
+        found = blank(state_of())
+        torch_ckpt.load(found, storage_reader=FastReader(path))
+        assert not differences(found, state_of(version))
+
+
 def test_a_reader_casts_and_leaves_out_as_stock_does(tmp_path: Path) -> None:
     save_file(state_of(), tmp_path / "any.safetensors")
     found = []

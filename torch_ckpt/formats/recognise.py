@@ -85,7 +85,7 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
         raise no_checkpoint(path) from None
     if (items := stated_items(path, names)) is not None:
         return open_torch_checkpointing(path, items, verify=verify, trust_pickle=trust_pickle)
-    if safetensors := _model_files(names):
+    if safetensors := _model_files(path, names):
         if (state := deepspeed_state(path, names)) is not None:
             raise _two_formats(path, safetensors, state)
         return open_safetensors_directory(path, safetensors)
@@ -99,19 +99,31 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
 def open_model_files(path: Location) -> Opened | None:
     """Opens the safetensors files of a directory, whatever else it has; ``None`` without any."""
     with reading(path):
-        names = [] if path.is_file() else _model_files(path.names())
+        names = [] if path.is_file() else _model_files(path, path.names())
         return open_safetensors_directory(path, names) if names else None
 
 
-def _model_files(names: Sequence[str]) -> list[str]:
-    # As for transformers, the files of a distributed save precede those of a consolidation.
-    if of_ranks := sorted(filter(_OF_RANK.fullmatch, names)):
-        return of_ranks
+def _model_files(path: Location, names: Sequence[str]) -> list[str]:
+    """Returns the files of the model in a directory, and their index.
+
+    As for transformers, the files of a distributed save precede others, unless these are newer: a
+    save of a whole model removes older files of a distributed save after its commit.
+    """
     ends = (".safetensors", _MODEL_INDEX)
     files = sorted(name for name in names if name.endswith(ends) and not name.startswith(PENDING))
-    if any(name.endswith(_MODEL_INDEX) for name in files):
-        return files
-    return [name for name in files if not _OF_SAVE.fullmatch(name)]
+    of_ranks = [name for name in files if _OF_RANK.fullmatch(name)]
+    files = [name for name in files if name not in of_ranks]
+    indexes = [name for name in files if name.endswith(_MODEL_INDEX)]
+    if not indexes:
+        files = [name for name in files if not _OF_SAVE.fullmatch(name)]
+    last = indexes or files
+    if of_ranks and not (last and _newest_s(path, last) > _newest_s(path, of_ranks)):
+        return of_ranks
+    return files
+
+
+def _newest_s(path: Location, names: Sequence[str]) -> float:
+    return max((path / name).modified_s() or 0.0 for name in names)
 
 
 def _two_formats(path: Location, safetensors: Sequence[str], state: Location) -> UnsupportedError:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.coordination import orchestrate
-from torch_ckpt.coordination.group import group_of
+from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
@@ -154,7 +154,7 @@ class _Boxes:
 
     reader: FastReader
     metadata: Metadata
-    timeout_s: float
+    call: Call
     wanted: dict[str, dict[_Box, _Wanted]] = field(default_factory=dict)
     device: Any = None  # Of the tensors that are being requested.
     is_loaded: bool = False
@@ -191,9 +191,7 @@ class _Boxes:
             for box, wanted in boxes.items():
                 sizes = [size for _, size in box]
                 wanted.tensor = torch.empty(sizes, dtype=dtype, device=wanted.device)
-        planner = _BoxPlanner(self.wanted)
-        with group_of(None, no_dist=False).call(self.timeout_s) as call:
-            orchestrate.load({}, self.reader, planner, call)
+        orchestrate.load({}, self.reader, _BoxPlanner(self.wanted), self.call)
         self.is_loaded = True
 
 
@@ -270,23 +268,26 @@ class _Replaced:
     ) -> Any:
         """The replacement of ``convert_and_load_state_dict_in_model``."""
         arguments = (model, state_dict, load_config, disk_offload_index)
-        boxes = self._boxes_of(model, state_dict, load_config)
-        if boxes is None:
-            return self._convert(*arguments)
-        for tensor in state_dict.values():
-            tensor.boxes = boxes
-        _LOG.debug("from_pretrained loads by FastReader")
-        converted = self._convert(*arguments)
-        boxes.load()  # A rank that wants nothing sends to the others what it shall read.
-        return converted
-
-    def _boxes_of(self, model: Any, tensors: Any, load_config: Any) -> _Boxes | None:
-        """Returns an empty request for tensors in files of one folder; ``None`` for others."""
         is_sharded = any(isinstance(tensor, DTensor) for tensor in model.state_dict().values())
+        if not (is_sharded and _has_ranks()):
+            return self._convert(*arguments)
+        # An error of one rank, also in transformers, ends the call on all.
+        with group_of(None, no_dist=False).call(self._timeout_s) as call:
+            boxes = self._boxes_of(state_dict, load_config, call)
+            reads_alone = call.any_rank(boxes is None, "opening")
+            if boxes is None or reads_alone:
+                return self._convert(*arguments)
+            for tensor in state_dict.values():
+                tensor.boxes = boxes
+            _LOG.debug("from_pretrained loads by FastReader")
+            converted = self._convert(*arguments)
+            boxes.load()  # A rank that wants nothing sends to the others what it shall read.
+            return converted
+
+    def _boxes_of(self, tensors: Any, load_config: Any, call: Call) -> _Boxes | None:
+        """Returns an empty request for tensors in files of one folder; ``None`` for others."""
         if (
-            not is_sharded
-            or not _has_ranks()
-            or load_config.hf_quantizer is not None
+            load_config.hf_quantizer is not None
             or "disk" in (load_config.device_map or {}).values()
             or not all(isinstance(tensor, _Slice) for tensor in tensors.values())
         ):
@@ -303,7 +304,7 @@ class _Replaced:
             return None
         if not tensors.keys() <= metadata.state_dict_metadata.keys():
             return None
-        return _Boxes(reader, metadata, self._timeout_s)
+        return _Boxes(reader, metadata, call)
 
     def materialize(
         self,
