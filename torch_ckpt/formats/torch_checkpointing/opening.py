@@ -54,6 +54,7 @@ from torch_ckpt.formats.torch_checkpointing.items import (
     Item,
     RankShard,
     items_by_name,
+    mesh_sizes,
     path_of,
     shard_of_tensor,
 )
@@ -61,7 +62,7 @@ from torch_ckpt.formats.torch_save import flatten, has_boxes, is_plain
 from torch_ckpt.formats.unions import Placed, check_cover, slices
 from torch_ckpt.options import Verification
 
-__all__ = ["open_torch_checkpointing"]
+__all__ = ["open_items", "open_torch_checkpointing"]
 
 _COMPARED_NBYTES = 1 << 20
 """Tensors of safetensors, which have no checksums, are compared up to this size."""
@@ -101,14 +102,20 @@ def open_torch_checkpointing(
     values of its item are unreadable, since any of them may be in the file. Raises CheckpointError
     if no file can be read.
     """
-    files = Files(
-        path,
-        "torch_checkpointing",
-        verify=verify,
-        trust_pickle=trust_pickle,
-        stand_ins=_STAND_INS,
-    )
     items = {**stated, **items_by_name(path, path.names(), stated)}
+    return open_items(path, "torch_checkpointing", items, verify=verify, trust_pickle=trust_pickle)
+
+
+def open_items(
+    path: Location,
+    format: str,
+    items: Mapping[str, Item],
+    *,
+    verify: Verification,
+    trust_pickle: bool,
+) -> Opened:
+    """Opens the items of a directory, as :func:`open_torch_checkpointing` does."""
+    files = Files(path, format, verify=verify, trust_pickle=trust_pickle, stand_ins=_STAND_INS)
     entries = Entries(files)
     with gc_paused():
         for name, item in sorted(items.items()):
@@ -181,6 +188,7 @@ class _Reader:
         """Adds a value, or raises a CheckpointError if it cannot be loaded."""
         self._check_inner(path, by_rank)
         shards = self._shards(path, by_rank)
+        self._check_meshes(path, by_rank)
         by_rank = {
             rank: _local(value) if isinstance(value, Stored) else value
             for rank, value in by_rank.items()
@@ -279,6 +287,27 @@ class _Reader:
             )
         return shards
 
+    def _check_meshes(self, path: str, values: Mapping[int, _Value]) -> None:
+        """Checks that DTensors are on meshes of equal sizes, and that their ranks have files."""
+        meshes = {
+            rank: mesh_sizes(value.value.device_mesh)
+            for rank, value in values.items()
+            if isinstance(value, Stored) and isinstance(value.value, DTensor)
+        }
+        for rank, sizes in meshes.items():
+            first, of_first = next(iter(meshes.items()))
+            files = [self.item.files[one].name for one in (first, rank)]
+            if sizes != of_first:
+                raise CorruptionError(
+                    f"cannot load {self._named(path)}: it is on a mesh of {list(of_first)} in "
+                    f"{files[0]}, and of {list(sizes)} in {files[1]}; are they of one save?"
+                )
+            if math.prod(sizes) > self.item.ranks:
+                raise NotFoundError(
+                    f"cannot load {self._named(path)}: by {files[1]}, {math.prod(sizes)} ranks "
+                    f"have saved it, and the file of rank {self.item.ranks} is missing"
+                )
+
     def _united(
         self, path: str, shards: Mapping[int, RankShard], values: Mapping[int, _Tensor]
     ) -> Boxed | Computed:
@@ -288,7 +317,9 @@ class _Reader:
         shards overlap, or do not cover the tensor, or ranks have other elements of the same shard.
         """
         if len({shard.sizes for shard in shards.values()}) > 1:
-            found = ", ".join(f"{one.sizes} on rank {rank}" for rank, one in shards.items())
+            found = ", ".join(
+                f"{one.sizes} in {self.item.files[rank].name}" for rank, one in shards.items()
+            )
             raise CorruptionError(f"cannot load {self._named(path)}: its sizes are {found}")
         sizes = next(iter(shards.values())).sizes
         dtypes = {rank: value.dtype for rank, value in values.items()}
