@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +30,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats import sharded_tensors
 from torch_ckpt.formats.allowed_classes import StandIns
 from torch_ckpt.formats.data_classes import NeedsState
 from torch_ckpt.formats.equality import is_equal
@@ -46,6 +48,7 @@ from torch_ckpt.formats.rank_files import (
     united,
 )
 from torch_ckpt.formats.safetensors.opening import read_tensors
+from torch_ckpt.formats.sharded_tensors import ShardedParts
 from torch_ckpt.formats.torch_checkpointing.items import (
     JSON,
     RAW,
@@ -71,6 +74,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 
 _Keys = tuple[str | int, ...]
 _Tensor = Stored | Boxed
+_SHARDED = (DTensor, ShardedParts, ShardedTensor)
 _Value = _Tensor | Loaded
 
 
@@ -85,7 +89,10 @@ def _mesh() -> NeedsState:
     return NeedsState(make)
 
 
-_STAND_INS: StandIns = {"torch.distributed.device_mesh.DeviceMesh": _mesh}
+_STAND_INS: StandIns = {
+    "torch.distributed.device_mesh.DeviceMesh": _mesh,
+    **sharded_tensors.STAND_INS,
+}
 
 
 def open_torch_checkpointing(
@@ -235,10 +242,12 @@ class _Reader:
         """Checks that no object contains a shard, since those of other ranks would be lost."""
         for rank, value in values.items():
             leaf = None if isinstance(value, Boxed) else value.value
-            if any(isinstance(one, DTensor) for one in _inner(leaf)):
+            inner = next((one for one in _inner(leaf) if isinstance(one, _SHARDED)), None)
+            if inner is not None:
+                kind = "DTensor" if isinstance(inner, DTensor) else "ShardedTensor"
                 raise UnsupportedError(
                     f"cannot load {self._named(path)}: on rank {rank} it is a "
-                    f"{type(leaf).__name__} that contains a DTensor; only dicts and lists may"
+                    f"{type(leaf).__name__} that contains a {kind}; only dicts and lists may"
                 )
 
     def _shards(self, path: str, values: Mapping[int, _Value]) -> dict[int, RankShard]:
@@ -290,9 +299,9 @@ class _Reader:
     def _check_meshes(self, path: str, values: Mapping[int, _Value]) -> None:
         """Checks that DTensors are on meshes of equal sizes, and that their ranks have files."""
         meshes = {
-            rank: mesh_sizes(value.value.device_mesh)
+            rank: _mesh_of(value.value)
             for rank, value in values.items()
-            if isinstance(value, Stored) and isinstance(value.value, DTensor)
+            if isinstance(value, Stored) and isinstance(value.value, _SHARDED)
         }
         for rank, sizes in meshes.items():
             first, of_first = next(iter(meshes.items()))
@@ -339,6 +348,7 @@ class _Reader:
         placed = list(boxes.values())
         check_cover(f"{self.name}.{path}", sizes, placed)
         dtype = next(iter(dtypes.values()))
+        values = {one.rank: values[one.rank] for one in placed}
         stored = [value for value in values.values() if isinstance(value, Stored)]
         if stored and not all(map(_is_consecutive, values.values())):
             assemble = functools.partial(self._assembled, sizes, dtype, placed, values)
@@ -402,25 +412,44 @@ class _Reader:
 
 
 class _Local(Stored):
-    """The part of a DTensor that a file has."""
+    """The part of a DTensor or ShardedTensor that a file has."""
 
     def read(self) -> object:
-        value = super().read()
-        return value._local_tensor if isinstance(value, DTensor) else value
+        return _local_tensor(super().read())
 
 
 def _local(value: Stored) -> Stored:
-    """Returns the local tensor of a DTensor; other values as they are."""
-    if not isinstance(value.value, DTensor):
+    """Returns the local tensor of a DTensor or ShardedTensor; other values as they are."""
+    if not isinstance(value.value, _SHARDED):
         return value
-    local = value.value._local_tensor
+    local = _local_tensor(value.value)
     if not isinstance(local, torch.Tensor):
         raise TypeError(f"its local tensor is a {type(local).__name__}")
     return _Local(value.file, local, value.keys)
 
 
+def _local_tensor(value: object) -> object:
+    if isinstance(value, DTensor):
+        return value._local_tensor
+    if isinstance(value, ShardedParts):  # It has no part where there are fewer rows than ranks.
+        none = torch.empty(0, dtype=value.dtype, device="cpu")
+        return value.parts[0].tensor if value.parts else none
+    return value
+
+
+def _mesh_of(value: object) -> tuple[int, ...]:
+    if isinstance(value, ShardedParts):
+        return (value.ranks,)
+    assert isinstance(value, DTensor)
+    return mesh_sizes(value.device_mesh)
+
+
 def _own_shard(rank: int, tensor: object, *, is_needed: bool) -> RankShard | None:
-    """Returns the shard by the DTensor in the file, if it is one that this torch can read."""
+    """Returns the shard by the tensor in the file, if it is one that this torch can read."""
+    if isinstance(tensor, ShardedTensor):
+        raise UnsupportedError("it is a ShardedTensor, which needs a load without trust_pickle")
+    if isinstance(tensor, ShardedParts):
+        return _shard_of_parts(rank, tensor)
     if not isinstance(tensor, DTensor):
         return None
     try:
@@ -429,6 +458,15 @@ def _own_shard(rank: int, tensor: object, *, is_needed: bool) -> RankShard | Non
         if is_needed:
             raise
         return None
+
+
+def _shard_of_parts(rank: int, tensor: ShardedParts) -> RankShard:
+    if len(tensor.parts) > 1:
+        raise UnsupportedError("it is a ShardedTensor of which a rank has several shards")
+    boxes = (
+        Placed(rank, (0,) * part.ndim, tuple(part.shape), offsets) for part, offsets in tensor.parts
+    )
+    return RankShard(tuple(tensor.shape), tuple(boxes))
 
 
 def _inner(value: object) -> Iterator[object]:
