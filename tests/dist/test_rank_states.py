@@ -153,11 +153,12 @@ def resumed(path: Path, kind: str) -> dict[str, Any]:
 def resumed_verl(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """Loads into a model on other ranks, and the random states if there are as many."""
     model, optimizer = trained("fsdp", 1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # Adds to the groups.
     rngs: list[Any] = []
     rng = RankState(lambda: None, rngs.append)
     state: dict[str, Any] = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     if f"extra_state_world_size_{dist.get_world_size()}_rank_0.pt" in os.listdir(path):
-        state["extra_state"] = {"rng": {"cpu": rng, "numpy": rng}}
+        state |= {"extra_state.rng.cpu": rng, "extra_state.rng.numpy": rng}
     torch_ckpt.load(state, storage_reader=FastReader(path))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optim"])

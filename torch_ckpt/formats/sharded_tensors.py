@@ -32,10 +32,16 @@ class ShardedParts(torch.Tensor):
     parts: list[LocalPart]
     ranks: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, *_: object) -> ShardedParts:
+        """Refuses a call by a pickle, which would make a tensor of any size."""
+        raise ValueError("it must not be called")
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, *_: Any, **__: Any) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{operator} of a ShardedTensor in a file")
 
     def __setstate__(self, state: Any) -> None:
@@ -52,7 +58,8 @@ class ShardedParts(torch.Tensor):
 
 def _part(tensor: Any, metadata: Any) -> LocalPart:
     offsets = metadata["shard_offsets"]
-    if not isinstance(tensor, torch.Tensor) or not all(type(one) is int for one in offsets):
+    is_part = isinstance(tensor, torch.Tensor) and len(offsets) == tensor.dim()
+    if not is_part or not all(type(one) is int for one in offsets):
         raise ValueError("its shard is not a tensor with offsets")
     return LocalPart(tensor, tuple(offsets))
 

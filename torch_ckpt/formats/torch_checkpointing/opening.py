@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -283,10 +283,10 @@ class _Reader:
                 )
             if not shard.fits(sizes):
                 # Torch describes some uneven shards of FSDP2 over tensor parallelism wrongly.
-                kind = CorruptionError if own is None else UnsupportedError
+                kind = UnsupportedError if own and isinstance(tensor, DTensor) else CorruptionError
                 raise kind(
                     f"cannot load {self._named(path)}: by its sharding, rank {rank} has {shard} of "
-                    f"it, and its file has {list(sizes)}"
+                    f"it, and {self.item.files[rank].name} has {list(sizes)}"
                 )
             shards[rank] = shard
         if shards and (others := sorted(set(values) - set(shards))):
