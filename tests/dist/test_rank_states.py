@@ -178,7 +178,7 @@ def loaded_whole(path: Path) -> dict[str, Any]:
 
 
 @needs_accelerate
-@pytest.mark.thin(1)
+@pytest.mark.thin("fsdp and tp")
 @pytest.mark.parametrize("kind", MESHES)
 def test_states_of_accelerate_load_onto_every_other_mesh(
     worlds: Worlds, tmp_path: Path, kind: str

@@ -15,6 +15,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from torch_ckpt import FastReader
 
@@ -94,6 +95,16 @@ def test_damaged_sharded_tensors_are_refused(
         monkeypatch.setattr(ShardedTensor, "__getstate__", lambda _, state=state: state)
         write(tmp_path, 1, {"w": tensor})
         assert re.match(match, refusal(tmp_path))
+
+
+def test_other_sizes_on_another_rank_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        with as_rank(rank):
+            mesh = DeviceMesh("cpu", [0, 1])
+            tensor = DTensor.from_local(torch.ones(3 + rank, 4), mesh, [Shard(0)], run_check=False)
+            write(tmp_path, rank, {"w": tensor})
+    match = r"CorruptionError: .* \(6, 4\) in .*_rank0\.bin, \(8, 4\) in .*_rank1\.bin"
+    assert re.match(match, refusal(tmp_path))
 
 
 def test_trusted_pickles_are_read_without_a_process_group(tmp_path: Path) -> None:

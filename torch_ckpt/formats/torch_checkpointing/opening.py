@@ -242,6 +242,11 @@ class _Reader:
         """Checks that no object contains a shard, since those of other ranks would be lost."""
         for rank, value in values.items():
             leaf = None if isinstance(value, Boxed) else value.value
+            if isinstance(leaf, ShardedTensor):  # Its class allows no other rank to read it.
+                raise UnsupportedError(
+                    f"cannot load {self._named(path)}: it is a ShardedTensor, which needs a load "
+                    "without trust_pickle"
+                )
             inner = next((one for one in _inner(leaf) if isinstance(one, _SHARDED)), None)
             if inner is not None:
                 kind = "DTensor" if isinstance(inner, DTensor) else "ShardedTensor"
@@ -446,8 +451,6 @@ def _mesh_of(value: object) -> tuple[int, ...]:
 
 def _own_shard(rank: int, tensor: object, *, is_needed: bool) -> RankShard | None:
     """Returns the shard by the tensor in the file, if it is one that this torch can read."""
-    if isinstance(tensor, ShardedTensor):
-        raise UnsupportedError("it is a ShardedTensor, which needs a load without trust_pickle")
     if isinstance(tensor, ShardedParts):
         return _shard_of_parts(rank, tensor)
     if not isinstance(tensor, DTensor):
