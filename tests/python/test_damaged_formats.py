@@ -19,6 +19,7 @@ from checkpoints import ROOT, files, save
 from damage import random_damage
 from deepspeed_checkpoints import write, write_shards
 from odd_values import changed_file
+from rank_state_files import write_both
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
@@ -118,6 +119,11 @@ def torch_checkpointing(path: Path) -> Path:
     return path
 
 
+def rank_states(path: Path) -> Path:
+    write_both(path)
+    return path
+
+
 def megatron(path: Path) -> Path:
     return Path(shutil.copytree(ROOT / "tests" / "golden" / "megatron-0.15", path))
 
@@ -133,6 +139,7 @@ FORMATS = {
     "ZeRO-1 with tensor parallelism": parallel,
     "universal": universal,
     "torch_checkpointing": torch_checkpointing,
+    "state dicts of ranks": rank_states,
     "Megatron, flattened": megatron,
 }
 

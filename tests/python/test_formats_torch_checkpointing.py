@@ -62,6 +62,19 @@ def test_shards_by_placements_and_by_boxes(tmp_path: Path) -> None:
         assert torch.equal(loaded(tmp_path / name), WHOLE)
 
 
+def test_a_strided_shard_may_be_several_ranges(tmp_path: Path) -> None:
+    pieces = WHOLE.chunk(2)  # Of which each rank has a chunk.
+    parts = [torch.cat([piece.chunk(2)[rank] for piece in pieces]) for rank in range(2)]
+    stated = dtensor_sharding(placements=[{"type": ALIEN, "dim": 0, "split_factor": 2}])
+    write(tmp_path, stated, parts=(parts[0], parts[1]))
+    assert torch.equal(loaded(tmp_path), WHOLE)
+    assert box_count(tmp_path) == 4
+    write(tmp_path, stated)
+    refused(
+        tmp_path, "model.w", CorruptionError, r"rank 0 has \[2, 4\] at \[0, 0\] and \[2, 4\] at"
+    )
+
+
 def test_a_box_that_several_ranks_have_is_read_once(tmp_path: Path) -> None:
     replicated = boxes([(0, 0)], [(6, 4)])
     write(tmp_path, replicated, replicated, parts=(WHOLE, WHOLE))
@@ -146,7 +159,7 @@ UNSOUND: dict[str, tuple[tuple[dict[str, Any], ...], type[CheckpointError], str]
     "local": (
         (boxes([(0, 0)], [(3, 4)]), boxes([(0, 0)], [(6, 4)])),
         CorruptionError,
-        r"rank 1 has \[6, 4\] at \[0, 0\] of \[6, 4\] of it, and its file has \[3, 4\]",
+        r"rank 1 has \[6, 4\] at \[0, 0\] of \[6, 4\] of it, and model_1\.pt has \[3, 4\]",
     ),
     "negative": ((boxes([(-1, 0)], [(3, 4)]),) * 2, CorruptionError, "not sizes, offsets or ranks"),
     "dims": ((boxes([(0,)], [(3,)], [(0,)]),) * 2, CorruptionError, "by its sharding"),
@@ -175,11 +188,6 @@ UNSOUND: dict[str, tuple[tuple[dict[str, Any], ...], type[CheckpointError], str]
         (dtensor_sharding(placements=[{"type": ALIEN, "dim": 0, "split_factor": 2**50}]),),
         CorruptionError,
         "a split factor of",
-    ),
-    "ranges": (
-        (dtensor_sharding(placements=[{"type": ALIEN, "dim": 0, "split_factor": 2}]),),
-        UnsupportedError,
-        "several ranges",
     ),
     "facts": (({"type": "DTensorShardingMetadata", "data": [1]},), CorruptionError, "invalid"),
     "kind": (({"type": "Blocks", "data": {}},), UnsupportedError, "unknown kind 'Blocks'"),

@@ -13,6 +13,7 @@ from torch_ckpt.formats.dcp import open_dcp
 from torch_ckpt.formats.deepspeed.folders import deepspeed_folder, deepspeed_state
 from torch_ckpt.formats.deepspeed.opening import open_deepspeed
 from torch_ckpt.formats.opened import Opened
+from torch_ckpt.formats.rank_states import rank_state_items
 from torch_ckpt.formats.reading import reading
 from torch_ckpt.formats.rules import Rules
 from torch_ckpt.formats.safetensors.opening import (
@@ -21,7 +22,10 @@ from torch_ckpt.formats.safetensors.opening import (
     open_safetensors_directory,
 )
 from torch_ckpt.formats.torch_checkpointing.items import has_rank_files, stated_items
-from torch_ckpt.formats.torch_checkpointing.opening import open_torch_checkpointing
+from torch_ckpt.formats.torch_checkpointing.opening import (
+    open_items,
+    open_torch_checkpointing,
+)
 from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 from torch_ckpt.options import Verification
 
@@ -85,6 +89,8 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
         raise no_checkpoint(path) from None
     if (items := stated_items(path, names)) is not None:
         return open_torch_checkpointing(path, items, verify=verify, trust_pickle=trust_pickle)
+    if (states := rank_state_items(path, names)) is not None:
+        return open_items(path, *states, verify=verify, trust_pickle=trust_pickle)
     if safetensors := _model_files(path, names):
         if (state := deepspeed_state(path, names)) is not None:
             raise _two_formats(path, safetensors, state)

@@ -75,7 +75,9 @@ class FastReader(StorageReader):
       it lists the files; otherwise all files are loaded. The directory may be one of
       ``HuggingFaceStorageWriter``, with one file per rank;
     - a directory of DeepSpeed: of ZeRO stages 1 to 3, or a universal folder;
-    - a directory of meta-pytorch's ``torch_checkpointing``.
+    - a directory of meta-pytorch's ``torch_checkpointing``;
+    - a directory of the sharded state dicts that each rank saved with ``torch.save``, as accelerate
+      (``use_dcp=False``) and verl name them.
 
     Args:
         path: Directory or file of the checkpoint. A relative path is that of the present working

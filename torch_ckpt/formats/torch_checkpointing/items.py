@@ -35,6 +35,7 @@ __all__ = [
     "RankShard",
     "has_rank_files",
     "items_by_name",
+    "mesh_sizes",
     "path_of",
     "shard_of_tensor",
     "stated_items",
@@ -83,8 +84,9 @@ class RankShard(NamedTuple):
             return False
         if self.has_rest:
             return all(fits(box.offsets, box.sizes, sizes) for box in self.boxes)
-        own = [box.sizes for box in self.boxes] or [(0,)]
-        return own == [sizes] or not (math.prod(own[0]) or math.prod(sizes))
+        ends = (map(sum, zip(box.offsets, box.sizes, strict=True)) for box in self.boxes)
+        own = tuple(map(max, zip(*ends, strict=True))) if self.boxes else (0,)
+        return own == sizes or not (math.prod(own) or math.prod(sizes))
 
     @property
     def is_whole(self) -> bool:
@@ -106,8 +108,8 @@ class _Sharding:
         """
         facts = self._facts
         if self._kind == "DTensorShardingMetadata":
-            mesh_sizes, coordinate = self._mesh[0], self._mesh[1][rank]
-            return _shard(rank, self._sizes, mesh_sizes, coordinate, self._placements)
+            of_mesh, coordinate = self._mesh[0], self._mesh[1][rank]
+            return _shard(rank, self._sizes, of_mesh, coordinate, self._placements)
         if self._kind == "default_tensor_v1":
             parts = (facts["local_offsets"], facts["local_sizes"], facts["global_offsets"])
             boxes = tuple(
@@ -302,22 +304,26 @@ def shard_of_tensor(rank: int, tensor: DTensor) -> RankShard:
     sizes = tuple(tensor.shape)
     if coordinate is None:
         return RankShard(sizes, ())
-    return _shard(rank, sizes, tuple(mesh.shape), coordinate, tensor.placements)
+    return _shard(rank, sizes, mesh_sizes(mesh), coordinate, tensor.placements)
+
+
+def mesh_sizes(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Returns the sizes of a mesh of a file, which another version of torch may have written."""
+    ranks = vars(mesh).get("mesh")  # Later versions compute it.
+    return tuple(mesh.shape if ranks is None else ranks.shape)
 
 
 def _shard(
     rank: int,
     sizes: tuple[int, ...],
-    mesh_sizes: Sequence[int],
+    of_mesh: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> RankShard:
     for placement in placements:
         if not isinstance(placement, Shard | _StridedShard | Replicate):
             raise UnsupportedError(f"it has the placement {placement}")
-    boxes = shard_boxes(sizes, mesh_sizes, coordinate, placements)
-    if len(boxes) > 1:
-        raise UnsupportedError("a rank has several ranges of a dimension of a strided shard")
+    boxes = shard_boxes(sizes, of_mesh, coordinate, placements)
     return RankShard(
         sizes, tuple(Placed(rank, box.local_offsets, box.sizes, box.offsets) for box in boxes)
     )

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +30,7 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats import sharded_tensors
 from torch_ckpt.formats.allowed_classes import StandIns
 from torch_ckpt.formats.data_classes import NeedsState
 from torch_ckpt.formats.equality import is_equal
@@ -46,6 +48,7 @@ from torch_ckpt.formats.rank_files import (
     united,
 )
 from torch_ckpt.formats.safetensors.opening import read_tensors
+from torch_ckpt.formats.sharded_tensors import ShardedParts
 from torch_ckpt.formats.torch_checkpointing.items import (
     JSON,
     RAW,
@@ -54,6 +57,7 @@ from torch_ckpt.formats.torch_checkpointing.items import (
     Item,
     RankShard,
     items_by_name,
+    mesh_sizes,
     path_of,
     shard_of_tensor,
 )
@@ -61,7 +65,7 @@ from torch_ckpt.formats.torch_save import flatten, has_boxes, is_plain
 from torch_ckpt.formats.unions import Placed, check_cover, slices
 from torch_ckpt.options import Verification
 
-__all__ = ["open_torch_checkpointing"]
+__all__ = ["open_items", "open_torch_checkpointing"]
 
 _COMPARED_NBYTES = 1 << 20
 """Tensors of safetensors, which have no checksums, are compared up to this size."""
@@ -70,6 +74,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 
 _Keys = tuple[str | int, ...]
 _Tensor = Stored | Boxed
+_SHARDED = (DTensor, ShardedParts, ShardedTensor)
 _Value = _Tensor | Loaded
 
 
@@ -84,7 +89,10 @@ def _mesh() -> NeedsState:
     return NeedsState(make)
 
 
-_STAND_INS: StandIns = {"torch.distributed.device_mesh.DeviceMesh": _mesh}
+_STAND_INS: StandIns = {
+    "torch.distributed.device_mesh.DeviceMesh": _mesh,
+    **sharded_tensors.STAND_INS,
+}
 
 
 def open_torch_checkpointing(
@@ -101,14 +109,20 @@ def open_torch_checkpointing(
     values of its item are unreadable, since any of them may be in the file. Raises CheckpointError
     if no file can be read.
     """
-    files = Files(
-        path,
-        "torch_checkpointing",
-        verify=verify,
-        trust_pickle=trust_pickle,
-        stand_ins=_STAND_INS,
-    )
     items = {**stated, **items_by_name(path, path.names(), stated)}
+    return open_items(path, "torch_checkpointing", items, verify=verify, trust_pickle=trust_pickle)
+
+
+def open_items(
+    path: Location,
+    format: str,
+    items: Mapping[str, Item],
+    *,
+    verify: Verification,
+    trust_pickle: bool,
+) -> Opened:
+    """Opens the items of a directory, as :func:`open_torch_checkpointing` does."""
+    files = Files(path, format, verify=verify, trust_pickle=trust_pickle, stand_ins=_STAND_INS)
     entries = Entries(files)
     with gc_paused():
         for name, item in sorted(items.items()):
@@ -181,6 +195,7 @@ class _Reader:
         """Adds a value, or raises a CheckpointError if it cannot be loaded."""
         self._check_inner(path, by_rank)
         shards = self._shards(path, by_rank)
+        self._check_meshes(path, by_rank)
         by_rank = {
             rank: _local(value) if isinstance(value, Stored) else value
             for rank, value in by_rank.items()
@@ -227,10 +242,17 @@ class _Reader:
         """Checks that no object contains a shard, since those of other ranks would be lost."""
         for rank, value in values.items():
             leaf = None if isinstance(value, Boxed) else value.value
-            if any(isinstance(one, DTensor) for one in _inner(leaf)):
+            if isinstance(leaf, ShardedTensor):  # Its class allows no other rank to read it.
+                raise UnsupportedError(
+                    f"cannot load {self._named(path)}: it is a ShardedTensor, which needs a load "
+                    "without trust_pickle"
+                )
+            inner = next((one for one in _inner(leaf) if isinstance(one, _SHARDED)), None)
+            if inner is not None:
+                kind = "DTensor" if isinstance(inner, DTensor) else "ShardedTensor"
                 raise UnsupportedError(
                     f"cannot load {self._named(path)}: on rank {rank} it is a "
-                    f"{type(leaf).__name__} that contains a DTensor; only dicts and lists may"
+                    f"{type(leaf).__name__} that contains a {kind}; only dicts and lists may"
                 )
 
     def _shards(self, path: str, values: Mapping[int, _Value]) -> dict[int, RankShard]:
@@ -266,10 +288,10 @@ class _Reader:
                 )
             if not shard.fits(sizes):
                 # Torch describes some uneven shards of FSDP2 over tensor parallelism wrongly.
-                kind = CorruptionError if own is None else UnsupportedError
+                kind = UnsupportedError if own and isinstance(tensor, DTensor) else CorruptionError
                 raise kind(
                     f"cannot load {self._named(path)}: by its sharding, rank {rank} has {shard} of "
-                    f"it, and its file has {list(sizes)}"
+                    f"it, and {self.item.files[rank].name} has {list(sizes)}"
                 )
             shards[rank] = shard
         if shards and (others := sorted(set(values) - set(shards))):
@@ -278,6 +300,27 @@ class _Reader:
                 f"on rank {others[0]}"
             )
         return shards
+
+    def _check_meshes(self, path: str, values: Mapping[int, _Value]) -> None:
+        """Checks that DTensors are on meshes of equal sizes, and that their ranks have files."""
+        meshes = {
+            rank: _mesh_of(value.value)
+            for rank, value in values.items()
+            if isinstance(value, Stored) and isinstance(value.value, _SHARDED)
+        }
+        for rank, sizes in meshes.items():
+            first, of_first = next(iter(meshes.items()))
+            files = [self.item.files[one].name for one in (first, rank)]
+            if sizes != of_first:
+                raise CorruptionError(
+                    f"cannot load {self._named(path)}: it is on a mesh of {list(of_first)} in "
+                    f"{files[0]}, and of {list(sizes)} in {files[1]}; are they of one save?"
+                )
+            if math.prod(sizes) > self.item.ranks:
+                raise NotFoundError(
+                    f"cannot load {self._named(path)}: by {files[1]}, {math.prod(sizes)} ranks "
+                    f"have saved it, and the file of rank {self.item.ranks} is missing"
+                )
 
     def _united(
         self, path: str, shards: Mapping[int, RankShard], values: Mapping[int, _Tensor]
@@ -288,7 +331,9 @@ class _Reader:
         shards overlap, or do not cover the tensor, or ranks have other elements of the same shard.
         """
         if len({shard.sizes for shard in shards.values()}) > 1:
-            found = ", ".join(f"{one.sizes} on rank {rank}" for rank, one in shards.items())
+            found = ", ".join(
+                f"{one.sizes} in {self.item.files[rank].name}" for rank, one in shards.items()
+            )
             raise CorruptionError(f"cannot load {self._named(path)}: its sizes are {found}")
         sizes = next(iter(shards.values())).sizes
         dtypes = {rank: value.dtype for rank, value in values.items()}
@@ -308,6 +353,7 @@ class _Reader:
         placed = list(boxes.values())
         check_cover(f"{self.name}.{path}", sizes, placed)
         dtype = next(iter(dtypes.values()))
+        values = {one.rank: values[one.rank] for one in placed}
         stored = [value for value in values.values() if isinstance(value, Stored)]
         if stored and not all(map(_is_consecutive, values.values())):
             assemble = functools.partial(self._assembled, sizes, dtype, placed, values)
@@ -371,25 +417,42 @@ class _Reader:
 
 
 class _Local(Stored):
-    """The part of a DTensor that a file has."""
+    """The part of a DTensor or ShardedTensor that a file has."""
 
     def read(self) -> object:
-        value = super().read()
-        return value._local_tensor if isinstance(value, DTensor) else value
+        return _local_tensor(super().read())
 
 
 def _local(value: Stored) -> Stored:
-    """Returns the local tensor of a DTensor; other values as they are."""
-    if not isinstance(value.value, DTensor):
+    """Returns the local tensor of a DTensor or ShardedTensor; other values as they are."""
+    if not isinstance(value.value, _SHARDED):
         return value
-    local = value.value._local_tensor
+    local = _local_tensor(value.value)
     if not isinstance(local, torch.Tensor):
         raise TypeError(f"its local tensor is a {type(local).__name__}")
     return _Local(value.file, local, value.keys)
 
 
+def _local_tensor(value: object) -> object:
+    if isinstance(value, DTensor):
+        return value._local_tensor
+    if isinstance(value, ShardedParts):  # It has no part where there are fewer rows than ranks.
+        none = torch.empty(0, dtype=value.dtype, device="cpu")
+        return value.parts[0].tensor if value.parts else none
+    return value
+
+
+def _mesh_of(value: object) -> tuple[int, ...]:
+    if isinstance(value, ShardedParts):
+        return (value.ranks,)
+    assert isinstance(value, DTensor)
+    return mesh_sizes(value.device_mesh)
+
+
 def _own_shard(rank: int, tensor: object, *, is_needed: bool) -> RankShard | None:
-    """Returns the shard by the DTensor in the file, if it is one that this torch can read."""
+    """Returns the shard by the tensor in the file, if it is one that this torch can read."""
+    if isinstance(tensor, ShardedParts):
+        return _shard_of_parts(rank, tensor)
     if not isinstance(tensor, DTensor):
         return None
     try:
@@ -398,6 +461,15 @@ def _own_shard(rank: int, tensor: object, *, is_needed: bool) -> RankShard | Non
         if is_needed:
             raise
         return None
+
+
+def _shard_of_parts(rank: int, tensor: ShardedParts) -> RankShard:
+    if len(tensor.parts) > 1:
+        raise UnsupportedError("it is a ShardedTensor of which a rank has several shards")
+    boxes = (
+        Placed(rank, (0,) * part.ndim, tuple(part.shape), offsets) for part, offsets in tensor.parts
+    )
+    return RankShard(tuple(tensor.shape), tuple(boxes))
 
 
 def _inner(value: object) -> Iterator[object]:
