@@ -3,7 +3,7 @@
 Each machine is a rank with a folder of shared memory, and an agent, of its own. The ranks save
 shards, and wait until all buddies have them. Then all ranks are killed, and new ones restore: on
 the same machines, or with a new one in the place of one whose agent and memory are gone. The cases
-take turns; a round before the others does not count. Takes 6 minutes, and `--gib` of /dev/shm four
+take turns; a round before the others does not count. Takes 8 minutes, and `--gib` of /dev/shm four
 times:
 
     python benchmarks/bench_buddy.py --json result.json

@@ -15,9 +15,9 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from bench_load import Bar
+from bench_megatron import median
 from bench_tree import print_table
 from deepspeed_rank import DEEPSPEEDS, OURS
 from machine import MIB, describe, remove_tree
@@ -53,11 +53,6 @@ def measure(
             record(number, "copy", FLOOR, group.call("copy", folder="saved"))
             remove_tree(directory / "saved")
     return nbytes, found
-
-
-def median(samples: Any, key: str) -> float:
-    """Median of a value."""
-    return statistics.median(sample[key] for sample in samples)
 
 
 def main() -> None:

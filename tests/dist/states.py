@@ -13,6 +13,7 @@ from support.placing import local_part
 from support.tensors import full_value
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement
@@ -137,3 +138,16 @@ def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
     else:
         return {prefix.rstrip("."): state}
     return {name: value for part in parts for name, value in part.items()}
+
+
+def loaded_whole(path: Path) -> dict[str, Any]:
+    """All values of a checkpoint, by name, loaded by one process."""
+    stored = FastReader(path).read_metadata().state_dict_metadata
+    state = {
+        fqn: None
+        if isinstance(one, BytesStorageMetadata)
+        else torch.zeros(one.size, dtype=one.properties.dtype)
+        for fqn, one in stored.items()
+    }
+    dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+    return state

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
-from states import assert_same
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from states import assert_same, loaded_whole
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -163,18 +162,6 @@ def resumed_verl(path: Path) -> tuple[dict[str, Any], list[Any]]:
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optim"])
     return flat({"model": model.state_dict(), "optim": optimizer.state_dict()}), rngs
-
-
-def loaded_whole(path: Path) -> dict[str, Any]:
-    stored = FastReader(path).read_metadata().state_dict_metadata
-    state = {
-        fqn: None
-        if isinstance(one, BytesStorageMetadata)
-        else torch.zeros(one.size, dtype=one.properties.dtype)
-        for fqn, one in stored.items()
-    }
-    dcp.load(state, storage_reader=FastReader(path), no_dist=True)
-    return state
 
 
 @needs_accelerate

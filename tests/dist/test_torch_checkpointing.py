@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
-from states import assert_same, full_value, sharded
+from states import assert_same, full_value, loaded_whole, sharded
 from support.process_io import nbytes_read_by
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -140,15 +139,8 @@ def load_sharded(path: Path, kind: str) -> None:
     assert state["step"] == 7
 
 
-def loaded_whole(path: Path) -> dict[str, Any]:
-    stored = FastReader(path).read_metadata().state_dict_metadata
-    state = {
-        fqn: None
-        if isinstance(one, BytesStorageMetadata)
-        else torch.zeros(one.size, dtype=one.properties.dtype)
-        for fqn, one in stored.items()
-    }
-    dcp.load(state, storage_reader=FastReader(path), no_dist=True)
+def loaded_unpacked(path: Path) -> dict[str, Any]:
+    state = loaded_whole(path)
     # As a RankState stores it, in a tuple.
     return {fqn: one[0] if fqn.startswith("rng.rank_") else one for fqn, one in state.items()}
 
@@ -177,7 +169,7 @@ def test_every_layout_loads_onto_every_other(
     path, ranks = tmp_path / "saved", MESHES[kind][0]
     worlds.run(ranks, save, path, kind, reshards, {})
     assert (path / "metadata.pkl").exists() == reshards
-    assert_same(loaded_whole(path), whole(ranks))
+    assert_same(loaded_unpacked(path), whole(ranks))
     for other, (count, *_) in MESHES.items():
         if other != kind:
             worlds.run(count, load_sharded, path, other)
@@ -192,7 +184,7 @@ def test_items_in_other_files_and_formats(worlds: Worlds, tmp_path: Path, folder
         "config": ("config_{rank}.json", "Json"),
     }
     worlds.run(4, save, path, "fsdp and tp", True, layouts)
-    found = loaded_whole(path)
+    found = loaded_unpacked(path)
     assert found.pop("config") == {"a": [1, None], "b": "text"}
     assert_same(found, whole(4))
     worlds.run(3, load_sharded, path, "fsdp")
@@ -243,7 +235,7 @@ def test_the_metadata_of_an_earlier_version_is_read(worlds: Worlds, tmp_path: Pa
     # The library itself takes it for the same.
     assert DistributedMetadata.from_dict(older) == DistributedMetadata.from_dict(newer)
     (path / "metadata.pkl").write_bytes(pickle.dumps(older))
-    assert_same(loaded_whole(path), whole(3))
+    assert_same(loaded_unpacked(path), whole(3))
 
 
 def test_the_file_of_a_rank_is_missing(worlds: Worlds, tmp_path: Path) -> None:

@@ -409,7 +409,7 @@ class JointSave:
     def _end_commit(self, published: dict[str, set[int]]) -> bool:
         """Ends the save on this machine, which has committed; returns whether it has ended.
 
-        A failure of storage does not fail a save that is committed before the deadline.
+        The save is committed, so a failure of storage is retried until the deadline.
         """
         self._may_be_committed = True
         try:
@@ -420,7 +420,7 @@ class JointSave:
             return False  # The next call tries again.
 
     def _publish_commit(self, published: dict[str, set[int]]) -> bool:
-        """Publishes that this machine has committed; returns whether all others have."""
+        """Publishes that this machine has committed; returns whether the save has ended on it."""
         files = self._files
         if self._is_coordinator:
             if files.is_apart and not self._have_all_committed(published):

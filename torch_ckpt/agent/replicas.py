@@ -67,7 +67,7 @@ class Replicas:
             [(host, int(port)) for host, port in state["at"]], state["node"], token
         )
         self._state = state
-        self._is_deciding = True  # Perhaps.
+        self._is_deciding = True  # The former agent may have reported marks.
         self._start()
         _log.info("replicating to machine %d", state["buddy"])
 

@@ -322,11 +322,12 @@ class Saves:
 
 
 def _newest_beside(directory: Location) -> Location | None:
-    """Returns the checkpoint beside another that was committed last, of the names with a number."""
+    """Returns the newest checkpoint beside another, whose name differs in its numbers only."""
     found = []
+    form = _DIGITS.sub("0", directory.name)
     with contextlib.suppress(CheckpointError):  # Then the save has no base.
-        for name in directory.parent.names():
-            if _DIGITS.sub("0", name) == _DIGITS.sub("0", directory.name) != directory.name:
+        for name in directory.parent.names() if _DIGITS.search(form) else ():
+            if _DIGITS.sub("0", name) == form:
                 path = directory.parent / name
                 committed_s = (path / ".metadata").modified_s()
                 if committed_s is not None:

@@ -28,13 +28,12 @@ from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.safetensors_base import BaseFile
 from torch_ckpt.storage.safetensors_commit import begin_model, publish_boxes, publish_model
-from torch_ckpt.storage.safetensors_facts import facts_of
+from torch_ckpt.storage.safetensors_facts import facts_of, listed
 from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
 
 __all__ = ["ModelReader", "ModelWriter", "arguments_of", "is_replaced", "path_of"]
 
 _UNLIMITED_NBYTES = 2**62
-_MAX_NAMED = 3  # Names in an error message.
 
 _ARGUMENTS: dict[type, frozenset[str]] = {
     HuggingFaceStorageWriter: frozenset(
@@ -95,7 +94,7 @@ class ModelWriter(SafetensorsWriter):
             )
         self.fqn_to_index_mapping = fqn_to_index_mapping
         self.has_boxes = has_boxes
-        self._final_names: Sequence[str] = ()  # Of this save, on the coordinator.
+        self._final_names: Sequence[str] = ()  # Only on the coordinator.
 
     def _arrange(self, plans: list[SavePlan]) -> tuple[ModelLayout, Sequence[BaseFile]]:
         numbers = self.fqn_to_index_mapping
@@ -107,10 +106,9 @@ class ModelWriter(SafetensorsWriter):
             else:
                 of_file.setdefault(1 if numbers is None else numbers[facts.fqn], []).append(facts)
         if missing:
-            names = ", ".join(map(repr, missing[:_MAX_NAMED]))
-            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
             raise MismatchError(
-                f"cannot write {self.path}: fqn_to_index_mapping has no number for {names}{more}"
+                f"cannot write {self.path}: fqn_to_index_mapping has no number for "
+                f"{listed(missing)}"
             )
         files = [of_file[number] for number in sorted(of_file)]
         layout = ModelLayout.of(

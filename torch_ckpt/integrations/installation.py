@@ -283,17 +283,18 @@ class _Replaced:
 
     def writer(self, given: Any) -> Any:
         """Returns the replacement of a writer of DCP, or another writer itself."""
-        new: Callable[..., FastWriter] = FastWriter
-        path, hidden = getattr(given, "path", ""), {}
-        if self.replaces(given) and type(given) is FileSystemWriter:
-            arguments = {name: getattr(given, name) for name in _WRITER_ARGUMENTS}
-            hidden = {"_extensions": given.transforms.extensions}
-        elif self.replaces(given):
-            new, path = ModelWriter, hugging_face_storage.path_of(given)
-            arguments = hugging_face_storage.arguments_of(given)
-        else:
+        if not self.replaces(given):
             self._warn_unless(FastWriter, given)
             return given
+        new: Callable[..., FastWriter] = FastWriter
+        hidden = {}
+        if type(given) is FileSystemWriter:
+            path = given.path
+            arguments = {name: getattr(given, name) for name in _WRITER_ARGUMENTS}
+            hidden = {"_extensions": given.transforms.extensions}
+        else:
+            new, path = ModelWriter, hugging_face_storage.path_of(given)
+            arguments = hugging_face_storage.arguments_of(given)
         ours = self._writers.get(given)
         if ours is None or any(getattr(ours, n) != value for n, value in arguments.items()):
             ours = self._writers[given] = new(path, **arguments, **hidden, io=self._io)

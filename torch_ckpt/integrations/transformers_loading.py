@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -40,6 +39,7 @@ from torch_ckpt.formats.safetensors.opening import open_safetensors_directory, r
 from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions
 from torch_ckpt.process_state import PROCESS
+from torch_ckpt.storage.exchange import can_exchange
 from torch_ckpt.storage.reader import FastReader
 
 __all__ = ["replaced_loading"]
@@ -156,7 +156,7 @@ class _Boxes:
     metadata: Metadata
     call: Call
     wanted: dict[str, dict[_Box, _Wanted]] = field(default_factory=dict)
-    device: Any = None  # Of the tensors that are being requested.
+    device: Any = None  # Where the tensors go that are being requested.
     is_loaded: bool = False
 
     def _entry(self, fqn: str) -> TensorStorageMetadata:
@@ -258,7 +258,7 @@ class _Replaced:
         def open_stock() -> Any:
             return self._safe_open(filename, *args, **options)
 
-        if _has_ranks():
+        if can_exchange():
             with contextlib.suppress(CheckpointError):  # The error is that of safe_open.
                 return _File(Path(filename).absolute(), open_stock)
         return open_stock()
@@ -269,7 +269,7 @@ class _Replaced:
         """The replacement of ``convert_and_load_state_dict_in_model``."""
         arguments = (model, state_dict, load_config, disk_offload_index)
         is_sharded = any(isinstance(tensor, DTensor) for tensor in model.state_dict().values())
-        if not (is_sharded and _has_ranks()):
+        if not (is_sharded and can_exchange()):
             return self._convert(*arguments)
         # An error of one rank, also in transformers, ends the call on all.
         with group_of(None, no_dist=False).call(self._timeout_s) as call:
@@ -333,10 +333,6 @@ class _Replaced:
 def _stock(owner: Any, name: str) -> Any:
     """Returns a function without the replacements that apply."""
     return PROCESS.replaced.get((owner, name), [getattr(owner, name)])[0]
-
-
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextlib.contextmanager

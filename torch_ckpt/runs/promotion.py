@@ -47,11 +47,10 @@ _END_S = 5.0
 """Time for a promotion to end that was cancelled."""
 
 _POLL_S = 0.5
-
+"""Interval at which the coordinator asks whether the files of other places have arrived."""
 
 MIN_OUTAGE_S = 1800.0
-"""Time of failures in a row after which they may end training: a store may be down for minutes."""
-"""Interval at which the coordinator asks whether the files of other places have arrived."""
+"""Failures in a row end training only if they have lasted this long: a store may be down."""
 
 _LOG = logging.getLogger("torch_ckpt")
 

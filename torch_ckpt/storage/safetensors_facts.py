@@ -19,7 +19,7 @@ from torch_ckpt.planning.ties import common_ties
 from torch_ckpt.storage.safetensors_base import BaseReport
 from torch_ckpt.storage.safetensors_pieces import dtype_name
 
-__all__ = ["RankFacts", "facts_of", "ties_of"]
+__all__ = ["RankFacts", "facts_of", "listed", "ties_of"]
 
 _MAX_NAMED = 3  # Names in an error message.
 _WAY_OUT = "save objects separately, for example with FastWriter"
@@ -89,9 +89,13 @@ def _facts_of_items(plans: Sequence[SavePlan]) -> list[TensorFacts]:
 
 def _raise_if_any(objects: Sequence[str]) -> None:
     if objects:
-        names = ", ".join(map(repr, objects[:_MAX_NAMED]))
-        more = f" and {len(objects) - _MAX_NAMED} more" if len(objects) > _MAX_NAMED else ""
         raise UnsupportedError(
-            f"cannot store {names}{more} as safetensors: the format supports only tensors; "
+            f"cannot store {listed(objects)} as safetensors: the format supports only tensors; "
             f"{_WAY_OUT}"
         )
+
+
+def listed(fqns: Sequence[str]) -> str:
+    """Returns the first names of several, for an error message."""
+    more = f" and {len(fqns) - _MAX_NAMED} more" if len(fqns) > _MAX_NAMED else ""
+    return ", ".join(map(repr, fqns[:_MAX_NAMED])) + more

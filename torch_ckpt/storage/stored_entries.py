@@ -28,7 +28,7 @@ class Checkpoint:
     """A checkpoint of all ranks, of one rank that saved without coordination, or of other files."""
 
     path: Location
-    directory: Location  # Of the files.
+    directory: Location  # The directory of the files.
     metadata: _native.MetadataFile | None  # None for a format without metadata.
     index: _native.Index | None
     files: list[tuple[str, int]]  # Name, length in bytes.
