@@ -1,0 +1,81 @@
+"""Event: one phase of a save or load on one rank, and its line in ``events.jsonl``.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["PHASES", "Event"]
+
+PHASES = {
+    "begin": "waiting for the previous save, and agreeing on this one",
+    "choose": "choosing the step to restore",
+    "stage": "copying tensors into host memory",
+    "plan": "listing tensors, and planning",
+    "write": "writing data files",
+    "read": "reading data files",
+    "commit": "committing",
+    "persist": "writing and committing by the agent",
+    "promote": "copying a step from the local directory",
+    "message": "sending a message between ranks",
+}
+"""What a rank does in each phase, in the order of a save."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One phase of one call on one rank.
+
+    Attributes:
+        call: Text that the events of one save or load share, unique in the run.
+        kind: ``"save"`` or ``"load"``.
+        step: Step of the run; ``None`` until it is chosen.
+        rank: Global rank.
+        host: Name of its machine.
+        phase: A key of :data:`PHASES`.
+        start: Seconds since 1970, by the clock of the first rank. So is ``end``.
+        details: The rest, each only if it is known: ``bytes`` (moved to or from storage),
+            ``requests`` (their number), ``retries`` (requests that were sent again), ``waited``
+            (seconds of the phase in which nothing was done but wait for storage), ``mode``
+            (``"direct"``, ``"buffered"`` or ``"store"``), ``background`` (true if training goes on
+            meanwhile), ``of`` (of a message: the phase whose end it reports), ``error`` (text), and
+            ``unfinished`` (true if the phase had not ended: ``end`` is the time of the line).
+    """
+
+    call: str
+    kind: str
+    step: int | None
+    rank: int
+    host: str
+    phase: str
+    start: float
+    end: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long the phase took."""
+        return max(self.end - self.start, 0.0)
+
+    def line(self) -> str:
+        """Returns the event as one line of JSON."""
+        named = {name: getattr(self, name) for name in _NAMES}
+        named["start"], named["end"] = round(self.start, 6), round(self.end, 6)
+        return json.dumps({**named, **self.details}, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def of_line(cls, line: str | bytes) -> Event:
+        """Returns the event of a line. Raises ValueError if it is none."""
+        try:
+            values = json.loads(line)
+            named = {name: values.pop(name) for name in _NAMES}
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"not the line of an event: {error}") from None
+        return cls(**named, details=values)
+
+
+_NAMES = ("call", "kind", "step", "rank", "host", "phase", "start", "end")
