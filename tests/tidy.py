@@ -36,6 +36,7 @@ PACKAGES = [
     {"_core"},
     {"options"},
     {"filesystems"},
+    {"records"},
     {"coordination", "formats"},
     {"planning"},
     {"staging"},
@@ -62,6 +63,7 @@ WITHOUT_FILES = (
     "coordination",
     "conversion",
     "cli",
+    "records",
 )
 
 # Functions of torch that make a tensor on the program's default device, unless they get `device`.
