@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import textwrap
 import time
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_ckpt.cli.terminal import SOUND, fail, print_columns, printable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
 from torch_ckpt.records.diagnosis import first_sentence
-from torch_ckpt.records.figures import nbytes_text, percent, rate_text, seconds_text
+from torch_ckpt.records.page import page
 from torch_ckpt.records.reading import read_events
+from torch_ckpt.records.summary import heading, phase_table, rate_column, seconds_column, trend
 
 __all__ = ["add_to"]
 
 _WIDTH = 80
 _HOST_WIDTH = 18
+_PHASE_WIDTH = 12
 _TREND = 10  # Calls.
 
 
@@ -36,6 +37,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("run", type=Location, help="directory of the run")
     parser.add_argument("--step", type=int, help="report on this step; a save rather than a load")
+    parser.add_argument("--html", type=Location, metavar="FILE", help="write a page for a browser")
     parser.set_defaults(command=_report)
 
 
@@ -47,6 +49,8 @@ def _report(options: argparse.Namespace) -> int:
     if call is None:
         return fail(f"the record of {options.run} has no save or load of step {options.step}")
     _print_report(call, calls)
+    if options.html is not None:
+        options.html.replace(page(call, calls).encode(), sync=False)
     return SOUND
 
 
@@ -64,80 +68,35 @@ def _print_report(call: Call, calls: Sequence[Call]) -> None:
     for line in textwrap.wrap(f"{sentence[:1].upper()}{sentence[1:]}.", _WIDTH):
         print(line)
     print()
-    for line in textwrap.wrap(printable(_heading(call)), _WIDTH):
+    for line in textwrap.wrap(printable(heading(call)), _WIDTH):
         print(line)
-    header = ["phase", "min s", "median", "max", "slowest rank", "share", "GB/s"]
-    rows = [header, *(_phase_row(call, phase) for phase in call.parts)]
-    print_columns(rows, right=(1, 2, 3, 5, 6))
+    header, *rows = phase_table(call)
+    for row in rows:
+        rank, host = row[4].split(" ", 1)
+        row[0], row[4] = row[0][:_PHASE_WIDTH], f"{rank} {_short(host)}"
+    print_columns([header, *rows], right=(1, 2, 3, 5, 6))
     print()
-    shown = list(calls[-_TREND:])
-    print(f"The last {len(shown)} of {len(calls)} saves and loads:" if len(shown) > 1 else "Trend:")
+    lines = trend(calls)
+    shown = lines[-_TREND:]
+    print(f"The last {len(shown)} of {len(lines)} saves and loads:")
     header = ["", "step", "began", "blocked", "durable", "interval", "GB/s", "result"]
-    rows = [header]
-    for number, one in enumerate(calls):
-        if one in shown:
-            before = [other.start for other in calls[:number] if other.kind == one.kind]
-            rows.append(_trend_row(one, before[-1] if before else None))
-    print_columns(rows, right=(1, 2, 3, 4, 5, 6))
+    print_columns([header, *map(_trend_row, shown)], right=(1, 2, 3, 4, 5, 6))
 
 
-def _heading(call: Call) -> str:
-    step = "" if call.step is None else f" of step {call.step}"
-    machines = len(set(call.hosts.values()))
-    facts = [
-        f"{len(call.hosts)} rank{'s' if len(call.hosts) > 1 else ''} on {machines} "
-        f"machine{'s' if machines > 1 else ''}",
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(call.start)),
-    ]
-    if call.nbytes:
-        facts.append(
-            nbytes_text(call.nbytes) + (f" at {rate_text(call.rate)}" if call.rate else "")
-        )
-    if call.kind == "save":
-        facts.append(f"blocked {seconds_text(call.blocked_s)}")
-        durable = call.durable_s
-        facts.append("not durable" if durable is None else f"durable in {seconds_text(durable)}")
-    else:
-        facts.append(f"took {seconds_text(call.seconds)}")
-    return f"{call.kind.capitalize()}{step}: {', '.join(facts)}"
-
-
-def _phase_row(call: Call, phase: str) -> list[str]:
-    parts = call.parts[phase]
-    seconds = [part.seconds for part in parts.values()]
-    slowest = max(parts, key=lambda rank: parts[rank].seconds)
-    nbytes = sum(part.nbytes or 0 for part in parts.values())
-    share = call.share(phase)
+def _trend_row(line: Mapping[str, Any]) -> list[str]:
+    blocked, durable, interval, rate = (
+        line[name] for name in ("blocked", "durable", "interval", "rate")
+    )
     return [
-        phase[:12],
-        *(_seconds(value) for value in (min(seconds), median(seconds), max(seconds))),
-        f"{slowest} {_short(parts[slowest].host)}",
-        "-" if share is None else percent(share),
-        _gb_per_s(nbytes / max(seconds)) if nbytes and max(seconds) else "",
+        line["kind"][:6],
+        "-" if line["step"] is None else str(line["step"]),
+        time.strftime("%d %H:%M:%S", time.localtime(line["start"])),
+        seconds_column(blocked),
+        "-" if durable is None else seconds_column(durable),
+        "" if interval is None else seconds_column(interval),
+        "" if rate is None else rate_column(rate * 1e9),
+        line["result"],
     ]
-
-
-def _trend_row(call: Call, before: float | None) -> list[str]:
-    durable = call.durable_s if call.kind == "save" else call.seconds
-    result = "failed" if call.error else "unfinished" if call.unfinished else "ok"
-    return [
-        call.kind[:6],
-        "-" if call.step is None else str(call.step),
-        time.strftime("%d %H:%M:%S", time.localtime(call.start)),
-        _seconds(call.blocked_s),
-        "-" if durable is None or result != "ok" else _seconds(durable),
-        "" if before is None else _seconds(call.start - before),
-        _gb_per_s(call.rate) if call.rate else "",
-        result,
-    ]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-
-
-def _gb_per_s(rate: float) -> str:
-    return f"{rate / 1e9:.2f}" if rate < 1e11 else f"{rate / 1e9:.0f}"
 
 
 def _short(host: str) -> str:

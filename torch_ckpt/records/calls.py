@@ -182,7 +182,7 @@ class Call:
             return None
         if min(part.start for part in parts) >= self.start + self.seconds:
             return None
-        return max(part.seconds for part in parts) / self.seconds
+        return min(max(part.seconds for part in parts) / self.seconds, 1.0)
 
 
 def _union(spans: list[tuple[float, float]]) -> float:

@@ -312,7 +312,7 @@ def _same_for_all(call: Call) -> str:
     parts = call.of(longest)
     seconds = max(part.seconds for part in parts)
     share = call.share(longest) or 0.0
-    part = f"{percent(min(share, 1.0))} of the {call.kind}"
+    part = f"{percent(share)} of the {call.kind}"
     nbytes = sum(each.nbytes or 0 for each in parts)
     rate = rate_text(nbytes / seconds) if nbytes and seconds else None
     waited = _waited_share(parts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 __all__ = ["digits", "nbytes_text", "pair_of_rates", "percent", "rate_text", "seconds_text"]
 
-_NBYTES_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_NBYTES_UNITS = (("TB", 1e12, 1.0), ("GB", 1e9, 0.1), ("MB", 1e6, 0.1), ("kB", 1e3, 0.1))
+"""Names of units, their sizes, and from how many on they are used."""
 
 
 def digits(value: float) -> str:
@@ -23,8 +24,8 @@ def seconds_text(seconds: float) -> str:
 
 def nbytes_text(nbytes: float) -> str:
     """Returns a number of bytes: ``1.9 GB``. A GB has 10^9 bytes, as in GB/s."""
-    for unit, size in _NBYTES_UNITS:
-        if nbytes >= 0.1 * size:
+    for unit, size, least in _NBYTES_UNITS:
+        if nbytes >= least * size:
             return f"{digits(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
 
