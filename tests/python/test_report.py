@@ -24,6 +24,8 @@ def test_the_record_is_read_from_both_files_without_torn_and_foreign_lines(tmp_p
             file.write(b'\n[]\n7\n{"call": "1"}\n\xff\xfe\n' + b"[" * 50_000 + b"\n")
             file.write(newer[0].line().replace('"rank":0', '"rank":"0"').encode())
             file.write(newer[0].line().replace('"end":', '"end":NaN,"x":').encode())
+            file.write(newer[0].line().replace('"step":', '"step":1' + "0" * 400).encode())
+            file.write(newer[0].line().replace('"end":', '"end":1' + "0" * 400).encode())
             file.write(newer[0].line().encode()[:-9])
     assert read_events(Location(run)) == older + newer
 
@@ -90,8 +92,10 @@ def test_phases_that_this_version_does_not_know_are_shown_last(tmp_path: Path) -
 
 
 def test_details_of_odd_types_are_ignored() -> None:
-    (part,) = Call([event(0, "write", 0, 1, bytes="many", waited=-1, retries=True)]).of("write")
-    assert (part.nbytes, part.waited, part.retries) == (None, None, None)
+    (part,) = Call(
+        [event(0, "write", 0, 1, bytes="many", waited=-1, retries=True, requests=10**400)]
+    ).of("write")
+    assert (part.nbytes, part.waited, part.retries, part.requests) == (None, None, None, None)
 
 
 def test_the_report_fits_into_80_columns_whatever_its_names_and_numbers(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch_ckpt.cli.terminal import SOUND, fail, print_columns, printable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
 from torch_ckpt.records.diagnosis import first_sentence
+from torch_ckpt.records.exports import chrome_trace, prometheus_text
 from torch_ckpt.records.page import page
 from torch_ckpt.records.reading import read_events
 from torch_ckpt.records.summary import heading, phase_table, rate_column, seconds_column, trend
@@ -38,6 +39,15 @@ def add_to(commands: Any) -> None:
     parser.add_argument("run", type=Location, help="directory of the run")
     parser.add_argument("--step", type=int, help="report on this step; a save rather than a load")
     parser.add_argument("--html", type=Location, metavar="FILE", help="write a page for a browser")
+    parser.add_argument(
+        "--trace", type=Location, metavar="FILE", help="write a trace for Perfetto or Chrome"
+    )
+    parser.add_argument(
+        "--prometheus",
+        type=Location,
+        metavar="FILE",
+        help="write gauges of the newest save and load for node_exporter",
+    )
     parser.set_defaults(command=_report)
 
 
@@ -50,8 +60,16 @@ def _report(options: argparse.Namespace) -> int:
         return fail(f"the record of {options.run} has no save or load of step {options.step}")
     _print_report(call, calls)
     if options.html is not None:
-        options.html.replace(page(call, calls).encode(), sync=False)
+        _write(options.html, page(call, calls))
+    if options.trace is not None:
+        _write(options.trace, chrome_trace(call))
+    if options.prometheus is not None:
+        _write(options.prometheus, prometheus_text(calls, str(options.run.absolute())))
     return SOUND
+
+
+def _write(file: Location, text: str) -> None:
+    file.replace(text.encode(errors="replace"), sync=False)
 
 
 def _chosen(calls: Sequence[Call], step: int | None) -> Call | None:

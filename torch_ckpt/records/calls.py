@@ -14,6 +14,8 @@ __all__ = ["AFTERWARDS", "Call", "Part", "calls_of", "number_of"]
 AFTERWARDS = "promote"
 """Phase that is no part of a save: a step is copied from the local directory when it is durable."""
 
+_MAX_NUMBER = 1e30  # A larger integer would be no float.
+
 _COMMITS = ("commit", "persist")
 
 
@@ -72,7 +74,7 @@ def number_of(event: Event, detail: str) -> float | None:
     """Returns a detail of an event if it is a number from 0 on."""
     value: Any = event.details.get(detail)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and 0 <= value < float("inf") else None
+    return value if is_number and 0 <= value < _MAX_NUMBER else None
 
 
 def _error_of(event: Event) -> str | None:
@@ -167,6 +169,11 @@ class Call:
     def unfinished(self) -> bool:
         """Whether a phase has not ended, or had not when the record was written."""
         return any(e.details.get("unfinished") and e.phase != AFTERWARDS for e in self.events)
+
+    @property
+    def result(self) -> str:
+        """``"ok"``, ``"failed"`` or ``"unfinished"``."""
+        return "failed" if self.error else "unfinished" if self.unfinished else "ok"
 
     def of(self, phase: str) -> list[Part]:
         """Returns what each rank did in a phase, in the order of ranks."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.event import Event
@@ -12,6 +10,10 @@ __all__ = ["FILES", "read_events"]
 
 FILES = ("events.1.jsonl", "events.jsonl")
 """Files of a run's record, the older first."""
+
+
+_MAX_RANK, _MAX_STEP, _MAX_S = 1 << 31, 1 << 63, 1e11
+"""A line with larger numbers is not of this package, and would be no date."""
 
 
 def read_events(directory: Location) -> list[Event]:
@@ -49,11 +51,11 @@ def _event_of(line: bytes) -> Event | None:
         event = Event.of_line(line)
     except (ValueError, RecursionError):
         return None
-    times = (event.start, event.end)
     is_sound = (
         isinstance(event.rank, int)
-        and isinstance(event.step, int | None)
+        and 0 <= event.rank < _MAX_RANK
+        and (event.step is None or (isinstance(event.step, int) and abs(event.step) < _MAX_STEP))
         and all(isinstance(t, str) for t in (event.call, event.kind, event.host, event.phase))
-        and all(isinstance(t, int | float) and math.isfinite(t) for t in times)
+        and all(isinstance(t, int | float) and abs(t) < _MAX_S for t in (event.start, event.end))
     )
     return event if is_sound else None

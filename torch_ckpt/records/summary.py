@@ -59,7 +59,6 @@ def trend(calls: Sequence[Call]) -> list[dict[str, Any]]:
     lines = []
     before: dict[str, float] = {}
     for call in calls:
-        result = "failed" if call.error else "unfinished" if call.unfinished else "ok"
         durable = call.durable_s if call.kind == "save" else call.seconds
         lines.append(
             {
@@ -67,10 +66,10 @@ def trend(calls: Sequence[Call]) -> list[dict[str, Any]]:
                 "step": call.step,
                 "start": call.start,
                 "blocked": call.blocked_s,
-                "durable": durable if result == "ok" else None,
+                "durable": durable if call.result == "ok" else None,
                 "interval": call.start - before[call.kind] if call.kind in before else None,
                 "rate": None if call.rate is None else call.rate / 1e9,
-                "result": result,
+                "result": call.result,
             }
         )
         before[call.kind] = call.start
