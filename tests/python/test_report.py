@@ -30,6 +30,35 @@ def test_the_record_is_read_from_both_files_without_torn_and_foreign_lines(tmp_p
     assert read_events(Location(run)) == older + newer
 
 
+def test_a_record_that_is_rotated_while_it_is_read_has_each_event_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = save(2, number=1), save(2, number=2, start=60)
+    run = write_record(tmp_path / "run", first)
+    read = Location.read
+
+    def read_and_rotate(location: Location) -> bytes:
+        contents = read(location)
+        if not (run / "events.1.jsonl").exists():
+            (run / "events.jsonl").rename(run / "events.1.jsonl")
+            write_record(run, second)
+        return contents
+
+    monkeypatch.setattr(Location, "read", read_and_rotate)
+    assert read_events(Location(run)) == first + second
+
+
+def test_the_record_of_a_run_on_a_store_is_read(store_url: str) -> None:
+    run = Location(store_url)
+    assert run_command("report", run)[0] == 3
+    lines = "".join(each.line() for each in save(2, write_1=9.0))
+    (run / "events.jsonl").write(lines.encode(), sync=False)
+    status, printed = run_command("report", run, "--html", f"{store_url}/page.html")
+    assert status == 0
+    assert printed.startswith("Rank 1 on host-0 wrote at 0.22 GB/s, the other at 1.")
+    assert b"<!doctype html>" in (run / "page.html").read()
+
+
 def test_a_run_without_a_record_is_reported_as_such(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="record=False"):
         read_events(Location(tmp_path))
