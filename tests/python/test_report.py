@@ -134,8 +134,11 @@ def test_the_report_fits_into_80_columns_whatever_its_names_and_numbers(tmp_path
         for rank in (0, 65_535)
         for start, phase in enumerate((*PHASES, "a-phase-of-a-later-version"))
     ]
-    status, printed = run_command("report", write_record(tmp_path, [*events, *save(number=2)]))
+    status, printed = run_command(
+        "report", write_record(tmp_path, [*events, *save(number=2, start=-9)])
+    )
     assert status == 0
+    assert "..  " in printed
     assert max(map(len, printed.splitlines())) <= 80
     assert "\x1b" not in printed
 
