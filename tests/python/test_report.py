@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,14 @@ def test_the_report_fits_into_80_columns_whatever_its_names_and_numbers(tmp_path
     assert "\x1b" not in printed
 
 
+def test_no_text_of_a_record_controls_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[2J"
+    details = {"kind": f"save{evil}", "host": f"a{evil}", "error": f"no{evil}"}
+    events = [event(0, "write", 0, 1, **details), event(0, f"b{evil}", 0, 1, **details)]
+    status, printed = run_command("report", write_record(tmp_path, events))
+    assert (status, "\x1b" in printed) == (0, False)
+
+
 def test_the_report_begins_with_a_sentence_and_has_a_row_for_each_phase(tmp_path: Path) -> None:
     run = write_record(tmp_path, [*save(16, write_11=20.0), *save(number=2, step=500, start=60)])
     status, printed = run_command("report", run, "--step", 400)
@@ -174,6 +183,16 @@ def test_4096_ranks_are_reported_within_2_seconds(tmp_path: Path) -> None:
     assert status == 0
     assert "4096 ranks on 512 machines" in printed
     assert time.process_time() - began < 2
+
+
+def test_the_command_imports_no_torch(tmp_path: Path, run_new_python: Callable[..., str]) -> None:
+    run = write_record(tmp_path / "run", save())
+    script = (
+        "import sys; from torch_ckpt.cli.main import main; status = main(sys.argv[1:]);"
+        "print('torch' in sys.modules, status)"
+    )
+    files = ["--html", "page.html", "--trace", "trace.json", "--prometheus", "run.prom"]
+    assert run_new_python(script, "report", run, *files).splitlines()[-1] == "False 0"
 
 
 def test_calls_are_in_the_order_in_which_they_began() -> None:
