@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,13 @@ def save(
 
 
 def write_record(run: Path, events: Iterable[Event], older: Sequence[Event] = ()) -> Path:
-    """Writes the record of a run, and returns the run."""
+    """Writes the record of a run, and returns the run. Its texts may be odd ones."""
     run.mkdir(parents=True, exist_ok=True)
-    (run / "events.jsonl").write_text("".join(each.line() for each in events))
-    if older:
-        (run / "events.1.jsonl").write_text("".join(each.line() for each in older))
+    for name, written in (("events.jsonl", events), ("events.1.jsonl", older)):
+        lines = []
+        for each in written:
+            named = {name: value for name, value in vars(each).items() if name != "details"}
+            lines.append(json.dumps({**named, **each.details}) + "\n")
+        if lines or name == "events.jsonl":
+            (run / name).write_text("".join(lines))
     return run
