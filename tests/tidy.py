@@ -36,6 +36,7 @@ PACKAGES = [
     {"_core"},
     {"options"},
     {"filesystems"},
+    {"records"},
     {"coordination", "formats"},
     {"planning"},
     {"staging"},
@@ -60,6 +61,7 @@ WITHOUT_FILES = (
     "storage",
     "runs",
     "coordination",
+    "records",
     "conversion",
     "cli",
 )

@@ -308,6 +308,17 @@ class Location:
             pending.discard()
             raise
 
+    def append(self, contents: bytes) -> None:
+        """Appends to a file on this machine's file systems, which is created if it is missing.
+
+        A last line without an end is ended first. Not synced.
+        """
+        with Path(self.path).open("ab") as file:
+            end = file.tell()
+            if end and self.read_range(end - 1, 1)[1] != b"\n":
+                file.write(b"\n")
+            file.write(contents)
+
     def copy_to(self, target: Location) -> None:
         """Copies the file, durably. A failed copy may leave an incomplete file."""
         _native.copy_file(self.file_system, self.path, target.file_system, target.path)

@@ -57,6 +57,7 @@ from torch_ckpt.planning.replicas import (
     share_out,
 )
 from torch_ckpt.planning.value_digests import THREADS, has_other_ranks
+from torch_ckpt.records.record import note
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
@@ -367,6 +368,7 @@ class FastWriter(DirectoryWriter):
                 results += taken.results
                 files = self._files_of(taken.groups, prefix)
                 results += self._write_files(files, nbytes, planner, finished, jobs)
+            note(**jobs.details(max(min(self.thread_count, len(finished)), 1)), mode=self._mode())
             if finished and self.sync_files:
                 self._write_directory.sync()
         except BaseException as error:
@@ -391,6 +393,12 @@ class FastWriter(DirectoryWriter):
             threads=1 if is_background else THREADS,
             niceness=self._niceness,
         )
+
+    def _mode(self) -> str:
+        """Returns how files are written, for the record."""
+        if not self.location.file_system.writes_at_offsets:
+            return "store"
+        return "direct" if self.io_mode is not None and self.io_mode.direct else "buffered"
 
     def _next_name(self, prefix: str) -> str:
         number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
