@@ -26,6 +26,7 @@ from ranks import Worlds, on_ranks
 from states import assert_same
 from support.flips import flip
 from support.logs import logged
+from support.run_steps import names_in_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -154,7 +155,7 @@ def test_ranks_skip_the_same_saves(path: Path) -> None:
         assert run.save(3, third)
         run.wait()
         assert (run.saved, run.skipped) == (2, 1)
-    assert sorted(os.listdir(path / "run")) == ["step-1", "step-3"]
+    assert names_in_run(path / "run") == ["step-1", "step-3"]
 
 
 def raised(call: Any, *arguments: Any) -> tuple[str, str, float]:
@@ -354,7 +355,7 @@ def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
     assert all(loss == expected[step] for _, step, loss in found)
     begun = min(step for attempt, step, _ in found if attempt == 1)
     assert begun in (5, 7)  # After step 4, or 6 if its save was complete when the rank was killed.
-    assert sorted(os.listdir(killed / "run")) == ["step-10", "step-12"]
+    assert names_in_run(killed / "run") == ["step-10", "step-12"]
 
 
 @pytest.mark.parametrize(
