@@ -64,6 +64,7 @@ WITHOUT_FILES = (
     "records",
     "conversion",
     "cli",
+    "records",
 )
 
 # Functions of torch that make a tensor on the program's default device, unless they get `device`.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch_ckpt
-from torch_ckpt.cli import agent, convert, diff, doctor, inspect, ls, rm, run, verify, watch
+from torch_ckpt.cli import agent, convert, diff, doctor, inspect, ls, report, rm, run, verify, watch
 from torch_ckpt.cli.terminal import DAMAGED, FAILED, INTERRUPTED, PIPE_CLOSED, fail
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     version = f"torch-ckpt {torch_ckpt.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (ls, inspect, verify, diff, convert, rm, watch, run, agent, doctor):
+    for command in (ls, report, inspect, verify, diff, convert, rm, watch, run, agent, doctor):
         command.add_to(commands)
     return parser
 

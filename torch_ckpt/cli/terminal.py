@@ -17,6 +17,7 @@ __all__ = [
     "SOUND",
     "UNKNOWN",
     "fail",
+    "print_columns",
     "print_json",
     "print_table",
     "printable",
@@ -69,6 +70,12 @@ def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> 
             table.add_row(*map(Text, row))
         Console().print(table)
         return
+    print_columns(rows, right=right)
+
+
+def print_columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """Prints rows in aligned columns, as narrow as they can be."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -1,0 +1,209 @@
+"""Call: the events of one save or load, added up by phase and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch_ckpt.records.event import PHASES, Event
+
+__all__ = ["AFTERWARDS", "Call", "Part", "calls_of", "number_of"]
+
+AFTERWARDS = "promote"
+"""Phase that is no part of a save: a step is copied from the local directory when it is durable."""
+
+_MAX_NUMBER = 1e30  # A larger integer would be no float.
+
+_COMMITS = ("commit", "persist")
+
+
+@dataclass
+class Part:
+    """What one rank did in one phase of a call: the sum of its events.
+
+    ``seconds`` are those of all events, and ``start`` and ``end`` enclose them. What no event
+    states is ``None``.
+    """
+
+    host: str
+    start: float
+    end: float
+    seconds: float = 0.0
+    nbytes: float | None = None
+    requests: float | None = None
+    retries: float | None = None
+    waited: float | None = None
+    request_seconds: float | None = None
+    mode: str | None = None
+    error: str | None = None
+    unfinished: bool = False
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second; ``None`` if it moved none."""
+        return self.nbytes / self.seconds if self.nbytes and self.seconds else None
+
+    def add(self, event: Event) -> None:
+        """Adds an event."""
+        details = event.details
+        self.start, self.end = min(self.start, event.start), max(self.end, event.end)
+        self.seconds += event.seconds
+        for detail in details:
+            if (name := _NUMBERS.get(detail)) is not None:
+                if (value := number_of(event, detail)) is not None:
+                    setattr(self, name, (getattr(self, name) or 0) + value)
+            elif detail == "mode":
+                self.mode = str(details["mode"])
+        self.error = self.error or _error_of(event)
+        self.unfinished = self.unfinished or bool(details.get("unfinished"))
+
+
+_NUMBERS = {
+    "bytes": "nbytes",
+    "requests": "requests",
+    "retries": "retries",
+    "waited": "waited",
+    "request_seconds": "request_seconds",
+}
+"""Detail of an event -> attribute of a part."""
+
+
+def number_of(event: Event, detail: str) -> float | None:
+    """Returns a detail of an event if it is a number from 0 on."""
+    value: Any = event.details.get(detail)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and 0 <= value < _MAX_NUMBER else None
+
+
+def _error_of(event: Event) -> str | None:
+    error = event.details.get("error")
+    return " ".join(str(error).split()) if error else None
+
+
+class Call:
+    """One save or load: its events without those that later lines supersede.
+
+    Args:
+        events: Events of one call, in the order of their lines; at least one.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        newest = {(event.rank, event.phase): number for number, event in enumerate(events)}
+        self.events = [
+            event
+            for number, event in enumerate(events)
+            if not event.details.get("unfinished") or newest[event.rank, event.phase] == number
+        ]
+        self.name = events[0].call
+        self.kind = events[0].kind
+        self.step = next((e.step for e in reversed(self.events) if e.step is not None), None)
+        self.start = min(event.start for event in self.events)
+
+    @cached_property
+    def parts(self) -> dict[str, dict[int, Part]]:
+        """Phase -> rank -> what it did, in the order of :data:`PHASES`; others follow by time."""
+        found: dict[str, dict[int, Part]] = {}
+        for event in self.events:
+            ranks = found.setdefault(event.phase, {})
+            if event.rank not in ranks:
+                ranks[event.rank] = Part(event.host, event.start, event.end)
+            ranks[event.rank].add(event)
+        known = list(PHASES)
+        starts = {phase: min(p.start for p in ranks.values()) for phase, ranks in found.items()}
+
+        def order(phase: str) -> tuple[int, float]:
+            return (known.index(phase) if phase in PHASES else len(known), starts[phase])
+
+        return {phase: dict(sorted(found[phase].items())) for phase in sorted(found, key=order)}
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """Rank -> its machine, in the order of ranks."""
+        return dict(sorted((event.rank, event.host) for event in self.events))
+
+    @cached_property
+    def durable_s(self) -> float | None:
+        """Seconds until the commit had ended; ``None`` if it has not, and for a load."""
+        if self.kind != "save" or self.unfinished or self.error:
+            return None
+        ends = [event.end for event in self.events if event.phase in _COMMITS]
+        return max(ends) - self.start if ends else None
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the whole: until it was durable, or else until its last event."""
+        if self.durable_s is not None:
+            return self.durable_s
+        ends = [event.end for event in self.events if event.phase != AFTERWARDS]
+        return max(ends, default=self.start) - self.start
+
+    @cached_property
+    def blocked_s(self) -> float:
+        """Seconds in which training stood still, on the rank where they were most."""
+        spans: dict[int, list[tuple[float, float]]] = {}
+        for event in self.events:
+            if not event.details.get("background"):
+                spans.setdefault(event.rank, []).append((event.start, event.end))
+        return max(map(_union, spans.values()), default=0.0)
+
+    @cached_property
+    def nbytes(self) -> float:
+        """Bytes that all ranks wrote or read."""
+        events = (event for event in self.events if event.phase != AFTERWARDS)
+        return sum(number_of(event, "bytes") or 0 for event in events)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second, of all ranks and the whole call."""
+        return self.nbytes / self.seconds if self.nbytes and self.seconds else None
+
+    @cached_property
+    def error(self) -> str | None:
+        """The first error of the call, if there is any."""
+        failed = [e for e in self.events if _error_of(e) and e.phase != AFTERWARDS]
+        return _error_of(min(failed, key=lambda event: event.end)) if failed else None
+
+    @cached_property
+    def unfinished(self) -> bool:
+        """Whether a phase has not ended, or had not when the record was written."""
+        return any(e.details.get("unfinished") and e.phase != AFTERWARDS for e in self.events)
+
+    @property
+    def result(self) -> str:
+        """``"ok"``, ``"failed"`` or ``"unfinished"``."""
+        return "failed" if self.error else "unfinished" if self.unfinished else "ok"
+
+    def of(self, phase: str) -> list[Part]:
+        """Returns what each rank did in a phase, in the order of ranks."""
+        return list(self.parts.get(phase, {}).values())
+
+    def share(self, phase: str) -> float | None:
+        """Returns the share of the whole that a phase took on its slowest rank.
+
+        It is ``None`` if the phase began when the call had ended.
+        """
+        parts = self.of(phase)
+        if phase == AFTERWARDS or not self.seconds:
+            return None
+        if min(part.start for part in parts) >= self.start + self.seconds:
+            return None
+        return min(max(part.seconds for part in parts) / self.seconds, 1.0)
+
+
+def _union(spans: list[tuple[float, float]]) -> float:
+    """Returns the length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
+def calls_of(events: Iterable[Event]) -> list[Call]:
+    """Returns the calls of a record, in the order in which they began."""
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        found.setdefault(event.call, []).append(event)
+    return sorted(map(Call, found.values()), key=lambda call: call.start)

@@ -1,0 +1,326 @@
+"""One sentence on a save or load: what to look at first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from torch_ckpt.records.calls import AFTERWARDS, Call, Part
+from torch_ckpt.records.figures import nbytes_text, pair_of_rates, percent, rate_text, seconds_text
+
+__all__ = ["first_sentence", "gerund"]
+
+MIN_S = 0.05
+"""What costs less is left out: the scheduler of a busy machine can delay a process by as much."""
+
+MIN_SHARE = 0.05
+"""What costs a smaller share of the call is left out: mending it would change little."""
+
+MUCH_SLOWER = 2.0
+"""A rank stands out from this factor on. Ranks that share a sound disk can differ by less."""
+
+MOSTLY = 0.5
+"""Share of the call, or of a phase that was spent waiting, from which on it is the main cause."""
+
+HARDLY = 0.05
+"""Share of a phase up to which waiting for storage does not count."""
+
+MAX_ERROR = 300
+"""Characters of an error's text that are quoted."""
+
+_TOGETHER = ("begin", "choose", "plan")
+"""Phases that end on all ranks at once. There, the ranks that arrive early wait for the last."""
+
+_LATER = ("commit", "persist", AFTERWARDS, "message")
+"""Phases whose start says nothing on when a rank began a call."""
+
+_DOING = {
+    "begin": "waiting to begin",
+    "choose": "choosing the step",
+    "stage": "copying to host memory",
+    "plan": "planning",
+    "write": "writing",
+    "read": "reading",
+    "commit": "committing",
+    "persist": "persisting",
+    "promote": "promoting",
+    "message": "sending messages",
+}
+
+_DID = {
+    "stage": "copied",
+    "write": "wrote",
+    "read": "read",
+    "persist": "wrote",
+    "promote": "copied",
+}
+
+
+def first_sentence(call: Call) -> str:
+    """Returns what to look at first in a call, as a sentence without its full stop.
+
+    It names, in this order: a rank that has not finished; an error; what cost most of slow messages
+    between ranks, a rank or a machine that was much slower than the others, and a rank that began
+    late; storage, if all ranks waited for it; and otherwise the longest phase.
+    """
+    return _unfinished(call) or _failed(call) or _slowest(call) or _same_for_all(call)
+
+
+def gerund(phase: str) -> str:
+    """Returns what a rank does in a phase: "writing"."""
+    return _DOING.get(phase, f'phase "{phase}"')
+
+
+@dataclass(frozen=True)
+class _Finding:
+    cost: float  # Seconds by which the call would have been shorter, about.
+    text: str
+
+
+# ---- Ranks ----
+
+
+def _who(ranks: Sequence[int], call: Call) -> str:
+    """Names ranks: one, all of a machine, or the first and how many more."""
+    host = call.hosts[ranks[0]]
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} on {host}"
+    if len(ranks) == len(call.hosts):
+        return f"all {len(ranks)} ranks"
+    if sorted(ranks) == [rank for rank, other in call.hosts.items() if other == host]:
+        return f"all {len(ranks)} ranks of {host}"
+    more = len(ranks) - 1
+    return f"rank {ranks[0]} on {host} and {more} more rank{'s' if more > 1 else ''}"
+
+
+def _others(number: int) -> str:
+    return "the others" if number > 1 else "the other"
+
+
+def _threshold(call: Call) -> float:
+    return max(MIN_S, MIN_SHARE * call.seconds)
+
+
+# ---- Unfinished ranks, and errors ----
+
+
+def _unfinished(call: Call) -> str | None:
+    open_phases = [p for p in call.parts if any(part.unfinished for part in call.of(p))]
+    if not open_phases:
+        return None
+
+    def suspicion(phase: str) -> int:  # Others wait for a rank that works, and for messages.
+        return 2 if phase in _TOGETHER else 1 if phase == "message" else 0
+
+    phase = min(open_phases, key=suspicion)  # Of several, the first: later ones depend on it.
+    parts = call.parts[phase]
+    late = [rank for rank, part in parts.items() if part.unfinished]
+    late.sort(key=lambda rank: parts[rank].start)
+    so_far = seconds_text(max(parts[rank].end - parts[rank].start for rank in late))
+    absent = [rank for rank in call.hosts if rank not in parts]
+    if phase in _TOGETHER and 0 < len(absent) < len(late):
+        verb = "has" if len(absent) == 1 else "have"
+        waited = f"{_others(len(late))} {'have' if len(late) > 1 else 'has'} waited for {so_far}"
+        return f"{_who(absent, call)} {verb} not begun {gerund(phase)}; {waited}"
+    if phase == "message":
+        return f"a message of {_who(late, call)} has not arrived for {so_far}"
+    verb = "has" if len(late) == 1 else "have"
+    text = f"{_who(late, call)} {verb} not finished {gerund(phase)} for {so_far}"
+    done = [part.seconds for part in parts.values() if not part.unfinished]
+    if done:
+        text += f"; {_others(len(done))} took {seconds_text(median(done))}"
+    return text
+
+
+def _failed(call: Call) -> str | None:
+    failed = [
+        (part.end, rank, phase, part.error)
+        for phase, ranks in call.parts.items()
+        for rank, part in ranks.items()
+        if part.error
+    ]
+    if not failed:
+        return None
+    _, rank, phase, error = min(failed)  # Others fail because of it.
+    quoted = error if len(error) <= MAX_ERROR else f"{error[:MAX_ERROR]}..."
+    return f"{_who([rank], call)} failed while {gerund(phase)}: {quoted}"
+
+
+# ---- Ranks that are slower than others ----
+
+
+def _slowest(call: Call) -> str | None:
+    """Names what cost most; messages rather than what cost as much."""
+    findings = [_late(call)]
+    for phase in call.parts:
+        if phase == "message":
+            findings.insert(0, _messages(call))
+        elif phase not in ("commit", AFTERWARDS):
+            findings.append(_compared(call, phase, _phase_text))
+    found = [finding for finding in findings if finding is not None]
+    return max(found, key=lambda finding: finding.cost).text if found else None
+
+
+def _late(call: Call) -> _Finding | None:
+    """Finds the ranks that began late: their training step took longer, not the save."""
+    early = [phase for phase in call.parts if phase not in _LATER]
+    ranks = {rank for phase in early for rank in call.parts[phase]}
+    first = next((p for p in early if len(call.parts[p]) == len(ranks)), None)
+    if first is None:
+        return None
+    starts = {rank: part.start for rank, part in call.parts[first].items()}
+    earliest = min(starts.values())
+    late = {rank: start - earliest for rank, start in starts.items()}
+
+    def text(slow: list[int], others: list[int]) -> str:
+        after = median(late[rank] for rank in slow) - median(late[rank] for rank in others)
+        return f"{_who(slow, call)} began {seconds_text(after)} after {_others(len(others))}"
+
+    return _outliers(call, late, text)
+
+
+def _messages(call: Call) -> _Finding | None:
+    seconds = {rank: part.seconds for rank, part in call.parts["message"].items()}
+
+    def text(slow: list[int], others: list[int]) -> str:
+        took = seconds_text(max(seconds[rank] for rank in slow))
+        text = f"messages of {_who(slow, call)} took {took}"
+        if others:
+            usual = median(seconds[rank] for rank in others)
+            text += f", those of {_others(len(others))} {seconds_text(usual)}"
+        return text
+
+    found = _outliers(call, seconds, text)
+    usual = median(seconds.values())
+    if found is None and usual >= _threshold(call):  # Also if there are those of one rank only.
+        return _Finding(usual, text(sorted(seconds, key=lambda rank: -seconds[rank]), []))
+    return found
+
+
+_Text = Callable[[list[int], list[int]], str]
+
+
+def _outliers(call: Call, seconds: dict[int, float], text: _Text) -> _Finding | None:
+    """Finds a machine, or else ranks, that took much longer than the others."""
+    threshold = _threshold(call)
+
+    def is_slow(value: float, usual: float) -> bool:
+        return value >= MUCH_SLOWER * usual and value - usual >= threshold
+
+    by_host: dict[str, list[int]] = {}
+    for rank in seconds:
+        by_host.setdefault(call.hosts[rank], []).append(rank)
+    slowest = max(seconds, key=lambda rank: seconds[rank], default=-1)
+    slow = by_host.get(call.hosts.get(slowest, ""), [])  # Only its machine can be the slowest.
+    others = [rank for rank in seconds if rank not in set(slow)]
+    if len(slow) > 1 and others:
+        usual = median(seconds[rank] for rank in others)
+        if is_slow(min(seconds[rank] for rank in slow), usual):
+            return _Finding(seconds[slowest] - usual, text(slow, others))
+    if len(seconds) < 2:
+        return None
+    usual = median(value for rank, value in seconds.items() if rank != slowest)
+    slow = [rank for rank, value in seconds.items() if is_slow(value, usual)]
+    slow.sort(key=lambda rank: -seconds[rank])
+    others = [rank for rank in seconds if rank not in set(slow)]
+    if not slow or len(slow) > len(others):
+        return None
+    return _Finding(seconds[slowest] - usual, text(slow, others))
+
+
+def _compared(
+    call: Call, phase: str, text: Callable[[Call, str, list[int], list[int]], str]
+) -> _Finding | None:
+    parts = call.parts[phase]
+    seconds = {rank: part.seconds for rank, part in parts.items()}
+    if phase in _TOGETHER:  # Without the time in which they waited for the last to begin.
+        last = max(part.start for part in parts.values())
+        seconds = {r: min(s, max(parts[r].end - last, 0.0)) for r, s in seconds.items()}
+    return _outliers(call, seconds, lambda slow, others: text(call, phase, slow, others))
+
+
+def _phase_text(call: Call, phase: str, slow: list[int], others: list[int]) -> str:
+    parts = call.parts[phase]
+    theirs, rest = [parts[rank] for rank in slow], [parts[rank] for rank in others]
+    who, they = _who(slow, call), _others(len(others))
+    took, usual = (seconds_text(median(p.seconds for p in some)) for some in (theirs, rest))
+    rate, usual_rate = _median_rate(theirs), _median_rate(rest)
+    if phase not in _DID or rate is None or usual_rate is None:
+        text = f"{who} took {took} for {gerund(phase)}, {they} {usual}"
+    elif rate * MUCH_SLOWER <= usual_rate:
+        one, other = pair_of_rates(rate, usual_rate)
+        text = f"{who} {_DID[phase]} at {one}, {they} at {other}"
+    else:
+        moved, less = (median(part.nbytes or 0 for part in some) for some in (theirs, rest))
+        text = (
+            f"{who} {_DID[phase]} {nbytes_text(moved)} in {took}, "
+            f"{they} {nbytes_text(less)} in {usual}"
+        )
+    return text + _waiting(theirs) + _requests(theirs)
+
+
+def _median_rate(parts: list[Part]) -> float | None:
+    rates = [part.rate for part in parts if part.rate is not None]
+    return median(rates) if rates else None
+
+
+def _waited_share(parts: list[Part]) -> float | None:
+    """Returns the share of the time in which ranks only waited for storage, if it is known."""
+    known = [part for part in parts if part.waited is not None]
+    seconds = sum(part.seconds for part in known)
+    return min(sum(part.waited or 0 for part in known) / seconds, 1.0) if seconds else None
+
+
+def _waiting(parts: list[Part]) -> str:
+    share = _waited_share(parts)
+    it = "it" if len(parts) == 1 else "they"
+    if share is None:
+        return ""
+    if share <= HARDLY:
+        return f"; {it} did not wait for storage"
+    return f"; {it} waited for storage {percent(share)} of that time"
+
+
+def _requests(parts: list[Part]) -> str:
+    """States how long requests to a store took, and how many were sent again."""
+    requests = sum(part.requests or 0 for part in parts)
+    retries = sum(part.retries or 0 for part in parts)
+    text = ""
+    if requests and any(part.mode == "store" for part in parts):
+        in_requests = sum(part.request_seconds or 0 for part in parts)
+        if in_requests:
+            text = f"; a request took {seconds_text(in_requests / requests)} on average"
+        else:
+            each = sum(part.seconds for part in parts) / requests
+            text = f"; a rank completed a request every {seconds_text(each)}"
+    if retries:
+        of = f" of {requests:.0f}" if requests else ""
+        text += f"; {retries:.0f}{of} requests were sent again"
+    return text
+
+
+# ---- What all ranks have in common ----
+
+
+def _same_for_all(call: Call) -> str:
+    """Names storage if ranks mostly waited for it, or else the longest phase."""
+    phases = [phase for phase in call.parts if phase not in (AFTERWARDS, "message")]
+    if not phases:
+        return f"the {call.kind} has no phases that could be compared"
+    longest = max(phases, key=lambda phase: max(part.seconds for part in call.of(phase)))
+    parts = call.of(longest)
+    seconds = max(part.seconds for part in parts)
+    share = call.share(longest) or 0.0
+    part = f"{percent(share)} of the {call.kind}"
+    nbytes = sum(each.nbytes or 0 for each in parts)
+    rate = rate_text(nbytes / seconds) if nbytes and seconds else None
+    waited = _waited_share(parts)
+    if share >= MOSTLY and waited is not None and waited >= MOSTLY and seconds >= MIN_S:
+        who = "all ranks" if len(parts) > 1 else _who(list(call.parts[longest]), call)
+        text = f"{gerund(longest)} took {part}: {who} waited for storage"
+        if rate is not None:
+            text += f", which {'gave' if longest == 'read' else 'took'} {rate}"
+        return text + _requests(parts)
+    text = f"nothing stands out: {gerund(longest)} took the longest, {seconds_text(seconds)}"
+    return f"{text} ({part}{f', {rate}' if rate else ''})"

@@ -1,0 +1,94 @@
+"""One self-contained HTML page on a call: timeline, heat map, tables, and the trend of the run."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from torch_ckpt.records.calls import Call, number_of
+from torch_ckpt.records.diagnosis import first_sentence
+from torch_ckpt.records.event import PHASES
+from torch_ckpt.records.summary import heading, phase_table, trend
+
+__all__ = ["page"]
+
+_TICKS_PER_S = 10_000
+"""Times are integers in the page, which has 28,672 events of 4,096 ranks. As in page.html."""
+
+_BACKGROUND, _UNFINISHED, _FAILED = 1, 2, 4  # As in page.html.
+
+_SHOWN_ELSEWHERE = ("bytes", "background", "unfinished")
+
+_MAX_TREND = 1000  # Calls.
+
+
+def page(call: Call, calls: Sequence[Call]) -> str:
+    """Returns the page on a call of a run. It has all events of this call, and sums of others."""
+    template = files("torch_ckpt.records").joinpath("page.html").read_text(encoding="utf-8")
+    step = "" if call.step is None else f" of step {call.step}"
+    # No text within the script ends it.
+    data = json.dumps(_data(call, calls), separators=(",", ":")).replace("<", "\\u003c")
+    title = html.escape(f"{call.kind.capitalize()}{step}")
+    return template.replace("@TITLE@", title).replace("@DATA@", data)
+
+
+def _data(call: Call, calls: Sequence[Call]) -> dict[str, Any]:
+    sentence = first_sentence(call)
+    ranks = list(call.hosts)
+    hosts = list(dict.fromkeys(call.hosts.values()))
+    number_of_host = {host: number for number, host in enumerate(hosts)}
+    phases = list(call.parts)
+    spans, details = _spans(call, ranks, phases)
+    return {
+        "sentence": f"{sentence[:1].upper()}{sentence[1:]}.",
+        "heading": heading(call),
+        "kind": call.kind,
+        "seconds": call.seconds,
+        "ranks": ranks,
+        "hosts": hosts,
+        "host_of": [number_of_host[host] for host in call.hosts.values()],
+        "phases": phases,
+        "texts": {name: f"{name}: {PHASES[name]}" for name in phases if name in PHASES},
+        "spans": spans,
+        "details": details,
+        "table": phase_table(call),
+        "trend": trend(calls)[-_MAX_TREND:],
+    }
+
+
+def _spans(
+    call: Call, ranks: list[int], phases: list[str]
+) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
+    """Returns columns of all events, and by their numbers the details that have no column."""
+    number_of_rank = {rank: number for number, rank in enumerate(ranks)}
+    number_of_phase = {phase: number for number, phase in enumerate(phases)}
+    spans: dict[str, list[int]] = {name: [] for name in "rpsdfb"}
+    details: dict[int, dict[str, str]] = {}
+    for number, event in enumerate(call.events):
+        known = event.details
+        flags = (
+            (_BACKGROUND if known.get("background") else 0)
+            | (_UNFINISHED if known.get("unfinished") else 0)
+            | (_FAILED if known.get("error") else 0)
+        )
+        row = (
+            number_of_rank[event.rank],
+            number_of_phase[event.phase],
+            round((event.start - call.start) * _TICKS_PER_S),
+            round(event.seconds * _TICKS_PER_S),
+            flags,
+            round(number_of(event, "bytes") or 0),
+        )
+        for column, value in zip(spans.values(), row, strict=True):
+            column.append(value)
+        rest = {name: _text(known[name]) for name in known if name not in _SHOWN_ELSEWHERE}
+        if rest:
+            details[number] = rest
+    return spans, details
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

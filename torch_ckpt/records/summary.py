@@ -1,0 +1,86 @@
+"""The numbers of a report: one line on a call, a table of its phases, and the trend of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from torch_ckpt.records.calls import Call
+from torch_ckpt.records.figures import nbytes_text, percent, rate_text, seconds_text
+
+__all__ = ["heading", "phase_table", "rate_column", "seconds_column", "trend"]
+
+
+def heading(call: Call) -> str:
+    """Returns one line on a call: how many ranks, when, how many bytes, and how long it took."""
+    step = "" if call.step is None else f" of step {call.step}"
+    machines = len(set(call.hosts.values()))
+    facts = [
+        f"{len(call.hosts)} rank{'s' if len(call.hosts) > 1 else ''} on {machines} "
+        f"machine{'s' if machines > 1 else ''}",
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(call.start)),
+    ]
+    if call.nbytes:
+        rate = "" if call.rate is None else f" at {rate_text(call.rate)}"
+        facts.append(nbytes_text(call.nbytes) + rate)
+    if call.kind == "save":
+        facts.append(f"blocked {seconds_text(call.blocked_s)}")
+        durable = call.durable_s
+        facts.append("not durable" if durable is None else f"durable in {seconds_text(durable)}")
+    else:
+        facts.append(f"took {seconds_text(call.seconds)}")
+    return f"{call.kind.capitalize()}{step}: {', '.join(facts)}"
+
+
+def phase_table(call: Call) -> list[list[str]]:
+    """Returns a header and a row for each phase, with the slowest rank and its machine."""
+    rows = [["phase", "min s", "median", "max", "slowest rank", "share", "GB/s"]]
+    for phase, parts in call.parts.items():
+        seconds = [part.seconds for part in parts.values()]
+        slowest = max(parts, key=lambda rank: parts[rank].seconds)
+        nbytes = sum(part.nbytes or 0 for part in parts.values())
+        share = call.share(phase)
+        rows.append(
+            [
+                phase,
+                *map(seconds_column, (min(seconds), median(seconds), max(seconds))),
+                f"{slowest} {parts[slowest].host}",
+                "-" if share is None else percent(share),
+                rate_column(nbytes / max(seconds)) if nbytes and max(seconds) else "",
+            ]
+        )
+    return rows
+
+
+def trend(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Returns the numbers of each call; ``interval`` is that since the last of its kind began."""
+    lines = []
+    before: dict[str, float] = {}
+    for call in calls:
+        durable = call.durable_s if call.kind == "save" else call.seconds
+        lines.append(
+            {
+                "kind": call.kind,
+                "step": call.step,
+                "start": call.start,
+                "blocked": call.blocked_s,
+                "durable": durable if call.result == "ok" else None,
+                "interval": call.start - before[call.kind] if call.kind in before else None,
+                "rate": None if call.rate is None else call.rate / 1e9,
+                "result": call.result,
+            }
+        )
+        before[call.kind] = call.start
+    return lines
+
+
+def seconds_column(value: float) -> str:
+    """Returns seconds for a column of a table."""
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def rate_column(bytes_per_s: float) -> str:
+    """Returns GB/s for a column of a table."""
+    return f"{bytes_per_s / 1e9:.2f}" if bytes_per_s < 1e11 else f"{bytes_per_s / 1e9:.0f}"
