@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from torch_ckpt._core import _native
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 
@@ -31,6 +32,8 @@ _RECORDS = 64
 """Number of records for which later events are accepted, such as the end of a promotion."""
 
 _ERROR_LENGTH = 500
+
+_WAITED_S = 1e-3  # Less is not noted for calls that are not those of a job.
 
 _HANGS_S = 5.0
 """A phase that lasts longer is written before it ends."""
@@ -226,6 +229,7 @@ class Record:
         if threading.get_ident() != self._thread:
             phase.details["background"] = True
         self.open.append(phase)
+        waited_s = _native.waited_at_storage_s()
         try:
             yield
         except BaseException as error:
@@ -233,8 +237,10 @@ class Record:
                 phase.details["error"] = f"{type(error).__qualname__}: {error}"[:_ERROR_LENGTH]
             raise
         finally:
-            self.open.remove(phase)
             phase.end = time.monotonic()
+            if (waited_s := _native.waited_at_storage_s() - waited_s) > _WAITED_S:
+                self.note(waited=waited_s)
+            self.open.remove(phase)
             self.recorder.ended(self, phase)
 
     def add(self, name: str, begin: float, **details: Any) -> None:
