@@ -408,7 +408,8 @@ def test_a_checkpoint_that_we_save_over_stock_dcps_loads(
 def test_a_flipped_bit_of_a_stock_payload_that_is_read_whole_is_corruption(
     fqn: str, state: dict[str, Any], rng: random.Random, tmp_path: Path
 ) -> None:
-    metadata = save(state, FileSystemWriter(tmp_path))
+    save(state, FileSystemWriter(tmp_path))
+    metadata = FileSystemReader(tmp_path).read_metadata()
     (file,) = data_files(tmp_path)
     whole = file.read_bytes()
     (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == fqn)
