@@ -393,13 +393,14 @@ class Run(LastSaves):
 
     @exclusive("choose a step")
     def latest_step(self) -> int | None:
-        """Returns the newest whole step; ``None`` if there is none.
+        """Returns the newest whole step; ``None`` if none was committed.
 
         The method first waits for the background save. The first rank then checks the steps from
         the newest on, as ``verify`` requires. It warns of each committed step that is damaged.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
+            CorruptionError: Steps were committed, and none is whole. Training must not start over.
             StorageError: The directory cannot be read.
             RankTimeoutError: A rank was late, stuck or gone.
         """

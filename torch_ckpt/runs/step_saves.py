@@ -41,6 +41,7 @@ from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps, metrics_file, write_small_files
 from torch_ckpt.runs.step_tiers import common_step
+from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["Reuse", "StepSaves"]
@@ -126,7 +127,9 @@ class StepSaves:
         if pending is None:
             return
         try:
-            self._clock.background_save_ended(pending.settle(timeout_s or self._timeout_s))
+            with self._bar(pending.step):
+                seconds = pending.settle(timeout_s or self._timeout_s)
+            self._clock.background_save_ended(seconds)
         except CheckpointError:
             self._boundary.stored = None
             if not pending.is_in_progress:
@@ -137,6 +140,17 @@ class StepSaves:
         finally:
             if not pending.is_in_progress:
                 self._pending = None
+
+    @contextlib.contextmanager
+    def _bar(self, step: int) -> Iterator[None]:
+        """Shows on the first rank how far the background save is, while the block waits for it."""
+        if not self._group.is_coordinator:
+            yield
+            return
+        written = self._writer.written_nbytes
+        total, done = (lambda: written()[1]), (lambda: written()[0])
+        with progress_bar("saving", self._disk.path(step), total, done):
+            yield
 
     def begin(
         self,
