@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan_runs import STEPS, Adapter, Training, steps_in
 
-from torch_ckpt.errors import CheckpointError, MismatchError
+from torch_ckpt.errors import CheckpointError, CorruptionError
 from torch_ckpt.storage.writer import FastWriter
 
 pytestmark = [
@@ -150,7 +151,8 @@ def test_the_last_save_has_the_model_alone_and_begins_another_training(path: Pat
 
     with pytest.raises(CheckpointException) as caught:  # There is no optimizer to resume.
         Training(path, seed=7).load()
-    assert all(isinstance(cause, MismatchError) for cause, _ in caught.value.failures.values())
+    assert "Missing key" in str(caught.value)
+    assert "checkpoint.last_save_model_only" in caught.value.__notes__[0]
 
 
 @on_ranks(2)
@@ -161,6 +163,11 @@ def test_an_initial_checkpoint_is_left_once_there_is_a_step(path: Path) -> None:
     again = Training(path, initial_load_path=str(path / "gone"), seed=8)
     assert again.load()
     assert again.step == STEPS
+    for metadata in (path / "checkpoint").glob("*/.metadata"):
+        metadata.write_bytes(b"")
+    dist.barrier()
+    with pytest.raises(CorruptionError, match="no committed step is whole"):
+        Training(path, initial_load_path=initial).load()  # Training does not start over.
     with pytest.raises(CheckpointException, match="gone"):
         Training(path / "other", initial_load_path=str(path / "gone")).load()
 
@@ -234,9 +241,12 @@ def test_models_of_hugging_face_are_stored_and_loaded_as_by_torchtitan(path: Pat
         assert_same(quantized.model.state_dict(), new.model.state_dict())
         assert [getattr(reader, "reads", 0) for reader in adapter.readers] == [0, 1]
 
-    # The model is not a step to resume from.
     resumed = Training(path / "one/ours", seed=7)
-    assert resumed.load()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert resumed.load()
+    if dist.get_rank() == 0:
+        assert any("has a model of Hugging Face" in str(each.message) for each in caught)
     assert resumed.step == STEPS - 2
 
 

@@ -224,7 +224,9 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _load(self, step: int = -1) -> bool:
         newest = self.run.latest_step() if step == -1 else step
         if newest is None:
-            return self._load_initial()
+            # Raises if steps were committed, and all are damaged: training must not start over.
+            found = self.run.restore(self._state_to_load(model_only=True), strict=False)
+            return self._load_initial() if found is None else self._load(found)
         model_only = newest == 0  # A seed.
         state = self._state_to_load(model_only)
         is_part = model_only or bool(self._config.exclude_from_loading)
@@ -237,6 +239,11 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 raise FileNotFoundError(
                     f"--checkpoint.load_step={step} not found in {self.folder}"
                 ) from error
+            if self._config.last_save_model_only and not model_only:
+                error.add_note(
+                    "with checkpoint.last_save_model_only, the last step of a training has the "
+                    "model alone; an older step has all: give it as checkpoint.load_step"
+                )
             raise
         self.states[MODEL].load_state_dict(state)  # Some of its tensors may be copies.
         return found is not None
