@@ -108,3 +108,18 @@ def test_an_option_of_a_later_torchtitan_is_refused_unless_it_is_at_its_default(
     monkeypatch.setattr(Own, "compress", True)
     with pytest.raises(UnsupportedError, match=r"checkpoint\.compress=True"):
         built(tmp_path)
+
+
+def test_steps_may_be_on_a_store(tmp_path: Path, store_url: str) -> None:
+    saved = built(tmp_path, folder=store_url, interval=2)
+    assert saved.save(2)
+    saved.close()
+    torch.manual_seed(5)
+    loaded = built(tmp_path, folder=store_url, interval=2)
+    assert loaded.load()
+    loaded.close()
+    model = saved.states["model"].state_dict()
+    assert model.keys() == loaded.states["model"].state_dict().keys()
+    for name, value in loaded.states["model"].state_dict().items():
+        assert torch.equal(value, model[name])
+    assert not (tmp_path / "checkpoint").exists()
