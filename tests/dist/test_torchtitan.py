@@ -285,4 +285,6 @@ def test_a_save_in_the_background_is_waited_for(path: Path) -> None:
     finally:
         FastWriter.finish = commit  # type: ignore[method-assign]
     manager.maybe_wait_for_saving()
+    assert manager.save(STEPS, last_step=True)
+    assert (path / f"checkpoint/step-{STEPS}/.metadata").exists()
     manager.close()
