@@ -224,9 +224,7 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _load(self, step: int = -1) -> bool:
         newest = self.run.latest_step() if step == -1 else step
         if newest is None:
-            # Raises if steps were committed, and all are damaged: training must not start over.
-            found = self.run.restore(self._state_to_load(model_only=True), strict=False)
-            return self._load_initial() if found is None else self._load(found)
+            return self._load_initial()
         model_only = newest == 0  # A seed.
         state = self._state_to_load(model_only)
         is_part = model_only or bool(self._config.exclude_from_loading)
