@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -83,7 +84,10 @@ def train(config: dict[str, Any]) -> None:
     def log(event: str, step: int | None) -> None:
         digest = training.digest() if step is not None else None
         if rank == 0:
+            known = ray.train.get_checkpoint()  # The last that was reported.
+            reported = None if known is None else known.path
             line = {"event": event, "step": step, "workers": workers, "digest": digest}
+            line["reported"] = reported
             with Path(config["log"]).open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -101,7 +105,8 @@ def train(config: dict[str, Any]) -> None:
             if start is None and rank == 1 and step == config.get("killed_at"):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(config.get("sleep_s", 0))
-        log(error_of(lambda: run.discard_after(1)), None)
+        if config.get("discards"):
+            log(error_of(lambda: run.discard_after(1)), None)
     log("ended", config["steps"])
 
 
@@ -140,7 +145,7 @@ def listed(result: ray.train.Result) -> str:
 def restarts(path: Path) -> None:
     """A run that is not interrupted, and one that is killed, and then goes on with one worker."""
     ray.init("local", num_cpus=2, include_dashboard=False)
-    fit(path, "whole", 2, steps=12, options={"every": 2})
+    fit(path, "whole", 2, steps=12, discards=True, options={"every": 2})
     background = {"every": 2, "asynchronous": True}
     fit(path, "killed", 2, keep=2, failures=1, steps=12, killed_at=7, options=background)
     fit(path, "killed", 1, keep=2, steps=15, options=background)
@@ -165,7 +170,7 @@ def preempted(path: Path) -> None:
 
     thread = threading.Thread(target=preempt, daemon=True)
     thread.start()
-    options = {"every": 1000, "asynchronous": True, "local": str(path / "local")}
+    options = {"every": 1000, "local": str(path / "local"), "promote_bytes_per_s": 20_000}
     try:
         fit(path, "preempted", (1, 2), failures=1, steps=200, sleep_s=0.1, options=options)
     finally:
@@ -184,15 +189,17 @@ def store(path: Path, storage: str) -> None:
 def again(path: Path) -> None:
     """A run that saves one step twice, and another without success."""
     ray.init("local", num_cpus=1, include_dashboard=False)
-    (path / "again").mkdir()
-    (path / "again/step-4").write_text("in the way")
 
     def loop() -> None:
-        state = {"w": torch.zeros(4)}
+        state = {"w": torch.zeros(1_000_000)}
         with RayTrainRun(asynchronous=True, on_failure="warn") as run:
             for step in (2, 2, 4, 6, 2):
                 state["w"] += 1
+                # As on a full disk.
+                nbytes = 1_000_000 if step == 4 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
                 run.save(step, state)
+                until(lambda: not run._saves.is_busy)
 
     result = DataParallelTrainer(
         loop, run_config=RunConfig(name="again", storage_path=str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_killed_workers_go_on_bit_for_bit_and_on_fewer_workers(tmp_path: Path) -
     whole, killed, fewer = listed_by_ray("restarts", tmp_path)
     saved = {step: digest for step, _, digest in events(tmp_path / "whole.log", "saved")}
     assert sorted(saved) == [2, 4, 6, 8, 10, 12]
+    assert "UnsupportedError: cannot discard" in (tmp_path / "whole.log").read_text()
     first, second, third = events(tmp_path / "killed.log", "restored")
     assert first == (None, 2, None)
     assert second[0] in (4, 6)  # The last save in the background may have ended before the kill.
@@ -107,13 +109,16 @@ def test_killed_workers_go_on_bit_for_bit_and_on_fewer_workers(tmp_path: Path) -
 def test_a_preemption_is_saved_and_training_goes_on_with_the_workers_left(tmp_path: Path) -> None:
     (found,) = listed_by_ray("preempted", tmp_path)
     ((step, workers, digest),) = events(tmp_path / "preempted.log", "saved")
+    (reported,) = re.findall(
+        '"saved".*"reported": "(.*?)"', (tmp_path / "preempted.log").read_text()
+    )
+    assert reported == found["newest"] == f"{tmp_path}/preempted/step-{step}"
     assert workers == 2
     assert step < 200  # Nothing but the preemption requires a save.
     first, second = events(tmp_path / "preempted.log", "restored")
     assert first == (None, 2, None)
     assert second == (step, 1, digest)
     assert events(tmp_path / "preempted.log", "ended")[0][:2] == (200, 1)
-    assert found["newest"] == f"{tmp_path}/preempted/step-{step}"  # It was promoted at once.
 
 
 def test_steps_are_promoted_to_a_store_where_ray_removes_them(
@@ -138,11 +143,12 @@ def test_steps_are_promoted_to_a_store_where_ray_removes_them(
 def test_a_step_is_reported_once_and_a_failed_one_never(tmp_path: Path) -> None:
     (found,) = listed_by_ray("again", tmp_path)
     run = tmp_path / "again"
+    assert steps_in(run) == [2, 6]
     assert [path for path, _ in found["listed"]] == [f"{run}/step-2", f"{run}/step-6"]
     for step, value in ((2, 5.0), (6, 4.0)):
-        state = {"w": torch.zeros(4)}
+        state = {"w": torch.zeros(1_000_000)}
         torch_ckpt.load(state, checkpoint_id=run / f"step-{step}")
-        assert torch.equal(state["w"], torch.full((4,), value))
+        assert torch.equal(state["w"], torch.full((1_000_000,), value))
 
 
 def test_bad_calls_are_refused(tmp_path: Path) -> None:

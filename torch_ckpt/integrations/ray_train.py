@@ -15,7 +15,6 @@ from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMod
 
 from torch_ckpt.coordination.exclusive import exclusive
 from torch_ckpt.errors import StorageError, UnsupportedError
-from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.run import Run
 from torch_ckpt.runs.step_files import committed_steps, metrics_of
 
@@ -23,6 +22,8 @@ __all__ = ["RayTrainRun"]
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """Prefixes of URLs by the names of PyArrow's file systems."""
+
+_METADATA = ".metadata"
 
 _CHECK_S = 1.0
 """Time between two questions to Ray whether a node is being preempted."""
@@ -75,8 +76,8 @@ class RayTrainRun(Run):
         names = ("keep_last", "keep_every", "keep_best", "process_group")
         if refused := [name for name in names if options.get(name) is not None]:
             raise UnsupportedError(
-                f"cannot use {', '.join(refused)} with Ray Train: all workers save, and Ray removes "
-                "steps. Pass RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
+                f"cannot use {', '.join(refused)} with Ray Train: all workers save, and Ray "
+                "removes steps. Pass RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
             )
         context = ray.train.get_context()
         try:
@@ -99,6 +100,7 @@ class RayTrainRun(Run):
             )
         super().__init__(f"{scheme}{self._storage.experiment_fs_path}", **options)
         self._is_preempted = self._is_urgent = self._has_failed = False
+        self._last: int | None = None  # The step that was saved last, perhaps in the background.
         self._next_check = 0  # The step after which Ray is asked next.
         self._checked: tuple[int, float] | None = None  # The last such step, and its time.
         self._reported: set[int]  # A step whose path Ray has twice would be removed with the first.
@@ -138,6 +140,7 @@ class RayTrainRun(Run):
         """
         saved = super().save(step, state, metrics=metrics, persist=persist)
         if saved and persist:
+            self._last = step
             if step not in self._reported:
                 self._unreported[step] = dict(metrics or {})
             if self._is_urgent:
@@ -235,11 +238,9 @@ class RayTrainRun(Run):
         *local, run = self._disks
         with contextlib.suppress(StorageError):  # A later call finds them.
             for step in sorted(self._unreported):
-                if has_checkpoint(run.path(step)):
+                if (run.path(step) / _METADATA).exists():
                     finished.append(step)
-                elif step == max(self._unreported) or any(
-                    has_checkpoint(disk.path(step)) for disk in local
-                ):
+                elif step == self._last or any((d.path(step) / _METADATA).exists() for d in local):
                     break  # Its save or its promotion is in progress.
                 else:
                     failed.append(step)
