@@ -144,8 +144,8 @@ class RayTrainRun(Run):
             if step not in self._reported:
                 self._unreported[step] = dict(metrics or {})
             if self._is_urgent:
-                self.wait(promoted=True)
                 self._is_urgent = False
+                self.wait(promoted=True)
         self._report()
         return saved
 
