@@ -19,11 +19,11 @@ from support.store_server import StoreServer
 import torch_ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_TIMEOUT_S = 400  # Ray starts several processes, of which each imports torch.
+RUN_TIMEOUT_S = 900  # Ray starts several processes, of which each imports torch.
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(1000),
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="tests/check.py full installs Ray"
     ),
