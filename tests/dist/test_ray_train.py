@@ -17,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from support.store_server import StoreServer
 
 import torch_ckpt
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.step_directories import StepDirectories
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 900  # Ray starts several processes, of which each imports torch.
@@ -129,7 +131,6 @@ def test_steps_are_promoted_to_a_store_where_ray_removes_them(
     storage = f"{store_url}?scheme=http&region=us-east-1&endpoint_override={endpoint}"
     (found,) = listed_by_ray("store", tmp_path, storage)
     prefix = f"{store_url}/store".removeprefix("s3://")
-    # The newest step is promoted first, but reported last.
     assert [path for path, _ in found["listed"]] == [f"{prefix}/step-10", f"{prefix}/step-12"]
     run = torch_ckpt.Run(f"{store_url}/store")
     assert run.latest_step() == 12
@@ -150,6 +151,27 @@ def test_a_step_is_reported_once_and_a_failed_one_never(tmp_path: Path) -> None:
         state = {"w": torch.zeros(1_000_000)}
         torch_ckpt.load(state, checkpoint_id=run / f"step-{step}")
         assert torch.equal(state["w"], torch.full((1_000_000,), value))
+
+
+def test_a_step_waits_for_the_promotion_of_older_ones(tmp_path: Path) -> None:
+    from torch_ckpt.integrations.ray_train import RayTrainRun
+
+    run = object.__new__(RayTrainRun)
+    local, shared = (tmp_path / name for name in ("local", "shared"))
+    run._disks = [StepDirectories(Location(path)) for path in (local, shared)]
+    run._unreported, run._last = {2: {}, 4: {}, 6: {}, 8: {}}, 8
+
+    def commit(step: Path) -> None:
+        step.mkdir(parents=True)
+        (step / ".metadata").touch()
+
+    for step in (shared / "step-2", local / "step-4", shared / "step-6"):
+        commit(step)
+    assert run._finished() == ([2], [])
+    commit(shared / "step-4")  # The newest step is promoted first.
+    assert run._finished() == ([2, 4, 6], [])
+    (shared / "step-6/.metadata").unlink()  # Step 8 is still being saved, and 6 is not any more.
+    assert run._finished() == ([2, 4], [6])
 
 
 def test_bad_calls_are_refused(tmp_path: Path) -> None:
