@@ -100,6 +100,11 @@ def test_a_machine_whose_ranks_are_all_slow_is_named() -> None:
     )
 
 
+def test_a_slow_machine_is_named_also_if_it_has_most_of_the_ranks() -> None:
+    sentence = first_sentence(save(12, **{f"write_{rank}": 20.0 for rank in range(8)}))
+    assert sentence == "all 8 ranks of host-0 wrote at 0.1 GB/s, the others at 0.87"
+
+
 def test_several_slow_ranks_are_counted_and_the_slowest_is_named() -> None:
     sentence = first_sentence(save(16, write_3=11.0, write_9=12.0, write_12=10.0))
     assert sentence == "rank 9 on host-1 and 2 more ranks wrote at 0.18 GB/s, the others at 0.91"
@@ -149,8 +154,20 @@ def test_a_rank_that_begins_late_is_named_and_not_those_that_wait_for_it() -> No
         others = "others" if ranks > 2 else "other"
         expected = f"rank {ranks - 1} on host-0 began 3 s after the {others}"
         assert first_sentence(events) == expected
-    events.append(event(0, "choose", -5, 1))  # Of one rank alone, so nobody is late for it.
-    assert first_sentence(events) == expected
+
+
+def test_the_time_at_which_ranks_began_is_compared_in_a_phase_that_all_have() -> None:
+    alone = [event(0, "begin", -5, 1)]
+    events = [event(rank, "choose", 3.0 * (rank == 2), 5) for rank in range(4)]
+    assert first_sentence(alone + events) == "rank 2 on host-0 began 3 s after the others"
+
+
+def test_ranks_that_wait_in_a_common_phase_are_not_called_slow_in_it() -> None:
+    events = [event(0, "stage", 0, 0.2), event(0, "plan", 0.2, 3.1)]
+    events += [event(1, "stage", 0, 3.0), event(1, "plan", 3.2, 0.1)]
+    assert first_sentence(events) == (
+        "rank 1 on host-0 took 3 s for copying to host memory, the other 0.2 s"
+    )
 
 
 def test_a_slow_disk_of_all_ranks_is_named_with_its_rate() -> None:
@@ -197,6 +214,8 @@ def test_what_costs_little_is_left_out() -> None:
 def test_copies_after_the_commit_are_no_part_of_the_save() -> None:
     events = [*save(2), event(0, "promote", 5, 500, bytes=10**9)]
     assert first_sentence(events).startswith("nothing stands out: writing took")
+    elsewhere = event(1, "promote", 5, 5, host="host-7", bytes=10**9)
+    assert first_sentence([*events, elsewhere]).startswith("nothing stands out: writing took")
     assert first_sentence(events[-1:]) == "the save has no phases that could be compared"
     failed = [*save(2), event(0, "promote", 5, 1, error="no route to host")]
     assert first_sentence(failed) == "rank 0 on host-0 failed while promoting: no route to host"

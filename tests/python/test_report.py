@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,35 @@ def test_the_record_is_read_from_both_files_without_torn_and_foreign_lines(tmp_p
             file.write(newer[0].line().replace('"end":', '"end":1' + "0" * 400).encode())
             file.write(newer[0].line().encode()[:-9])
     assert read_events(Location(run)) == older + newer
+
+
+def test_a_record_that_is_rotated_while_it_is_read_has_each_event_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = save(2, number=1), save(2, number=2, start=60)
+    run = write_record(tmp_path / "run", first)
+    read = Location.read
+
+    def read_and_rotate(location: Location) -> bytes:
+        contents = read(location)
+        if not (run / "events.1.jsonl").exists():
+            (run / "events.jsonl").rename(run / "events.1.jsonl")
+            write_record(run, second)
+        return contents
+
+    monkeypatch.setattr(Location, "read", read_and_rotate)
+    assert read_events(Location(run)) == first + second
+
+
+def test_the_record_of_a_run_on_a_store_is_read(store_url: str) -> None:
+    run = Location(store_url)
+    assert run_command("report", run)[0] == 3
+    lines = "".join(each.line() for each in save(2, write_1=9.0))
+    (run / "events.jsonl").write(lines.encode(), sync=False)
+    status, printed = run_command("report", run, "--html", f"{store_url}/page.html")
+    assert status == 0
+    assert printed.startswith("Rank 1 on host-0 wrote at 0.22 GB/s, the other at 1.")
+    assert b"<!doctype html>" in (run / "page.html").read()
 
 
 def test_a_run_without_a_record_is_reported_as_such(tmp_path: Path) -> None:
@@ -105,10 +135,21 @@ def test_the_report_fits_into_80_columns_whatever_its_names_and_numbers(tmp_path
         for rank in (0, 65_535)
         for start, phase in enumerate((*PHASES, "a-phase-of-a-later-version"))
     ]
-    status, printed = run_command("report", write_record(tmp_path, [*events, *save(number=2)]))
+    status, printed = run_command(
+        "report", write_record(tmp_path, [*events, *save(number=2, start=-9)])
+    )
     assert status == 0
+    assert "..  " in printed
     assert max(map(len, printed.splitlines())) <= 80
     assert "\x1b" not in printed
+
+
+def test_no_text_of_a_record_controls_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[2J"
+    details = {"kind": f"save{evil}", "host": f"a{evil}", "error": f"no{evil}"}
+    events = [event(0, "write", 0, 1, **details), event(0, f"b{evil}", 0, 1, **details)]
+    status, printed = run_command("report", write_record(tmp_path, events))
+    assert (status, "\x1b" in printed) == (0, False)
 
 
 def test_the_report_begins_with_a_sentence_and_has_a_row_for_each_phase(tmp_path: Path) -> None:
@@ -142,6 +183,16 @@ def test_4096_ranks_are_reported_within_2_seconds(tmp_path: Path) -> None:
     assert status == 0
     assert "4096 ranks on 512 machines" in printed
     assert time.process_time() - began < 2
+
+
+def test_the_command_imports_no_torch(tmp_path: Path, run_new_python: Callable[..., str]) -> None:
+    run = write_record(tmp_path / "run", save())
+    script = (
+        "import sys; from torch_ckpt.cli.main import main; status = main(sys.argv[1:]);"
+        "print('torch' in sys.modules, status)"
+    )
+    files = ["--html", "page.html", "--trace", "trace.json", "--prometheus", "run.prom"]
+    assert run_new_python(script, "report", run, *files).splitlines()[-1] == "False 0"
 
 
 def test_calls_are_in_the_order_in_which_they_began() -> None:

@@ -156,7 +156,7 @@ def _slowest(call: Call) -> str | None:
     for phase in call.parts:
         if phase == "message":
             findings.insert(0, _messages(call))
-        elif phase not in ("commit", AFTERWARDS):
+        elif phase != AFTERWARDS:
             findings.append(_compared(call, phase, _phase_text))
     found = [finding for finding in findings if finding is not None]
     return max(found, key=lambda finding: finding.cost).text if found else None

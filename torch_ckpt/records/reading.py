@@ -6,11 +6,10 @@ from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.event import Event
 
-__all__ = ["FILES", "read_events"]
+__all__ = ["NEWEST", "OLDER", "read_events"]
 
-FILES = ("events.1.jsonl", "events.jsonl")
-"""Files of a run's record, the older first."""
-
+NEWEST, OLDER = "events.jsonl", "events.1.jsonl"
+"""Files of a run's record. The newest becomes the older one when it has grown long."""
 
 _MAX_RANK, _MAX_STEP, _MAX_S = 1 << 31, 1 << 63, 1e11
 """A line with larger numbers is not of this package, and would be no date."""
@@ -24,24 +23,24 @@ def read_events(directory: Location) -> list[Event]:
     Raises:
         NotFoundError: The run has no record.
     """
-    events: list[Event] = []
-    found = False
-    for name in FILES:
-        try:
-            contents = (directory / name).read()
-        except NotFoundError:
-            continue
-        found = True
-        for line in contents.split(b"\n"):
-            event = _event_of(line)
-            if event is not None:
-                events.append(event)
-    if not found:
+    newest = _contents(directory / NEWEST)
+    older = _contents(directory / OLDER)
+    if newest and older and older.startswith(newest.partition(b"\n")[0]):
+        newest = _contents(directory / NEWEST)  # It became the older file between the two reads.
+    if newest is None and older is None:
         raise NotFoundError(
-            f"no record of saves and loads in {directory}: it has no {FILES[-1]}. "
+            f"no record of saves and loads in {directory}: it has no {NEWEST}. "
             "A run writes it unless it has record=False"
         )
-    return events
+    lines = (older or b"").split(b"\n") + (newest or b"").split(b"\n")
+    return [event for event in map(_event_of, lines) if event is not None]
+
+
+def _contents(file: Location) -> bytes | None:
+    try:
+        return file.read()
+    except NotFoundError:
+        return None
 
 
 def _event_of(line: bytes) -> Event | None:
