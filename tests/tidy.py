@@ -61,6 +61,7 @@ WITHOUT_FILES = (
     "storage",
     "runs",
     "coordination",
+    "records",
     "conversion",
     "cli",
     "records",

@@ -24,6 +24,7 @@ from torch_ckpt.coordination.waiting import OwnFuture
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.records.record import phase
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
@@ -160,7 +161,7 @@ def async_save(
             if isinstance(writer, FastWriter) and plans_together and by_thread:
                 decide = functools.partial(call.decide, phase="staging")
                 stack.enter_context(writer.sharing(order.planner, decide, call.group.names))
-            with call.current():  # The stager waits no longer than the call.
+            with call.current(), phase("stage"):  # The stager waits no longer than the call.
                 staged = stager.stage(orchestrate.state_dicts_of(state_dict))
             if isinstance(writer, FastWriter):
                 writer.begin_in_background(checkpoint_id)

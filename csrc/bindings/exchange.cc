@@ -88,6 +88,8 @@ void bind_exchange(py::module_& module) {
                stream.fail(cancelled("stopped the exchange: the load has failed elsewhere"));
              });
            })
+      .def_property_readonly("requests", &ExchangeStream::requests)
+      .def_property_readonly("waited_s", &ExchangeStream::waited_s)
       .def("close", [](ExchangeStream& stream) { without_gil([&] { stream.close(); }); });
 }
 

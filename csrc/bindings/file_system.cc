@@ -5,8 +5,10 @@
 #include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <optional>
+#include <utility>
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
@@ -24,6 +26,18 @@ FileSystem& local_file_system() {
   return file_system;
 }
 
+thread_local std::chrono::nanoseconds waited_at_storage{0};
+
+// Runs `work` with the GIL released, and counts how long it took.
+template <typename Work>
+auto at_storage(Work&& work) {
+  struct Timer {
+    std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+    ~Timer() { waited_at_storage += std::chrono::steady_clock::now() - begin; }
+  } timer;
+  return without_gil(std::forward<Work>(work));
+}
+
 // How to open a file for a small read. A store sends the first bytes of a buffered file with its
 // length.
 Caching caching_for(const FileSystem& fs, int64_t offset, int64_t nbytes) {
@@ -37,7 +51,7 @@ std::pair<int64_t, py::bytes> read_range(FileSystem& fs, const std::filesystem::
                                          int64_t offset, int64_t nbytes) {
   if (offset < 0 || nbytes < 0) throw py::value_error("the offset or length of a read is negative");
   std::vector<std::byte> bytes;
-  const int64_t file_nbytes = value_or_raise(without_gil([&]() -> Result<int64_t> {
+  const int64_t file_nbytes = value_or_raise(at_storage([&]() -> Result<int64_t> {
     const Caching caching = caching_for(fs, offset, nbytes);
     ASSIGN_OR_RETURN(const auto file, fs.open(path.string(), OpenMode::kRead, caching));
     ASSIGN_OR_RETURN(const int64_t size, file->size());
@@ -55,7 +69,7 @@ using PyRecord = std::tuple<py::object, int64_t, int64_t, uint32_t>;
 std::pair<int64_t, std::vector<PyRecord>> read_archive_of(FileSystem& fs,
                                                           const std::filesystem::path& path) {
   const Archive archive =
-      value_or_raise(without_gil([&] { return read_archive(fs, path.string()); }));
+      value_or_raise(at_storage([&] { return read_archive(fs, path.string()); }));
   std::pair<int64_t, std::vector<PyRecord>> out(archive.nbytes, {});
   out.second.reserve(archive.records.size());
   for (const ArchiveRecord& record : archive.records) {
@@ -67,7 +81,7 @@ std::pair<int64_t, std::vector<PyRecord>> read_archive_of(FileSystem& fs,
 // Decodes names as os.listdir does, since they need not be UTF-8.
 std::vector<py::str> list_directory(FileSystem& fs, const std::filesystem::path& path) {
   const std::vector<std::string> names =
-      value_or_raise(without_gil([&] { return fs.list_directory(path.string()); }));
+      value_or_raise(at_storage([&] { return fs.list_directory(path.string()); }));
   std::vector<py::str> out;
   out.reserve(names.size());
   for (const std::string& name : names) {
@@ -100,7 +114,7 @@ void commit_checkpoint(FileSystem& fs, const std::filesystem::path& directory,
                        .replaced = replaced,
                        .data_files = data_files,
                        .sync = sync};
-  raise_if_error(without_gil([&] {
+  raise_if_error(at_storage([&] {
     return rename_to ? commit_directory(fs, what, rename_to->string()) : commit(fs, what);
   }));
 }
@@ -112,56 +126,56 @@ void bind_file_system(py::module_& module) {
       .def(
           "create_directories",
           [](FileSystem& fs, const std::filesystem::path& path) {
-            raise_if_error(without_gil([&] { return fs.create_directories(path.string()); }));
+            raise_if_error(at_storage([&] { return fs.create_directories(path.string()); }));
           },
           py::arg("path"))
       .def(
           "sync_directory",
           [](FileSystem& fs, const std::filesystem::path& path) {
-            raise_if_error(without_gil([&] { return fs.sync_directory(path.string()); }));
+            raise_if_error(at_storage([&] { return fs.sync_directory(path.string()); }));
           },
           py::arg("path"))
       .def(
           "remove",
           [](FileSystem& fs, const std::filesystem::path& path) {
-            raise_if_error(without_gil([&] { return fs.remove(path.string()); }));
+            raise_if_error(at_storage([&] { return fs.remove(path.string()); }));
           },
           py::arg("path"))
       .def(
           "remove_all",
           [](FileSystem& fs, const std::filesystem::path& path) {
-            raise_if_error(without_gil([&] { return fs.remove_all(path.string()); }));
+            raise_if_error(at_storage([&] { return fs.remove_all(path.string()); }));
           },
           py::arg("path"))
       .def(
           "modified_s",
           [](FileSystem& fs, const std::filesystem::path& path) {
-            return value_or_raise(without_gil([&] { return fs.modified_s(path.string()); }));
+            return value_or_raise(at_storage([&] { return fs.modified_s(path.string()); }));
           },
           py::arg("path"))
       .def(
           "rename",
           [](FileSystem& fs, const std::filesystem::path& from, const std::filesystem::path& to) {
-            raise_if_error(without_gil([&] { return fs.rename(from.string(), to.string()); }));
+            raise_if_error(at_storage([&] { return fs.rename(from.string(), to.string()); }));
           },
           py::arg("from_path"), py::arg("to_path"))
       .def(
           "link",
           [](FileSystem& fs, const std::filesystem::path& from, const std::filesystem::path& to,
              bool sync) {
-            raise_if_error(without_gil([&] { return fs.link(from.string(), to.string(), sync); }));
+            raise_if_error(at_storage([&] { return fs.link(from.string(), to.string(), sync); }));
           },
           py::arg("from_path"), py::arg("to_path"), py::arg("sync"))
       .def(
           "exchange",
           [](FileSystem& fs, const std::filesystem::path& one, const std::filesystem::path& other) {
-            raise_if_error(without_gil([&] { return fs.exchange(one.string(), other.string()); }));
+            raise_if_error(at_storage([&] { return fs.exchange(one.string(), other.string()); }));
           },
           py::arg("one"), py::arg("other"))
       .def(
           "renames_directories",
           [](FileSystem& fs, const std::filesystem::path& parent) {
-            return without_gil([&] { return fs.renames_directories(parent.string()); });
+            return at_storage([&] { return fs.renames_directories(parent.string()); });
           },
           py::arg("parent"))
       .def(
@@ -171,7 +185,7 @@ void bind_file_system(py::module_& module) {
             const Bytes bytes = as_bytes(static_cast<std::string_view>(contents));
             const OpenMode mode = update ? OpenMode::kUpdate : OpenMode::kCreate;
             raise_if_error(
-                without_gil([&] { return write_file(fs, path.string(), bytes, sync, mode); }));
+                at_storage([&] { return write_file(fs, path.string(), bytes, sync, mode); }));
           },
           py::arg("path"), py::arg("contents"), py::arg("sync"), py::arg("update") = false)
       .def("list_directory", &list_directory, py::arg("path"))
@@ -185,7 +199,7 @@ void bind_file_system(py::module_& module) {
       .def(
           "version",
           [](FileSystem& fs, const std::filesystem::path& path) {
-            return value_or_raise(without_gil([&] { return fs.version(path.string()); }));
+            return value_or_raise(at_storage([&] { return fs.version(path.string()); }));
           },
           py::arg("path"))
       .def(
@@ -193,7 +207,7 @@ void bind_file_system(py::module_& module) {
           [](FileSystem& fs, const std::filesystem::path& path, const py::bytes& contents,
              const std::string& version) {
             const Bytes bytes = as_bytes(static_cast<std::string_view>(contents));
-            raise_if_error(without_gil([&] { return fs.publish(path.string(), bytes, version); }));
+            raise_if_error(at_storage([&] { return fs.publish(path.string(), bytes, version); }));
           },
           py::arg("path"), py::arg("contents"), py::arg("version"))
       .def_property_readonly(
@@ -210,9 +224,11 @@ void bind_file_system(py::module_& module) {
       [](FileSystem& from, const std::filesystem::path& source, FileSystem& to,
          const std::filesystem::path& target) {
         raise_if_error(
-            without_gil([&] { return copy_file(from, source.string(), to, target.string()); }));
+            at_storage([&] { return copy_file(from, source.string(), to, target.string()); }));
       },
       py::arg("from_file_system"), py::arg("source"), py::arg("to_file_system"), py::arg("target"));
+  module.def("waited_at_storage_s",
+             [] { return std::chrono::duration<double>(waited_at_storage).count(); });
   module.def("local_file_system", &local_file_system, py::return_value_policy::reference);
 }
 

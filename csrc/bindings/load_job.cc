@@ -215,6 +215,8 @@ void bind_load_job(py::module_& module) {
       .def("check", &check, py::arg("slices"))
       .def("cancel", &LoadJob::cancel)
       .def_property_readonly("done_nbytes", &LoadJob::loaded_nbytes)
+      .def_property_readonly("requests", &LoadJob::requests)
+      .def_property_readonly("waited_s", &LoadJob::waited_s)
       .def(
           "wanted_bytes",
           [](LoadJob& job, const std::vector<PyTensorRequest>& tensors,

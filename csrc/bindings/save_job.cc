@@ -67,6 +67,8 @@ void bind_save_job(py::module_& module) {
       .def("abort", [](FileJob& job) { without_gil([&] { job.abort(); }); })
       .def("cancel", &FileJob::cancel)
       .def_property_readonly("done_nbytes", &FileJob::submitted_nbytes)
+      .def_property_readonly("requests", [](const FileJob& job) { return job.counts().requests(); })
+      .def_property_readonly("waited_s", [](const FileJob& job) { return job.counts().waited_s(); })
       .def_property_readonly("mode", [](const FileJob& job) { return to_python(job.mode()); });
   py::class_<SaveJob, FileJob, UnlockedPtr<SaveJob>>(module, "SaveJob")
       .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("layout"), py::arg("pool"),

@@ -257,12 +257,9 @@ py::tuple tensor_extent(py::handle object) {
 bool has_own_storage(py::handle tensor) {
   const at::Tensor& unpacked = unpack(tensor);
   int64_t owners = static_cast<int64_t>(unpacked.storage().use_count());
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   // The Python object of a storage owns it, and may have no other reference than the storage's own.
-  // Earlier versions do not count that object.
   PyObject* object = unpacked.storage().unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
   if (object != nullptr && Py_REFCNT(object) == 1) --owners;
-#endif
   return owners == 1;
 }
 

@@ -70,6 +70,7 @@ struct ReadStream::Work {
   const ConsumeRange& consume;
   const bool shares_all;  // See ReadStream::shares_all.
   const std::atomic<bool>& cancelled_by_caller;
+  IoCounts& counts;
   std::vector<int64_t> order;
   std::vector<Task> tasks;
   std::atomic<size_t> next_task = 0;
@@ -78,11 +79,12 @@ struct ReadStream::Work {
   Status status;  // The first error; guarded by mutex.
 
   Work(std::span<const WantedRange> ranges, const ConsumeRange& consumer, int64_t max_nbytes,
-       int64_t max_gap, bool share_all, const std::atomic<bool>& is_cancelled)
+       int64_t max_gap, bool share_all, const std::atomic<bool>& is_cancelled, IoCounts& counted)
       : wanted(ranges),
         consume(consumer),
         shares_all(share_all),
-        cancelled_by_caller(is_cancelled) {
+        cancelled_by_caller(is_cancelled),
+        counts(counted) {
     std::map<File*, std::vector<int64_t>> shared;  // Ranges that may share a request.
     for (int64_t i = 0; i < static_cast<int64_t>(wanted.size()); ++i) {
       const WantedRange& want = wanted[static_cast<size_t>(i)];
@@ -254,7 +256,7 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
   // A direct read may begin and end at other offsets than what is wanted. A store has none.
   const int64_t most = shares_all() ? align_down(block_nbytes_, kReadAlignment)
                                     : align_up(block_nbytes_, kReadAlignment) - 2 * kReadAlignment;
-  Work work(wanted, consume, most, fs_.traits().max_gap_nbytes, shares_all(), cancelled_);
+  Work work(wanted, consume, most, fs_.traits().max_gap_nbytes, shares_all(), cancelled_, counts_);
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
   if (lanes == 0) return ok_status();
@@ -297,7 +299,7 @@ class ReadStream::LaneRun {
         finish(unpacking_.front());
         unpacking_.pop_front();
       } else if (queue_.in_flight() > 0) {
-        for (const IoDone& done : queue_.wait()) complete(done);
+        for (const IoDone& done : work_.counts.wait(queue_)) complete(done);
       } else {
         return;
       }
@@ -379,7 +381,7 @@ bool ReadStream::LaneRun::submit_next() {
                              .caching = buffered ? Caching::kBuffered : Caching::kDirect,
                              .tag = slot};
   slots_[slot] = std::move(read);
-  queue_.submit({&request, 1});
+  work_.counts.submit(queue_, request);
   // A cached read completes at once. Consume its bytes while they are in the processor's cache. A
   // read from a store is no direct one either, and takes long.
   return !buffered || work_.shares_all;

@@ -29,6 +29,7 @@
 #include "geometry/overlap.h"
 #include "io/buffer_pool.h"
 #include "io/file_system.h"
+#include "io/io_counts.h"
 
 namespace torch_ckpt {
 
@@ -96,6 +97,11 @@ class ReadStream {
   // Frees the buffers. The next run allocates new ones.
   void release();
 
+  // Requests of all runs, and the seconds for which a thread, on average, did nothing but wait for
+  // them. Any thread may call them.
+  int64_t requests() const { return counts_.requests(); }
+  double waited_s() const { return counts_.waited_s() / static_cast<double>(lanes_.size()); }
+
  private:
   // One thread's share of the buffers, with its own queue. Both are created when the lane first has
   // work, because memory that a queue has registered stays resident.
@@ -119,6 +125,7 @@ class ReadStream {
   const int64_t block_nbytes_;
   std::vector<Lane> lanes_;
   std::atomic<bool> cancelled_ = false;
+  IoCounts counts_;
 };
 
 }  // namespace torch_ckpt

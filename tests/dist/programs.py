@@ -170,7 +170,7 @@ def torchtitan(path: Path, mode: str, async_mode: str) -> float:
     return train(model, optimizer, 2)
 
 
-def megatron(path: Path, mode: str, asynchronous: bool) -> float:
+def megatron(path: Path, mode: str, asynchronous: bool, queue: Any = None) -> float:
     """Megatron-Core's own strategies, as its training calls them."""
     from megatron.core import dist_checkpointing as mcore
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -180,7 +180,8 @@ def megatron(path: Path, mode: str, asynchronous: bool) -> float:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron_states import on_cpu
 
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     model = network(mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, 2 if mode == "save" else 1)
@@ -200,7 +201,7 @@ def megatron(path: Path, mode: str, asynchronous: bool) -> float:
             state["step"] = 2
             request = mcore.save(state, str(folder), wrapped, async_sharded_save=asynchronous)
             if request is not None:
-                queue = AsyncCallsQueue()
+                queue = queue or AsyncCallsQueue()
                 queue.schedule_async_request(request)
                 queue.close()
         else:
@@ -210,7 +211,35 @@ def megatron(path: Path, mode: str, asynchronous: bool) -> float:
     return train(model, optimizer, 2)
 
 
+def megatron_training(path: Path, mode: str, late: bool) -> float:
+    """`--async-save` of the training of Megatron-LM 0.19 and later, with its default queue."""
+    import typing
+
+    import typing_extensions
+
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]  # Of Python 3.12.
+    from megatron.training import async_utils, global_vars
+
+    if late:
+        import torch_ckpt
+
+        torch_ckpt.install()
+    arguments = {"async_strategy": "nvrx", "async_save": True, "async_ckpt_use_cpu_shm": False}
+    priorities = {"async_ckpt_cpu_priority": 10, "async_ckpt_io_priority": None}
+    global_vars.set_args(SimpleNamespace(**arguments, **priorities))
+    dist.init_process_group("gloo")
+    queue = SimpleNamespace(
+        schedule_async_request=async_utils.schedule_async_save,
+        close=lambda: async_utils.maybe_finalize_async_save(blocking=True, terminate=True),
+    )
+    if mode == "save":
+        async_utils.init_persistent_async_worker(dist.get_rank(), "fork")
+    return megatron(path, mode, True, queue)
+
+
 PROGRAMS = {
+    "megatron_training": lambda path, mode: megatron_training(path, mode, False),
+    "megatron_training_late": lambda path, mode: megatron_training(path, mode, True),
     "megatron": lambda path, mode: megatron(path, mode, False),
     "megatron_async": lambda path, mode: megatron(path, mode, True),
     "torchtitan": lambda path, mode: torchtitan(path, mode, "disabled"),

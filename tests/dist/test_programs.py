@@ -27,8 +27,11 @@ PROGRAMS = [
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def loss_of(name: str, path: Path, mode: str, *, installed: bool) -> str:
-    """Runs a program on two ranks; returns the loss that rank 0 prints."""
+def loss_of(name: str, path: Path, mode: str, *, installed: bool, first: str = "") -> str:
+    """Runs a program on two ranks; returns the loss that rank 0 prints.
+
+    Modules are looked for in the directories ``first`` before others.
+    """
     script = [str(ROOT / "tests/dist/programs.py"), name, str(path), mode]
     if installed:
         script = ["-m", "torch_ckpt", "run", *script]
@@ -36,7 +39,7 @@ def loss_of(name: str, path: Path, mode: str, *, installed: bool) -> str:
     done = subprocess.run(
         [*command, *script],
         cwd=path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{first}:{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=RUN_TIMEOUT_S,
@@ -66,3 +69,56 @@ def test_a_program_resumes_bit_for_bit_from_our_checkpoint_and_from_stocks(
     assert indexes_below(stock) == 0
     for path, installed in ((ours, True), (stock, True), (ours, False)):
         assert loss_of(name, path, "load", installed=installed) == loss
+
+
+# ---- A later Megatron-Core, without nvidia-resiliency-ext ----
+
+
+@pytest.fixture
+def later(tmp_path: Path) -> str:
+    """Directories of modules: Megatron-Core 0.19, and none of nvidia-resiliency-ext."""
+    installed = ROOT / "build/megatron-core"
+    if not installed.exists():
+        pytest.skip("tests/check.py full installs megatron-core 0.19")
+    missing = tmp_path / "modules/nvidia_resiliency_ext"
+    missing.mkdir(parents=True)
+    (missing / "__init__.py").write_text("raise ModuleNotFoundError(__name__)")
+    return f"{missing.parent}:{installed}"
+
+
+def test_an_asynchronous_save_of_megatron_needs_no_nvidia_resiliency_ext(
+    tmp_path: Path, later: str
+) -> None:
+    loss = loss_of("megatron_training", tmp_path, "save", installed=True, first=later)
+    assert indexes_below(tmp_path) == 1
+    assert loss_of("megatron", tmp_path, "load", installed=False, first=later) == loss
+    with pytest.raises(AssertionError, match="nvidia-resiliency-ext"):  # Without install().
+        loss_of("megatron_training", tmp_path, "save", installed=False, first=later)
+
+
+def test_install_replaces_what_megatrons_training_has_imported(tmp_path: Path, later: str) -> None:
+    loss = loss_of("megatron_training_late", tmp_path, "save", installed=False, first=later)
+    assert indexes_below(tmp_path) == 1
+    assert loss_of("megatron_training_late", tmp_path, "load", installed=False, first=later) == loss
+
+
+@pytest.mark.timeout(1200)
+def test_the_tests_of_megatron_pass_with_a_later_megatron(tmp_path: Path, later: str) -> None:
+    version = "import megatron.core; print(megatron.core.__version__)"
+    names = ("", "_optimizer", "_ranks", "_runs")
+    files = [f"{ROOT}/tests/dist/test_megatron{name}.py" for name in names]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", tmp_path / "tests"]
+    outputs = [
+        subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{later}:{ROOT}", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=1000,
+        )
+        for command in (["-c", version], [*tests, *files])
+    ]
+    assert outputs[0].stdout.split(".")[:2] >= ["0", "19"]
+    assert outputs[1].returncode == 0, outputs[1].stdout
+    assert int(re.findall(r"(\d+) passed", outputs[1].stdout)[0]) > 40

@@ -26,6 +26,7 @@ from ranks import Worlds, on_ranks
 from states import assert_same
 from support.flips import flip
 from support.logs import logged
+from support.run_steps import names_in_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -66,7 +67,7 @@ def test_ranks_save_and_restore_a_run(path: Path, asynchronous: bool) -> None:
         assert_same(state, state_of(9))
         assert run.restore(state, step=6) == 6
         assert_same(state, state_of(6))
-    assert sorted(os.listdir(path)) == ["step-6", "step-9"]
+    assert names_in_run(path) == ["step-6", "step-9"]
 
 
 @on_ranks(2)
@@ -154,7 +155,7 @@ def test_ranks_skip_the_same_saves(path: Path) -> None:
         assert run.save(3, third)
         run.wait()
         assert (run.saved, run.skipped) == (2, 1)
-    assert sorted(os.listdir(path / "run")) == ["step-1", "step-3"]
+    assert names_in_run(path / "run") == ["step-1", "step-3"]
 
 
 def raised(call: Any, *arguments: Any) -> tuple[str, str, float]:
@@ -173,7 +174,7 @@ def test_ranks_at_different_steps_save_nothing(path: Path) -> None:
         kind, text, _ = raised(run.save, 5 + dist.get_rank(), state_of(5))
     assert kind == "ValueError"
     assert "rank 0 of the run at 5, rank 1 at 6" in text
-    assert not list(path.iterdir())
+    assert not names_in_run(path)
 
 
 class Refuses:
@@ -354,7 +355,7 @@ def test_a_training_that_torchrun_restarts_goes_on_from_its_latest_step(
     assert all(loss == expected[step] for _, step, loss in found)
     begun = min(step for attempt, step, _ in found if attempt == 1)
     assert begun in (5, 7)  # After step 4, or 6 if its save was complete when the rank was killed.
-    assert sorted(os.listdir(killed / "run")) == ["step-10", "step-12"]
+    assert names_in_run(killed / "run") == ["step-10", "step-12"]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +407,7 @@ def test_all_ranks_save_one_step_and_end_if_one_of_them_gets_a_signal(
     assert step is not None
     assert 40 <= step <= 40 + 2 * 16
     assert_same(state, state_of(step))
-    assert os.listdir(path) == [f"step-{step}"]
+    assert names_in_run(path) == [f"step-{step}"]
 
 
 @on_ranks(2)
@@ -506,7 +507,7 @@ def test_retention_removes_what_ranks_have_left_of_a_failed_save(path: Path) -> 
         for step in (2, 3):
             run.save(step, state_of(step))
     dist.barrier()
-    assert os.listdir(path) == ["step-3"]
+    assert names_in_run(path) == ["step-3"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -145,35 +145,40 @@ def test_replicas_are_shared_out_among_the_ranks(worlds: Worlds, tmp_path: Path)
     assert max(written) < sum(written) / 3 + (1 << 20)
 
 
-def save_on_base(path: Path, version: str, grid: str, base: Path, changed: str = "") -> None:
+def save_on_base(
+    path: Path, version: str, grid: str, base: Path, changed: str = "", by_dcp: bool = True
+) -> None:
     state = placed(version, grid)
     if changed:
         local = state[changed].to_local()
         if local.numel() and dist.get_rank() == dist.get_world_size() - 1:
             local.view(torch.uint8).flatten()[-1:].bitwise_xor_(1)
-    save_model(state, path, "fast", max_shard_nbytes=3_000_000, base=base)
+    writer = SafetensorsWriter(path, max_shard_nbytes=3_000_000, base=base)
+    save = dcp.save if by_dcp else torch_ckpt.save
+    save(state, storage_writer=writer, planner=FastSavePlanner())
 
 
 def inodes(path: Path) -> set[int]:
     return {file.stat().st_ino for file in path.glob("*.safetensors")}
 
 
+@pytest.mark.parametrize("by_dcp", [True, False], ids=["dcp", "torch_ckpt"])
 @pytest.mark.parametrize("grid", ["rows", "hsdp", "replicas"])
 def test_ranks_take_the_files_in_which_none_has_found_a_change(
-    worlds: Worlds, tmp_path: Path, grid: str
+    worlds: Worlds, tmp_path: Path, grid: str, by_dcp: bool
 ) -> None:
     first, second, third, fourth = (tmp_path / name for name in "abcd")
-    worlds.run(2, save_on_base, first, "1", "columns", first)
-    worlds.run(4, save_on_base, second, "1", grid, first)  # The boxes are others.
+    worlds.run(2, save_on_base, first, "1", "columns", first, "", by_dcp)
+    worlds.run(4, save_on_base, second, "1", grid, first, "", by_dcp)  # The boxes are others.
     assert inodes(second) == inodes(first)
     changed = "large" if grid == "rows" else ""  # One bit, which no other rank has.
-    worlds.run(2, save_on_base, third, "1", grid, second, changed)
+    worlds.run(2, save_on_base, third, "1", grid, second, changed, by_dcp)
     expected = load_model(second)
     if changed:
         assert 0 < len(inodes(third) & inodes(second)) < len(inodes(second))
         expected["large"].view(torch.uint8).flatten()[-1:].bitwise_xor_(1)
     assert_same(load_model(third), expected)
-    worlds.run(2, save_on_base, fourth, "2", grid, third)
+    worlds.run(2, save_on_base, fourth, "2", grid, third, "", by_dcp)
     assert not inodes(fourth) & inodes(third)
     assert_same(load_model(fourth), whole("2"))
 

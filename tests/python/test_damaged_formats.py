@@ -200,6 +200,8 @@ def targets(path: Path) -> dict[str, Any]:
 def test_damage_is_a_typed_error_in_bounded_time_and_memory(
     name: str, kind: str, tmp_path: Path, rng: random.Random, full: bool
 ) -> None:
+    if name == "Megatron, flattened" and kind == "values":
+        pytest.importorskip("megatron.core")  # Whose classes the pickle to change contains.
     path = FORMATS[name](tmp_path / "sound")
     assert read_everything(path, targets(path)) == []
     target = targets(path)

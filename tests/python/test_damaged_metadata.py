@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from checkpoints import (
     random_tensor,
     save,
 )
+from forks import run_python
 from support.commit_files import index_file
 from support.flips import flip, flipped
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -36,7 +35,6 @@ from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import (
     INDEX_MARK,
-    index_name,
     metadata_prefixes,
     open_committed,
 )
@@ -408,7 +406,8 @@ def test_a_checkpoint_that_we_save_over_stock_dcps_loads(
 def test_a_flipped_bit_of_a_stock_payload_that_is_read_whole_is_corruption(
     fqn: str, state: dict[str, Any], rng: random.Random, tmp_path: Path
 ) -> None:
-    metadata = save(state, FileSystemWriter(tmp_path))
+    save(state, FileSystemWriter(tmp_path))
+    metadata = FileSystemReader(tmp_path).read_metadata()
     (file,) = data_files(tmp_path)
     whole = file.read_bytes()
     (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == fqn)
@@ -427,21 +426,37 @@ def test_a_flipped_bit_of_a_stock_payload_that_is_read_whole_is_corruption(
     assert loads(tmp_path, state) == []
 
 
-def save_killed_in_its_commit(state: dict[str, Any], path: Path, *, alone: bool) -> None:
-    """Saves in a child process, which ends just before it renames its metadata."""
+SAVE_KILLED_IN_ITS_COMMIT = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch_ckpt import FastWriter
+from torch_ckpt.formats.committed import index_name
 
-    def commit(self: FastWriter, metadata: bytes, index: bytes, files: Any) -> None:
-        (path / self._own_name(index_name(self.save_id))).write_bytes(index)
-        os._exit(9)
+path, alone = Path(sys.argv[1]), sys.argv[2] == "alone"
 
-    if (child := os.fork()) == 0:
-        try:
-            with mock.patch.object(FastWriter, "_commit", commit):
-                writer = FastWriter(path)
-                dcp.save(state, storage_writer=writer, no_dist=not alone, use_collectives=not alone)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+def commit(self, metadata, index, files):
+    (path / self._own_name(index_name(self.save_id))).write_bytes(index)
+    os._exit(9)
+
+FastWriter._commit = commit
+store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+state = {"large": torch.randn(300, 700), "step": 7}
+dcp.save(state, storage_writer=FastWriter(path), no_dist=not alone, use_collectives=not alone)
+"""
+
+
+def save_killed_in_its_commit(path: Path, *, alone: bool) -> None:
+    """Saves in another process, which ends just before it renames its metadata.
+
+    It is no fork of this one, in which a test may have used CUDA: no fork can save then.
+    """
+    arguments = "-c", SAVE_KILLED_IN_ITS_COMMIT, path, "alone" if alone else "together"
+    done = run_python(*arguments, folder=path)
+    assert done.returncode == 9, done.stdout
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -449,7 +464,7 @@ def test_a_save_removes_the_index_of_a_killed_save_of_the_other_kind(
     alone: bool, world_of_one: None, state: dict[str, Any], tmp_path: Path
 ) -> None:
     """Otherwise the directory would look as if metadata of that kind had been lost."""
-    save_killed_in_its_commit(state, tmp_path, alone=alone)
+    save_killed_in_its_commit(tmp_path, alone=alone)
     assert metadata_prefixes(Location(tmp_path)) == []
 
     dcp.save(state, storage_writer=FastWriter(tmp_path), use_collectives=alone)

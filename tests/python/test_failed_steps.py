@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.run_steps import names_in_run
 
 import torch_ckpt
 from torch_ckpt import FastWriter, Run
@@ -31,7 +31,7 @@ def large_state() -> dict[str, Any]:
 
 def names_in(directory: Path) -> list[str]:
     """The steps of a run, without its own files, or the files of a step."""
-    names = os.listdir(directory)
+    names = names_in_run(directory)
     return sorted(name for name in names if not name.startswith(".lease") and name != "run-id")
 
 

@@ -103,7 +103,8 @@ def test_the_programs_own_objects_have_what_stock_leaves_in_them(
             path = tmp_path / name
             writer, save_planner = FileSystemWriter(path), DefaultSavePlanner()
             metadata = dcp.save(state, storage_writer=writer, planner=save_planner)
-            assert metadata.storage_meta is not None
+            if name == "stock" and metadata.storage_meta is None:  # As torch 2.11 returns it.
+                metadata = FileSystemReader(path).read_metadata()
             assert writer.save_id == metadata.storage_meta.save_id
             assert save_planner.metadata.state_dict_metadata.keys() == {
                 item.index.fqn for item in save_planner.plan.items

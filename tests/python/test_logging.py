@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from progress_bars import SavePlanner, Terminal, on_a_terminal
+from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter, SnapshotStager
@@ -151,3 +152,34 @@ def test_a_save_in_the_background_shows_no_bar(state: dict[str, Any], tmp_path: 
         assert planner.had_bar
         torch_ckpt.async_save(state, checkpoint_id=tmp_path / "2", planner=planner).result()
     assert planner.had_bar is False
+
+
+class WaitsForBar(io.BytesIO):
+    """Something to pickle, which takes until the terminal has a bar."""
+
+    terminal: Terminal
+
+    def __deepcopy__(self, _: object) -> WaitsForBar:
+        return self
+
+    def __reduce__(self) -> Any:
+        until(lambda: "saving" in self.terminal.getvalue(), SOON_S)
+        return complex, (1.0, 2.0)
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_a_run_that_waits_for_its_background_save_shows_a_bar(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: bool
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(progress, "_BAR_AFTER_S", 0.05)
+    monkeypatch.setattr(progress, "_BAR_INTERVAL_S", 0.01)
+    monkeypatch.setattr(WaitsForBar, "terminal", terminal, raising=False)
+    with torch_ckpt.Run(tmp_path, asynchronous=True, agent=agent) as run:
+        run.save(1, state if agent else state | {"slow": WaitsForBar()})
+        if not agent:
+            assert "saving" not in terminal.getvalue()
+        run.close()
+        if not agent:
+            assert f"saving {tmp_path}/step-1: 100%" in terminal.getvalue()

@@ -119,12 +119,15 @@ class PutsPlannerData:
         return plans, metadata
 
 
+MCORE_DATA = {"w": {"nd_reformulated": (1, 2)}}
+
+
 class AddsAttribute:
     """As Megatron's planner does."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
         plans, metadata = super().create_global_plan(all_plans)
-        metadata.mcore_data = {"w": {"nd_reformulated": (1, 2)}}
+        metadata.mcore_data = MCORE_DATA
         return plans, metadata
 
 
@@ -228,6 +231,9 @@ def test_a_subclass_saves_what_it_saves_as_one_of_stocks(mixin: type, tmp_path: 
     for name, writer in {"mixed": FileSystemWriter, "ours": FastWriter}.items():
         save(some_state(), writer(tmp_path / name), planner=ours())
         found, loaded = everything(tmp_path / name)
+        if mixin is AddsAttribute and writer is FastWriter:
+            # Stock's writer drops the attribute in torch 2.11.
+            said |= {"more": {"mcore_data"}, "mcore": MCORE_DATA}
         assert found == said
         assert same(loaded, values)
         by_ours = {

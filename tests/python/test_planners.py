@@ -108,7 +108,10 @@ def archive_with_comment() -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("stored", [b"", b"anything", archive_with_comment()])
+STORED = {"none": b"", "text": b"anything", "an archive": archive_with_comment()}
+
+
+@pytest.mark.parametrize("stored", STORED.values(), ids=STORED)
 def test_a_planner_may_store_bytes_of_any_kind(stored: bytes, tmp_path: Path):
     class Saves(DefaultSavePlanner):
         def transform_object(self, write_item: Any, object: Any) -> Any:

@@ -56,9 +56,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def names_in(folder: str) -> list[str]:
-    """The names in a folder. SeaweedFS still lists folders that have become empty."""
+    """The names in a folder, without the record of a run.
+
+    SeaweedFS still lists folders that have become empty.
+    """
     place = Location(folder)
-    return [name for name in place.names() if (place / name).is_file() or (place / name).names()]
+    names = (name for name in place.names() if not name.startswith("events."))
+    return [name for name in names if (place / name).is_file() or (place / name).names()]
 
 
 def state_of(step: int, rows: int = 300) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.run_steps import names_in_run
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -122,7 +123,7 @@ def test_the_save_strategy_of_the_trainer_saves_to_the_run(tmp_path: Path) -> No
     trainer.state.save_steps = 5
     callback.train(trainer)
 
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", f"step-{STEPS}", "step-5"]
+    assert names_in_run(tmp_path / "run") == ["step-10", f"step-{STEPS}", "step-5"]
 
 
 class Counting(TrainerCallback, ExportableState):
@@ -193,7 +194,7 @@ def test_the_best_model_is_loaded_at_the_end_as_a_trainer_does(tmp_path: Path) -
     assert (
         metrics_of(Location(tmp_path / f"run/step-{best}"))["eval_loss"] == ours.state.best_metric
     )
-    assert sorted(os.listdir(tmp_path / "run")) == sorted([f"step-{best}", f"step-{STEPS}"])
+    assert names_in_run(tmp_path / "run") == sorted([f"step-{best}", f"step-{STEPS}"])
     for name, parameter in theirs.model.named_parameters():
         assert torch.equal(parameter, ours.model.get_parameter(name)), name
 

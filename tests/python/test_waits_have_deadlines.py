@@ -161,6 +161,12 @@ PYTHON = {
     "integrations/megatron_queues.py QueuedSave.finalize self.future.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
+    "integrations/ray_train.py RayTrainRun.close self.wait": Wait(
+        "the timeout of the run", "the step"
+    ),
+    "integrations/ray_train.py RayTrainRun.save self.wait": Wait(
+        "the timeout of the run", "the step"
+    ),
     "integrations/trainer.py RunCallback.on_train_end self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -86,6 +87,7 @@ def of_optimizer(name: str) -> Callable[[], dict[str, Any]]:
     """The state of one of torchao's optimizers, after a step."""
 
     def state() -> dict[str, Any]:
+        pytest.importorskip("torchao")
         import torchao.optim
 
         model = torch.nn.Linear(128, 256)
@@ -102,6 +104,7 @@ def of_weights(config: str) -> Callable[[], dict[str, Any]]:
     """Weights as torchao quantises them."""
 
     def state() -> dict[str, Any]:
+        pytest.importorskip("torchao")
         from torchao import quantization
 
         model = torch.nn.Sequential(torch.nn.Linear(128, 256, dtype=torch.bfloat16))

@@ -18,6 +18,7 @@ from torch_ckpt.runs.step_directories import StepDirectories
 __all__ = [
     "CHANGES",
     "data_file",
+    "names_in_run",
     "removes_until_killed",
     "restored",
     "save_steps",
@@ -28,6 +29,11 @@ __all__ = [
 
 CHANGES = ("rename", "sync", "remove")
 """The calls with which a removal changes files."""
+
+
+def names_in_run(directory: Path) -> list[str]:
+    """What the directory of a run has, sorted, without the record, which appears a little later."""
+    return sorted(name for name in os.listdir(directory) if not name.startswith("events."))
 
 
 def state_of(step: int, numel: int = 5000) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
+from torch.distributed.tensor.placement_types import _StridedShard
 from typing_extensions import Buffer
 
 from torch_ckpt.errors import UnsupportedError
@@ -72,9 +73,12 @@ def allow_in_messages(value: T) -> T:
 
 
 def allowed_by_user() -> dict[str, Any]:
-    """Returns name -> value of the globals from ``torch.serialization.add_safe_globals``."""
-    allowed = {}
-    for entry in torch.serialization.get_safe_globals():
+    """Returns name -> value of the globals from ``torch.serialization.add_safe_globals``.
+
+    Torch itself adds the placements of DTensors, but 2.11 omits strided shards.
+    """
+    allowed: dict[str, Any] = {}
+    for entry in (_StridedShard, *torch.serialization.get_safe_globals()):
         value, name = (
             entry
             if isinstance(entry, tuple)

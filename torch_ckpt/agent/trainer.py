@@ -50,6 +50,7 @@ from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.formats.snapshot import SlotTable, merged_index
 from torch_ckpt.planning.replica_check import warn_of
+from torch_ckpt.records.record import note
 from torch_ckpt.storage.progress import Phases, is_first
 
 __all__ = ["MemoryCheckpoint", "OnBusy", "SnapshotAgent", "StagedSave"]
@@ -310,6 +311,7 @@ class SnapshotAgent:
         contents.copy_to(slot, self._devices)
         seconds = time.monotonic() - copying
         _LOG.debug("the slot of %s: copied %d bytes in %.3f s", directory, contents.nbytes, seconds)
+        note(bytes=contents.nbytes)
         slot.complete()
         if not is_shared:
             self._share.set_copied_all(header.save)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from torch_ckpt.coordination.contributions import ExchangeState
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.errors import RankTimeoutError
+from torch_ckpt.records.record import Heard
 
 __all__ = ["CallState"]
 
@@ -27,6 +28,8 @@ class CallState:
         self.claim: Future[None] | None = None
         self.awaited: set[int] = set()
         """The children that have not promised yet."""
+        self.heard: list[Heard] = []
+        """What other ranks have recorded, on the coordinator."""
 
     def cancel_jobs(self) -> None:
         """Cancels the jobs of this rank, now and later."""

@@ -27,7 +27,7 @@ __all__ = [
     "unpacked_contributions",
 ]
 
-_CONTRIBUTION = struct.Struct("<Idd?Q")  # Rank, timeout, age, is error, length of the bytes.
+_CONTRIBUTION = struct.Struct("<Idd?QI")  # Rank, timeout, age, is error, length of data, events.
 _ANSWER_HEAD = struct.Struct("<QQ")  # Number of ranks, number of distinct values.
 _COLLECT_S = 0.25  # Time in which the coordinator collects the errors of further ranks.
 
@@ -44,6 +44,8 @@ class Contribution(NamedTuple):
     data: Any
     is_error: bool
     """Whether ``data`` is an error, which fails the call on all ranks."""
+    events: Any = b""
+    """What the rank has recorded since its last contribution, for the coordinator."""
 
 
 class RaisedError(Exception):
@@ -88,7 +90,7 @@ class ExchangeState:
         """Adds contributions of this rank or of ranks below it."""
         self.contributions.update(contributions)
         self.count += len(contributions)
-        for timeout_s, arrived, _, is_error in contributions.values():
+        for timeout_s, arrived, _, is_error, _ in contributions.values():
             self.deadline = min(self.deadline, arrived + timeout_s)
             self.shortest_s = min(self.shortest_s, timeout_s)
             if is_error:
@@ -110,8 +112,10 @@ def packed_contributions(
     """Encodes contributions. Ages are sent, because clocks differ between machines."""
     name = phase.encode()
     body: list[Any] = [len(name).to_bytes(2, "little") + name]
-    for rank, (timeout_s, arrived, data, is_error) in contributions.items():
-        body += [_CONTRIBUTION.pack(rank, timeout_s, now - arrived, is_error, len(data)), data]
+    for rank, (timeout_s, arrived, data, is_error, events) in contributions.items():
+        lengths = len(data), len(events)
+        head = _CONTRIBUTION.pack(rank, timeout_s, now - arrived, is_error, *lengths)
+        body += [head, data, events]
     return body
 
 
@@ -121,11 +125,12 @@ def unpacked_contributions(body: bytearray, now: float) -> tuple[str, dict[int, 
     at = 2 + int.from_bytes(view[:2], "little")
     phase, contributions = bytes(view[2:at]).decode(), {}
     while at < len(view):
-        rank, timeout_s, age_s, is_error, nbytes = _CONTRIBUTION.unpack_from(view, at)
+        rank, timeout_s, age_s, is_error, *lengths = _CONTRIBUTION.unpack_from(view, at)
         at += _CONTRIBUTION.size
-        data = view[at : at + nbytes]
-        contributions[rank] = Contribution(timeout_s, now - age_s, data, is_error)
-        at += nbytes
+        ends = accumulate(lengths, initial=at)
+        data, events = (view[begin:end] for begin, end in pairwise(ends))
+        contributions[rank] = Contribution(timeout_s, now - age_s, data, is_error, events)
+        at += sum(lengths)
     return phase, contributions
 
 

@@ -44,6 +44,7 @@ from torch_ckpt.coordination.relay import COMMITTING, WRITING
 from torch_ckpt.coordination.waiting import GRACE_S, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.process_state import PROCESS
+from torch_ckpt.records import record as records
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -64,6 +65,16 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _STEPS = {phase: step for step, phase in _PHASES.items()}
+
+_RECORDED = {
+    "beginning to save": ("begin", "begin"),
+    "choosing a step": ("choose", "choose"),
+    "plan": ("plan", "plan"),
+    "write": ("write", "commit"),
+    "read": ("read", ""),
+    "commit": ("commit", "commit"),
+}
+"""The phases of the record: of a rank's own part of a step, and of the coordinator's decision."""
 
 _ALONE = Connections(None, 0, [0])  # Those of a process without other ranks.
 
@@ -141,7 +152,11 @@ class Group:
         every rank, and RankTimeoutError if a rank did not arrive within ``timeout_s``.
         """
         if self.size == 1:
-            return decide([own()])
+            mine, deciding = _RECORDED.get(activity, ("", ""))
+            with records.phase(mine):
+                value = own()
+            with records.phase(deciding):
+                return decide([value])
         with self.call(timeout_s) as call:
             try:
                 return call.all_reduce(activity, own, decide)
@@ -178,6 +193,13 @@ class Call:
         self._shared_error: BaseException | None = None  # Every rank raises this one or its equal.
         # The jobs of this rank; ``None`` before the first step.
         self._jobs: Jobs[Cancellable] | None = None
+        # On the coordinator: the exchange that it waits in, and the ranks that were too late.
+        self._awaited: tuple[int, str, float] | None = None
+        self._late: tuple[str, list[int], float] | None = None
+        self.record = records.current_record()
+        """The record of the save or load that this call is part of, if there is one."""
+        if self.record is not None:
+            self.record.joined(self)
 
     def __enter__(self) -> Call:
         return self
@@ -191,9 +213,29 @@ class Call:
         """Makes :func:`current_call` return this call within the block."""
         token = _current.set(self)
         try:
-            yield
+            with contextlib.nullcontext() if self.record is None else self.record.current():
+                yield
         finally:
             _current.reset(token)
+
+    # ---- The record ----
+
+    def heard(self) -> list[records.Heard]:
+        """Returns what other ranks have recorded and sent since the last time."""
+        relay = self.group.connections.current
+        return [] if relay is None else relay.take_heard(self.number)
+
+    def late(self) -> tuple[str, list[int], float] | None:
+        """Returns the phase that other ranks have not finished, these ranks, and its begin."""
+        relay, awaited, late = self.group.connections.current, self._awaited, self._late
+        if relay is not None and awaited is not None:
+            exchange, phase, begin = awaited
+            late = phase, relay.late(self.number, exchange), begin
+        if late is None:
+            return None
+        phase, ranks, begin = late
+        name, _ = _RECORDED.get(_STEPS.get(phase, phase), ("", ""))
+        return (name, ranks, begin) if name else None
 
     # ---- DCP's collectives ----
 
@@ -315,7 +357,13 @@ class Call:
             return answer if isinstance(answer, bytes) else answer[0]
         with self._sharing_errors():
             relay = group.connections.relay(phase, self.timeout_s)
-            own = Contribution(self.timeout_s, time.monotonic(), contribution, is_error)
+            events = b""
+            if self.record is not None and not group.is_coordinator:
+                events = self.record.recorder.take()
+            begin = time.monotonic()
+            own = Contribution(self.timeout_s, begin, contribution, is_error, events)
+            if group.is_coordinator:
+                self._awaited = number, phase, begin
             future = relay.submit(relay.begin, self.number, number, phase, own)
 
             def awaited() -> str:
@@ -324,7 +372,13 @@ class Call:
                 late = relay.late(self.number, number)
                 return f"other ranks: {listed_ranks(late)} still {phase}" if late else "no rank"
 
-            received = result_of(future, awaited, is_named=group.is_coordinator)
+            try:
+                received = result_of(future, awaited, is_named=group.is_coordinator)
+            except RankTimeoutError as error:
+                self._late = (phase, list(error.ranks), begin) if group.is_coordinator else None
+                raise
+            finally:
+                self._awaited = None
         if not group.is_coordinator:
             return received
         values = decide(received)
@@ -375,8 +429,9 @@ class Call:
         scatters: bool,
     ) -> Any:
         phase = _PHASES.get(step, step)
+        mine, _ = _RECORDED.get(step, ("", ""))
         with self._working(phase):
-            own_value: Any = _attempted(own)
+            own_value: Any = _attempted(own, mine)
         if self.group.size == 1:
             outcome = self._outcome(step, [own_value], reduce, scatters)
             if isinstance(outcome, CheckpointException):
@@ -426,8 +481,9 @@ class Call:
         failures = {r: value for r, value in enumerate(values) if _is_wrapped_exception(value)}
         if not failures:
             self._is_deciding = True
+            _, deciding = _RECORDED.get(step, ("", ""))
             with self.current():
-                result = _attempted(lambda: reduce(values))
+                result = _attempted(lambda: reduce(values), deciding)
             self._is_deciding = False
             if not _is_wrapped_exception(result):
                 if not scatters or len(result) == self.group.size:
@@ -502,9 +558,13 @@ def group_of(
     return group
 
 
-def _attempted(function: Callable[[], Any]) -> Any:
-    """Returns the function's result, or its error in the form in which DCP sends errors."""
+def _attempted(function: Callable[[], Any], phase: str) -> Any:
+    """Returns the function's result, or its error in the form in which DCP sends errors.
+
+    The record has it as this phase, if that is not empty.
+    """
     try:
-        return function()
+        with records.phase(phase):
+            return function()
     except BaseException as error:
         return _wrap_exception(error)

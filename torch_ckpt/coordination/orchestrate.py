@@ -40,6 +40,8 @@ _MAX_FRAMES = 8  # Between a method of a writer or reader, and the function that
 class PlanUnknownError(CheckpointError):
     """Ranks refer to a cached plan that the coordinator does not have. All ranks must replan."""
 
+    is_recorded = False  # The save goes on.
+
 
 _replanning: ContextVar[bool] = ContextVar("torch_ckpt_replanning", default=False)
 

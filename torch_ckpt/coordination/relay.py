@@ -42,6 +42,7 @@ from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.loop import Loop, settle
 from torch_ckpt.coordination.peer import Message, Peer
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
+from torch_ckpt.records.record import Heard
 
 __all__ = ["COMMITTING", "WRITING", "Relay"]
 
@@ -96,6 +97,14 @@ class Relay(Loop):
         state = None if call is None else call.exchanges.get(exchange)
         arrived = set() if state is None else set(state.contributions)
         return [name for rank, name in enumerate(self.names) if rank not in arrived]
+
+    def take_heard(self, number: int) -> list[Heard]:
+        """Returns what ranks have recorded and sent with a call. Called by the coordinator."""
+        call = self.calls.get(number)
+        if call is None:
+            return []
+        heard, call.heard = call.heard, []
+        return heard
 
     def error(self, number: int) -> Exception | None:
         """Returns the error of a failed call; ``None`` if it has not failed."""
@@ -291,6 +300,12 @@ class Relay(Loop):
 
     def _add(self, call: CallState, state: ExchangeState, contributions: dict[int, Any]) -> None:
         state.add(contributions)
+        if self._parent is None:
+            call.heard += [
+                Heard(self.names[rank], own.arrived, own.events)
+                for rank, own in contributions.items()
+                if own.events
+            ]
         is_complete = state.count >= self._size_below
         if self._parent is not None:
             if is_complete or any(own.is_error for own in contributions.values()):

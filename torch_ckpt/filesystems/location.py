@@ -239,7 +239,7 @@ class Location:
         try:
             return self.exists()
         except StorageError as error:
-            return error.errno != errno.EISDIR
+            return error.errno not in (errno.EISDIR, errno.ENOTDIR)
 
     def is_directory(self) -> bool:
         """Returns whether the location is a directory."""
@@ -307,6 +307,17 @@ class Location:
         except BaseException:
             pending.discard()
             raise
+
+    def append(self, contents: bytes) -> None:
+        """Appends to a file on this machine's file systems, which is created if it is missing.
+
+        A last line without an end is ended first. Not synced.
+        """
+        with Path(self.path).open("ab") as file:
+            end = file.tell()
+            if end and self.read_range(end - 1, 1)[1] != b"\n":
+                file.write(b"\n")
+            file.write(contents)
 
     def copy_to(self, target: Location) -> None:
         """Copies the file, durably. A failed copy may leave an incomplete file."""

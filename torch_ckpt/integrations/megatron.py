@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import secrets
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
@@ -31,7 +33,12 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import is_index
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.integrations.megatron_queues import QueuedSave, async_modules, poll_threads
+from torch_ckpt.integrations.megatron_queues import (
+    QueuedSave,
+    async_modules,
+    or_megatrons_own,
+    poll_threads,
+)
 from torch_ckpt.integrations.megatron_values import ShardedValues, values_to_save
 from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions, Verification
@@ -456,7 +463,8 @@ def replaced_strategies(
     """Makes Megatron's own strategies save and load as those of this package, within the context.
 
     Subclasses work as before. The ranks of Megatron's data-parallel group load together, if it is
-    initialized.
+    initialized. Where nvidia-resiliency-ext is missing, asynchronous saves that ask for it use
+    Megatron's own queue.
     """
     savers: weakref.WeakKeyDictionary[Any, FastSaveStrategy] = weakref.WeakKeyDictionary()
     loaders: weakref.WeakKeyDictionary[Any, FastLoadStrategy] = weakref.WeakKeyDictionary()
@@ -500,6 +508,11 @@ def replaced_strategies(
             stack.enter_context(replaced(TorchDistSaveShardedStrategy, name, saver))
         for name in ("load", "remove_sharded_tensors"):
             stack.enter_context(replaced(TorchDistLoadShardedStrategy, name, loader))
+        if find := getattr(torch_dist, "get_async_strategy", None):
+            ours = or_megatrons_own(find)
+            for module in list(sys.modules.values()):  # Those that have imported its name as well.
+                if getattr(module, "__dict__", {}).get("get_async_strategy") is find:
+                    stack.enter_context(replacing(module, "get_async_strategy", ours))
         yield
 
 

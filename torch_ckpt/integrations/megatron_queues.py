@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["QueuedSave", "async_modules", "poll_threads"]
+__all__ = ["QueuedSave", "async_modules", "or_megatrons_own", "poll_threads"]
 
 
 class QueuedSave:
@@ -28,7 +29,7 @@ def async_modules(async_strategy: str) -> dict[str, Any]:
     """Returns the classes of a queue, as Megatron's ``get_async_strategy`` does."""
     find = getattr(torch_dist, "get_async_strategy", None)
     if find is not None:
-        return cast(dict[str, Any], find(async_strategy)[1])
+        return cast(dict[str, Any], or_megatrons_own(find)(async_strategy)[1])
     homes = {
         "mcore": "megatron.core.dist_checkpointing.strategies.async_utils",
         "nvrx": "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
@@ -36,6 +37,22 @@ def async_modules(async_strategy: str) -> dict[str, Any]:
     if async_strategy not in homes:
         raise ValueError(f"{async_strategy=} is not one of {', '.join(homes)}")
     return vars(importlib.import_module(homes[async_strategy]))
+
+
+def or_megatrons_own(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a ``get_async_strategy`` that needs no nvidia-resiliency-ext.
+
+    Where that package is missing, the queue can only be Megatron's, whatever name was asked for.
+    """
+
+    @functools.wraps(find)
+    def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> Any:
+        try:
+            return find(async_strategy, module)
+        except ImportError:
+            return find("mcore", module)
+
+    return get_async_strategy
 
 
 def poll_threads(queue: Any) -> None:

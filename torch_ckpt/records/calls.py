@@ -141,18 +141,27 @@ class Call:
 
     @cached_property
     def blocked_s(self) -> float:
-        """Seconds in which training stood still, on the rank where they were most."""
-        spans: dict[int, list[tuple[float, float]]] = {}
-        for event in self.events:
-            if not event.details.get("background"):
-                spans.setdefault(event.rank, []).append((event.start, event.end))
-        return max(map(_union, spans.values()), default=0.0)
+        """Seconds in which training stood still, on the rank where they were most.
+
+        A rank also stands still between its phases, where it waits for others.
+        """
+        ends: dict[int, float] = {}
+        begins: dict[int, float] = {}
+        for event in sorted(self.events, key=lambda event: event.start):
+            if not event.details.get("background") and event.phase != "message":
+                begins.setdefault(event.rank, event.start)
+                ends[event.rank] = max(ends.get(event.rank, event.end), event.end)
+        return max((ends[rank] - begins[rank] for rank in ends), default=0.0)
 
     @cached_property
     def nbytes(self) -> float:
-        """Bytes that all ranks wrote or read."""
-        events = (event for event in self.events if event.phase != AFTERWARDS)
-        return sum(number_of(event, "bytes") or 0 for event in events)
+        """Bytes that all ranks wrote or read; that they copied, if the agent writes."""
+
+        def moved(*phases: str) -> float:
+            events = (event for event in self.events if event.phase in phases)
+            return sum(number_of(event, "bytes") or 0 for event in events)
+
+        return moved("write", "read", "persist") or moved("stage")
 
     @property
     def rate(self) -> float | None:
@@ -190,15 +199,6 @@ class Call:
         if min(part.start for part in parts) >= self.start + self.seconds:
             return None
         return min(max(part.seconds for part in parts) / self.seconds, 1.0)
-
-
-def _union(spans: list[tuple[float, float]]) -> float:
-    """Returns the length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(end - max(start, reached), 0.0)
-        reached = max(reached, end)
-    return total
 
 
 def calls_of(events: Iterable[Event]) -> list[Call]:

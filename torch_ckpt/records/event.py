@@ -63,9 +63,13 @@ class Event:
 
     def line(self) -> str:
         """Returns the event as one line of JSON."""
-        named = {name: getattr(self, name) for name in _NAMES}
-        named["start"], named["end"] = round(self.start, 6), round(self.end, 6)
-        return json.dumps({**named, **self.details}, separators=(",", ":")) + "\n"
+        # Not all by `json.dumps`: the first rank of thousands writes a line for each phase of each.
+        details = _encoded(self.details)[1:-1]
+        return (
+            f'{{"call":"{self.call}","kind":"{self.kind}","step":{json.dumps(self.step)},'
+            f'"rank":{self.rank},"host":{json.dumps(self.host)},"phase":"{self.phase}",'
+            f'"start":{self.start:.6f},"end":{self.end:.6f}{"," if details else ""}{details}}}\n'
+        )
 
     @classmethod
     def of_line(cls, line: str | bytes) -> Event:
@@ -77,5 +81,7 @@ class Event:
             raise ValueError(f"not the line of an event: {error}") from None
         return cls(**named, details=values)
 
+
+_encoded = json.JSONEncoder(separators=(",", ":")).encode
 
 _NAMES = ("call", "kind", "step", "rank", "host", "phase", "start", "end")

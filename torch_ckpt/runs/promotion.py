@@ -28,6 +28,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, has_checkpoint
+from torch_ckpt.records.record import Recorder, note, phase
 from torch_ckpt.runs.failures import OnFailure, storage_failure
 from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
 from torch_ckpt.runs.retention import Retention
@@ -117,6 +118,7 @@ class Promotion:
         self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
         self._on_failure, self._most = on_failure, most
         self._open_copy: Callable[..., CheckpointCopy] = CheckpointCopy
+        self._recorder: Recorder | None = None
         self._changed = threading.Condition()
         self._steps = PromotionSteps(retention, self._local_value, is_alone=is_alone)
         self._is_requested = False
@@ -157,12 +159,16 @@ class Promotion:
             )
         self._steps.pass_over(other.union([] if whole is None else set(local).difference(whole)))
 
-    def start(self, open_copy: Callable[..., CheckpointCopy] = CheckpointCopy) -> None:
+    def start(
+        self,
+        open_copy: Callable[..., CheckpointCopy] = CheckpointCopy,
+        recorder: Recorder | None = None,
+    ) -> None:
         """Promotes the steps that a former process has left in the local directory.
 
         ``open_copy`` returns the copy of a step, with the arguments of :class:`CheckpointCopy`.
         """
-        self._open_copy = open_copy
+        self._open_copy, self._recorder = open_copy, recorder
         if self._is_alone and committed_steps(self._local.directory):
             self._request()
 
@@ -377,7 +383,9 @@ class Promotion:
         for disk in (self._local, self._run):
             self._check_id(disk.directory)
         try:
-            if not self._copy(attempt):
+            with self._recording(step):
+                is_committed = self._copy(attempt)
+            if not is_committed:
                 return
         except (CorruptionError, NotFoundError) as error:
             is_gone = not has_checkpoint(self._local.path(step))
@@ -404,6 +412,19 @@ class Promotion:
             self._attempt = None
         self._remove_old()
 
+    @contextlib.contextmanager
+    def _recording(self, step: int) -> Iterator[None]:
+        """Records the block as the promotion of a step."""
+        if self._recorder is None:
+            yield
+            return
+        record = self._recorder.save_of(step)
+        try:
+            with record.current(), phase("promote"):
+                yield
+        finally:
+            record.end()
+
     def _copy(self, attempt: _Attempt) -> bool:
         """Copies a step; returns whether it is committed in the directory of the run.
 
@@ -424,6 +445,7 @@ class Promotion:
         if copy.is_done:
             return True
         copy.copy_files()
+        note(bytes=copy.read_nbytes)
         if not self._commits:
             with self._changed:
                 if not attempt.is_stopped:

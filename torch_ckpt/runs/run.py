@@ -20,6 +20,8 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.records.event_log import EventLog
+from torch_ckpt.records.record import Recorder
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.failures import Failures, OnFailure
 from torch_ckpt.runs.last_saves import LastSaves
@@ -97,6 +99,7 @@ class Run(LastSaves):
         writer: Arguments for the :class:`FastWriter` of all saves. An agent uses only
             ``sync_files`` and, unless it has options of its own, ``check_replicas``.
         reader: Arguments for each :class:`FastReader`.
+        record: Whether ``events.jsonl`` records saves and loads, for ``torch-ckpt report``.
 
     Raises:
         CheckpointError: The agent cannot be started; see :class:`SnapshotAgent`.
@@ -138,6 +141,7 @@ class Run(LastSaves):
         agent: bool | AgentOptions = False,
         writer: dict[str, Any] | None = None,
         reader: dict[str, Any] | None = None,
+        record: bool = True,
     ) -> None:
         self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
         """Which steps remain after a save."""
@@ -174,6 +178,9 @@ class Run(LastSaves):
                     path, group=self._group, places=places, timeout_s=timeout_s, reader=reader
                 )
             self._disks.insert(0, local_steps)  # Saves go to the first.
+        self._log = EventLog(self._location) if record and self._group.is_coordinator else None
+        rank = self._group.names[self._group.rank]
+        self._recorder = Recorder(rank, self._log) if record else None
         self._writer = writer_to(path, places, writer or {})
         self._promotion = None
         if local is not None:
@@ -221,11 +228,13 @@ class Run(LastSaves):
             clock=self._schedule.clock,
             timeout_s=timeout_s,
             reuses=reuse == "auto",
+            recorder=self._recorder,
         )
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
         if self._promotion is not None:
             backend = self._backend
-            self._promotion.start(CheckpointCopy if backend is None else backend.copy)
+            copy = CheckpointCopy if backend is None else backend.copy
+            self._promotion.start(copy, self._recorder)
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -338,29 +347,30 @@ class Run(LastSaves):
         begin = time.monotonic()
         self._boundary.step_ended(step)
         self._schedule.attempted(step)
-        if self.asynchronous and self.on_busy != "wait" and self._is_coordinator_busy():
+        if self.asynchronous and self.on_busy != "wait" and self._saves.is_coordinator_busy():
             if self.on_busy == "error":
                 raise CheckpointError(f"step {step} was not saved: another save is in progress")
             self.skipped += 1
             return False
         self._check_open()
-        stored = metrics if persist else None
-        files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
-        if files is None:
-            return False
-        try:
-            failure = None  # That of this rank, which the others do not know yet.
-            if self.asynchronous:
-                failure = self._saves.save_in_background(step, state, files, persist=persist)
-            else:
-                self._saves.save_now(step, state, files, self.timeout_s)
-            own = self._schedule.own_interval(step, time.monotonic() - begin)
-            self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
-        except (CheckpointError, CheckpointException) as error:
-            self._failures.add(error, warns=self._group.is_coordinator)
-            return False
-        self._failures.ended(in_background=self.asynchronous)
-        return True
+        with self._saves.recording("save", step):
+            stored = metrics if persist else None
+            files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
+            if files is None:
+                return False
+            try:
+                failure = None  # That of this rank, which the others do not know yet.
+                if self.asynchronous:
+                    failure = self._saves.save_in_background(step, state, files, persist=persist)
+                else:
+                    self._saves.save_now(step, state, files, self.timeout_s)
+                own = self._schedule.own_interval(step, time.monotonic() - begin)
+                self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
+            except (CheckpointError, CheckpointException) as error:
+                self._failures.add(error, warns=self._group.is_coordinator)
+                return False
+            self._failures.ended(in_background=self.asynchronous)
+            return True
 
     @exclusive("wait for the background save")
     def wait(self, *, promoted: bool = False) -> None:
@@ -383,13 +393,14 @@ class Run(LastSaves):
 
     @exclusive("choose a step")
     def latest_step(self) -> int | None:
-        """Returns the newest whole step; ``None`` if there is none.
+        """Returns the newest whole step; ``None`` if none was committed.
 
         The method first waits for the background save. The first rank then checks the steps from
         the newest on, as ``verify`` requires. It warns of each committed step that is damaged.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
+            CorruptionError: Steps were committed, and none is whole. Training must not start over.
             StorageError: The directory cannot be read.
             RankTimeoutError: A rank was late, stuck or gone.
         """
@@ -478,11 +489,14 @@ class Run(LastSaves):
         self._saves.set_base(None)  # Until a step has proved sound.
         then = functools.partial(self._saves.branches.restored, is_given=step is not None)
         found: int | None
-        if step is None:
-            found = self._tiers.restore(state, strict, first=self._saves.settle, then=then)
-        else:
-            first = functools.partial(self._settled, step)
-            found = self._tiers.restore_step(step, state, strict, first=first, then=then)
+        with self._saves.recording("load", step) as record:
+            if step is None:
+                found = self._tiers.restore(state, strict, first=self._saves.settle, then=then)
+            else:
+                first = functools.partial(self._saves.settled, step)
+                found = self._tiers.restore_step(step, state, strict, first=first, then=then)
+            if record is not None:
+                record.step = found
         self._saves.set_base(found)
         if found is not None:
             self._boundary.restored(found)
@@ -545,6 +559,8 @@ class Run(LastSaves):
                     self._closed = True
                     if backend is not None:
                         backend.close()
+                    if self._log is not None:
+                        self._log.close()
 
     def __enter__(self) -> Run:
         return self
@@ -582,13 +598,3 @@ class Run(LastSaves):
         """Returns the coordinator's decision on every rank; see :meth:`Group.decide`."""
         self._check_open()
         return self._group.decide(what, own, decide, timeout_s=timeout_s or self.timeout_s)
-
-    def _is_coordinator_busy(self) -> bool:
-        """Returns whether the previous save is in progress on the coordinator, the last to end."""
-        return self._decide(
-            "checking the last save", lambda: self._saves.is_busy, lambda busy: busy[0]
-        )
-
-    def _settled(self, step: int) -> int:
-        self._saves.settle()
-        return step

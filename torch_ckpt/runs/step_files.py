@@ -55,6 +55,7 @@ SMALL_FILES = frozenset({_METRICS, BRANCH})
 _RENEW_S = 60.0
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_MODEL = "model.safetensors.index.json"
 _LEASE = re.compile(r"\.lease-(0|[1-9][0-9]*)-[0-9a-f]+")
 _DATA_OF_COORDINATOR = re.compile(r"__0_\d+_([0-9a-f]{16})\.distcp")  # Its id is the index's.
 # Stock DCP's pending metadata has no id.
@@ -91,6 +92,8 @@ def what_is_missing(step: Location) -> str:
         return ""
     if prefixes_among(names) or any(_REMAINS.fullmatch(name) for name in names):
         return ""
+    if _MODEL in names:  # A training may export its last step.
+        return f"{step} has a model of Hugging Face, and no checkpoint"
     others = [name for name in names if name not in SMALL_FILES and not name.startswith(PENDING)]
     if not others:
         return ""

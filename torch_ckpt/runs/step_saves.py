@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.records.record import Record, Recorder, current_record
 from torch_ckpt.runs.background.agent import AgentBackend
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
@@ -40,6 +41,7 @@ from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps, metrics_file, write_small_files
 from torch_ckpt.runs.step_tiers import common_step
+from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["Reuse", "StepSaves"]
@@ -80,12 +82,14 @@ class StepSaves:
         clock: CostClock,
         timeout_s: float,
         reuses: bool,
+        recorder: Recorder | None,
     ) -> None:
         self._disks, self._disk = disks, disks[0]
         self._group, self._process_group = group, process_group
         self._writer, self._backend, self._retention = writer, backend, retention
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
         self._failures, self._promotion = failures, promotion
+        self._recorder = recorder
         self._is_at_several_places = places.are_several
         self.saved = 0
         self._reuses = reuses
@@ -100,6 +104,20 @@ class StepSaves:
         """Whether the background save of this rank is in progress."""
         return self._pending is not None and self._pending.is_in_progress
 
+    @contextlib.contextmanager
+    def recording(self, kind: str, step: int | None) -> Iterator[Record | None]:
+        """Records the block, and the save that begins there, as a save or load of a step."""
+        if self._recorder is None:
+            yield None
+            return
+        record = self._recorder.record(kind, step)
+        with record.current():
+            try:
+                yield record
+            finally:
+                if self._pending is None or self._pending.step != step:
+                    record.end()
+
     def settle(self, timeout_s: float | None = None) -> None:
         """Waits for the background save, and reports its outcome.
 
@@ -109,7 +127,9 @@ class StepSaves:
         if pending is None:
             return
         try:
-            self._clock.background_save_ended(pending.settle(timeout_s or self._timeout_s))
+            with self._bar(pending.step):
+                seconds = pending.settle(timeout_s or self._timeout_s)
+            self._clock.background_save_ended(seconds)
         except CheckpointError:
             self._boundary.stored = None
             if not pending.is_in_progress:
@@ -120,6 +140,17 @@ class StepSaves:
         finally:
             if not pending.is_in_progress:
                 self._pending = None
+
+    @contextlib.contextmanager
+    def _bar(self, step: int) -> Iterator[None]:
+        """Shows on the first rank how far the background save is, while the block waits for it."""
+        if not self._group.is_coordinator:
+            yield
+            return
+        written = self._writer.written_nbytes
+        total, done = (lambda: written()[1]), (lambda: written()[0])
+        with progress_bar("saving", self._disk.path(step), total, done):
+            yield
 
     def begin(
         self,
@@ -257,6 +288,8 @@ class StepSaves:
         is_stored = persist or not self._backend.can_stay_in_memory
         then = functools.partial(self._committed, step, files) if is_stored else lambda: None
         self._pending = BackgroundSave(step, future, then)
+        if (record := current_record()) is not None:
+            future.add_done_callback(lambda _: record.end())
         return None
 
     def agreed_interval(self, interval: int, failure: BaseException | None) -> int:
@@ -406,15 +439,23 @@ class StepSaves:
         if promotion is not None:
             promotion.cancel()
 
+    def settled(self, step: int) -> int:
+        """Waits for the background save, and returns the step."""
+        self.settle()
+        return step
+
+    def is_coordinator_busy(self) -> bool:
+        """Returns whether the previous save is in progress on the coordinator, the last to end."""
+        what = "checking the last save"
+        return self._group.decide(
+            what, lambda: self.is_busy, lambda busy: busy[0], timeout_s=self._timeout_s
+        )
+
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
         timeout_s = self._timeout_s
         # The local directory last: otherwise its steps would be promoted again.
         directories = [disk.directory for disk in reversed(self._disks)]
-
-        def own() -> int:
-            self.settle()
-            return step
 
         def check(steps: list[int]) -> None:
             steps_after(directories, common_step(steps), self._disk.check)
@@ -435,6 +476,7 @@ class StepSaves:
                 with self._promotion.discarding_after(step):
                     discard_after([self._disk.directory], step)
 
+        own = functools.partial(self.settled, step)
         self._group.decide("discarding steps", own, check, timeout_s=timeout_s)
         # From memory first: an agent must not write a step whose directory was removed.
         self._boundary.went_back(step)

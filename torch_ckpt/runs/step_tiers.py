@@ -93,16 +93,11 @@ class StepTiers:
         self._timeout_s, self._directory = timeout_s, directory
 
     def latest(self, *, first: Callable[[], None]) -> int | None:
-        """Returns the newest whole step, equal on all ranks; ``None`` if there is none.
+        """Returns the newest whole step, equal on all ranks; ``None`` if none was committed.
 
-        ``first`` is called on each rank before.
+        ``first`` is called on each rank before. Raises CorruptionError if none is whole.
         """
-        found = self._group.decide(
-            "finding the latest step",
-            lambda: self._own_reports(first),
-            lambda answers: self._newest(None, [reports for _, reports in answers]),
-            timeout_s=self._timeout_s,
-        )
+        found = self._choose_older(None, first)
         return None if found is None else found[0]
 
     def restore(

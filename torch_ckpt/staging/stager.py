@@ -25,6 +25,7 @@ from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.cgroups import memory_limit
 from torch_ckpt.planning.replicas import ranks_per_node
 from torch_ckpt.process_state import PROCESS
+from torch_ckpt.records.record import note
 from torch_ckpt.staging.copied_state import CopiedState
 from torch_ckpt.staging.memory_runs import (
     CopiedTensor,
@@ -324,6 +325,7 @@ class SnapshotStager:
         placed.copy_all(snapshot, self._devices)
         seconds = time.monotonic() - begin
         _LOG.debug("%s: copied %d bytes in %.3f s", staged.name, placed.copied_nbytes, seconds)
+        note(bytes=placed.copied_nbytes)
         copied.build_wrappers()
 
     def _copy_in_background(

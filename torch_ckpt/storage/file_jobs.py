@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch_ckpt._core import _native
 from torch_ckpt.coordination.jobs import Jobs
@@ -35,6 +35,14 @@ class FileJobs(Jobs[_native.FileJob]):
     def done_nbytes(self) -> int:
         """Returns the number of bytes that were handed to the disk so far."""
         return sum(job.done_nbytes for job in self._jobs)
+
+    def details(self, threads: int) -> dict[str, Any]:
+        """Returns what the record says of these jobs, which ``threads`` threads ran."""
+        return {
+            "bytes": self.done_nbytes(),
+            "requests": sum(job.requests for job in self._jobs),
+            "waited": sum(job.waited_s for job in self._jobs) / threads,
+        }
 
 
 def in_threads(work: Callable[[int], T], count: int, jobs: FileJobs) -> list[T]:

@@ -91,11 +91,15 @@ def progress_bar(
             return
         from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
-        total = nbytes()
+        total = nbytes() or None  # The agent does not say how many.
+
+        def done() -> int:
+            return min(done_nbytes(), total or 0)
+
         with tqdm(total=total, desc=f"{doing} {path}", unit="B", unit_scale=True) as bar:
             while not ended.wait(_BAR_INTERVAL_S):
-                bar.update(min(done_nbytes(), total) - bar.n)
-            bar.update(min(done_nbytes(), total) - bar.n)
+                bar.update(done() - bar.n)
+            bar.update(done() - bar.n)
 
     thread = threading.Thread(target=show, name="torch_ckpt-progress", daemon=True)
     thread.start()

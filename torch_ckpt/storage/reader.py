@@ -36,6 +36,7 @@ from torch_ckpt.formats.rules import Rules
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.dtensor_boxes import load_plan_in_boxes
 from torch_ckpt.planning.load_planner import LocalReads, PlannedReads, keeps_reads
+from torch_ckpt.records.record import note
 from torch_ckpt.storage.exchange import (
     Assigned,
     ExchangeMode,
@@ -405,6 +406,10 @@ class FastReader(StorageReader):
                 bar = progress_bar("loading", self.location, load.wanted_nbytes, load.loaded_nbytes)
                 stack.enter_context(bar)
             load.run(planner, exchange)
+            note(bytes=load.loaded_nbytes())
+            note(requests=load.job.requests, waited=load.job.waited_s)
+            if exchange is not None:
+                note(requests=exchange.requests, waited=exchange.waited_s)
         self._log_loaded(load.loaded_nbytes(), exchange)
         future: Future[None] = Future()
         future.set_result(None)

@@ -41,10 +41,12 @@ _BATCH_NBYTES = 32 << 20
 class BaseFile:
     """A file of the base, before it was compared.
 
-    ``mark`` differs for a file that replaces this one, and is equal on all machines.
+    ``path`` is the text of a location, which messages between ranks must not contain: to build one
+    may connect to a store. ``mark`` differs for a file that replaces this one, and is equal on all
+    machines.
     """
 
-    path: Location
+    path: str
     nbytes: int
     mark: object
     fqns: frozenset[str]
@@ -100,7 +102,7 @@ def _compare(
     for fqn, name in file_of.items():
         fqns_of.setdefault(name, set()).add(fqn)
     files = [
-        BaseFile(path, *facts, frozenset(fqns))
+        BaseFile(str(path), *facts, frozenset(fqns))
         for path, fqns in ((base / name, fqns_of[name]) for name in sorted(fqns_of))
         if (facts := _facts_of(path)) is not None
     ]
@@ -223,7 +225,7 @@ def group_by_base(
         group = [left[fqn] for fqn in sorted(fqns)]
         own = {name: first for name, first in omitted.items() if first in fqns}
         layout = ModelLayout.of(group, max_shard_nbytes=max_shard_nbytes, omitted=own)
-        if len(layout.files) == 1 and _has_header(file.path, layout):
+        if len(layout.files) == 1 and _has_header(Location(file.path), layout):
             groups.append(group)
             taken.append(file)
             left = {fqn: each for fqn, each in left.items() if fqn not in fqns}
@@ -266,7 +268,7 @@ def take_files(
     for number, (file, name) in enumerate(zip(taken, names, strict=False)):
         target = directory / name
         target.discard()
-        if link_file(file.path, target, file.nbytes, sync=sync):
+        if link_file(Location(file.path), target, file.nbytes, sync=sync):
             if _facts_of(target) == (file.nbytes, file.mark):
                 continue
             target.discard()

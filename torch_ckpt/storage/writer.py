@@ -57,6 +57,7 @@ from torch_ckpt.planning.replicas import (
     share_out,
 )
 from torch_ckpt.planning.value_digests import THREADS, has_other_ranks
+from torch_ckpt.records.record import note
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
@@ -190,13 +191,14 @@ class FastWriter(DirectoryWriter):
         self._writing = threading.Lock()
         self._ranks = 0  # Number of ranks that save together; 0 except on the coordinator.
         self._pools: list[_native.BufferPool] = []
+        self._jobs: tuple[FileJobs, int] | None = None  # Of the last save, and bytes to write.
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
         self._phases = Phases("planning")
         self._numbers: dict[str, int] = {}  # Prefix -> number of its last file.
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
-        native = dict.fromkeys(("_plan", "_writing", "_pending", "_hidden", "_created"))
+        native = dict.fromkeys(("_plan", "_writing", "_pending", "_hidden", "_created", "_jobs"))
         return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -335,6 +337,11 @@ class FastWriter(DirectoryWriter):
             future.set_result(self._write(plan, planner))
         return future
 
+    def written_nbytes(self) -> tuple[int, int]:
+        """Returns the bytes that this rank has written of its last save, and those in all."""
+        jobs = self._jobs
+        return (0, 0) if jobs is None else (jobs[0].done_nbytes(), jobs[1])
+
     @contextlib.contextmanager
     def _progress(self, nbytes: int) -> Iterator[FileJobs]:
         """Shows a progress bar on the first rank, unless the save is in the background.
@@ -343,6 +350,7 @@ class FastWriter(DirectoryWriter):
         """
         call = current_call()
         jobs = FileJobs(None if call is None else call.cancel_on_failure)
+        self._jobs = jobs, nbytes
         if not is_first(self._ranks) or self._staged is not None:
             yield jobs
             return
@@ -367,6 +375,7 @@ class FastWriter(DirectoryWriter):
                 results += taken.results
                 files = self._files_of(taken.groups, prefix)
                 results += self._write_files(files, nbytes, planner, finished, jobs)
+            note(**jobs.details(max(min(self.thread_count, len(finished)), 1)), mode=self._mode())
             if finished and self.sync_files:
                 self._write_directory.sync()
         except BaseException as error:
@@ -391,6 +400,12 @@ class FastWriter(DirectoryWriter):
             threads=1 if is_background else THREADS,
             niceness=self._niceness,
         )
+
+    def _mode(self) -> str:
+        """Returns how files are written, for the record."""
+        if not self.location.file_system.writes_at_offsets:
+            return "store"
+        return "direct" if self.io_mode is not None and self.io_mode.direct else "buffered"
 
     def _next_name(self, prefix: str) -> str:
         number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1

@@ -284,6 +284,18 @@ void ExchangeStream::release(int64_t piece) {
   changed_.notify_all();
 }
 
+int64_t ExchangeStream::requests() const {
+  int64_t requests = 0;
+  for (const auto& reader : readers_) requests += reader->requests();
+  return requests;
+}
+
+double ExchangeStream::waited_s() const {
+  double waited_s = 0;
+  for (const auto& reader : readers_) waited_s += reader->waited_s();
+  return readers_.empty() ? 0 : waited_s / static_cast<double>(readers_.size());
+}
+
 // Reads this rank's pieces as they get room. Several readers share the queue.
 Status ExchangeStream::read_all(ReadStream& reader) {
   while (true) {

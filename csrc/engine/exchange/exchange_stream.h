@@ -69,6 +69,11 @@ class ExchangeStream {
   // Releases the peers and all memory. Requires: no `run`, now or later.
   void close();
 
+  // Requests of all runs, and the seconds for which a reader, on average, did nothing but wait for
+  // them. Any thread may call them.
+  int64_t requests() const;
+  double waited_s() const;
+
   // Ends the current or a later `run` with this error. Safe to call from any thread.
   void fail(const Status& error);
 

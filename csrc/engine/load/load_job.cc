@@ -143,6 +143,10 @@ Result<LoadResult> LoadJob::run(std::span<const TensorRequest> tensors,
 
 void LoadJob::cancel() { state_->stream->cancel(); }
 
+int64_t LoadJob::requests() const { return state_->stream->requests(); }
+
+double LoadJob::waited_s() const { return state_->stream->waited_s(); }
+
 int64_t LoadJob::loaded_nbytes() const {
   return state_->loaded_nbytes.load(std::memory_order_relaxed);
 }

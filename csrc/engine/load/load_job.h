@@ -87,6 +87,11 @@ class LoadJob {
   // Number of bytes that all runs have loaded so far. Any thread may call it.
   int64_t loaded_nbytes() const;
 
+  // Requests of all runs, except those of an exchange; see `ReadStream::waited_s`. Any thread may
+  // call them.
+  int64_t requests() const;
+  double waited_s() const;
+
  private:
   struct State;
   explicit LoadJob(std::unique_ptr<State> state);

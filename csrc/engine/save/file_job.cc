@@ -52,7 +52,7 @@ Status FileJob::submit(int64_t offset, MutableBytes memory, int block) {
                              .tag = in_place ? kInPlace : static_cast<uint64_t>(block)};
   if (in_place) ++in_place_;
   if (block == block_) block_ = kNoBlock;
-  queue_->submit({&request, 1});
+  counts_.submit(*queue_, request);
   submitted_nbytes_.fetch_add(ssize(memory), std::memory_order_relaxed);
   return ok_status();
 }
@@ -62,7 +62,7 @@ Status FileJob::wait_for_some() {
     return internal_error("cannot write ", path_, ": another job uses all buffers");
   }
   Status first;
-  for (const IoDone& done : queue_->wait()) {
+  for (const IoDone& done : counts_.wait(*queue_)) {
     if (done.tag == kInPlace) {
       --in_place_;
     } else if (done.tag != kSync) {
@@ -94,7 +94,7 @@ Status FileJob::complete(std::optional<int64_t> nbytes) {
                              .file = file_.get(),
                              .offset = nbytes.value_or(0),
                              .tag = kSync};
-  queue_->submit({&request, 1});
+  counts_.submit(*queue_, request);
   return wait_for_all();
 }
 

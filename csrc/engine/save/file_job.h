@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "io/buffer_pool.h"
 #include "io/file_system.h"
+#include "io/io_counts.h"
 
 namespace torch_ckpt {
 
@@ -53,6 +54,9 @@ class FileJob {
 
   // Number of bytes that were handed to the disk so far. Any thread may call it.
   int64_t submitted_nbytes() const { return submitted_nbytes_.load(std::memory_order_relaxed); }
+
+  // Any thread may call it.
+  const IoCounts& counts() const { return counts_; }
 
   int niceness() const { return options_.niceness; }
   const IoMode& mode() const { return mode_; }
@@ -99,7 +103,8 @@ class FileJob {
  private:
   IoMode mode_;
   std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: its destructor waits for writes.
-  int in_place_ = 0;                // Number of writes in flight from memory outside the pool.
+  IoCounts counts_;
+  int in_place_ = 0;  // Number of writes in flight from memory outside the pool.
   std::atomic<int64_t> submitted_nbytes_ = 0;
   std::atomic<bool> cancelled_ = false;
   Status status_;  // The first error.

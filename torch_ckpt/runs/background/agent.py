@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.records.record import current_record, phase
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.step_tiers import Tier
@@ -64,12 +66,17 @@ class AgentBackend:
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
     ) -> Future[Any]:
         """Begins to save a step to ``path``; without ``persist`` the step remains in memory."""
+        record = current_record()
 
         def begin_save() -> Future[Any]:
-            future = self._agent.async_save(
-                state, path, step=step, sync=self._sync, persist=persist
-            )
+            with phase("stage"):
+                future = self._agent.async_save(
+                    state, path, step=step, sync=self._sync, persist=persist
+                )
             assert future is not None  # The agent waits for a slot.
+            if persist and record is not None:
+                begin = time.monotonic()
+                future.add_done_callback(lambda _: record.add("persist", begin))
             return future
 
         if self._fallback is None:

@@ -1,0 +1,161 @@
+"""The file of a run's record: clocks, rotation, torn lines, stores."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waits import until
+
+from torch_ckpt import Run
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.records import event_log
+from torch_ckpt.records.event import Event
+from torch_ckpt.records.event_log import EventLog
+from torch_ckpt.records.reading import read_events
+from torch_ckpt.records.record import Heard, Record, Recorder
+
+AHEAD_S = 12_345.0  # By which the clock of the other machine is ahead.
+
+
+class Call:
+    """A call in which another rank, whose clock is ahead, has sent messages."""
+
+    number = 7
+
+    def __init__(self, messages: list[tuple[float, float, list[Any]]]) -> None:
+        self.messages = messages  # Sent and arrived by this clock, and phases by the other.
+
+    def heard(self) -> list[Heard]:
+        messages, self.messages = self.messages, []
+        return [
+            Heard(1, arrived, json.dumps(["other", sent + AHEAD_S, phases]).encode())
+            for sent, arrived, phases in messages
+        ]
+
+    def late(self) -> None:
+        return None
+
+
+def events_of(record: Record, path: Path) -> list[Event]:
+    return [Event.of_line(line) for line in record.recorder.lines(record).splitlines()]
+
+
+def test_events_of_other_machines_are_on_the_clock_of_the_first_rank(tmp_path: Path) -> None:
+    log = EventLog(Location(tmp_path))
+    record = Recorder(0, log).record("save", 5)
+    now = time.monotonic()
+    phase = [7, "write", now - 3 + AHEAD_S, now - 1 + AHEAD_S, {"bytes": 8}]
+    record.joined(Call([(now - 1.0, now - 0.999, [phase]), (now, now + 0.001, [])]))
+    (found,) = events_of(record, tmp_path)
+    assert (found.rank, found.host, found.phase, found.step) == (1, "other", "write", 5)
+    assert found.start == pytest.approx(time.time() - 3, abs=0.3)
+    assert found.seconds == pytest.approx(2, abs=1e-3)
+    log.close()
+
+
+def test_a_message_that_takes_longer_than_others_is_an_event(tmp_path: Path) -> None:
+    log = EventLog(Location(tmp_path))
+    record = Recorder(0, log).record("save", 5)
+    now = time.monotonic()
+    phase = [7, "write", now - 3 + AHEAD_S, now - 1 + AHEAD_S, {}]
+    record.joined(Call([(now - 9, now - 8.999, []), (now - 1, now + 2, [phase])]))
+    write, message = events_of(record, tmp_path)
+    assert write.phase == "write"
+    assert (message.phase, message.rank, message.details) == ("message", 1, {"of": "write"})
+    assert message.seconds == pytest.approx(3, abs=0.01)
+    assert message.start == pytest.approx(write.end, abs=0.01)
+    log.close()
+
+
+def test_what_arrives_after_the_end_is_of_its_own_save(tmp_path: Path) -> None:
+    log = EventLog(Location(tmp_path))
+    recorder = Recorder(0, log)
+    first, second = recorder.record("save", 5), recorder.record("save", 6)
+    first.joined(Call([]))
+    first.end()
+    now = time.monotonic()
+    later = Call([(now, now, [[7, "persist", now - 2 + AHEAD_S, now - 1 + AHEAD_S, {}]])])
+    later.number = 8
+    second.joined(later)
+    (found,) = events_of(second, tmp_path)
+    assert (found.call, found.step, found.phase) == (first.call, 5, "persist")
+    log.close()
+
+
+def line_of(number: int) -> str:
+    return Event("a-1", "save", number, 0, "here", "write", 1.0, 2.0).line()
+
+
+def steps_in(directory: Path) -> list[int | None]:
+    return [event.step for event in read_events(Location(directory))]
+
+
+def test_a_long_file_is_replaced_and_the_older_one_is_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "_LOCAL_NBYTES", 3 * len(line_of(1)))
+    log = EventLog(Location(tmp_path))
+    for number in range(1, 8):
+        log.put(lambda number=number: line_of(number))
+    log.close()
+    assert steps_in(tmp_path) == [4, 5, 6, 7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.1.jsonl", "events.jsonl"]
+
+
+def test_a_line_that_a_crash_has_torn_costs_no_other_line(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(line_of(1) + line_of(2)[:20])
+    log = EventLog(Location(tmp_path))
+    log.put(lambda: line_of(3))
+    log.close()
+    assert steps_in(tmp_path) == [1, 3]
+
+
+def test_nothing_is_made_where_there_is_no_run(tmp_path: Path) -> None:
+    with Run(tmp_path / "run") as run:
+        assert run.restore({}) is None
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_store_has_the_record_of_all_processes(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "_STORE_NBYTES", 3 * len(line_of(1)))
+    run = Location(f"{store_url}/run")
+    for numbers in ((1, 2), (3,), (4, 5)):
+        log = EventLog(run)
+        for number in numbers:
+            log.put(lambda number=number: line_of(number))
+        log.close()
+    assert [event.step for event in read_events(run)] == [1, 2, 3, 4, 5]
+    assert (run / "events.1.jsonl").is_file()
+
+
+def test_a_phase_that_lasts_long_is_written_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "_WATCH_S", 0.05)
+    monkeypatch.setattr("torch_ckpt.records.record._HANGS_S", 0.1)
+    log = EventLog(Location(tmp_path))
+    record = Recorder(3, log).record("save", 5)
+    ended = threading.Event()
+
+    def write() -> None:
+        with record.phase("write"):
+            assert ended.wait(30)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    until((tmp_path / "events.jsonl").exists)
+    ended.set()
+    thread.join()
+    record.end()
+    log.close()
+    *unfinished, last = read_events(Location(tmp_path))
+    assert all(event.details["unfinished"] and event.seconds >= 0.1 for event in unfinished)
+    assert "unfinished" not in last.details
+    assert len(unfinished) < 8  # Each only if it lasts twice as long.

@@ -1,0 +1,254 @@
+"""RayTrainRun: a run whose steps are the checkpoints of a Ray Train run, without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import ray.train
+import torch.distributed as dist
+from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMode
+
+from torch_ckpt.coordination.exclusive import exclusive
+from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.runs.run import Run
+from torch_ckpt.runs.step_files import committed_steps, metrics_of
+
+__all__ = ["RayTrainRun"]
+
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
+"""Prefixes of URLs by the names of PyArrow's file systems."""
+
+_METADATA = ".metadata"
+
+_CHECK_S = 1.0
+"""Time between two questions to Ray whether a node is being preempted."""
+
+_MOST_STEPS = 16
+"""Steps between two such questions at most, because the next steps may be slower."""
+
+
+class RayTrainRun(Run):
+    """The :class:`Run` of a ``train_loop_per_worker``, in the directory of the Ray Train run.
+
+    Step 100 is ``<storage_path>/<name>/step-100``. When it is committed there, ``save`` reports it
+    to Ray as a checkpoint with ``CheckpointUploadMode.NO_UPLOAD``, so Ray copies nothing. A save in
+    the background, or a step that is promoted from ``local``, is reported by a later ``save`` or by
+    ``close``, always in the order of the steps. A step that was committed but not reported before a
+    crash is reported after the restart.
+
+    Ray alone removes steps, as ``CheckpointConfig(num_to_keep=...)`` requires. Ray refuses to start
+    a run whose reported checkpoints are gone, so the options of :class:`Run` for retention are
+    refused.
+
+    If Ray announces the preemption of a node, ``should_save`` returns ``True`` until a step is
+    saved. That ``save`` waits until the step is in the directory of the run, and reports it.
+
+    All workers make the same calls, also of ``close``. ``restore`` loads the newest whole step,
+    reported or not, onto any number of workers.
+
+    Args:
+        **options: Options of :class:`Run`, except ``keep_last``, ``keep_every``, ``keep_best`` and
+            ``process_group``.
+
+    Raises:
+        RuntimeError: This process is not a worker of Ray Train.
+        UnsupportedError: An option is refused, PyArrow's file system has no URL that this package
+            knows, there are no workers (``num_workers=0``), or the ranks of ``torch.distributed``
+            are not the workers.
+
+    Example::
+
+        def train_loop_per_worker(config):
+            with RayTrainRun(asynchronous=True) as run:
+                start = run.restore(state) or 0
+                for step in range(start + 1, config["steps"] + 1):
+                    train_step()
+                    if run.should_save(step):
+                        run.save(step, state, metrics={"loss": loss})
+    """
+
+    def __init__(self, **options: Any) -> None:
+        names = ("keep_last", "keep_every", "keep_best", "process_group")
+        if refused := [name for name in names if options.get(name) is not None]:
+            raise UnsupportedError(
+                f"cannot use {', '.join(refused)} with Ray Train: all workers save, and Ray "
+                "removes steps. Pass RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
+            )
+        context = ray.train.get_context()
+        try:
+            self._storage: Any = context.get_storage()
+        except NotImplementedError as error:
+            raise UnsupportedError("ScalingConfig(num_workers=0) has no storage: pass 1") from error
+        workers, ranks = context.get_world_size(), 1
+        if dist.is_initialized():
+            ranks = dist.get_world_size()
+        if workers != ranks:
+            raise UnsupportedError(
+                f"torch.distributed has {ranks} ranks, and Ray Train {workers} workers: start the "
+                "workers by ray.train.torch.TorchTrainer"
+            )
+        scheme = _SCHEMES.get(self._storage.storage_filesystem.type_name)
+        if scheme is None:
+            raise UnsupportedError(
+                f"cannot save to a file system of type {self._storage.storage_filesystem.type_name}"
+                ": pass a storage_path that is a path, or begins with s3:// or gs://"
+            )
+        super().__init__(f"{scheme}{self._storage.experiment_fs_path}", **options)
+        self._is_preempted = self._is_urgent = self._has_failed = False
+        self._last: int | None = None  # The step that was saved last, perhaps in the background.
+        self._next_check = 0  # The step after which Ray is asked next.
+        self._checked: tuple[int, float] | None = None  # The last such step, and its time.
+        self._reported: set[int]  # A step whose path Ray has twice would be removed with the first.
+        self._unreported: dict[int, dict[str, Any]]  # Steps with their metrics.
+        self._reported, self._unreported = self._decide(
+            "asking Ray for checkpoints", lambda: None, lambda _: self._find()
+        )
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether to save now; see :meth:`Run.should_save`.
+
+        About once per second, with at most 16 steps in between, all workers ask Ray whether a node
+        is being preempted. All of them must call the method after every step.
+        """
+        # After a step below the last question, the run has gone back.
+        is_early = self._checked is not None and self._checked[0] <= step < self._next_check
+        if not (self._is_preempted or is_early):
+            with self._exclusive.use("check for a preemption", self.timeout_s):
+                self._is_preempted = ray.train.get_preemption_info() is not None
+                self._is_urgent = self._is_preempted
+                steps = self._decide("spacing checks", lambda: None, lambda _: self._spacing(step))
+                self._next_check, self._checked = step + steps, (step, time.monotonic())
+        return super().should_save(step) or self._is_urgent
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        persist: bool = True,
+    ) -> bool:
+        """Saves a step, and reports all steps to Ray that are committed and not reported yet.
+
+        The arguments, the result and the errors are those of :meth:`Run.save`. Ray gets the metrics
+        of a step with its checkpoint.
+        """
+        saved = super().save(step, state, metrics=metrics, persist=persist)
+        if saved and persist:
+            self._last = step
+            if step not in self._reported:
+                self._unreported[step] = dict(metrics or {})
+            if self._is_urgent:
+                self._is_urgent = False
+                self.wait(promoted=True)
+        self._report()
+        return saved
+
+    def restore(
+        self, state: dict[str, Any], *, step: int | None = None, strict: bool | None = None
+    ) -> int | None:
+        """Loads the newest whole step, or a given step, in place; see :meth:`Run.restore`."""
+        found = super().restore(state, step=step, strict=strict)
+        newest = -1 if found is None else found  # Newer ones are damaged, or will be saved again.
+        self._unreported = {s: each for s, each in self._unreported.items() if s <= newest}
+        if found is not None and found not in self._reported:
+            self._unreported.setdefault(found, {})  # Perhaps it is only in the memory of the agent.
+        return found
+
+    def discard_after(self, step: int) -> list[int]:
+        """Raises UnsupportedError: Ray would refuse to start a run that lacks checkpoints."""
+        raise UnsupportedError(
+            f"cannot discard the steps after {step}, because Ray Train does not start a run whose "
+            "reported checkpoints are gone: begin another run with RunConfig(name=...)"
+        )
+
+    def close(self) -> None:
+        """Waits until all steps are in the directory of the run, reports them, and ends the run.
+
+        All workers call the method, unless the block of the run has raised an error.
+
+        Raises:
+            CheckpointError: The background save or a promotion failed; see :meth:`Run.wait`.
+        """
+        try:
+            if not (self._closed or self._has_failed or self._exclusive.is_forked):
+                self.wait(promoted=True)
+                self._report()
+        finally:
+            super().close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._has_failed = error is not None  # The other workers may not report.
+        super().__exit__(kind, error, trace)
+
+    @exclusive("report steps to Ray Train")
+    def _report(self) -> None:
+        """Reports the committed steps, on all workers."""
+        finished, failed = self._decide(
+            "finding committed steps", lambda: None, lambda _: self._finished()
+        )
+        for step in failed:
+            del self._unreported[step]
+        for step in finished:
+            checkpoint = Checkpoint(
+                f"{self._storage.experiment_fs_path}/step-{step}",
+                filesystem=self._storage.storage_filesystem,
+            )
+            self._reported.add(step)
+            ray.train.report(
+                self._unreported.pop(step),
+                checkpoint=checkpoint,
+                checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+            )
+
+    # ---- On the coordinator ----
+
+    def _find(self) -> tuple[set[int], dict[int, dict[str, Any]]]:
+        """Returns the steps that Ray knows, and later ones with their metrics."""
+        reported = ray.train.get_all_reported_checkpoints(
+            CheckpointConsistencyMode.COMMITTED, timeout_s=self.timeout_s
+        )
+        found = (re.search(r"/step-(\d+)$", each.checkpoint.path) for each in reported)
+        known = {int(match[1]) for match in found if match}
+        newest = max(known, default=-1)
+        return known, {
+            step: metrics_of(disk.path(step))
+            for disk in self._disks
+            for step in committed_steps(disk.directory)
+            if step > newest
+        }
+
+    def _finished(self) -> tuple[list[int], list[int]]:
+        """Returns the unreported steps that are committed, and those that have failed.
+
+        Ray takes the last reported step for the newest, so a step waits for the older ones.
+        """
+        finished: list[int] = []
+        failed: list[int] = []
+        *local, run = self._disks
+        with contextlib.suppress(StorageError):  # A later call finds them.
+            for step in sorted(self._unreported):
+                if (run.path(step) / _METADATA).exists():
+                    finished.append(step)
+                elif step == self._last or any((d.path(step) / _METADATA).exists() for d in local):
+                    break  # Its save or its promotion is in progress.
+                else:
+                    failed.append(step)
+        return finished, failed
+
+    def _spacing(self, step: int) -> int:
+        """Returns how many steps are about to take a second."""
+        if self._checked is None or step <= self._checked[0]:
+            return 1
+        step_s = (time.monotonic() - self._checked[1]) / (step - self._checked[0])
+        return max(1, min(_MOST_STEPS, int(_CHECK_S / max(step_s, 1e-6))))

@@ -1,0 +1,115 @@
+"""EventLog: ``events.jsonl``, the record of a run, written by a thread that nobody waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["EVENTS", "OLDER_EVENTS", "EventLog"]
+
+EVENTS, OLDER_EVENTS = "events.jsonl", "events.1.jsonl"
+
+_LOG = logging.getLogger("torch_ckpt")
+
+_LOCAL_NBYTES = 64 << 20
+"""Length at which ``events.jsonl`` replaces ``events.1.jsonl``."""
+
+_STORE_NBYTES = 4 << 20
+"""The same on a store, where each call writes the whole file again."""
+
+_MOST_WAITING = 1000
+"""Records that wait for storage; more are dropped."""
+
+_WATCH_S = 5.0
+_CLOSE_S = 5.0
+
+
+class EventLog:
+    """Appends to the record of a run. A failure of storage loses events, and nothing else.
+
+    The directory is that of the run. Nothing is written as long as it does not exist.
+    """
+
+    def __init__(self, directory: Location) -> None:
+        self._file, self._older = directory / EVENTS, directory / OLDER_EVENTS
+        self._directory = directory
+        self._waiting: queue.Queue[Callable[[], str] | None] = queue.Queue(_MOST_WAITING)
+        self._watched: list[Callable[[], str | None]] = []
+        self._whole: bytes | None = None  # The contents of the file on a store, once known.
+        self._thread: threading.Thread | None = None
+
+    def put(self, lines: Callable[[], str]) -> None:
+        """Calls a function soon, and appends its lines."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(lines)
+            self._start()
+
+    def watch(self, unfinished: Callable[[], str | None]) -> None:
+        """Calls a function now and then, and appends its lines, until it returns ``None``."""
+        self._watched.append(unfinished)
+        self._start()
+
+    def close(self) -> None:
+        """Waits until all is written, for a short time."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(None)
+            self._thread.join(_CLOSE_S)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            name = "torch_ckpt-events"
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            with contextlib.suppress(RuntimeError):  # The system has no more threads.
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                lines = self._waiting.get(timeout=_WATCH_S)
+            except queue.Empty:
+                self._append_unfinished()
+                continue
+            if lines is None:
+                return
+            self._append(lines())
+
+    def _append_unfinished(self) -> None:
+        for unfinished in list(self._watched):
+            text = unfinished()
+            if text is None:
+                self._watched.remove(unfinished)
+            else:
+                self._append(text)
+
+    def _append(self, text: str) -> None:
+        if not text:
+            return
+        try:
+            self._append_to_file(text.encode())
+        except (CheckpointError, OSError) as error:
+            _LOG.debug("the record of %s lacks events: %s", self._directory, error)
+
+    def _append_to_file(self, lines: bytes) -> None:
+        if self._file.local_path is not None:
+            if not self._directory.is_directory():
+                return
+            if self._file.is_file() and self._file.nbytes() + len(lines) > _LOCAL_NBYTES:
+                self._file.rename(self._older)
+            self._file.append(lines)
+            return
+        if self._whole is None:
+            self._whole = b""
+            with contextlib.suppress(NotFoundError):
+                self._whole = self._file.read()
+        if self._whole and len(self._whole) + len(lines) > _STORE_NBYTES:
+            self._older.replace(self._whole, sync=False)
+            self._whole = b""
+        self._whole += lines
+        self._file.replace(self._whole, sync=False)

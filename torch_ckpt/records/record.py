@@ -1,0 +1,302 @@
+"""Recorder: measures the phases of saves and loads, on all ranks of a run.
+
+Each rank sends its phases with the messages that ranks exchange anyway. The first rank converts
+their times to its own clock, and passes the events to the :class:`EventLog`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch_ckpt._core import _native
+from torch_ckpt.records.event import Event
+from torch_ckpt.records.event_log import EventLog
+
+__all__ = ["Heard", "Record", "Recorder", "current_record", "note", "phase"]
+
+_SLOW_MESSAGE_S = 0.05
+"""A message that took longer than the fastest one of its rank by so much is an event."""
+
+_RECORDS = 64
+"""Number of records for which later events are accepted, such as the end of a promotion."""
+
+_ERROR_LENGTH = 500
+
+_WAITED_S = 1e-3  # Less is not noted for calls that are not those of a job.
+
+_HANGS_S = 5.0
+"""A phase that lasts longer is written before it ends."""
+
+
+class Heard(NamedTuple):
+    """What another rank has sent: its name, and when it arrived, by this rank's monotonic clock."""
+
+    rank: int
+    arrived: float
+    events: Any
+
+
+class RecordedCall(Protocol):
+    """A call of the ranks, with whose messages events arrive."""
+
+    @property
+    def number(self) -> int:
+        """The number of the call, the same on all ranks."""
+        ...
+
+    def heard(self) -> list[Heard]:
+        """Returns what has arrived since the last time. Called on the first rank."""
+        ...
+
+    def late(self) -> tuple[str, Sequence[int], float] | None:
+        """Returns the phase that other ranks have not finished, these ranks, and its begin."""
+        ...
+
+
+@dataclass
+class _Phase:
+    """A phase on this rank. Times are of the monotonic clock; ``end`` is 0 while it lasts."""
+
+    name: str
+    begin: float
+    end: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """Records the saves and loads of one run. ``log`` is ``None`` except on the first rank.
+
+    Example::
+
+        recorder = Recorder(rank, log)
+        with recorder.record("save", step) as record, record.phase("write"):
+            note(bytes=write())
+        recorder.flush(record)
+    """
+
+    def __init__(self, rank: int, log: EventLog | None) -> None:
+        self._rank, self._log, self._host = rank, log, socket.gethostname()
+        self._session, self._ordinals = secrets.token_hex(4), itertools.count(1)
+        self._unsent: list[tuple[Record, _Phase]] = []
+        self._records: deque[Record] = deque(maxlen=_RECORDS)
+        self._hosts: dict[int, str] = {}
+        self._offsets: dict[int, float] = {}  # Rank -> this clock less its own, at most.
+        self._to_wall = time.time() - time.monotonic()
+
+    def record(self, kind: str, step: int | None) -> Record:
+        """Begins the record of a save or load on this rank."""
+        record = Record(self, kind, step, f"{self._session}-{next(self._ordinals)}")
+        self._records.append(record)
+        if self._log is not None:
+            self._log.watch(record.hanging)
+        return record
+
+    def take(self) -> bytes:
+        """Returns the phases that have ended since the last time, to be sent now."""
+        unsent, self._unsent = self._unsent, []
+        phases = [(r.key, p.name, p.begin, p.end, p.details) for r, p in unsent]
+        return json.dumps([self._host, time.monotonic(), phases], separators=(",", ":")).encode()
+
+    def ended(self, record: Record, phase: _Phase) -> None:
+        """Adds a phase that has ended on this rank."""
+        if self._log is None:
+            self._unsent.append((record, phase))
+        else:
+            record.own.append(phase)
+
+    def save_of(self, step: int) -> Record:
+        """Returns the record of the last save of a step, or a new one if it is long ago."""
+        saves = (each for each in reversed(self._records) if each.kind == "save")
+        found = next((each for each in saves if each.step == step), None)
+        return found or self.record("save", step)
+
+    def flush(self, record: Record) -> None:
+        """Writes the events of a record, and what has arrived meanwhile. Does not wait for it."""
+        if self._log is not None:
+            self._log.put(lambda: self.lines(record))
+
+    def lines(self, record: Record) -> str:
+        """Returns the lines of a record since the last time. Called by one thread."""
+        events = [self._own(record, phase) for phase in record.take_own()]
+        events += self._heard(record)
+        events += self._late(record, 0.0)
+        record.calls.clear()
+        return "".join(event.line() for event in events)
+
+    def unfinished(self, record: Record, seconds: float) -> str:
+        """Returns the lines of phases that last so long already; empty if none do."""
+        now = time.monotonic()
+        events = [
+            self._own(record, _Phase(each.name, each.begin, now, {**each.details, **_UNFINISHED}))
+            for each in record.open
+            if now - each.begin >= seconds
+        ]
+        return "".join(event.line() for event in [*events, *self._late(record, seconds)])
+
+    def _late(self, record: Record, seconds: float) -> list[Event]:
+        """Returns the phases that other ranks have not finished after so long."""
+        now, head = time.monotonic(), (record.call, record.kind, record.step)
+        return [
+            Event(
+                *(*head, rank, self._hosts.get(rank, ""), name),
+                *(begin + self._to_wall, now + self._to_wall, _UNFINISHED),
+            )
+            for name, ranks, begin in filter(None, (call.late() for call in record.calls))
+            for rank in ranks
+            if now - begin >= seconds
+        ]
+
+    def _own(self, record: Record, phase: _Phase) -> Event:
+        times = phase.begin + self._to_wall, phase.end + self._to_wall
+        head = record.call, record.kind, record.step, self._rank, self._host
+        return Event(*head, phase.name, *times, phase.details)
+
+    def _heard(self, record: Record) -> list[Event]:
+        heard = [
+            (rank, arrived, *json.loads(bytes(events)))
+            for call in record.calls
+            for rank, arrived, events in call.heard()
+        ]
+        for rank, arrived, host, sent, _ in heard:
+            self._hosts[rank] = host
+            self._offsets[rank] = min(self._offsets.get(rank, arrived - sent), arrived - sent)
+        events = []
+        by_key = {each.key: each for each in self._records}
+        for rank, arrived, host, sent, phases in heard:
+            offset = self._offsets[rank]
+            if (slow := arrived - sent - offset) > _SLOW_MESSAGE_S:
+                last = phases[-1][1] if phases else ""
+                phases.append((record.key, "message", sent, sent + slow, {"of": last}))
+            for key, name, begin, end, details in phases:
+                of = by_key.get(key)
+                if of is not None:
+                    shift = offset + self._to_wall
+                    head = of.call, of.kind, of.step, rank, host
+                    events.append(Event(*head, name, begin + shift, end + shift, details))
+        return events
+
+
+class Record:
+    """The phases of one save or load on this rank. Any thread may add some.
+
+    ``call`` is the text that its events share. ``step`` may be set later.
+    """
+
+    def __init__(self, recorder: Recorder, kind: str, step: int | None, call: str) -> None:
+        self.kind, self.step, self.call = kind, step, call
+        self.key = 0
+        """The number of its first call, the same on all ranks; 0 before, or with one rank."""
+        self.calls: list[RecordedCall] = []
+        self.own: list[_Phase] = []
+        self.open: list[_Phase] = []
+        self.recorder = recorder
+        self._thread = threading.get_ident()
+        self._is_done, self._hangs_s = False, _HANGS_S
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes :func:`phase` and :func:`note` add to this record within the block."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def joined(self, call: RecordedCall) -> None:
+        """Adds a call that the ranks make for this save or load."""
+        if not self.calls:
+            self.key = call.number
+        self.calls.append(call)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Records the block as a phase. A phase within a phase does not count."""
+        if self.open:
+            yield
+            return
+        phase = _Phase(name, time.monotonic())
+        if threading.get_ident() != self._thread:
+            phase.details["background"] = True
+        self.open.append(phase)
+        waited_s = _native.waited_at_storage_s()
+        try:
+            yield
+        except BaseException as error:
+            if getattr(error, "is_recorded", True):
+                phase.details["error"] = f"{type(error).__qualname__}: {error}"[:_ERROR_LENGTH]
+            raise
+        finally:
+            phase.end = time.monotonic()
+            if (waited_s := _native.waited_at_storage_s() - waited_s) > _WAITED_S:
+                self.note(waited=waited_s)
+            self.open.remove(phase)
+            self.recorder.ended(self, phase)
+
+    def add(self, name: str, begin: float, **details: Any) -> None:
+        """Adds a phase of the background that ends now; ``begin`` is of the monotonic clock."""
+        phase = _Phase(name, begin, time.monotonic(), {"background": True, **details})
+        self.recorder.ended(self, phase)
+
+    def note(self, **details: Any) -> None:
+        """Adds details to the phase in progress; numbers add up."""
+        for phase in self.open:
+            for name, value in details.items():
+                if isinstance(value, int | float):
+                    value = phase.details.get(name, 0) + value
+                phase.details[name] = value
+
+    def end(self) -> None:
+        """Writes the record, on the first rank. Later phases may follow, and another ``end``."""
+        self._is_done = True
+        self.recorder.flush(self)
+
+    def take_own(self) -> list[_Phase]:
+        """Returns the phases that ended on this rank since the last time."""
+        own, self.own = self.own, []
+        return own
+
+    def hanging(self) -> str | None:
+        """Returns the lines of what lasts long; ``None`` once the record has ended.
+
+        They are returned again whenever a phase lasts twice as long.
+        """
+        if self._is_done:
+            return None
+        lines = self.recorder.unfinished(self, self._hangs_s)
+        if lines:
+            self._hangs_s *= 2
+        return lines
+
+
+_UNFINISHED = {"unfinished": True}
+
+_current: ContextVar[Record | None] = ContextVar("torch_ckpt_record", default=None)
+
+
+def current_record() -> Record | None:
+    """Returns the record to which this thread adds; ``None`` if there is none."""
+    return _current.get()
+
+
+def phase(name: str) -> contextlib.AbstractContextManager[None]:
+    """Records the block as a phase of the current record, if there is one."""
+    record = _current.get()
+    return contextlib.nullcontext() if record is None or not name else record.phase(name)
+
+
+def note(**details: Any) -> None:
+    """Adds details to the phase in progress of the current record, if there is one."""
+    record = _current.get()
+    if record is not None:
+        record.note(**details)
