@@ -1,15 +1,13 @@
-"""Reads the events of a run from ``events.jsonl`` and its older file."""
+"""Reads the record of a run: the events of ``events.jsonl`` and of the older file."""
 
 from __future__ import annotations
 
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.event import Event
+from torch_ckpt.records.event_log import EVENTS, OLDER_EVENTS
 
-__all__ = ["NEWEST", "OLDER", "read_events"]
-
-NEWEST, OLDER = "events.jsonl", "events.1.jsonl"
-"""Files of a run's record. The newest becomes the older one when it has grown long."""
+__all__ = ["read_events"]
 
 _MAX_RANK, _MAX_STEP, _MAX_S = 1 << 31, 1 << 63, 1e11
 """A line with larger numbers is not of this package, and would be no date."""
@@ -23,13 +21,13 @@ def read_events(directory: Location) -> list[Event]:
     Raises:
         NotFoundError: The run has no record.
     """
-    newest = _contents(directory / NEWEST)
-    older = _contents(directory / OLDER)
+    newest = _contents(directory / EVENTS)
+    older = _contents(directory / OLDER_EVENTS)
     if newest and older and older.startswith(newest.partition(b"\n")[0]):
-        newest = _contents(directory / NEWEST)  # It became the older file between the two reads.
+        newest = _contents(directory / EVENTS)  # It became the older file between the two reads.
     if newest is None and older is None:
         raise NotFoundError(
-            f"no record of saves and loads in {directory}: it has no {NEWEST}. "
+            f"no record of saves and loads in {directory}: it has no {EVENTS}. "
             "A run writes it unless it has record=False"
         )
     lines = (older or b"").split(b"\n") + (newest or b"").split(b"\n")
