@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -159,3 +161,25 @@ def test_a_phase_that_lasts_long_is_written_before_it_ends(
     assert all(event.details["unfinished"] and event.seconds >= 0.1 for event in unfinished)
     assert "unfinished" not in last.details
     assert len(unfinished) < 8  # Each only if it lasts twice as long.
+
+
+_EXITS = """
+import sys, time, torch
+from torch_ckpt import Run
+from torch_ckpt.records.event_log import EventLog
+append = EventLog._append_to_file
+EventLog._append_to_file = lambda *arguments: time.sleep(0.2) or append(*arguments)  # Slow storage.
+run = Run(sys.argv[1])
+for step in range(int(sys.argv[2])):
+    run.save(step, {"w": torch.zeros(16)})
+sys.exit(3)
+"""
+
+
+def test_a_process_that_exits_without_close_has_written_its_record(tmp_path: Path) -> None:
+    for count in (1, 3):
+        command = [sys.executable, "-c", _EXITS, str(tmp_path / str(count)), str(count)]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, timeout=60)
+        assert ended.returncode == 3, ended.stderr
+        steps = steps_in(tmp_path / str(count))
+        assert set(steps) == set(range(count))

@@ -167,6 +167,15 @@ PYTHON = {
     "integrations/ray_train.py RayTrainRun.save self.wait": Wait(
         "the timeout of the run", "the step"
     ),
+    "integrations/torchtitan.py FastCheckpointManager._save self.run.wait": Wait(
+        "the timeout of the run", "the step"
+    ),
+    "integrations/torchtitan.py FastCheckpointManager._wait_for_saving saving.result": Wait(
+        "the timeout of the run", "the step"
+    ),
+    "integrations/torchtitan.py _BackgroundSave.result self._run.wait": Wait(
+        "the timeout of the run", "the step"
+    ),
     "integrations/trainer.py RunCallback.on_train_end self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
@@ -221,10 +230,11 @@ CPP = {
     "engine/exchange/node_peers.cc transfer->wait": Wait(CHANNEL, "the peer"),
     "engine/load/load_batch.cc reading.join": Wait(DISK, CALL),
     "engine/read_stream.cc lane.queue->wait": Wait(DISK, CALL),
-    "engine/read_stream.cc queue_.wait": Wait(DISK, CALL),
+    "engine/read_stream.cc work_.counts.wait": Wait(DISK, CALL),
     "engine/read_stream.cc read.unpacking.wait": Wait("the device", CALL),
     "engine/read_stream.cc thread.join": Wait(DISK, CALL),
-    "engine/save/file_job.cc queue_->wait": Wait(DISK, CALL),
+    "engine/save/file_job.cc counts_.wait": Wait(DISK, CALL),
+    "io/io_counts.h queue.wait": Wait(DISK, CALL),
     "engine/save/snapshot.cc packed->wait": Wait("the device", CALL),
     "engine/unpacking.cc event->wait": Wait("the device", CALL),
     "engine/unpacking.cc pending.event->wait": Wait("the device", CALL),

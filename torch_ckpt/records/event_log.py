@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -57,13 +59,20 @@ class EventLog:
 
     def close(self) -> None:
         """Waits until all is written, for a short time."""
+        atexit.unregister(self._at_exit)
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(None)
             self._thread.join(_CLOSE_S)
 
+    def _at_exit(self, pid: int) -> None:
+        if pid == os.getpid():  # A forked child has no such thread.
+            self.close()
+
     def _start(self) -> None:
         if self._thread is None:
+            # The interpreter must not end while native code of the thread runs.
+            atexit.register(self._at_exit, os.getpid())
             name = "torch_ckpt-events"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             with contextlib.suppress(RuntimeError):  # The system has no more threads.
