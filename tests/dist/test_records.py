@@ -244,3 +244,34 @@ def kill_self_after_a_save(folder: Path) -> None:
         until(lambda: events_in(folder))
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_with_listeners(folder: Path) -> list[tuple[str, int, str]]:
+    found: list[tuple[str, int, str]] = []
+
+    def bad(_: Event) -> None:
+        raise ValueError("a bad listener")
+
+    with Run(folder) as run:
+        run.on_event(bad)
+        run.on_event(lambda event: found.append((event.kind, event.rank, event.phase)))
+        run.save(1, state_of())
+        run.restore(state_of())
+    return found
+
+
+def test_a_listener_gets_the_events_of_all_ranks_on_the_first(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    found, others = worlds.run(2, save_with_listeners, tmp_path / "run")
+    assert others == []
+    assert {("save", 0, "commit"), ("save", 1, "write"), ("load", 1, "read")} <= set(found)
+    assert len(found) == len(events_in(tmp_path / "run"))
+
+
+def test_a_listener_needs_a_record(tmp_path: Path) -> None:
+    with (
+        Run(tmp_path / "run", record=False) as run,
+        pytest.raises(ValueError, match="record=False"),
+    ):
+        run.on_event(print)
