@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from local_machines import run_on
 from ranks import RankError, Ranks, Worlds
@@ -276,3 +279,73 @@ def test_a_listener_needs_a_record(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="record=False"),
     ):
         run.on_event(print)
+
+
+def fail_and_forget(folder: Path) -> bool:
+    """Returns whether the state of a failed save is alive after the next one."""
+    rank = dist.get_rank()
+    with Run(folder, timeout_s=60) as run:
+        state = state_of() | {"tensor": torch.zeros(8)}
+        if rank == 1:
+            state["bad"] = threading.Lock()
+        tensor = weakref.ref(state["tensor"])
+        with contextlib.suppress(BaseException):
+            run.save(1, state)
+        del state
+        run.save(2, state_of())
+        gc.collect()
+        return tensor() is not None
+
+
+def test_the_record_does_not_keep_the_state_of_a_failed_save(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    assert worlds.run(2, fail_and_forget, tmp_path / "run") == [False, False]
+
+
+def wait_for_the_previous_save(folder: Path) -> float:
+    with Run(folder, timeout_s=60, asynchronous=True, on_failure="warn") as run:
+        run.save(1, state_with(dist.get_rank(), 0.8))
+        begin = time.monotonic()
+        run.save(2, state_of())
+        return time.monotonic() - begin
+
+
+def test_the_wait_for_the_previous_save_is_recorded_if_failures_only_warn(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    waited = min(worlds.run(2, wait_for_the_previous_save, tmp_path / "run"))
+    of_2 = [e for e in events_in(tmp_path / "run") if (e.step, e.phase) == (2, "begin")]
+    for rank in (0, 1):
+        assert sum(e.seconds for e in of_2 if e.rank == rank) > waited / 2
+
+
+def save_while_the_same_step_is_saved(folder: Path) -> None:
+    slow_s = 4.0 if dist.get_rank() == 0 else 0.0
+    with (
+        contextlib.suppress(CheckpointError),
+        Run(folder, timeout_s=1.5, asynchronous=True) as run,
+    ):
+        run.save(1, state_with(dist.get_rank(), slow_s))
+        run.save(1, state_of())
+
+
+def test_a_save_that_fails_while_its_step_is_saved_is_in_the_record(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_while_the_same_step_is_saved, tmp_path / "run")
+    errors = [e for e in events_in(tmp_path / "run") if e.phase == "begin" and "error" in e.details]
+    assert errors
+
+
+def test_a_failure_of_the_agent_is_an_error_of_the_save(tmp_path: Path) -> None:
+    with (
+        contextlib.suppress(CheckpointError),
+        Run(tmp_path / "run", asynchronous=True, agent=True) as run,
+    ):
+        run.save(1, {"w": torch.ones(8)})
+        run.wait()
+        (tmp_path / "run/step-2").write_text("no directory")
+        run.save(2, {"w": torch.ones(8)})
+    failed = [event for event in events_in(tmp_path / "run") if "error" in event.details]
+    assert [(event.step, event.phase) for event in failed] == [(2, "persist")]

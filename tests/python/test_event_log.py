@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.store_proxy import Fault, StoreProxy
+from torch.distributed.checkpoint.api import CheckpointException
 from waits import until
 
 from torch_ckpt import Run
@@ -183,3 +186,111 @@ def test_a_process_that_exits_without_close_has_written_its_record(tmp_path: Pat
         assert ended.returncode == 3, ended.stderr
         steps = steps_in(tmp_path / str(count))
         assert set(steps) == set(range(count))
+
+
+def test_a_store_that_cannot_be_read_once_loses_no_older_event(
+    store_proxy: StoreProxy, store_url: str
+) -> None:
+    run = Location(f"{store_url}/run")
+    for number in (1, 2):
+        log = EventLog(run)
+        if number == 2:
+            fault = Fault("status", requests=("get", "head"), path="events", status=403, times=1)
+            store_proxy.add(fault)
+            log.put(lambda: line_of(7))  # Is lost.
+        log.put(lambda number=number: line_of(number))
+        log.close()
+    assert [event.step for event in read_events(run)] == [1, 2]
+
+
+def test_an_error_in_a_record_costs_no_other_record(tmp_path: Path) -> None:
+    log = EventLog(Location(tmp_path))
+    log.put(lambda: str(1 // 0))
+    log.put(lambda: line_of(2))
+    log.close()
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_log_whose_thread_cannot_start_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    log = EventLog(Location(tmp_path))
+    log.put(lambda: line_of(1))
+    log.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_records_are_found_while_other_threads_add_some(tmp_path: Path) -> None:
+    interval = sys.getswitchinterval()
+    log = EventLog(Location(tmp_path))
+    recorder = Recorder(0, log)
+    ended = threading.Event()
+
+    def add() -> None:
+        while not ended.is_set():
+            recorder.record("load", 1).end()
+
+    thread = threading.Thread(target=add)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(20_000):
+            recorder.save_of(7)
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    log.close()
+
+
+def test_records_that_have_ended_are_forgotten_while_others_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "_WATCH_S", 0.05)
+    log = EventLog(Location(tmp_path))
+    recorder = Recorder(0, log)
+    end = time.monotonic() + 1
+    while time.monotonic() < end:  # The queue is never empty for long.
+        recorder.record("save", 1).end()
+        time.sleep(0.005)
+    assert len(log._watched) < 50
+    log.close()
+
+
+def test_the_last_save_after_an_error_is_in_the_record(tmp_path: Path) -> None:
+    def state() -> dict[str, Any]:
+        return {"w": torch.ones(8)}
+
+    def train(run: Run) -> None:
+        with run.saving_on_exception(state):
+            run.save(1, state())
+            run.should_save(2)
+            raise ValueError("training failed")
+
+    with Run(tmp_path) as run, pytest.raises(ValueError, match="training failed"):
+        train(run)
+    assert set(steps_in(tmp_path)) == {1, 2}
+
+
+class UnknownError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise UnknownError
+
+
+def test_an_error_without_a_text_remains_the_error_of_the_save(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(1, {"w": torch.ones(8)})
+        with pytest.raises(CheckpointException) as raised:
+            run.save(2, {"w": Unpicklable()})
+    assert isinstance(raised.value.failures[0][0], UnknownError)
+    errors = [event.details.get("error") for event in read_events(Location(tmp_path))]
+    assert "UnknownError" in errors

@@ -182,6 +182,9 @@ PYTHON = {
     "coordination/background.py SaveFuture.report self.exception": Wait(
         "at once: it is done", "the path"
     ),
+    "runs/background/agent.py AgentBackend.save.begin_save ended.exception": Wait(
+        "at once: it is done", "the step"
+    ),
     "runs/background/save.py BackgroundSave.__init__.end done.result": Wait("at once", "the step"),
     "runs/background/save.py BackgroundSave.settle self._ended.exception": Wait(
         "at once: it is done", "the step"

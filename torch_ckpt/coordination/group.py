@@ -67,6 +67,7 @@ _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _STEPS = {phase: step for step, phase in _PHASES.items()}
 
 _RECORDED = {
+    "ending the last save": ("begin", "begin"),
     "beginning to save": ("begin", "begin"),
     "choosing a step": ("choose", "choose"),
     "plan": ("plan", "plan"),

@@ -302,7 +302,7 @@ class Relay(Loop):
         state.add(contributions)
         if self._parent is None:
             call.heard += [
-                Heard(self.names[rank], own.arrived, own.events)
+                Heard(self.names[rank], own.arrived, bytes(own.events))  # Not the whole message.
                 for rank, own in contributions.items()
                 if own.events
             ]

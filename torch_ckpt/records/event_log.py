@@ -8,9 +8,10 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["EVENTS", "OLDER_EVENTS", "EventLog"]
@@ -63,7 +64,8 @@ class EventLog:
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(None)
-            self._thread.join(_CLOSE_S)
+            with contextlib.suppress(RuntimeError):  # It could not be started.
+                self._thread.join(_CLOSE_S)
 
     def _at_exit(self, pid: int) -> None:
         if pid == os.getpid():  # A forked child has no such thread.
@@ -79,31 +81,32 @@ class EventLog:
                 self._thread.start()
 
     def _work(self) -> None:
+        due = time.monotonic() + _WATCH_S
         while True:
-            try:
-                lines = self._waiting.get(timeout=_WATCH_S)
-            except queue.Empty:
+            with contextlib.suppress(queue.Empty):
+                lines = self._waiting.get(timeout=max(due - time.monotonic(), 0.0))
+                if lines is None:
+                    return
+                self._append(lines)
+            if time.monotonic() >= due:
                 self._append_unfinished()
-                continue
-            if lines is None:
-                return
-            self._append(lines())
+                due = time.monotonic() + _WATCH_S
 
     def _append_unfinished(self) -> None:
         for unfinished in list(self._watched):
-            text = unfinished()
-            if text is None:
+            if not self._append(unfinished):
                 self._watched.remove(unfinished)
-            else:
-                self._append(text)
 
-    def _append(self, text: str) -> None:
-        if not text:
-            return
+    def _append(self, lines: Callable[[], str | None]) -> bool:
+        """Appends the lines that a function returns; returns whether it has returned any text."""
+        text: str | None = ""
         try:
-            self._append_to_file(text.encode())
-        except (CheckpointError, OSError) as error:
-            _LOG.debug("the record of %s lacks events: %s", self._directory, error)
+            text = lines()
+            if text:
+                self._append_to_file(text.encode())
+        except Exception as error:  # The thread goes on.
+            _LOG.debug("the record of %s lacks events: %r", self._directory, error)
+        return text is not None
 
     def _append_to_file(self, lines: bytes) -> None:
         if self._file.local_path is not None:
@@ -114,9 +117,10 @@ class EventLog:
             self._file.append(lines)
             return
         if self._whole is None:
-            self._whole = b""
-            with contextlib.suppress(NotFoundError):
+            try:
                 self._whole = self._file.read()
+            except NotFoundError:
+                self._whole = b""
         if self._whole and len(self._whole) + len(lines) > _STORE_NBYTES:
             self._older.replace(self._whole, sync=False)
             self._whole = b""

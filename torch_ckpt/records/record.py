@@ -113,6 +113,11 @@ class Recorder:
         phases = [(r.key, p.name, p.begin, p.end, p.details) for r, p in unsent]
         return json.dumps([self._host, time.monotonic(), phases], separators=(",", ":")).encode()
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the record."""
+        return self._log is not None
+
     def ended(self, record: Record, phase: _Phase) -> None:
         """Adds a phase that has ended on this rank."""
         if self._log is None:
@@ -122,7 +127,8 @@ class Recorder:
 
     def save_of(self, step: int) -> Record:
         """Returns the record of the last save of a step, or a new one if it is long ago."""
-        saves = (each for each in reversed(self._records) if each.kind == "save")
+        records = list(self._records)  # Other threads add some.
+        saves = (each for each in reversed(records) if each.kind == "save")
         found = next((each for each in saves if each.step == step), None)
         return found or self.record("save", step)
 
@@ -183,7 +189,7 @@ class Recorder:
             self._hosts[rank] = host
             self._offsets[rank] = min(self._offsets.get(rank, arrived - sent), arrived - sent)
         events = []
-        by_key = {each.key: each for each in self._records}
+        by_key = {each.key: each for each in list(self._records)}  # Other threads add some.
         for rank, arrived, host, sent, phases in heard:
             offset = self._offsets[rank]
             if (slow := arrived - sent - offset) > _SLOW_MESSAGE_S:
@@ -226,9 +232,10 @@ class Record:
 
     def joined(self, call: RecordedCall) -> None:
         """Adds a call that the ranks make for this save or load."""
-        if not self.calls:
+        if not self.key:
             self.key = call.number
-        self.calls.append(call)
+        if self.recorder.writes:  # A call may keep the state of a failed save alive.
+            self.calls.append(call)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -245,7 +252,7 @@ class Record:
             yield
         except BaseException as error:
             if getattr(error, "is_recorded", True):
-                phase.details["error"] = f"{type(error).__qualname__}: {error}"[:_ERROR_LENGTH]
+                phase.details["error"] = _text_of(error)
             raise
         finally:
             phase.end = time.monotonic()
@@ -254,9 +261,11 @@ class Record:
             self.open.remove(phase)
             self.recorder.ended(self, phase)
 
-    def add(self, name: str, begin: float, **details: Any) -> None:
+    def add(self, name: str, begin: float, error: BaseException | None) -> None:
         """Adds a phase of the background that ends now; ``begin`` is of the monotonic clock."""
-        phase = _Phase(name, begin, time.monotonic(), {"background": True, **details})
+        phase = _Phase(name, begin, time.monotonic(), {"background": True})
+        if error is not None:
+            phase.details["error"] = _text_of(error)
         self.recorder.ended(self, phase)
 
     def note(self, **details: Any) -> None:
@@ -288,6 +297,14 @@ class Record:
         if lines:
             self._hangs_s *= 2
         return lines
+
+
+def _text_of(error: BaseException) -> str:
+    name = type(error).__qualname__
+    try:
+        return f"{name}: {error}"[:_ERROR_LENGTH]
+    except Exception:  # The text is that of a user's class.
+        return name
 
 
 _UNFINISHED = {"unfinished": True}

@@ -111,11 +111,12 @@ class StepSaves:
             yield None
             return
         record = self._recorder.record(kind, step)
+        before = self._pending
         with record.current():
             try:
                 yield record
             finally:
-                if self._pending is None or self._pending.step != step:
+                if self._pending is None or self._pending is before:
                     record.end()
 
     def settle(self, timeout_s: float | None = None) -> None:
@@ -496,10 +497,11 @@ class StepSaves:
     ) -> str | None:
         """Saves the last step of this process; returns the reason if that fails."""
         try:
-            files = self.begin(
-                step, left_s(), is_last=True
-            )  # First: the state may need collectives.
-            self.save_now(step, state(), files, left_s())
+            with self.recording("save", step):
+                files = self.begin(
+                    step, left_s(), is_last=True
+                )  # First: the state may need collectives.
+                self.save_now(step, state(), files, left_s())
             # Otherwise the agent writes its newest step in memory, which is this one or older.
             self._discard_from_memory(lambda each: each <= step)
         except BaseException as error:  # Even an interrupt: the process ends in any case.

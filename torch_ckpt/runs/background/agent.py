@@ -76,7 +76,9 @@ class AgentBackend:
             assert future is not None  # The agent waits for a slot.
             if persist and record is not None:
                 begin = time.monotonic()
-                future.add_done_callback(lambda _: record.add("persist", begin))
+                future.add_done_callback(
+                    lambda ended: record.add("persist", begin, ended.exception())
+                )
             return future
 
         if self._fallback is None:
