@@ -275,12 +275,13 @@ class Relay(Loop):
             self._add(call, state, {self.rank: own})
 
     def _receive_contributions(self, call: CallState, exchange: int, body: bytearray) -> None:
+        now = time.monotonic()
+        phase, contributions = unpacked_contributions(body, now)
+        self._hear(call, contributions)
         if call.error is not None or self.lost is not None:
             return  # The error also reaches the sender.
         state = call.exchange(exchange)
-        now = time.monotonic()
         state.forwarded = state.forwarded or now
-        phase, contributions = unpacked_contributions(body, now)
         if self._has_phase(call, state, phase, next(iter(contributions))):
             self._add(call, state, contributions)
 
@@ -300,12 +301,6 @@ class Relay(Loop):
 
     def _add(self, call: CallState, state: ExchangeState, contributions: dict[int, Any]) -> None:
         state.add(contributions)
-        if self._parent is None:
-            call.heard += [
-                Heard(self.names[rank], own.arrived, bytes(own.events))  # Not the whole message.
-                for rank, own in contributions.items()
-                if own.events
-            ]
         is_complete = state.count >= self._size_below
         if self._parent is not None:
             if is_complete or any(own.is_error for own in contributions.values()):
@@ -316,6 +311,15 @@ class Relay(Loop):
             state.complete = time.monotonic()
             state.deadline = state.complete + state.shortest_s
             settle(state.future, [state.contributions[rank].data for rank in range(state.count)])
+
+    def _hear(self, call: CallState, contributions: dict[int, Contribution]) -> None:
+        """Notes what ranks have recorded, on the coordinator."""
+        if self._parent is None:
+            call.heard += [
+                Heard(self.names[rank], own.arrived, bytes(own.events))  # Not the whole message.
+                for rank, own in contributions.items()
+                if own.events
+            ]
 
     def _pass_up(self, call: CallState, state: ExchangeState) -> None:
         assert self._parent is not None

@@ -33,9 +33,7 @@ class Part:
     seconds: float = 0.0
     nbytes: float | None = None
     requests: float | None = None
-    retries: float | None = None
     waited: float | None = None
-    request_seconds: float | None = None
     mode: str | None = None
     error: str | None = None
     unfinished: bool = False
@@ -63,9 +61,7 @@ class Part:
 _NUMBERS = {
     "bytes": "nbytes",
     "requests": "requests",
-    "retries": "retries",
     "waited": "waited",
-    "request_seconds": "request_seconds",
 }
 """Detail of an event -> attribute of a part."""
 

@@ -285,21 +285,12 @@ def _waiting(parts: list[Part]) -> str:
 
 
 def _requests(parts: list[Part]) -> str:
-    """States how long requests to a store took, and how many were sent again."""
+    """States how often requests to a store ended."""
     requests = sum(part.requests or 0 for part in parts)
-    retries = sum(part.retries or 0 for part in parts)
-    text = ""
-    if requests and any(part.mode == "store" for part in parts):
-        in_requests = sum(part.request_seconds or 0 for part in parts)
-        if in_requests:
-            text = f"; a request took {seconds_text(in_requests / requests)} on average"
-        else:
-            each = sum(part.seconds for part in parts) / requests
-            text = f"; a rank completed a request every {seconds_text(each)}"
-    if retries:
-        of = f" of {requests:.0f}" if requests else ""
-        text += f"; {retries:.0f}{of} requests were sent again"
-    return text
+    if not requests or all(part.mode != "store" for part in parts):
+        return ""
+    each = sum(part.seconds for part in parts) / requests
+    return f"; a rank completed a request every {seconds_text(each)}"
 
 
 # ---- What all ranks have in common ----

@@ -19,9 +19,11 @@ PHASES = {
     "write": "writing data files",
     "read": "reading data files",
     "commit": "committing",
+    "retain": "removing steps that are not to be retained",
     "persist": "writing and committing by the agent",
     "promote": "copying a step from the local directory",
     "message": "sending a message between ranks",
+    "wait": "waiting for other ranks, if that failed",
 }
 """What a rank does in each phase, in the order of a save."""
 
@@ -39,11 +41,11 @@ class Event:
         phase: A key of :data:`PHASES`.
         start: Seconds since 1970, by the clock of the first rank. So is ``end``.
         details: The rest, each only if it is known: ``bytes`` (moved to or from storage),
-            ``requests`` (their number), ``retries`` (requests that were sent again), ``waited``
-            (seconds of the phase in which nothing was done but wait for storage), ``mode``
-            (``"direct"``, ``"buffered"`` or ``"store"``), ``background`` (true if training goes on
-            meanwhile), ``of`` (of a message: the phase whose end it reports), ``error`` (text), and
-            ``unfinished`` (true if the phase had not ended: ``end`` is the time of the line).
+            ``requests`` (their number), ``waited`` (seconds of the phase in which nothing was done
+            but wait for storage), ``mode`` (``"direct"``, ``"buffered"`` or ``"store"``),
+            ``background`` (true if training goes on meanwhile), ``of`` (of a message: the phase
+            whose end it reports), ``error`` (text), and ``unfinished`` (true if the phase had not
+            ended: ``end`` is the time of the line).
     """
 
     call: str

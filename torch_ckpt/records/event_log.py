@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from torch_ckpt.errors import NotFoundError
@@ -44,6 +45,7 @@ class EventLog:
         self._directory = directory
         self._waiting: queue.Queue[Callable[[], str] | None] = queue.Queue(_MOST_WAITING)
         self._watched: list[Callable[[], str | None]] = []
+        self._later: deque[Callable[[], None]] = deque()
         self._whole: bytes | None = None  # The contents of the file on a store, once known.
         self._thread: threading.Thread | None = None
 
@@ -52,6 +54,10 @@ class EventLog:
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(lines)
             self._start()
+
+    def call_later(self, function: Callable[[], None]) -> None:
+        """Calls a function when no lines wait. For the thread of this log."""
+        self._later.append(function)
 
     def watch(self, unfinished: Callable[[], str | None]) -> None:
         """Calls a function now and then, and appends its lines, until it returns ``None``."""
@@ -83,14 +89,25 @@ class EventLog:
     def _work(self) -> None:
         due = time.monotonic() + _WATCH_S
         while True:
+            if self._later and self._waiting.empty():
+                self._call(self._later.popleft())
+                continue
             with contextlib.suppress(queue.Empty):
                 lines = self._waiting.get(timeout=max(due - time.monotonic(), 0.0))
                 if lines is None:
+                    for function in self._later:
+                        self._call(function)
                     return
                 self._append(lines)
             if time.monotonic() >= due:
                 self._append_unfinished()
                 due = time.monotonic() + _WATCH_S
+
+    def _call(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception:  # The thread goes on, and so does the run.
+            _LOG.exception("a listener of the record of %s failed", self._directory)
 
     def _append_unfinished(self) -> None:
         for unfinished in list(self._watched):

@@ -7,9 +7,11 @@ their times to its own clock, and passes the events to the :class:`EventLog`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -30,6 +32,9 @@ _LOG = logging.getLogger("torch_ckpt")
 
 _SLOW_MESSAGE_S = 0.05
 """A message that took longer than the fastest one of its rank by so much is an event."""
+
+_DRIFT = 1e-4
+"""Seconds in a second by which two clocks may drift apart: those of computers do by less."""
 
 _RECORDS = 64
 """Number of records for which later events are accepted, such as the end of a promotion."""
@@ -77,6 +82,21 @@ class _Phase:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+class _Clock:
+    """How much the clock of another rank is behind that of this rank: ``offset``, in seconds.
+
+    The fastest message says it best. It counts less with time, because clocks drift.
+    """
+
+    def __init__(self) -> None:
+        self.offset, self._as_of = math.inf, 0.0
+
+    def heard(self, sent: float, arrived: float) -> None:
+        """Adds the times of a message, each by the clock of its rank."""
+        before = self.offset + _DRIFT * max(arrived - self._as_of, 0.0)
+        self.offset, self._as_of = min(arrived - sent, before), max(arrived, self._as_of)
+
+
 class Recorder:
     """Records the saves and loads of one run. ``log`` is ``None`` except on the first rank.
 
@@ -94,7 +114,7 @@ class Recorder:
         self._unsent: list[tuple[Record, _Phase]] = []
         self._records: deque[Record] = deque(maxlen=_RECORDS)
         self._hosts: dict[int, str] = {}
-        self._offsets: dict[int, float] = {}  # Rank -> this clock less its own, at most.
+        self._clocks: dict[int, _Clock] = {}  # Of other ranks.
         self._to_wall = time.time() - time.monotonic()
         self.listeners: list[Callable[[Event], None]] = []
         """Called with each event, on the first rank."""
@@ -143,12 +163,10 @@ class Recorder:
         events += self._heard(record)
         events += self._late(record, 0.0)
         record.calls.clear()
-        for listener in self.listeners:
+        if self._log is not None:
             for event in events:
-                try:
-                    listener(event)
-                except Exception:  # The thread goes on, and so does the run.
-                    _LOG.exception("a listener of the record failed")
+                for listener in self.listeners:
+                    self._log.call_later(functools.partial(listener, event))
         return "".join(event.line() for event in events)
 
     def unfinished(self, record: Record, seconds: float) -> str:
@@ -171,7 +189,7 @@ class Recorder:
             )
             for name, ranks, begin in filter(None, (call.late() for call in record.calls))
             for rank in ranks
-            if now - begin >= seconds
+            if rank != self._rank and now - begin >= seconds
         ]
 
     def _own(self, record: Record, phase: _Phase) -> Event:
@@ -187,11 +205,11 @@ class Recorder:
         ]
         for rank, arrived, host, sent, _ in heard:
             self._hosts[rank] = host
-            self._offsets[rank] = min(self._offsets.get(rank, arrived - sent), arrived - sent)
+            self._clocks.setdefault(rank, _Clock()).heard(sent, arrived)
         events = []
         by_key = {each.key: each for each in list(self._records)}  # Other threads add some.
         for rank, arrived, host, sent, phases in heard:
-            offset = self._offsets[rank]
+            offset = self._clocks[rank].offset
             if (slow := arrived - sent - offset) > _SLOW_MESSAGE_S:
                 last = phases[-1][1] if phases else ""
                 phases.append((record.key, "message", sent, sent + slow, {"of": last}))
@@ -220,6 +238,7 @@ class Record:
         self.recorder = recorder
         self._thread = threading.get_ident()
         self._is_done, self._hangs_s = False, _HANGS_S
+        self._has_error, self._ended = False, time.monotonic()  # When the last phase ended.
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -253,9 +272,10 @@ class Record:
         except BaseException as error:
             if getattr(error, "is_recorded", True):
                 phase.details["error"] = _text_of(error)
+                self._has_error = True
             raise
         finally:
-            phase.end = time.monotonic()
+            phase.end = self._ended = time.monotonic()
             if (waited_s := _native.waited_at_storage_s() - waited_s) > _WAITED_S:
                 self.note(waited=waited_s)
             self.open.remove(phase)
@@ -267,6 +287,12 @@ class Record:
         if error is not None:
             phase.details["error"] = _text_of(error)
         self.recorder.ended(self, phase)
+
+    def failed(self, error: BaseException) -> None:
+        """Adds an error that no phase of this rank has: it was raised while the rank waited."""
+        if not self._has_error:
+            phase = _Phase("wait", self._ended, time.monotonic(), {"error": _text_of(error)})
+            self.recorder.ended(self, phase)
 
     def note(self, **details: Any) -> None:
         """Adds details to the phase in progress; numbers add up."""

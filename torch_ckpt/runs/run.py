@@ -534,9 +534,9 @@ class Run(LastSaves):
     # ---- The record ----
 
     def on_event(self, listener: Callable[[Event], None]) -> None:
-        """Calls a function with each :class:`Event` of the record from now on, on the first rank.
+        """Calls a function with each :class:`Event` that has ended, from now on, on the first rank.
 
-        A thread of the run calls it, and logs its exceptions. Nobody waits for it.
+        A thread of the run calls it, and logs its exceptions. ``close`` waits 5 s for it at most.
 
         Raises:
             ValueError: The run has ``record=False``.

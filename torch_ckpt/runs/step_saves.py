@@ -115,6 +115,9 @@ class StepSaves:
         with record.current():
             try:
                 yield record
+            except BaseException as error:
+                record.failed(error)
+                raise
             finally:
                 if self._pending is None or self._pending is before:
                     record.end()
@@ -266,7 +269,7 @@ class StepSaves:
             self._remove_failed(step)
             raise
         self._boundary.save_began(step)
-        self._committed(step, files)
+        self._committed(step, files, current_record())
 
     def save_in_background(
         self, step: int, state: dict[str, Any], files: Mapping[str, bytes], *, persist: bool
@@ -287,9 +290,12 @@ class StepSaves:
             raise
         self._boundary.save_began(step)
         is_stored = persist or not self._backend.can_stay_in_memory
-        then = functools.partial(self._committed, step, files) if is_stored else lambda: None
+        record = current_record()
+        then = (
+            functools.partial(self._committed, step, files, record) if is_stored else lambda: None
+        )
         self._pending = BackgroundSave(step, future, then)
-        if (record := current_record()) is not None:
+        if record is not None:
             future.add_done_callback(lambda _: record.end())
         return None
 
@@ -508,7 +514,7 @@ class StepSaves:
             return why(error)
         return None
 
-    def _committed(self, step: int, files: Mapping[str, bytes]) -> None:
+    def _committed(self, step: int, files: Mapping[str, bytes], record: Record | None) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
         self.set_base(step)
@@ -526,7 +532,8 @@ class StepSaves:
             self._promotion.saved(step)
             return
         try:
-            self._retention.apply(self._disk, step)
+            with contextlib.nullcontext() if record is None else record.phase("retain"):
+                self._retention.apply(self._disk, step)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"old steps were not removed: {error}", stacklevel=2)
 

@@ -405,11 +405,12 @@ class FastReader(StorageReader):
             if is_first(self._ranks):
                 bar = progress_bar("loading", self.location, load.wanted_nbytes, load.loaded_nbytes)
                 stack.enter_context(bar)
-            load.run(planner, exchange)
-            note(bytes=load.loaded_nbytes())
-            note(requests=load.job.requests, waited=load.job.waited_s)
-            if exchange is not None:
-                note(requests=exchange.requests, waited=exchange.waited_s)
+            try:
+                load.run(planner, exchange)
+            finally:
+                for job in [load.job] if exchange is None else [load.job, exchange]:
+                    note(requests=job.requests, waited=job.waited_s)
+                note(bytes=load.loaded_nbytes())
         self._log_loaded(load.loaded_nbytes(), exchange)
         future: Future[None] = Future()
         future.set_result(None)

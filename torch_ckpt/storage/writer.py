@@ -358,9 +358,17 @@ class FastWriter(DirectoryWriter):
         with progress_bar("saving", self.location, lambda: nbytes, jobs.done_nbytes):
             yield jobs
 
+    def _note(self) -> None:
+        """Adds to the record what was written, also by a save that has failed."""
+        if self._jobs is not None:
+            jobs, _ = self._jobs
+            threads = max(min(self.thread_count, len(self._finished)), 1)
+            note(**jobs.details(threads), mode=self._mode())
+
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files. Tensors that were not staged are written first."""
         finished = self._finished = []
+        self._jobs = None
         try:
             work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
             first, others = work.by_waits()
@@ -375,12 +383,13 @@ class FastWriter(DirectoryWriter):
                 results += taken.results
                 files = self._files_of(taken.groups, prefix)
                 results += self._write_files(files, nbytes, planner, finished, jobs)
-            note(**jobs.details(max(min(self.thread_count, len(finished)), 1)), mode=self._mode())
             if finished and self.sync_files:
                 self._write_directory.sync()
         except BaseException as error:
             self._abandon(finished, error, may_others_begin=self._ranks > 1)
             raise
+        finally:
+            self._note()
         self._wrote_share(plan, planner)
         return results
 
