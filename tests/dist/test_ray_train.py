@@ -99,6 +99,7 @@ def test_killed_workers_go_on_bit_for_bit_and_on_fewer_workers(tmp_path: Path) -
         assert {path.name for path in run.iterdir() if not path.name.startswith("step-")} == {
             ".validate_storage_marker",
             "checkpoint_manager_snapshot.json",
+            "events.jsonl",
         }
     # What Ray lists is a checkpoint of DCP.
     name = "training.model.0.weight"
