@@ -80,6 +80,7 @@ _OF_RUN = frozenset(
         "agent",
         "writer",
         "reader",
+        "record",
     }
 )
 """The options of a run that ``Config.run`` may have."""

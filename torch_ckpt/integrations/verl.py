@@ -85,7 +85,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         Raises:
             CheckpointError: The save failed. The error is that of the first rank with one.
-            ValueError: ``save_contents`` has the model or the optimizer, and there is none.
+            ValueError: ``save_contents`` has the model or the optimizer, and there is none. Or
+                ``save_lora_only`` is set, and the model has adapters of another kind.
         """
         if local_path is None:
             return
@@ -95,8 +96,13 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             state["model"] = {
                 name: value
                 for name, value in state["model"].items()
-                if "lora_" in name or ".adapter_" in name
+                if self.is_lora_only_state_dict({name: value})
             }
+            if not state["model"]:
+                raise ValueError(
+                    "checkpoint.save_lora_only is set, and no parameter of the model is one of "
+                    "LoRA: its name has neither 'lora_' nor '.adapter_'"
+                )
         if self.rank == 0:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
         if state:
@@ -124,7 +130,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         Raises:
             CheckpointError: The load failed. The error is that of the first rank with one.
-            MismatchError: ``load_contents`` has what the checkpoint lacks.
+            MismatchError: ``load_contents`` has what the checkpoint lacks, or the checkpoint has
+                adapters that the model lacks.
             UnsupportedError: verl wrote the optimizer states of FSDP1 on another number of ranks.
             ValueError: ``load_contents`` has the model or the optimizer, and there is none.
         """
@@ -148,6 +155,11 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         state, model = self._state(contents, "load")
         in_file = {name.partition(".")[2] for name in stored if name.startswith("model.")}
         if "model" in state and self.is_lora_only_state_dict(in_file):
+            if unknown := sorted(in_file - state["model"].keys()):
+                raise MismatchError(
+                    f"cannot load the adapters in {local_path}: the model has no {unknown[0]!r}; "
+                    "set model.lora_rank and model.target_modules as in the saved training"
+                )
             state["model"] = {name: state["model"][name] for name in in_file}
         self._choose_extra(state, found)
         if is_verls and "optim" in state:
