@@ -122,6 +122,13 @@ def test_a_slow_phase_without_bytes_is_named_by_its_seconds() -> None:
     assert sentence == "rank 1 on host-0 took 3 s for copying to host memory, the others 0.2 s"
 
 
+def test_a_rank_that_waits_for_storage_where_it_works_for_all_is_not_called_slow() -> None:
+    events = [event(0, "plan", 0, 2.5, waited=2.4), event(1, "plan", 0, 0.01)]
+    events += [event(rank, "write", 2.5, 1) for rank in (0, 1)]
+    expected = "rank 0 on host-0 waited for storage while planning, which took 2.5 s"
+    assert first_sentence(events) == expected
+
+
 def test_the_phase_that_cost_most_is_named() -> None:
     assert "copying" in first_sentence(save(4, stage_1=9.0, write_2=7.0))
     assert "wrote" in first_sentence(save(4, stage_1=7.0, write_2=12.0))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import ray.train
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch_ckpt.runs.run import Run
 from torch_ckpt.runs.step_files import committed_steps, metrics_of
 
 __all__ = ["RayTrainRun"]
+
+T = TypeVar("T")
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """Prefixes of URLs by the names of PyArrow's file systems."""
@@ -105,9 +107,7 @@ class RayTrainRun(Run):
         self._checked: tuple[int, float] | None = None  # The last such step, and its time.
         self._reported: set[int]  # A step whose path Ray has twice would be removed with the first.
         self._unreported: dict[int, dict[str, Any]]  # Steps with their metrics.
-        self._reported, self._unreported = self._decide(
-            "asking Ray for checkpoints", lambda: None, lambda _: self._find()
-        )
+        self._reported, self._unreported = self._decided("asking Ray for checkpoints", self._find)
 
     def should_save(self, step: int) -> bool:
         """Returns whether to save now; see :meth:`Run.should_save`.
@@ -121,7 +121,7 @@ class RayTrainRun(Run):
             with self._exclusive.use("check for a preemption", self.timeout_s):
                 self._is_preempted = ray.train.get_preemption_info() is not None
                 self._is_urgent = self._is_preempted
-                steps = self._decide("spacing checks", lambda: None, lambda _: self._spacing(step))
+                steps = self._decided("spacing checks", lambda: self._spacing(step))
                 self._next_check, self._checked = step + steps, (step, time.monotonic())
         return super().should_save(step) or self._is_urgent
 
@@ -191,12 +191,14 @@ class RayTrainRun(Run):
         self._has_failed = error is not None  # The other workers may not report.
         super().__exit__(kind, error, trace)
 
+    def _decided(self, what: str, decide: Callable[[], T]) -> T:
+        """Returns on all workers what a function returns on the first."""
+        return self._group.decide(what, lambda: None, lambda _: decide(), timeout_s=self.timeout_s)
+
     @exclusive("report steps to Ray Train")
     def _report(self) -> None:
         """Reports the committed steps, on all workers."""
-        finished, failed = self._decide(
-            "finding committed steps", lambda: None, lambda _: self._finished()
-        )
+        finished, failed = self._decided("finding committed steps", self._finished)
         for step in failed:
             del self._unreported[step]
         for step in finished:

@@ -246,6 +246,8 @@ def _phase_text(call: Call, phase: str, slow: list[int], others: list[int]) -> s
     who, they = _who(slow, call), _others(len(others))
     took, usual = (seconds_text(median(p.seconds for p in some)) for some in (theirs, rest))
     rate, usual_rate = _median_rate(theirs), _median_rate(rest)
+    if phase in _TOGETHER and (_waited_share(theirs) or 0) >= MOSTLY:
+        return f"{who} waited for storage while {gerund(phase)}, which took {took}"
     if phase not in _DID or rate is None or usual_rate is None:
         text = f"{who} took {took} for {gerund(phase)}, {they} {usual}"
     elif rate * MUCH_SLOWER <= usual_rate:

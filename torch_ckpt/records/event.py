@@ -66,8 +66,8 @@ class Event:
         # Not all by `json.dumps`: the first rank of thousands writes a line for each phase of each.
         details = _encoded(self.details)[1:-1]
         return (
-            f'{{"call":"{self.call}","kind":"{self.kind}","step":{json.dumps(self.step)},'
-            f'"rank":{self.rank},"host":{json.dumps(self.host)},"phase":"{self.phase}",'
+            f'{{"call":{_encoded(self.call)},"kind":"{self.kind}","step":{_encoded(self.step)},'
+            f'"rank":{self.rank},"host":{_encoded(self.host)},"phase":{_encoded(self.phase)},'
             f'"start":{self.start:.6f},"end":{self.end:.6f}{"," if details else ""}{details}}}\n'
         )
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +25,8 @@ from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 
 __all__ = ["Heard", "Record", "Recorder", "current_record", "note", "phase"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 _SLOW_MESSAGE_S = 0.05
 """A message that took longer than the fastest one of its rank by so much is an event."""
@@ -93,6 +96,8 @@ class Recorder:
         self._hosts: dict[int, str] = {}
         self._offsets: dict[int, float] = {}  # Rank -> this clock less its own, at most.
         self._to_wall = time.time() - time.monotonic()
+        self.listeners: list[Callable[[Event], None]] = []
+        """Called with each event, on the first rank."""
 
     def record(self, kind: str, step: int | None) -> Record:
         """Begins the record of a save or load on this rank."""
@@ -132,6 +137,12 @@ class Recorder:
         events += self._heard(record)
         events += self._late(record, 0.0)
         record.calls.clear()
+        for listener in self.listeners:
+            for event in events:
+                try:
+                    listener(event)
+                except Exception:  # The thread goes on, and so does the run.
+                    _LOG.exception("a listener of the record failed")
         return "".join(event.line() for event in events)
 
     def unfinished(self, record: Record, seconds: float) -> str:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,6 +20,7 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 from torch_ckpt.records.record import Recorder
 from torch_ckpt.runs.background.agent import backend_for
@@ -40,8 +41,6 @@ from torch_ckpt.storage.copying import CheckpointCopy
 
 __all__ = ["OnBusy", "Run"]
 
-T = TypeVar("T")
-R = TypeVar("R")
 OnBusy = Literal["wait", "skip", "error"]
 
 
@@ -146,15 +145,11 @@ class Run(LastSaves):
         self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
         """Which steps remain after a save."""
         self._schedule = SaveSchedule(every, max_overhead)
-        options: tuple[tuple[str, str, Any], ...] = (
-            ("on_busy", on_busy, OnBusy),
-            ("verify", verify, Verify),
-            ("on_failure", on_failure, OnFailure),
-            ("reuse", reuse, Reuse),
-        )
-        for name, value, known in options:
-            if value not in get_args(known):
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(known))}")
+        given = {"on_busy": on_busy, "verify": verify, "on_failure": on_failure, "reuse": reuse}
+        known = {"on_busy": OnBusy, "verify": Verify, "on_failure": OnFailure, "reuse": Reuse}
+        for name, value in given.items():
+            if value not in (values := get_args(known[name])):
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(values)}")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is not a positive number of seconds")
         self._exclusive = Exclusive(f"the run {directory}")
@@ -233,8 +228,9 @@ class Run(LastSaves):
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
         if self._promotion is not None:
             backend = self._backend
-            copy = CheckpointCopy if backend is None else backend.copy
-            self._promotion.start(copy, self._recorder)
+            self._promotion.start(
+                CheckpointCopy if backend is None else backend.copy, self._recorder
+            )
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -426,7 +422,9 @@ class Run(LastSaves):
         def choose(_: list[None]) -> int | None:
             return next(iter(self.retention.best(self._disks)), None)
 
-        return self._decide("choosing the best step", self._saves.settle, choose)
+        self._check_open()
+        what = "choosing the best step"
+        return self._group.decide(what, self._saves.settle, choose, timeout_s=self.timeout_s)
 
     @contextlib.contextmanager
     def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
@@ -533,6 +531,20 @@ class Run(LastSaves):
         self._check_open()
         return self._saves.discard_after(step)
 
+    # ---- The record ----
+
+    def on_event(self, listener: Callable[[Event], None]) -> None:
+        """Calls a function with each :class:`Event` of the record from now on, on the first rank.
+
+        A thread of the run calls it, and logs its exceptions. Nobody waits for it.
+
+        Raises:
+            ValueError: The run has ``record=False``.
+        """
+        if self._recorder is None:
+            raise ValueError("on_event() needs the record: this run has record=False")
+        self._recorder.listeners.append(listener)
+
     # ---- Ending ----
 
     def close(self) -> None:
@@ -582,19 +594,6 @@ class Run(LastSaves):
                 raise
             error.add_note(str(save_error))
 
-    # ---- Decisions of all ranks ----
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this run is closed")
-
-    def _decide(
-        self,
-        what: str,
-        own: Callable[[], T],
-        decide: Callable[[list[T]], R],
-        timeout_s: float | None = None,
-    ) -> R:
-        """Returns the coordinator's decision on every rank; see :meth:`Group.decide`."""
-        self._check_open()
-        return self._group.decide(what, own, decide, timeout_s=timeout_s or self.timeout_s)
