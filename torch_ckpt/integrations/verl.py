@@ -8,18 +8,17 @@ in place of their ``FSDPCheckpointManager``.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version
 from verl.workers.engine.fsdp import transformer_impl
 
 from torch_ckpt.api import load, save
+from torch_ckpt.coordination.group import first_error
 from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
@@ -106,7 +105,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if self.rank == 0:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
         if state:
-            with _first_error():
+            with first_error("in a save of verl"):  # Ray's workers expect an ``Exception``.
                 save(state, checkpoint_id=local_path)
         # verl writes the rest, and removes older checkpoints after the commit.
         self.checkpoint_save_contents = [each for each in contents if each not in _CONTENTS]
@@ -170,7 +169,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                     "save with torch_ckpt there"
                 )
             state["optim"] = self.optimizer.state_dict()  # With numbers, as verl saves it.
-        with _first_error():
+        with first_error("in a load of verl"):
             load(state, storage_reader=reader)
         self._apply(state, {**model, **state.get("model", {})}, is_verls)
 
@@ -232,17 +231,6 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             self.lr_scheduler.load_state_dict(state["lr_scheduler"][0])
         elif "extra_state" in state:
             self.lr_scheduler.load_state_dict(state["extra_state"]["lr_scheduler"])
-
-
-@contextlib.contextmanager
-def _first_error() -> Iterator[None]:
-    """Raises the error of the first rank that failed. Ray's workers expect an ``Exception``."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        cause.add_note(f"raised on rank {rank}")
-        raise cause from None
 
 
 transformer_impl.FSDPCheckpointManager = FastCheckpointManager
