@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import logging
 import subprocess
 import sys
@@ -283,6 +284,46 @@ def test_what_cannot_be_replaced_is_used_and_logged_once(
         "OwnReader",
         "FileSystemWriter",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [
+        (FileSystemWriter, FastWriter),
+        (FileSystemReader, FastReader),
+        (DefaultSavePlanner, FastSavePlanner),
+    ],
+)
+def test_a_class_with_an_argument_of_a_later_torch_is_left_to_stock(
+    state: dict[str, Any],
+    used: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Any,
+    ours: type,
+) -> None:
+    monkeypatch.setattr(PROCESS, "unreplaced", set())
+    construct = kind.__init__
+
+    def newer(self: Any, *arguments: Any, compression: str = "", **options: Any) -> None:
+        construct(self, *arguments, **options)
+
+    known = list(inspect.signature(kind).parameters.values())
+    later = inspect.Parameter("compression", inspect.Parameter.KEYWORD_ONLY)
+    newer.__signature__ = inspect.Signature(
+        [  # type: ignore[attr-defined]
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+            *known,
+            later,
+        ]
+    )
+    monkeypatch.setattr(kind, "__init__", newer)
+    planner = DefaultSavePlanner()
+    with torch_ckpt.installed():
+        dcp.save(state, storage_writer=FileSystemWriter(tmp_path), planner=planner)
+        dcp.load(blank(state), storage_reader=FileSystemReader(tmp_path))
+    assert used
+    assert not any(isinstance(one, ours) for one in used)
 
 
 def test_each_replacement_is_logged_at_debug_level(

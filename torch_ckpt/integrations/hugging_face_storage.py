@@ -8,7 +8,6 @@ the whole tensors, as one box each, so that a save replaces one file by one file
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.recognise import open_model_files
 from torch_ckpt.formats.safetensors.layout import ModelLayout, TensorFacts
+from torch_ckpt.integrations.replacing import has_only
 from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.safetensors_base import BaseFile
@@ -156,10 +156,7 @@ class ModelReader(FastReader):
 def is_replaced(given: object) -> bool:
     """Returns whether an object is of one of DCP's two classes, whose arguments are all known."""
     arguments = _ARGUMENTS.get(type(given))
-    if arguments is None:
-        return False
-    found = set(inspect.signature(type(given).__init__).parameters)
-    return found - {"self"} <= arguments
+    return arguments is not None and has_only(type(given), arguments)
 
 
 def path_of(given: HuggingFaceStorageWriter) -> str | os.PathLike[str]:

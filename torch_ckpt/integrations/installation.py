@@ -39,7 +39,7 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter
-from torch_ckpt.integrations.replacing import replacing
+from torch_ckpt.integrations.replacing import has_only, replacing
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -63,6 +63,26 @@ _WRITER_ARGUMENTS = (
     "per_thread_copy_ahead",
     "overwrite",
 )
+
+_ARGUMENTS: dict[type, frozenset[str]] = {
+    FileSystemWriter: frozenset(
+        {
+            *("path", "cache_staged_state_dict", "_extensions", "serialization_format"),
+            *_WRITER_ARGUMENTS,
+        }
+    ),
+    FileSystemReader: frozenset({"path", "_extension_registry"}),
+    DefaultSavePlanner: frozenset(
+        {
+            *("flatten_state_dict", "flatten_sharded_tensors", "enable_plan_caching"),
+            *("dedup_replicated_tensors", "dedup_save_to_lowest_rank"),
+        }
+    ),
+    DefaultLoadPlanner: frozenset(
+        {"flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"}
+    ),
+}
+"""The arguments of DCP's classes that are known. A class that has others is not replaced."""
 
 # What DCP's own objects have after a call, which programs read.
 _FOUND_BY_SAVE_PLANNER = (
@@ -305,7 +325,7 @@ class _Replaced:
 
     def reader(self, given: Any) -> Any:
         """Returns the replacement of a reader of DCP, or another reader itself."""
-        if type(given) is FileSystemReader:
+        if type(given) is FileSystemReader and _is_known(given):
             ours = self._reader(given.path, given.transforms.extension_registry)
         elif hugging_face_storage.is_replaced(given):
             ours = self._reader(given.path, None, ModelReader)
@@ -324,7 +344,7 @@ class _Replaced:
 
     def replaces(self, given: Any) -> bool:
         """Returns whether a writer has a replacement."""
-        if type(given) is FileSystemWriter:
+        if type(given) is FileSystemWriter and _is_known(given):
             return given.serialization_format == SerializationFormat.TORCH_SAVE
         return hugging_face_storage.is_replaced(given)
 
@@ -336,8 +356,8 @@ class _Replaced:
             return  # The first rank has the same.
         _LOG.warning(
             "%s.%s is used as it is: torch_ckpt replaces only FileSystemWriter with the format of "
-            "torch.save, FileSystemReader, and HuggingFaceStorageWriter and "
-            "HuggingFaceStorageReader with known arguments, and none of their subclasses",
+            "torch.save, FileSystemReader, HuggingFaceStorageWriter and HuggingFaceStorageReader, "
+            "each with known arguments, and none of their subclasses",
             type(given).__module__,
             type(given).__qualname__,
         )
@@ -513,11 +533,16 @@ def _planner(given: Any, stock: type, ours: Callable[..., Any], names: Sequence[
     """Returns our planner for ``None`` or one of exactly the stock class, or another one itself."""
     if given is None:
         return ours()
-    if type(given) is not stock:
+    if type(given) is not stock or not _is_known(given):
         return given
     replacement = ours(**{name: getattr(given, name) for name in names})
     _log_replaced(given, replacement)
     return replacement
+
+
+def _is_known(given: object) -> bool:
+    """Returns whether the arguments of an object's class are all known."""
+    return has_only(type(given), _ARGUMENTS[type(given)])
 
 
 @contextlib.contextmanager

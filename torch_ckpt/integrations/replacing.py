@@ -1,14 +1,20 @@
-"""Replaces an attribute of a module or class for a while."""
+"""Replaces an attribute of a module or class for a while, and knows which classes it may."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["replacing"]
+__all__ = ["has_only", "replacing"]
+
+
+def has_only(kind: type, arguments: Collection[str]) -> bool:
+    """Returns whether a class of another library has no arguments but these."""
+    return set(inspect.signature(kind).parameters) <= set(arguments)
 
 
 @contextlib.contextmanager
