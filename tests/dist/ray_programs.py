@@ -198,7 +198,7 @@ def again(path: Path) -> None:
                 # As on a full disk.
                 nbytes = 1_000_000 if step == 4 else resource.RLIM_INFINITY
                 resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
-                run.save(step, state)
+                run.save(step, state, metrics={"w": state["w"][0]})
                 until(lambda: not run._saves.is_busy)
 
     result = DataParallelTrainer(

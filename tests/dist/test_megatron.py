@@ -418,6 +418,38 @@ def save_asynchronously(folder: Path, name: str, persistent: bool) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+def test_a_request_that_finalizes_our_save_runs_its_own_function(
+    worlds: Worlds, tmp_path: Path, name: str
+) -> None:
+    if name == "nvrx":
+        pytest.importorskip("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
+    worlds.run(2, finalize_with_another, tmp_path, name)
+
+
+def finalize_with_another(folder: Path, name: str) -> None:
+    """As Megatron does with --logits-save-dir."""
+    path, other = folder / "checkpoint", folder / f"logits-{dist.get_rank()}"
+    path.mkdir(exist_ok=True)
+    with on_cpu():
+        queue = queue_of(name, False)
+        saving = FastSaveStrategy().async_save({"rows": shard("rows", 0)}, path, name)
+        finalized = saving.finalize_fns.copy()
+        saving.finalize_fns.clear()
+        queue.schedule_async_request(saving)
+        arguments = {"async_fn": write, "async_fn_args": (other,), "finalize_fns": finalized}
+        queue.schedule_async_request(type(saving)(**arguments))
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert queue.get_num_unfinalized_calls() == 0
+        assert (path / ".metadata").exists()
+        assert other.read_text() == "written"
+        queue.close()
+
+
+def write(path: Path) -> None:
+    path.write_text("written")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_the_failure_of_a_rank_is_raised_on_every_rank_when_the_save_is_finalized(
     worlds: Worlds, tmp_path: Path, name: str
 ) -> None:

@@ -99,6 +99,7 @@ def test_killed_workers_go_on_bit_for_bit_and_on_fewer_workers(tmp_path: Path) -
         assert {path.name for path in run.iterdir() if not path.name.startswith("step-")} == {
             ".validate_storage_marker",
             "checkpoint_manager_snapshot.json",
+            "events.jsonl",
         }
     # What Ray lists is a checkpoint of DCP.
     name = "training.model.0.weight"
@@ -147,6 +148,7 @@ def test_a_step_is_reported_once_and_a_failed_one_never(tmp_path: Path) -> None:
     run = tmp_path / "again"
     assert steps_in(run) == [2, 6]
     assert [path for path, _ in found["listed"]] == [f"{run}/step-2", f"{run}/step-6"]
+    assert found["listed"][1][1]["w"] == 4.0
     for step, value in ((2, 5.0), (6, 4.0)):
         state = {"w": torch.zeros(1_000_000)}
         torch_ckpt.load(state, checkpoint_id=run / f"step-{step}")

@@ -288,3 +288,26 @@ def test_a_save_in_the_background_is_waited_for(path: Path) -> None:
     assert manager.save(STEPS, last_step=True)
     assert (path / f"checkpoint/step-{STEPS}/.metadata").exists()
     manager.close()
+
+
+@on_ranks(2)
+def test_the_last_step_is_saved_while_another_save_is_in_progress(path: Path) -> None:
+    manager = Training(path, async_mode="async", run={"on_busy": "skip"}).checkpointer
+    goes_on = threading.Event()
+    commit = FastWriter.finish
+
+    def finish(*arguments: Any, **options: Any) -> Any:
+        assert goes_on.wait(60)
+        return commit(*arguments, **options)
+
+    FastWriter.finish = finish  # type: ignore[method-assign]
+    try:
+        assert manager.save(2)
+        assert not manager.save(4)
+        threading.Timer(0.3, goes_on.set).start()
+        assert manager.save(STEPS, last_step=True)
+    finally:
+        FastWriter.finish = commit  # type: ignore[method-assign]
+    dist.barrier()
+    assert steps_in(path) == ["step-2", f"step-{STEPS}"]
+    manager.close()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 VERL = ROOT / "build/verl"
@@ -251,6 +251,22 @@ def misuse(path: Path) -> None:
         worker.manager.save_checkpoint(str(path))
     assert worker.manager.checkpoint_save_contents == ["extra"]
     assert not (path / ".metadata").exists()
+
+
+def misuse_adapters(path: Path) -> None:
+    worker = Worker("fsdp2", lora=True, save_lora_only=True)
+    worker.manager.save_checkpoint(str(path / "adapters"))
+    with pytest.raises(MismatchError, match=r"the model has no '.*lora_A.*'; set model\.lora_rank"):
+        Worker("fsdp2").manager.load_checkpoint(str(path / "adapters"))
+    worker = Worker("fsdp2", save_lora_only=True)
+    worker.model.peft_config = {}  # As adapters of another kind have it.
+    with pytest.raises(ValueError, match=r"no parameter of the model is one of LoRA"):
+        worker.manager.save_checkpoint(str(path / "none"))
+    assert not (path / "none").exists()
+
+
+def test_adapters_that_are_not_there_are_refused(worlds: Worlds, tmp_path: Path) -> None:
+    run(worlds, 2, misuse_adapters, tmp_path)
 
 
 class Unpicklable:

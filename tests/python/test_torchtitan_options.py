@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager, Checkpoint
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.integrations import torchtitan
 from torch_ckpt.integrations.torchtitan import FastCheckpointManager
+from torch_ckpt.runs.run import Run
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,6 +49,13 @@ def built(path: Path, *, adapter: Any = None, **options: Any) -> Any:
 def test_every_option_of_torchtitan_is_one_that_is_honoured() -> None:
     options = {option.name for option in fields(CheckpointManager.Config)}
     assert options == torchtitan._HONOURED | {"async_mode"}
+
+
+def test_every_option_of_a_run_is_stated_or_may_be_given_unless_it_is_of_metrics() -> None:
+    options = set(inspect.signature(Run).parameters)
+    of_metrics = {"keep_best", "monitor", "mode"}
+    unused = {"max_overhead", "process_group"}
+    assert options == torchtitan._OF_RUN | torchtitan._STATED.keys() | of_metrics | unused
 
 
 def test_a_configuration_builds_the_manager(tmp_path: Path) -> None:

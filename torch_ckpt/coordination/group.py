@@ -53,6 +53,7 @@ __all__ = [
     "Group",
     "claim_commit",
     "current_call",
+    "first_error",
     "group_of",
     "time_limit_s",
 ]
@@ -158,13 +159,8 @@ class Group:
                 value = own()
             with records.phase(deciding):
                 return decide([value])
-        with self.call(timeout_s) as call:
-            try:
-                return call.all_reduce(activity, own, decide)
-            except CheckpointException as error:
-                rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-                cause.add_note(f"raised on rank {rank} of the group, while {activity}")
-                raise cause from None
+        with self.call(timeout_s) as call, first_error(f"of the group, while {activity}"):
+            return call.all_reduce(activity, own, decide)
 
     def series(self) -> Group:
         """Returns a group of the same ranks that numbers its calls separately. All ranks call it.
@@ -534,6 +530,17 @@ def claim_commit() -> None:
     call = _current.get()
     if call is not None:
         call.claim_commit()
+
+
+@contextlib.contextmanager
+def first_error(where: str) -> Iterator[None]:
+    """Raises the error of the first rank that failed, and not DCP's error with all of them."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        cause.add_note(f"raised on rank {rank} {where}")
+        raise cause from None
 
 
 def group_of(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import PurePath
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from torch_ckpt._core import _native
-from torch_ckpt.coordination.group import Call, Group, claim_commit
+from torch_ckpt.coordination.group import Call, Group, claim_commit, first_error
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import IoOptions
@@ -79,7 +76,7 @@ class DeepSpeedCheckpoint:
         self._beside: list[tuple[Location, Location]] = []
         self._call = group.call(timeout_s)
         self._hidden: Location | None = None  # On the coordinator, which removes it.
-        with self._call, _own_error():
+        with self._call, first_error("in a save of DeepSpeed"):
             name = self._call.all_reduce("beginning", lambda: None, lambda _: self._begin())
         self._folder = self.folder.with_name(name)
 
@@ -134,7 +131,7 @@ class DeepSpeedCheckpoint:
         was before.
         """
         try:
-            with self._call, _own_error():
+            with self._call, first_error("in a save of DeepSpeed"):
                 self._call.all_reduce("write", self._write_all, self._commit)
         finally:
             self._clear()
@@ -241,14 +238,3 @@ def _carry_over(old: Location, new: Location, replaced: Set[str] = frozenset()) 
         except CheckpointError:  # Not on this file system.
             (old / name).copy_to(new / name)
     new.sync()
-
-
-@contextlib.contextmanager
-def _own_error() -> Iterator[None]:
-    """Raises the error of the first rank that failed, and not DCP's error with all of them."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        cause.add_note(f"raised on rank {rank}, in a save of DeepSpeed")
-        raise cause from None

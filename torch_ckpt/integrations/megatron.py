@@ -160,8 +160,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             timeout_s=self.timeout_s,
         )
         self._background = cast(Future[Metadata], future)
-        finalize = QueuedSave(self._background).finalize
-        return modules["AsyncRequest"](async_fn=None, async_fn_args=(), finalize_fns=[finalize])
+        return QueuedSave(self._background).request(modules["AsyncRequest"])
 
     def reserve(self, sharded_state_dict: dict[str, Any]) -> None:
         """Allocates the memory of asynchronous saves, which the first one would allocate otherwise.

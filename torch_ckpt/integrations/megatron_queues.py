@@ -20,6 +20,10 @@ class QueuedSave:
     def __init__(self, future: Future[Metadata]) -> None:
         self.future = future
 
+    def request(self, kind: Callable[..., Any]) -> Any:
+        """Returns the request of a queue, of the queue's own class."""
+        return kind(async_fn=None, async_fn_args=(self,), finalize_fns=[self.finalize])
+
     def finalize(self) -> None:
         """Waits for the commit. A failure of any rank is raised on every rank."""
         self.future.result()
@@ -59,7 +63,8 @@ def poll_threads(queue: Any) -> None:
     """Makes a class of queues poll our saves, which run in a thread.
 
     Megatron's queues poll a process. They would finalize a request without one at the next poll,
-    which would stop training until the save is complete.
+    which would stop training until the save is complete. A request of ours has no function, and its
+    save as an argument. Megatron moves the functions that finalize it to other requests.
     """
     schedule = queue.schedule_async_request
     if hasattr(schedule, "polls_threads"):
@@ -67,12 +72,11 @@ def poll_threads(queue: Any) -> None:
 
     @functools.wraps(schedule)
     def schedule_async_request(self: Any, async_request: Any) -> int:
-        first = next(iter(async_request.finalize_fns), None)
-        background = getattr(first, "__self__", None)
-        if not isinstance(background, QueuedSave):
+        saving = next(iter(async_request.async_fn_args), None)
+        if async_request.async_fn is not None or not isinstance(saving, QueuedSave):
             return cast(int, schedule(self, async_request))
         module = importlib.import_module(queue.__module__)
-        caller = _caller_class(module.AsyncCaller)(background.future)
+        caller = _caller_class(module.AsyncCaller)(saving.future)
         self._get_async_caller = lambda: caller
         try:
             return cast(int, schedule(self, async_request))

@@ -142,7 +142,9 @@ class RayTrainRun(Run):
         if saved and persist:
             self._last = step
             if step not in self._reported:
-                self._unreported[step] = dict(metrics or {})
+                # Ray refuses tensors.
+                numbers = {name: float(value) for name, value in (metrics or {}).items()}
+                self._unreported[step] = numbers
             if self._is_urgent:
                 self._is_urgent = False
                 self.wait(promoted=True)

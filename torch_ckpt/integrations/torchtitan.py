@@ -80,6 +80,7 @@ _OF_RUN = frozenset(
         "agent",
         "writer",
         "reader",
+        "record",
     }
 )
 """The options of a run that ``Config.run`` may have."""
@@ -179,6 +180,7 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if config.last_save_in_hf:
             self._export(curr_step)
             return True
+        self.run.on_busy = "wait"  # The last step is not skipped.
         model_only = config.last_save_model_only
         is_saved = self.run.save(curr_step, self._exported() if model_only else self._full_state())
         self.run.wait()  # The process may end now.

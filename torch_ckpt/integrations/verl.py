@@ -8,18 +8,17 @@ in place of their ``FSDPCheckpointManager``.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version
 from verl.workers.engine.fsdp import transformer_impl
 
 from torch_ckpt.api import load, save
+from torch_ckpt.coordination.group import first_error
 from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
@@ -85,7 +84,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         Raises:
             CheckpointError: The save failed. The error is that of the first rank with one.
-            ValueError: ``save_contents`` has the model or the optimizer, and there is none.
+            ValueError: ``save_contents`` has the model or the optimizer, and there is none. Or
+                ``save_lora_only`` is set, and the model has adapters of another kind.
         """
         if local_path is None:
             return
@@ -95,12 +95,17 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             state["model"] = {
                 name: value
                 for name, value in state["model"].items()
-                if "lora_" in name or ".adapter_" in name
+                if self.is_lora_only_state_dict({name: value})
             }
+            if not state["model"]:
+                raise ValueError(
+                    "checkpoint.save_lora_only is set, and no parameter of the model is one of "
+                    "LoRA: its name has neither 'lora_' nor '.adapter_'"
+                )
         if self.rank == 0:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
         if state:
-            with _first_error():
+            with first_error("in a save of verl"):  # Ray's workers expect an ``Exception``.
                 save(state, checkpoint_id=local_path)
         # verl writes the rest, and removes older checkpoints after the commit.
         self.checkpoint_save_contents = [each for each in contents if each not in _CONTENTS]
@@ -124,7 +129,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         Raises:
             CheckpointError: The load failed. The error is that of the first rank with one.
-            MismatchError: ``load_contents`` has what the checkpoint lacks.
+            MismatchError: ``load_contents`` has what the checkpoint lacks, or the checkpoint has
+                adapters that the model lacks.
             UnsupportedError: verl wrote the optimizer states of FSDP1 on another number of ranks.
             ValueError: ``load_contents`` has the model or the optimizer, and there is none.
         """
@@ -148,6 +154,11 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         state, model = self._state(contents, "load")
         in_file = {name.partition(".")[2] for name in stored if name.startswith("model.")}
         if "model" in state and self.is_lora_only_state_dict(in_file):
+            if unknown := sorted(in_file - state["model"].keys()):
+                raise MismatchError(
+                    f"cannot load the adapters in {local_path}: the model has no {unknown[0]!r}; "
+                    "set model.lora_rank and model.target_modules as in the saved training"
+                )
             state["model"] = {name: state["model"][name] for name in in_file}
         self._choose_extra(state, found)
         if is_verls and "optim" in state:
@@ -158,7 +169,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                     "save with torch_ckpt there"
                 )
             state["optim"] = self.optimizer.state_dict()  # With numbers, as verl saves it.
-        with _first_error():
+        with first_error("in a load of verl"):
             load(state, storage_reader=reader)
         self._apply(state, {**model, **state.get("model", {})}, is_verls)
 
@@ -220,17 +231,6 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             self.lr_scheduler.load_state_dict(state["lr_scheduler"][0])
         elif "extra_state" in state:
             self.lr_scheduler.load_state_dict(state["extra_state"]["lr_scheduler"])
-
-
-@contextlib.contextmanager
-def _first_error() -> Iterator[None]:
-    """Raises the error of the first rank that failed. Ray's workers expect an ``Exception``."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        cause.add_note(f"raised on rank {rank}")
-        raise cause from None
 
 
 transformer_impl.FSDPCheckpointManager = FastCheckpointManager
