@@ -170,6 +170,19 @@ def test_files_that_verl_has_written_load_on_any_ranks(
     assert states["schedule"] == saved[0][0]["schedule"]
 
 
+def test_a_directory_to_which_both_have_saved_is_never_loaded_by_guess(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    path = tmp_path / "global_step_2/actor"
+    run(worlds, 2, save, path, "fsdp2", "verl")
+    saved = run(worlds, 2, save, path, "fsdp2")
+    assert not list(path.glob("*.pt"))
+    assert_same(run(worlds, 2, load, path, "fsdp2")[0][0], saved[0][0])
+    run(worlds, 2, save, path, "fsdp2", "verl")
+    for error in run(worlds, 2, error_of_load, path, "fsdp2", ALL):
+        assert "verl has written files beside the checkpoint of torch_ckpt" in error
+
+
 def load_contents(path: Path, kind: str, contents: list[str]) -> Any:
     return load(path, kind, load_contents=contents)[0]
 

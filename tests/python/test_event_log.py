@@ -294,3 +294,46 @@ def test_an_error_without_a_text_remains_the_error_of_the_save(tmp_path: Path) -
     assert isinstance(raised.value.failures[0][0], UnknownError)
     errors = [event.details.get("error") for event in read_events(Location(tmp_path))]
     assert "UnknownError" in errors
+
+
+def test_clocks_that_drift_make_no_slow_messages(tmp_path: Path) -> None:
+    recorder, drift, latency_s = Recorder(0, EventLog(Location(tmp_path))), 2e-5, 1e-3
+    for hour in range(24):  # The other clock is slower by 20 ppm: 1.7 s in a day.
+        record = recorder.record("save", hour)
+        now = 3600.0 * hour
+        call = Call([])
+        call.messages = [(now * (1 - drift), now + latency_s, [])]
+        record.joined(call)
+        assert recorder.lines(record) == ""
+
+
+def test_a_slow_listener_delays_no_line(tmp_path: Path) -> None:
+    log = EventLog(Location(tmp_path))
+    recorder = Recorder(0, log)
+    waits = threading.Event()
+    recorder.listeners.append(lambda _: assert_set(waits))
+    for step in range(3):
+        record = recorder.record("save", step)
+        with record.phase("write"):
+            pass
+        record.end()
+        until((tmp_path / "events.jsonl").exists)
+    log_lines = (tmp_path / "events.jsonl").read_text
+    time.sleep(0.1)
+    waits.set()
+    log.close()
+    assert len(log_lines().splitlines()) == 3
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+def test_an_error_while_a_rank_waits_is_an_event(tmp_path: Path) -> None:
+    record = Recorder(0, EventLog(Location(tmp_path))).record("save", 3)
+    with record.phase("write"):
+        pass
+    record.failed(KeyboardInterrupt())
+    write, wait = events_of(record, tmp_path)
+    assert "error" not in write.details
+    assert (wait.phase, wait.details["error"]) == ("wait", "KeyboardInterrupt: ")

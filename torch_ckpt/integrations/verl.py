@@ -34,6 +34,11 @@ _CONTENTS = {"model": ["model"], "optimizer": ["optim"], "extra": ["rng", "extra
 """Contents of verl's configuration -> the first parts of their names, also in verl's own files."""
 
 
+def _is_verls(name: str) -> bool:
+    """Returns whether a file is one that verl writes for each rank."""
+    return "_world_size_" in name and name.endswith(".pt")
+
+
 class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     """Saves the model, the optimizer and the extra state of verl's workers as one checkpoint.
 
@@ -107,6 +112,10 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if state:
             with first_error("in a save of verl"):  # Ray's workers expect an ``Exception``.
                 save(state, checkpoint_id=local_path)
+            if self.rank == 0:  # Those of an earlier save of this step by verl.
+                folder = Location(local_path)
+                for name in filter(_is_verls, folder.names()):
+                    (folder / name).discard()
         # verl writes the rest, and removes older checkpoints after the commit.
         self.checkpoint_save_contents = [each for each in contents if each not in _CONTENTS]
         try:
@@ -129,15 +138,21 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         Raises:
             CheckpointError: The load failed. The error is that of the first rank with one.
-            MismatchError: ``load_contents`` has what the checkpoint lacks, or the checkpoint has
-                adapters that the model lacks.
+            MismatchError: ``load_contents`` has what the checkpoint lacks, the checkpoint has
+                adapters that the model lacks, or verl has saved to the same directory later.
             UnsupportedError: verl wrote the optimizer states of FSDP1 on another number of ranks.
             ValueError: ``load_contents`` has the model or the optimizer, and there is none.
         """
         if local_path is None:
             return
-        names = Location(local_path).names()
+        folder = Location(local_path)
+        names = folder.names()
         is_verls = ".metadata" not in names
+        if not is_verls and any(map(_is_verls, names)):
+            raise MismatchError(
+                f"cannot load {local_path}: verl has written files beside the checkpoint of "
+                "torch_ckpt; remove .metadata to load those, or *_world_size_*_rank_*.pt"
+            )
         if is_verls and any(f"_world_size_{self.world_size}_rank_" in name for name in names):
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
             return

@@ -408,9 +408,10 @@ class FastReader(StorageReader):
             try:
                 load.run(planner, exchange)
             finally:
-                for job in [load.job] if exchange is None else [load.job, exchange]:
-                    note(requests=job.requests, waited=job.waited_s)
                 note(bytes=load.loaded_nbytes())
+                note(requests=load.job.requests, waited=load.job.waited_s)
+                if exchange is not None:
+                    note(requests=exchange.requests, waited=exchange.waited_s)
         self._log_loaded(load.loaded_nbytes(), exchange)
         future: Future[None] = Future()
         future.set_result(None)
