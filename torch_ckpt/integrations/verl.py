@@ -224,7 +224,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     def _choose_extra(self, state: dict[str, Any], found: Collection[str]) -> None:
         """Leaves what a checkpoint has of the extra state, by the names of the checkpoint."""
         if "extra_state" in found and "rng" in state:
-            del state["rng"]  # Of other ranks.
+            del state["rng"]  # It is that of other ranks.
             if "lr_scheduler" in state:
                 (schedule,) = state.pop("lr_scheduler")
                 state["extra_state"] = {"lr_scheduler": schedule}

@@ -113,7 +113,7 @@ def _unfinished(call: Call) -> str | None:
     def suspicion(phase: str) -> int:  # Others wait for a rank that works, and for messages.
         return 2 if phase in _TOGETHER else 1 if phase == "message" else 0
 
-    phase = min(open_phases, key=suspicion)  # Of several, the first: later ones depend on it.
+    phase = min(open_phases, key=suspicion)  # The first: later ones depend on it.
     parts = call.parts[phase]
     late = [rank for rank, part in parts.items() if part.unfinished]
     late.sort(key=lambda rank: parts[rank].start)

@@ -114,7 +114,7 @@ class Recorder:
         self._unsent: list[tuple[Record, _Phase]] = []
         self._records: deque[Record] = deque(maxlen=_RECORDS)
         self._hosts: dict[int, str] = {}
-        self._clocks: dict[int, _Clock] = {}  # Of other ranks.
+        self._clocks: dict[int, _Clock] = {}  # By rank.
         self._to_wall = time.time() - time.monotonic()
         self.listeners: list[Callable[[Event], None]] = []
         """Called with each event, on the first rank."""

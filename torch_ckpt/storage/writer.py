@@ -191,7 +191,7 @@ class FastWriter(DirectoryWriter):
         self._writing = threading.Lock()
         self._ranks = 0  # Number of ranks that save together; 0 except on the coordinator.
         self._pools: list[_native.BufferPool] = []
-        self._jobs: tuple[FileJobs, int] | None = None  # Of the last save, and bytes to write.
+        self._jobs: tuple[FileJobs, int] | None = None  # In the last save, and bytes to write.
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
         self._phases = Phases("planning")
         self._numbers: dict[str, int] = {}  # Prefix -> number of its last file.
