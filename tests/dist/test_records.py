@@ -67,10 +67,10 @@ OF_FIRST = {"commit", "retain"}
     ids=["synchronous", "asynchronous", "agent"],
 )
 def test_each_phase_of_each_rank_is_an_event(
-    worlds: Worlds, tmp_path: Path, options: dict[str, Any], first: set[str], others: set[str]
+    pair: Ranks, tmp_path: Path, options: dict[str, Any], first: set[str], others: set[str]
 ) -> None:
     begin = time.time()
-    worlds.run(2, save_and_load, tmp_path / "run", options)
+    pair.run(save_and_load, tmp_path / "run", options)
     end = time.time()
     events = events_in(tmp_path / "run")
     calls = list(dict.fromkeys(event.call for event in events))

@@ -328,7 +328,9 @@ class Record:
 def _text_of(error: BaseException) -> str:
     name = type(error).__qualname__
     try:
-        return f"{name}: {error}"[:_ERROR_LENGTH]
+        # The last line of many: DCP's exception has the traces of ranks, and their errors last.
+        text = (str(error).strip().splitlines() or [""])[-1].strip()
+        return f"{name}: {text}"[:_ERROR_LENGTH]
     except Exception:  # The text is that of a user's class.
         return name
 
