@@ -419,7 +419,8 @@ def test_ranks_go_back_together_and_one_of_them_warns(path: Path) -> None:
         warnings.simplefilter("always")
         assert run.restore(state_of(-1), step=3) == 3
         run.save(4, state_of(4))
-    assert [str(w.message)[:25] for w in caught] == ["step 3 was restored, but "][dist.get_rank() :]
+    texts = [str(w.message)[:25] for w in caught if w.category is UserWarning]
+    assert texts == ["step 3 was restored, but "][dist.get_rank() :]
     assert run.discard_after(4) == [9, 6]
     assert run.restore(state_of(-1)) == 4
     with pytest.raises(ValueError, match="different steps"):
