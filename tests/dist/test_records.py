@@ -67,7 +67,12 @@ OF_FIRST = {"commit", "retain"}
     ids=["synchronous", "asynchronous", "agent"],
 )
 def test_each_phase_of_each_rank_is_an_event(
-    pair: Ranks, tmp_path: Path, options: dict[str, Any], first: set[str], others: set[str]
+    memory: Path,  # Before the ranks, which have its environment.
+    pair: Ranks,
+    tmp_path: Path,
+    options: dict[str, Any],
+    first: set[str],
+    others: set[str],
 ) -> None:
     begin = time.time()
     pair.run(save_and_load, tmp_path / "run", options)
