@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import logging
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from states import assert_same
 from support.flips import flip
 from support.logs import logged
 from support.run_steps import names_in_run
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from waits import until
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.errors import RankTimeoutError
@@ -534,3 +538,18 @@ def test_training_of_all_ranks_goes_on_if_the_disk_of_one_is_full(
         assert found == [asynchronous, asynchronous, True]
         assert run.failures == 2
         assert run.latest_step() == 3
+
+
+@on_ranks(2)
+def test_a_failed_save_keeps_no_state_alive(path: Path) -> None:
+    rank = dist.get_rank()
+    with Run(path, timeout_s=TIMEOUT_S) as run:
+        tensor = torch.ones(5000)
+        alive = weakref.ref(tensor)
+        state = {f"w{rank}": tensor, **({"bad": threading.Lock()} if rank else {})}
+        is_saved = False
+        with contextlib.suppress(CheckpointException):  # An error that is caught has the frames.
+            is_saved = run.save(1, state)
+        assert not is_saved
+        del tensor, state
+        until(lambda: gc.collect() < 0 or alive() is None)  # The record is written first.

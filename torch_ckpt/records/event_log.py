@@ -37,7 +37,7 @@ _CLOSE_S = 5.0
 class EventLog:
     """Appends to the record of a run. A failure of storage loses events, and nothing else.
 
-    The directory is that of the run. Nothing is written as long as it does not exist.
+    The directory is that of the run. A local one that does not exist is not made for the record.
     """
 
     def __init__(self, directory: Location) -> None:

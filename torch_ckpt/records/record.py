@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
 import math
 import secrets
 import socket
@@ -27,8 +26,6 @@ from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 
 __all__ = ["Heard", "Record", "Recorder", "current_record", "note", "phase"]
-
-_LOG = logging.getLogger("torch_ckpt")
 
 _SLOW_MESSAGE_S = 0.05
 """A message that took longer than the fastest one of its rank by so much is an event."""
@@ -103,9 +100,10 @@ class Recorder:
     Example::
 
         recorder = Recorder(rank, log)
-        with recorder.record("save", step) as record, record.phase("write"):
+        record = recorder.record("save", step)
+        with record.current(), phase("write"):
             note(bytes=write())
-        recorder.flush(record)
+        record.end()
     """
 
     def __init__(self, rank: int, log: EventLog | None) -> None:

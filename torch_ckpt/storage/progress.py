@@ -78,8 +78,8 @@ def progress_bar(
     """Shows a progress bar if the block takes longer than 3 s.
 
     Shows nothing unless ``sys.stderr`` is a terminal and tqdm is installed. ``doing`` is
-    ``"saving"`` or ``"loading"``. Another thread calls ``nbytes``, the bytes in all, and
-    ``done_nbytes``.
+    ``"saving"`` or ``"loading"``. Another thread calls ``nbytes``, the bytes in all or 0 if that is
+    unknown, and ``done_nbytes``.
     """
     if not sys.stderr.isatty() or find_spec("tqdm") is None:
         yield

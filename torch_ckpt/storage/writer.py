@@ -191,7 +191,8 @@ class FastWriter(DirectoryWriter):
         self._writing = threading.Lock()
         self._ranks = 0  # Number of ranks that save together; 0 except on the coordinator.
         self._pools: list[_native.BufferPool] = []
-        self._jobs: tuple[FileJobs, int] | None = None  # In the last save, and bytes to write.
+        self._jobs: FileJobs | None = None  # While files are written.
+        self._nbytes = self._written_nbytes = 0  # Bytes to write in the last save, and written.
         self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
         self._phases = Phases("planning")
         self._numbers: dict[str, int] = {}  # Prefix -> number of its last file.
@@ -340,7 +341,7 @@ class FastWriter(DirectoryWriter):
     def written_nbytes(self) -> tuple[int, int]:
         """Returns the bytes that this rank has written of its last save, and those in all."""
         jobs = self._jobs
-        return (0, 0) if jobs is None else (jobs[0].done_nbytes(), jobs[1])
+        return self._written_nbytes if jobs is None else jobs.done_nbytes(), self._nbytes
 
     @contextlib.contextmanager
     def _progress(self, nbytes: int) -> Iterator[FileJobs]:
@@ -350,7 +351,7 @@ class FastWriter(DirectoryWriter):
         """
         call = current_call()
         jobs = FileJobs(None if call is None else call.cancel_on_failure)
-        self._jobs = jobs, nbytes
+        self._jobs, self._nbytes = jobs, nbytes
         if not is_first(self._ranks) or self._staged is not None:
             yield jobs
             return
@@ -358,17 +359,21 @@ class FastWriter(DirectoryWriter):
         with progress_bar("saving", self.location, lambda: nbytes, jobs.done_nbytes):
             yield jobs
 
-    def _note(self) -> None:
-        """Adds to the record what was written, also by a save that has failed."""
-        if self._jobs is not None:
-            jobs, _ = self._jobs
+    def _end_jobs(self) -> None:
+        """Adds to the record what was written, also by a save that has failed.
+
+        Jobs refer to their call, and so to the state of a failed save: they do not stay.
+        """
+        jobs, self._jobs = self._jobs, None
+        if jobs is not None:
+            self._written_nbytes = jobs.done_nbytes()
             threads = max(min(self.thread_count, len(self._finished)), 1)
             note(**jobs.details(threads), mode=self._mode())
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files. Tensors that were not staged are written first."""
         finished = self._finished = []
-        self._jobs = None
+        self._nbytes = self._written_nbytes = 0
         try:
             work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
             first, others = work.by_waits()
@@ -389,7 +394,7 @@ class FastWriter(DirectoryWriter):
             self._abandon(finished, error, may_others_begin=self._ranks > 1)
             raise
         finally:
-            self._note()
+            self._end_jobs()
         self._wrote_share(plan, planner)
         return results
 
