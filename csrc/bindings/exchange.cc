@@ -90,6 +90,7 @@ void bind_exchange(py::module_& module) {
            })
       .def_property_readonly("requests", &ExchangeStream::requests)
       .def_property_readonly("waited_s", &ExchangeStream::waited_s)
+      .def_property_readonly("waited_for_ranks_s", &ExchangeStream::waited_for_ranks_s)
       .def("close", [](ExchangeStream& stream) { without_gil([&] { stream.close(); }); });
 }
 

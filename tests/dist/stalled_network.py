@@ -1,22 +1,29 @@
-"""A save during which the network between its ranks stalls: `stalled_network.py RUN SECONDS`.
+"""A call during which the network between its ranks stalls: `stalled_network.py CALL RUN SECONDS`.
+
+CALL is `save`, or `load` for a load in which the ranks exchange what they read.
 
 It is run in a network namespace of its own, by ``unshare --net``: nothing else is affected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from ranks import Ranks
 from record_states import Slow, state_of
 
 from torch_ckpt import Run
+from torch_ckpt.storage import reader
 
 
 def set_network(state: str) -> None:
@@ -44,8 +51,28 @@ def save(folder: Path, seconds: float) -> None:
             run.save(step, state)
 
 
+def load(folder: Path, seconds: float) -> None:
+    """Saves a step, and loads it. The network is down when the ranks have begun to read."""
+    state = {"replicated": torch.ones(16 << 20)}  # So large that the ranks exchange reads.
+    with Run(folder, timeout_s=60, reuse="off") as run:
+        run.save(1, state)
+        dist.barrier()
+
+        @contextlib.contextmanager
+        def stalling(*arguments: Any, **options: Any) -> Iterator[Any]:
+            with joined(*arguments, **options) as exchange:
+                if dist.get_rank() == 0:
+                    set_network("down")
+                    threading.Timer(seconds, set_network, ["up"]).start()
+                yield exchange
+
+        joined, reader.joined = reader.joined, stalling
+        run.restore(state)
+
+
 if __name__ == "__main__":
     set_network("up")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with Ranks(2) as ranks:
-        ranks.run(save, Path(sys.argv[1]), float(sys.argv[2]))
+        call = {"save": save, "load": load}[sys.argv[1]]
+        ranks.run(call, Path(sys.argv[2]), float(sys.argv[3]))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import Worlds
 from record_states import Slow, state_of
@@ -54,18 +55,19 @@ def test_a_slow_rank(
 
 
 class SlowDisk:
-    """A cgroup whose processes write so many bytes a second to the disk of a folder.
+    """A cgroup whose processes write, or read, so many bytes a second on the disk of a folder.
 
     Raises OSError where that is not possible.
     """
 
-    def __init__(self, folder: Path, nbytes_per_s: int) -> None:
+    def __init__(self, folder: Path, nbytes_per_s: int, *, reads: bool = False) -> None:
         device = os.stat(folder).st_dev
         self._group = BLKIO / f"test-slow-disk-{os.getpid()}"
         self._group.mkdir()
         limit = f"{os.major(device)}:{os.minor(device)} {nbytes_per_s}\n"
         try:
-            (self._group / "blkio.throttle.write_bps_device").write_text(limit)
+            kind = "read" if reads else "write"
+            (self._group / f"blkio.throttle.{kind}_bps_device").write_text(limit)
         except OSError:
             self._group.rmdir()
             raise
@@ -107,6 +109,34 @@ def test_the_slow_disk_of_a_rank(
     assert re.search(r"it waited for storage ([6-9]\d|100) %", found)
 
 
+def load_from_a_slow_disk(folder: Path, slow: int) -> None:
+    """Loads what both ranks want, so that each reads a half, and sends it to the other."""
+    state = {"replicated": torch.ones(16 << 20)}
+    reader = {"io": IoOptions(direct=True)}
+    with contextlib.ExitStack() as stack, Run(folder / "run", timeout_s=60, reader=reader) as run:
+        run.save(1, state)
+        if dist.get_rank() == slow:
+            disk = SlowDisk(folder, 16 << 20, reads=True)
+            stack.callback(disk.close)
+            stack.enter_context(disk.used_here())
+        run.restore(state)
+
+
+def test_the_slow_disk_of_a_rank_that_reads_for_others(
+    worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        SlowDisk(tmp_path, 16 << 20, reads=True).close()
+    except OSError as error:
+        pytest.skip(f"cannot limit a disk here: {error}")
+    worlds.run(2, load_from_a_slow_disk, tmp_path, 1)
+    found = first_sentence(tmp_path / "run", capsys)
+    assert found.startswith("Rank 1 on ")
+    assert "the other" in found
+    assert "and then waited for it" in found
+    assert re.search(r"it waited for storage ([6-9]\d|100) %", found)
+
+
 def save_to_a_store(url: str) -> None:
     with Run(url, timeout_s=60) as run:
         run.save(1, state_of())
@@ -130,12 +160,21 @@ def save_to_a_store_of(url: str, environment: dict[str, str]) -> None:
     save_to_a_store(url)
 
 
-def test_a_network_that_stalls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+STALLED = {
+    "save": "Messages of rank 1 on ",
+    "load": r"Reading took \d+ % of the load: all ranks waited for bytes from other ranks",
+}
+
+
+@pytest.mark.parametrize("call", STALLED)
+def test_a_network_that_stalls(
+    tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if os.geteuid() or not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("only root can stall a network, with unshare and ip")
     script = Path(__file__).with_name("stalled_network.py")
-    command = ["unshare", "--net", sys.executable, str(script), str(tmp_path / "run"), "3"]
+    command = ["unshare", "--net", sys.executable, str(script), call, str(tmp_path / "run"), "3"]
     path = os.pathsep.join(sys.path)
     subprocess.run(command, check=True, timeout=200, env={**os.environ, "PYTHONPATH": path})
     found = first_sentence(tmp_path / "run", capsys)
-    assert found.startswith("Messages of rank 1 on "), found
+    assert re.match(STALLED[call], found), found

@@ -200,6 +200,30 @@ def test_a_slow_store_is_named_with_how_often_its_requests_end() -> None:
     )
 
 
+def read(rank: int, seconds: float, waited_for_ranks: float, **details: Any) -> Event:
+    """A read of 1 GB that took so long, as part of an exchange."""
+    details |= {"bytes": 10**9, "waited_for_ranks": waited_for_ranks}
+    return event(rank, "read", 0, seconds, kind="load", **details)
+
+
+def test_a_rank_that_reads_slowly_for_others_is_named_rather_than_those_that_wait() -> None:
+    events = [read(0, 10, 0.1, waited=9.5), read(1, 10, 9), read(2, 10, 9.2)]
+    assert first_sentence(events) == (
+        "rank 0 on host-0 took 9.9 s for reading, the others 0.9 s and then waited for it; "
+        "it waited for storage 95 % of that time"
+    )
+
+
+def test_an_exchange_for_which_all_ranks_wait_is_named() -> None:
+    assert first_sentence([read(rank, 10, 8 + 0.1 * rank) for rank in range(3)]) == (
+        "reading took 100 % of the load: all ranks waited for bytes from other ranks"
+    )
+    exchanged = [read(rank, 10, 1, waited=8) for rank in range(3)]
+    assert first_sentence(exchanged) == (  # No rate: storage gave less than they received.
+        "reading took 100 % of the load: all ranks waited for storage"
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 64])
 def test_a_sound_save_has_nothing_that_stands_out(ranks: int) -> None:
     sentence = first_sentence(save(ranks))

@@ -116,6 +116,10 @@ class SlowSavePlanner(dcp.DefaultSavePlanner):
 class SlowLoadPlanner(dcp.DefaultLoadPlanner):
     terminal: Terminal
 
+    def create_local_plan(self) -> Any:
+        until(lambda: "planning to load" in self.terminal.getvalue(), SOON_S)
+        return super().create_local_plan()
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         wait_for_bar(self.terminal)
         super().load_bytes(read_item, value)
@@ -135,7 +139,8 @@ def test_a_long_save_or_load_shows_a_bar_on_a_terminal(
 
     terminal.truncate(0)
     torch_ckpt.load(dict(state), checkpoint_id=tmp_path, planner=SlowLoadPlanner())
-    assert f"loading {tmp_path}: 100%" in terminal.getvalue()
+    assert f"planning to load {tmp_path} [00:0" in terminal.getvalue()
+    assert f"reading {tmp_path}: 100%" in terminal.getvalue()
 
 
 def test_a_short_save_shows_no_bar(state: dict[str, Any], tmp_path: Path) -> None:

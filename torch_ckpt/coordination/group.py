@@ -67,16 +67,11 @@ DEFAULT_TIMEOUT_S = 1800.0
 _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _STEPS = {phase: step for step, phase in _PHASES.items()}
 
-_RECORDED = {
-    "ending the last save": ("begin", "begin"),
-    "beginning to save": ("begin", "begin"),
-    "choosing a step": ("choose", "choose"),
-    "plan": ("plan", "plan"),
-    "write": ("write", "commit"),
-    "read": ("read", ""),
-    "commit": ("commit", "commit"),
-}
-"""The phases of the record: of a rank's own part of a step, and of the coordinator's decision."""
+_RECORDED = {"plan": "plan", "write": "write", "read": "read", "commit": "commit"}
+"""The phase of the record in which a rank does its own part of a step."""
+
+_DECIDED = {"plan": "plan", "write": "commit", "commit": "commit"}
+"""The phase of the record in which the coordinator makes the decision of a step."""
 
 _ALONE = Connections(None, 0, [0])  # Those of a process without other ranks.
 
@@ -146,21 +141,20 @@ class Group:
         decide: Callable[[list[T]], R],
         *,
         timeout_s: float,
+        recorded: str = "",
     ) -> R:
         """Computes a value on the coordinator from the values of all ranks, and returns it on each.
 
-        The activity is for messages, such as ``"measuring"``. Every rank calls ``own`` for its
+        The activity is for messages, such as ``"measuring"``. ``recorded`` is the phase of the
+        record, if this is one. Every rank calls ``own`` for its
         value, and the coordinator ``decide`` with the list of all. The error of either is raised on
         every rank, and RankTimeoutError if a rank did not arrive within ``timeout_s``.
         """
         if self.size == 1:
-            mine, deciding = _RECORDED.get(activity, ("", ""))
-            with records.phase(mine):
-                value = own()
-            with records.phase(deciding):
-                return decide([value])
+            with records.phase(recorded):
+                return decide([own()])
         with self.call(timeout_s) as call, first_error(f"of the group, while {activity}"):
-            return call.all_reduce(activity, own, decide)
+            return call.all_reduce(activity, own, decide, recorded)
 
     def series(self) -> Group:
         """Returns a group of the same ranks that numbers its calls separately. All ranks call it.
@@ -226,13 +220,9 @@ class Call:
         """Returns the phase that other ranks have not finished, these ranks, and its begin."""
         relay, awaited, late = self.group.connections.current, self._awaited, self._late
         if relay is not None and awaited is not None:
-            exchange, phase, begin = awaited
-            late = phase, relay.late(self.number, exchange), begin
-        if late is None:
-            return None
-        phase, ranks, begin = late
-        name, _ = _RECORDED.get(_STEPS.get(phase, phase), ("", ""))
-        return (name, ranks, begin) if name else None
+            exchange, recorded, begin = awaited
+            late = recorded, relay.late(self.number, exchange), begin
+        return late if late is not None and late[0] else None
 
     # ---- DCP's collectives ----
 
@@ -244,11 +234,18 @@ class Call:
         Returns this rank's element of the result of ``reduce``. Raises a CheckpointException, whose
         ``failures`` maps ranks to their errors, if ``own`` or ``reduce`` raised.
         """
-        return cast(R, self._reduced(step, own, reduce, scatters=True))
+        recorded = _RECORDED.get(step, ""), _DECIDED.get(step, "")
+        return cast(R, self._reduced(step, own, reduce, recorded, scatters=True))
 
-    def all_reduce(self, step: str, own: Callable[[], T], reduce: Callable[[list[T]], R]) -> R:
-        """Like :meth:`reduce_scatter`, but returns the whole result of ``reduce`` on every rank."""
-        return cast(R, self._reduced(step, own, reduce, scatters=False))
+    def all_reduce(
+        self, step: str, own: Callable[[], T], reduce: Callable[[list[T]], R], recorded: str = ""
+    ) -> R:
+        """Like :meth:`reduce_scatter`, but returns the whole result of ``reduce`` on every rank.
+
+        ``recorded`` is the phase of the record, if the step is none of DCP's.
+        """
+        phases = _RECORDED.get(step, recorded), _DECIDED.get(step, recorded)
+        return cast(R, self._reduced(step, own, reduce, phases, scatters=False))
 
     def barrier(self, phase: str) -> None:
         """Waits until all ranks have called it."""
@@ -342,6 +339,7 @@ class Call:
         decide: Callable[[Sequence[Any]], Values],
         *,
         is_error: bool = False,
+        recorded: str = "",
     ) -> Any:
         """Sends a contribution to the coordinator, which calls ``decide`` with all contributions.
 
@@ -360,7 +358,7 @@ class Call:
             begin = time.monotonic()
             own = Contribution(self.timeout_s, begin, contribution, is_error, events)
             if group.is_coordinator:
-                self._awaited = number, phase, begin
+                self._awaited = number, recorded, begin
             future = relay.submit(relay.begin, self.number, number, phase, own)
 
             def awaited() -> str:
@@ -372,7 +370,7 @@ class Call:
             try:
                 received = result_of(future, awaited, is_named=group.is_coordinator)
             except RankTimeoutError as error:
-                self._late = (phase, list(error.ranks), begin) if group.is_coordinator else None
+                self._late = (recorded, list(error.ranks), begin) if group.is_coordinator else None
                 raise
             finally:
                 self._awaited = None
@@ -422,15 +420,16 @@ class Call:
         step: str,
         own: Callable[[], Any],
         reduce: Callable[[list[Any]], Any],
+        recorded: tuple[str, str],
         *,
         scatters: bool,
     ) -> Any:
         phase = _PHASES.get(step, step)
-        mine, _ = _RECORDED.get(step, ("", ""))
+        mine, deciding = recorded
         with self._working(phase):
             own_value: Any = _attempted(own, mine)
         if self.group.size == 1:
-            outcome = self._outcome(step, [own_value], reduce, scatters)
+            outcome = self._outcome(step, [own_value], reduce, deciding, scatters)
             if isinstance(outcome, CheckpointException):
                 raise outcome
             return outcome[0] if scatters else outcome
@@ -438,7 +437,7 @@ class Call:
 
         def decide(contributions: Sequence[Any]) -> Values:
             values = list(map(unpickled, contributions, self.group.names))
-            outcome = self._outcome(step, values, reduce, scatters)
+            outcome = self._outcome(step, values, reduce, deciding, scatters)
             each = scatters and not isinstance(outcome, CheckpointException)
             retained[:] = [] if each else [portable(outcome)]
             try:
@@ -458,7 +457,7 @@ class Call:
         # A cancelled rank waits for the error that is the cause.
         is_error = cause is not None and not isinstance(cause, CancelledError)
         try:
-            answer = self._exchange(phase, contribution, decide, is_error=is_error)
+            answer = self._exchange(phase, contribution, decide, is_error=is_error, recorded=mine)
         except RankTimeoutError as error:
             if cause is not None and is_error:
                 error.add_note(f"this rank had failed before, while {phase}: {why(cause)}")
@@ -472,13 +471,17 @@ class Call:
         return received
 
     def _outcome(
-        self, step: str, values: list[Any], reduce: Callable[[list[Any]], Any], scatters: bool
+        self,
+        step: str,
+        values: list[Any],
+        reduce: Callable[[list[Any]], Any],
+        deciding: str,
+        scatters: bool,
     ) -> Any:
         """Returns the result of ``reduce`` on the coordinator, or the error for all ranks."""
         failures = {r: value for r, value in enumerate(values) if _is_wrapped_exception(value)}
         if not failures:
             self._is_deciding = True
-            _, deciding = _RECORDED.get(step, ("", ""))
             with self.current():
                 result = _attempted(lambda: reduce(values), deciding)
             self._is_deciding = False

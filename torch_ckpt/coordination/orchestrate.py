@@ -192,8 +192,11 @@ def load(
     def read() -> None:
         reader.read_data(chosen.finish_plan(planned), chosen).wait()
 
+    # A reader of this package shows the phases of the load on a terminal.
+    shown: Any = getattr(reader, "planning", None) if group.is_coordinator else None
     with call.current():
-        planned = call.reduce_scatter("plan", plan, plan_for_all)
+        with contextlib.nullcontext() if shown is None else shown():
+            planned = call.reduce_scatter("plan", plan, plan_for_all)
         call.all_reduce("read", read, lambda _: None)
 
 

@@ -34,9 +34,15 @@ class Part:
     nbytes: float | None = None
     requests: float | None = None
     waited: float | None = None
+    waited_for_ranks: float | None = None
     mode: str | None = None
     error: str | None = None
     unfinished: bool = False
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds without those in which it waited for other ranks."""
+        return max(self.seconds - (self.waited_for_ranks or 0), 0.0)
 
     @property
     def rate(self) -> float | None:
@@ -62,6 +68,7 @@ _NUMBERS = {
     "bytes": "nbytes",
     "requests": "requests",
     "waited": "waited",
+    "waited_for_ranks": "waited_for_ranks",
 }
 """Detail of an event -> attribute of a part."""
 

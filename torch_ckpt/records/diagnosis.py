@@ -62,7 +62,8 @@ def first_sentence(call: Call) -> str:
 
     It names, in this order: a rank that has not finished; an error; what cost most of slow messages
     between ranks, a rank or a machine that was much slower than the others, and a rank that began
-    late; storage, if all ranks waited for it; and otherwise the longest phase.
+    late; storage or the exchange between ranks, if all ranks waited for it; and otherwise the
+    longest phase.
     """
     return _unfinished(call) or _failed(call) or _slowest(call) or _same_for_all(call)
 
@@ -233,7 +234,7 @@ def _compared(
     call: Call, phase: str, text: Callable[[Call, str, list[int], list[int]], str]
 ) -> _Finding | None:
     parts = call.parts[phase]
-    seconds = {rank: part.seconds for rank, part in parts.items()}
+    seconds = {rank: part.own_seconds for rank, part in parts.items()}
     if phase in _TOGETHER:  # Without the time in which they waited for the last to begin.
         last = max(part.start for part in parts.values())
         seconds = {r: min(s, max(parts[r].end - last, 0.0)) for r, s in seconds.items()}
@@ -244,11 +245,13 @@ def _phase_text(call: Call, phase: str, slow: list[int], others: list[int]) -> s
     parts = call.parts[phase]
     theirs, rest = [parts[rank] for rank in slow], [parts[rank] for rank in others]
     who, they = _who(slow, call), _others(len(others))
-    took, usual = (seconds_text(median(p.seconds for p in some)) for some in (theirs, rest))
+    took, usual = (seconds_text(median(p.own_seconds for p in some)) for some in (theirs, rest))
     rate, usual_rate = _median_rate(theirs), _median_rate(rest)
-    if phase in _TOGETHER and (_waited_share(theirs) or 0) >= MOSTLY:
+    if phase in _TOGETHER and (_share(theirs, "waited") or 0) >= MOSTLY:
         return f"{who} waited for storage while {gerund(phase)}, which took {took}"
-    if phase not in _DID or rate is None or usual_rate is None:
+    if _share(rest, "waited_for_ranks"):
+        text = f"{who} took {took} for {gerund(phase)}, {they} {usual} and then waited for it"
+    elif phase not in _DID or rate is None or usual_rate is None:
         text = f"{who} took {took} for {gerund(phase)}, {they} {usual}"
     elif rate * MUCH_SLOWER <= usual_rate:
         one, other = pair_of_rates(rate, usual_rate)
@@ -267,15 +270,18 @@ def _median_rate(parts: list[Part]) -> float | None:
     return median(rates) if rates else None
 
 
-def _waited_share(parts: list[Part]) -> float | None:
-    """Returns the share of the time in which ranks only waited for storage, if it is known."""
-    known = [part for part in parts if part.waited is not None]
+def _share(parts: list[Part], waited: str) -> float | None:
+    """Returns the share of the time in which ranks only waited, if it is known.
+
+    ``waited`` is the attribute of a part: ``"waited"`` for storage, or ``"waited_for_ranks"``.
+    """
+    known = [part for part in parts if getattr(part, waited) is not None]
     seconds = sum(part.seconds for part in known)
-    return min(sum(part.waited or 0 for part in known) / seconds, 1.0) if seconds else None
+    return min(sum(getattr(part, waited) for part in known) / seconds, 1.0) if seconds else None
 
 
 def _waiting(parts: list[Part]) -> str:
-    share = _waited_share(parts)
+    share = _share(parts, "waited")
     it = "it" if len(parts) == 1 else "they"
     if share is None:
         return ""
@@ -297,7 +303,7 @@ def _requests(parts: list[Part]) -> str:
 
 
 def _same_for_all(call: Call) -> str:
-    """Names storage if ranks mostly waited for it, or else the longest phase."""
+    """Names storage or the exchange if ranks mostly waited for it, or else the longest phase."""
     phases = [phase for phase in call.parts if phase not in (AFTERWARDS, "message")]
     if not phases:
         return f"the {call.kind} has no phases that could be compared"
@@ -306,11 +312,15 @@ def _same_for_all(call: Call) -> str:
     seconds = max(part.seconds for part in parts)
     share = call.share(longest) or 0.0
     part = f"{percent(share)} of the {call.kind}"
-    nbytes = sum(each.nbytes or 0 for each in parts)
+    exchanged = _share(parts, "waited_for_ranks")
+    # The bytes that ranks sent each other are not those that storage gave.
+    nbytes = 0 if exchanged else sum(each.nbytes or 0 for each in parts)
     rate = rate_text(nbytes / seconds) if nbytes and seconds else None
-    waited = _waited_share(parts)
+    waited = _share(parts, "waited")
+    who = "all ranks" if len(parts) > 1 else _who(list(call.parts[longest]), call)
+    if share >= MOSTLY and (exchanged or 0) >= MOSTLY and seconds >= MIN_S:
+        return f"{gerund(longest)} took {part}: {who} waited for bytes from other ranks"
     if share >= MOSTLY and waited is not None and waited >= MOSTLY and seconds >= MIN_S:
-        who = "all ranks" if len(parts) > 1 else _who(list(call.parts[longest]), call)
         text = f"{gerund(longest)} took {part}: {who} waited for storage"
         if rate is not None:
             text += f", which {'gave' if longest == 'read' else 'took'} {rate}"

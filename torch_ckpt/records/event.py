@@ -42,7 +42,8 @@ class Event:
         start: Seconds since 1970, by the clock of the first rank. So is ``end``.
         details: The rest, each only if it is known: ``bytes`` (moved to or from storage),
             ``requests`` (their number), ``waited`` (seconds of the phase in which nothing was done
-            but wait for storage), ``mode`` (``"direct"``, ``"buffered"`` or ``"store"``),
+            but wait for storage), ``waited_for_ranks`` (the same for other ranks, which read for
+            this one in an exchange), ``mode`` (``"direct"``, ``"buffered"`` or ``"store"``),
             ``background`` (true if training goes on meanwhile), ``of`` (of a message: the phase
             whose end it reports), ``error`` (text), and ``unfinished`` (true if the phase had not
             ended: ``end`` is the time of the line).

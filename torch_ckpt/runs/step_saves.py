@@ -202,7 +202,9 @@ class StepSaves:
             return files, choice, self._base(step) if self._reuses else None
 
         what = "beginning to save"
-        files, choice, base = self._group.decide(what, own, begin, timeout_s=timeout_s)
+        files, choice, base = self._group.decide(
+            what, own, begin, timeout_s=timeout_s, recorded="begin"
+        )
         if base is not None:
             self._writer.base = self._disk.path(base).checkpoint_id
         if self._promotion is not None:
@@ -241,7 +243,9 @@ class StepSaves:
         if self._failures.is_open:  # Then its failure is not one of this save.
             end, settle = "ending the last save", functools.partial(self.settle, timeout_s)
             try:
-                self._group.decide(end, settle, lambda _: None, timeout_s=timeout_s)
+                self._group.decide(
+                    end, settle, lambda _: None, timeout_s=timeout_s, recorded="begin"
+                )
             except StorageError as error:
                 self._failures.add(error, warns=warns)
             else:

@@ -160,7 +160,11 @@ class StepTiers:
             return next(tiers, len(memory)), newest
 
         number, newest = self._group.decide(
-            "choosing a step", lambda: self._own_reports(first), choose, timeout_s=self._timeout_s
+            "choosing a step",
+            lambda: self._own_reports(first),
+            choose,
+            timeout_s=self._timeout_s,
+            recorded="choose",
         )
         while True:
             try:
@@ -214,7 +218,11 @@ class StepTiers:
             return found
 
         return self._group.decide(
-            "choosing a step", lambda: self._own_reports(first), choose, timeout_s=self._timeout_s
+            "choosing a step",
+            lambda: self._own_reports(first),
+            choose,
+            timeout_s=self._timeout_s,
+            recorded="choose",
         )
 
     def _load(

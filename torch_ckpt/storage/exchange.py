@@ -30,6 +30,7 @@ from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CancelledError, CheckpointError, NotFoundError, listed_ranks
+from torch_ckpt.records.record import note
 
 __all__ = [
     "Assigned",
@@ -249,14 +250,20 @@ def joined(
     with contextlib.ExitStack() as stack:
         # The stream must have the only reference to the connections. A local variable would survive
         # in the traceback of an error, and the connections would stay open.
+        begin = time.monotonic()
         wire = [_tensor_view.make_peers(_connect(assigned, timeout_s), assigned.ranks, timeout_ms)]
+        note(waited_for_ranks=time.monotonic() - begin)
         stack.callback(wire.clear)
         stream = _native.ExchangeStream(
             fs, assigned.encoded, wire.pop(), assigned.pids, budget_nbytes, timeout_ms
         )
         stack.callback(stream.close)
-        yield stream
-        stream.finish()
+        try:
+            yield stream
+            stream.finish()
+        finally:
+            note(requests=stream.requests, waited=stream.waited_s)
+            note(waited_for_ranks=stream.waited_for_ranks_s)
     _delete_keys(assigned)
 
 

@@ -73,13 +73,16 @@ class Phases:
 
 @contextlib.contextmanager
 def progress_bar(
-    doing: str, path: Location, nbytes: Callable[[], int], done_nbytes: Callable[[], int]
+    doing: str,
+    path: Location,
+    nbytes: Callable[[], int] = lambda: 0,
+    done_nbytes: Callable[[], int] = lambda: 0,
 ) -> Iterator[None]:
     """Shows a progress bar if the block takes longer than 3 s.
 
-    Shows nothing unless ``sys.stderr`` is a terminal and tqdm is installed. ``doing`` is
-    ``"saving"`` or ``"loading"``. Another thread calls ``nbytes``, the bytes in all or 0 if that is
-    unknown, and ``done_nbytes``.
+    Shows nothing unless ``sys.stderr`` is a terminal and tqdm is installed. ``doing`` names the
+    phase, such as ``"saving"`` or ``"reading"``. Another thread calls ``nbytes``, the bytes in all,
+    and ``done_nbytes``. If ``nbytes`` returns 0, the number is unknown, and the time is shown.
     """
     if not sys.stderr.isatty() or find_spec("tqdm") is None:
         yield
@@ -92,11 +95,13 @@ def progress_bar(
         from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
         total = nbytes() or None  # The agent does not say how many.
+        bar_format = None if total else "{desc} [{elapsed}]"
 
         def done() -> int:
             return min(done_nbytes(), total or 0)
 
-        with tqdm(total=total, desc=f"{doing} {path}", unit="B", unit_scale=True) as bar:
+        desc, scaled = f"{doing} {path}", {"unit": "B", "unit_scale": True}
+        with tqdm(total=total, desc=desc, bar_format=bar_format, **scaled) as bar:
             while not ended.wait(_BAR_INTERVAL_S):
                 bar.update(done() - bar.n)
             bar.update(done() - bar.n)

@@ -242,6 +242,10 @@ class FastReader(StorageReader):
             self._shared_save_id = metadata.storage_meta.save_id
         return metadata
 
+    def planning(self) -> contextlib.AbstractContextManager[None]:
+        """Shows on the terminal that a load is planned, if the block takes longer than 3 s."""
+        return progress_bar("planning to load", self.location)
+
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -403,15 +407,13 @@ class FastReader(StorageReader):
             if load is None or load.items is not items:  # The planner may have changed the plan.
                 load = Load(self._source(), items)
             if is_first(self._ranks):
-                bar = progress_bar("loading", self.location, load.wanted_nbytes, load.loaded_nbytes)
+                bar = progress_bar("reading", self.location, load.wanted_nbytes, load.loaded_nbytes)
                 stack.enter_context(bar)
             try:
                 load.run(planner, exchange)
             finally:
                 note(bytes=load.loaded_nbytes())
                 note(requests=load.job.requests, waited=load.job.waited_s)
-                if exchange is not None:
-                    note(requests=exchange.requests, waited=exchange.waited_s)
         self._log_loaded(load.loaded_nbytes(), exchange)
         future: Future[None] = Future()
         future.set_result(None)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -23,6 +24,21 @@ constexpr int64_t kMinInFlight = 2;
 constexpr int64_t kInFlightPerRank = 2;
 
 }  // namespace
+
+// Counts a thread as busy within a scope, or as not busy with -1.
+class ExchangeStream::Busy {
+ public:
+  explicit Busy(ExchangeStream& stream, int change = 1) : stream_(stream), change_(change) {
+    stream_.count_busy(change_);
+  }
+  ~Busy() { stream_.count_busy(-change_); }
+  Busy(const Busy&) = delete;
+  Busy& operator=(const Busy&) = delete;
+
+ private:
+  ExchangeStream& stream_;
+  const int change_;
+};
 
 ExchangeStream::ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
                                std::shared_ptr<Peers> peers, int64_t pool_nbytes,
@@ -69,6 +85,7 @@ void ExchangeStream::watch(int32_t rank, PeerTransfer& end) {
 }
 
 Status ExchangeStream::finish() {
+  const Busy waits(*this, -1);
   const std::byte message{1};
   std::vector<std::unique_ptr<PeerTransfer>> sends;
   for (const Watched& watched : watched_) {
@@ -168,11 +185,13 @@ Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assemb
     };
   };
   std::vector<std::thread> threads;
+  std::optional<Busy> waits;  // This thread waits for the others, once there is memory.
   guarded([&]() -> Status {
     run_pieces_ = pieces;
     assembly_ = &assembly;
     number_all();
     if (pool_ == nullptr) RETURN_IF_ERROR(open_pool());
+    waits.emplace(*this, -1);
     if (watched_.empty()) RETURN_IF_ERROR(watch_all());
     std::set<int32_t> sources;
     for (const SharedPiece& piece : pieces) sources.insert(piece.from);
@@ -188,6 +207,7 @@ Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assemb
     return wait_until(lock, [&] { return done_ == std::ssize(pieces); });
   })();
   for (std::thread& thread : threads) thread.join();
+  waits.reset();
   const std::lock_guard<std::mutex> lock(mutex_);
   transfers_.clear();
   in_flight_.clear();  // Ends the transfers that are in flight after an error.
@@ -296,6 +316,19 @@ double ExchangeStream::waited_s() const {
   return readers_.empty() ? 0 : waited_s / static_cast<double>(readers_.size());
 }
 
+double ExchangeStream::waited_for_ranks_s() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::chrono::duration<double>(idle_).count();
+}
+
+void ExchangeStream::count_busy(int change) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto now = std::chrono::steady_clock::now();
+  if (busy_ == 0) idle_ += now - idle_since_;
+  busy_ += change;
+  idle_since_ = now;
+}
+
 // Reads this rank's pieces as they get room. Several readers share the queue.
 Status ExchangeStream::read_all(ReadStream& reader) {
   while (true) {
@@ -323,6 +356,7 @@ std::vector<int64_t> ExchangeStream::next_to_read() {
 }
 
 Status ExchangeStream::read(ReadStream& reader, const std::vector<int64_t>& numbers) {
+  const Busy busy(*this);
   std::vector<WantedRange> wanted;
   for (const int64_t number : numbers) {
     const SharedPiece& piece = shared(number);
@@ -347,6 +381,7 @@ Status ExchangeStream::receive_all(int32_t from) {
       if (failed_) return status_;
     }
     RETURN_IF_ERROR(in_flight(piece).incoming->wait());
+    const Busy busy(*this);
     RETURN_IF_ERROR(arrived(piece));
   }
   return ok_status();

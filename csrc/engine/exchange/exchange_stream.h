@@ -73,6 +73,9 @@ class ExchangeStream {
   // them. Any thread may call them.
   int64_t requests() const;
   double waited_s() const;
+  // Seconds of all runs and of `finish` in which no thread read or consumed bytes, because pieces
+  // of other ranks had not arrived. Any thread may call it.
+  double waited_for_ranks_s() const;
 
   // Ends the current or a later `run` with this error. Safe to call from any thread.
   void fail(const Status& error);
@@ -101,6 +104,8 @@ class ExchangeStream {
   Status read_all(ReadStream& reader);
   std::vector<int64_t> next_to_read();
   Status read(ReadStream& reader, const std::vector<int64_t>& numbers);
+  // Counts a thread that reads or consumes bytes, or with -1 one that no longer does.
+  void count_busy(int change);
   Status receive_all(int32_t from);
   Status arrived(int64_t piece);
   Status open_pool();
@@ -128,6 +133,8 @@ class ExchangeStream {
   std::map<int32_t, int64_t> received_count_;  // Pieces per source rank, in all runs so far.
   std::map<int32_t, int64_t> sent_count_;      // Pieces per target rank, in all runs so far.
 
+  class Busy;
+
   // A peer that sends or receives pieces, and its end-of-exchange message.
   struct Watched {
     int32_t rank = -1;
@@ -137,7 +144,7 @@ class ExchangeStream {
   };
   std::deque<Watched> watched_;
 
-  std::mutex mutex_;  // Guards the members below, and the pool.
+  mutable std::mutex mutex_;  // Guards the members below, and the pool.
   std::condition_variable changed_;
   std::unique_ptr<BufferPool> pool_;  // Allocated by the first run, for the device it loads to.
   std::vector<InFlight> in_flight_;
@@ -149,7 +156,10 @@ class ExchangeStream {
   std::set<PeerTransfer*> transfers_;
   bool failed_ = false;
   bool closing_ = false;
-  std::set<int32_t> ended_;  // Watched ranks that reached the end.
+  int busy_ = 1;  // Threads that read or consume bytes; the caller counts as one between its calls.
+  std::chrono::steady_clock::time_point idle_since_;
+  std::chrono::nanoseconds idle_{0};  // Time in which `busy_` was 0.
+  std::set<int32_t> ended_;           // Watched ranks that reached the end.
   Status status_;
 };
 
