@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,18 @@ def test_the_report_begins_with_a_sentence_and_has_a_row_for_each_phase(tmp_path
     assert lines[-2].split()[:2] == ["save", "400"]
     assert lines[-1].split()[-4:] == ["2.884", "60.0", "2.77", "ok"]
     assert run_command("report", run)[1].startswith("Nothing stands out")
+
+
+def test_the_report_as_json_has_the_numbers_in_seconds_and_bytes(tmp_path: Path) -> None:
+    run = write_record(tmp_path, [*save(16, write_11=20.0), *save(number=2, step=500, start=60)])
+    status, printed = run_command("report", run, "--step", 400, "--json")
+    facts = json.loads(printed)
+    assert (status, facts["kind"], facts["step"], facts["ranks"]) == (0, "save", 400, 16)
+    assert facts["sentence"] == "rank 11 on host-1 wrote at 0.1 GB/s, the others at 0.91"
+    write = next(row for row in facts["phases"] if row["phase"] == "write")
+    assert (write["max_s"], write["slowest_rank"], write["slowest_host"]) == (20.0, 11, "host-1")
+    assert write["bytes"] == 16 * 2e9
+    assert [line["step"] for line in facts["trend"]] == [400, 500]
 
 
 def test_the_report_of_a_step_is_of_its_newest_save_rather_than_of_a_load(tmp_path: Path) -> None:

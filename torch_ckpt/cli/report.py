@@ -8,14 +8,22 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_ckpt.cli.terminal import SOUND, fail, print_columns, printable
+from torch_ckpt.cli.arguments import add_json
+from torch_ckpt.cli.terminal import SOUND, fail, print_columns, print_json, printable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
 from torch_ckpt.records.diagnosis import first_sentence
 from torch_ckpt.records.exports import chrome_trace, prometheus_text
 from torch_ckpt.records.page import page
 from torch_ckpt.records.reading import read_events
-from torch_ckpt.records.summary import heading, phase_table, rate_column, seconds_column, trend
+from torch_ckpt.records.summary import (
+    figures,
+    heading,
+    phase_table,
+    rate_column,
+    seconds_column,
+    trend,
+)
 
 __all__ = ["add_to"]
 
@@ -48,6 +56,7 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="write gauges of the newest save and load for node_exporter",
     )
+    add_json(parser)
     parser.set_defaults(command=_report)
 
 
@@ -58,7 +67,11 @@ def _report(options: argparse.Namespace) -> int:
     call = _chosen(calls, options.step)
     if call is None:
         return fail(f"the record of {options.run} has no save or load of step {options.step}")
-    _print_report(call, calls)
+    if options.json:
+        facts = {"run": str(options.run), "sentence": first_sentence(call)}
+        print_json({**facts, **figures(call), "trend": trend(calls)})
+    else:
+        _print_report(call, calls)
     if options.html is not None:
         _write(options.html, page(call, calls))
     if options.trace is not None:

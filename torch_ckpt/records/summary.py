@@ -10,7 +10,7 @@ from typing import Any
 from torch_ckpt.records.calls import Call
 from torch_ckpt.records.figures import nbytes_text, percent, rate_text, seconds_text
 
-__all__ = ["heading", "phase_table", "rate_column", "seconds_column", "trend"]
+__all__ = ["figures", "heading", "phase_table", "rate_column", "seconds_column", "trend"]
 
 
 def heading(call: Call) -> str:
@@ -34,21 +34,50 @@ def heading(call: Call) -> str:
     return f"{call.kind.capitalize()}{step}: {', '.join(facts)}"
 
 
-def phase_table(call: Call) -> list[list[str]]:
-    """Returns a header and a row for each phase, with the slowest rank and its machine."""
-    rows = [["phase", "min s", "median", "max", "slowest rank", "share", "GB/s"]]
+def figures(call: Call) -> dict[str, Any]:
+    """Returns the numbers of a call and of its phases, in seconds and bytes; for programs."""
+    phases = []
     for phase, parts in call.parts.items():
         seconds = [part.seconds for part in parts.values()]
         slowest = max(parts, key=lambda rank: parts[rank].seconds)
-        nbytes = sum(part.nbytes or 0 for part in parts.values())
-        share = call.share(phase)
+        phases.append(
+            {
+                "phase": phase,
+                "min_s": min(seconds),
+                "median_s": median(seconds),
+                "max_s": max(seconds),
+                "slowest_rank": slowest,
+                "slowest_host": parts[slowest].host,
+                "share": call.share(phase),
+                "bytes": sum(part.nbytes or 0 for part in parts.values()),
+            }
+        )
+    return {
+        "kind": call.kind,
+        "step": call.step,
+        "ranks": len(call.hosts),
+        "start": call.start,
+        "blocked_s": call.blocked_s,
+        "durable_s": call.durable_s,
+        "seconds": call.seconds,
+        "bytes": call.nbytes,
+        "result": call.result,
+        "phases": phases,
+    }
+
+
+def phase_table(call: Call) -> list[list[str]]:
+    """Returns a header and a row for each phase, with the slowest rank and its machine."""
+    rows = [["phase", "min s", "median", "max", "slowest rank", "share", "GB/s"]]
+    for row in figures(call)["phases"]:
+        nbytes, longest, share = row["bytes"], row["max_s"], row["share"]
         rows.append(
             [
-                phase,
-                *map(seconds_column, (min(seconds), median(seconds), max(seconds))),
-                f"{slowest} {parts[slowest].host}",
+                row["phase"],
+                *(seconds_column(row[name]) for name in ("min_s", "median_s", "max_s")),
+                f"{row['slowest_rank']} {row['slowest_host']}",
                 "-" if share is None else percent(share),
-                rate_column(nbytes / max(seconds)) if nbytes and max(seconds) else "",
+                rate_column(nbytes / longest) if nbytes and longest else "",
             ]
         )
     return rows
