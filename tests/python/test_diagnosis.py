@@ -10,7 +10,7 @@ from events import event, save
 
 from torch_ckpt.records import diagnosis
 from torch_ckpt.records.calls import Call
-from torch_ckpt.records.event import Event
+from torch_ckpt.records.event import PHASES, Event
 
 
 def first_sentence(events: list[Event]) -> str:
@@ -253,3 +253,7 @@ def test_4096_ranks_are_diagnosed_within_2_seconds() -> None:
     began = time.process_time()
     assert first_sentence(events).startswith("rank 37 on host-4 wrote at 0.2 GB/s")
     assert time.process_time() - began < 2
+
+
+def test_each_phase_has_a_verb() -> None:
+    assert [phase for phase in PHASES if diagnosis.gerund(phase).startswith("phase")] == []

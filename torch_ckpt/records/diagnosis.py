@@ -45,6 +45,8 @@ _DOING = {
     "commit": "committing",
     "persist": "persisting",
     "promote": "promoting",
+    "retain": "removing steps",
+    "wait": "waiting for other ranks",
     "message": "sending messages",
 }
 

@@ -109,7 +109,7 @@ class Recorder:
     def __init__(self, rank: int, log: EventLog | None) -> None:
         self._rank, self._log, self._host = rank, log, socket.gethostname()
         self._session, self._ordinals = secrets.token_hex(4), itertools.count(1)
-        self._unsent: list[tuple[Record, _Phase]] = []
+        self._unsent: deque[tuple[Record, _Phase]] = deque()  # Other threads add some.
         self._records: deque[Record] = deque(maxlen=_RECORDS)
         self._hosts: dict[int, str] = {}
         self._clocks: dict[int, _Clock] = {}  # By rank.
@@ -127,7 +127,7 @@ class Recorder:
 
     def take(self) -> bytes:
         """Returns the phases that have ended since the last time, to be sent now."""
-        unsent, self._unsent = self._unsent, []
+        unsent = (self._unsent.popleft() for _ in range(len(self._unsent)))
         phases = [(r.key, p.name, p.begin, p.end, p.details) for r, p in unsent]
         return json.dumps([self._host, time.monotonic(), phases], separators=(",", ":")).encode()
 
@@ -231,7 +231,7 @@ class Record:
         self.key = 0
         """The number of its first call, the same on all ranks; 0 before, or with one rank."""
         self.calls: list[RecordedCall] = []
-        self.own: list[_Phase] = []
+        self.own: deque[_Phase] = deque()
         self.open: list[_Phase] = []
         self.recorder = recorder
         self._thread = threading.get_ident()
@@ -307,8 +307,7 @@ class Record:
 
     def take_own(self) -> list[_Phase]:
         """Returns the phases that ended on this rank since the last time."""
-        own, self.own = self.own, []
-        return own
+        return [self.own.popleft() for _ in range(len(self.own))]
 
     def hanging(self) -> str | None:
         """Returns the lines of what lasts long; ``None`` once the record has ended.
