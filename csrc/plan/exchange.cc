@@ -79,15 +79,24 @@ std::vector<Run> cut_by_requesters(
   return runs;
 }
 
-// Merges adjacent runs that are both small, and runs of the same requesters with a small gap.
+bool include(const Requesters& all, const Requesters& some) {
+  return std::ranges::includes(all, some);
+}
+
+// Merges adjacent runs that are both small, a small run and an adjacent one whose requesters
+// include its own, and runs of the same requesters with a small gap.
 std::vector<Run> joined(std::vector<Run> runs) {
   std::vector<Run> out;
   for (Run& run : runs) {
     if (!out.empty()) {
       Run& last = out.back();
       const int64_t gap = run.range.begin - last.range.end;
-      const bool small = last.range.nbytes() < kSmallNbytes && run.range.nbytes() < kSmallNbytes;
-      if ((gap == 0 && small) || (gap <= kMaxGap && last.requesters == run.requesters)) {
+      const bool last_is_small = last.range.nbytes() < kSmallNbytes;
+      const bool is_small = run.range.nbytes() < kSmallNbytes;
+      const bool is_one = (last_is_small && is_small) ||
+                          (last_is_small && include(run.requesters, last.requesters)) ||
+                          (is_small && include(last.requesters, run.requesters));
+      if ((gap == 0 && is_one) || (gap <= kMaxGap && last.requesters == run.requesters)) {
         last.requesters = united(last.requesters, run.requesters);
         last.range.end = run.range.end;
         continue;

@@ -160,6 +160,24 @@ TEST(ExchangeTest, SmallNeighboursGoRoundTogether) {
   EXPECT_TRUE(parts[2].pieces().empty());
 }
 
+TEST(ExchangeTest, ColumnShardsOfTheSameRowsAreReadOnce) {
+  constexpr int64_t kHalfRow = 2 * kKiB;
+  constexpr int64_t kRows = 4 * kMiB;
+  std::vector<WantedBytes> wanted;
+  for (const int64_t rows : {int64_t{0}, kRows}) {
+    wanted.push_back(wanting({{"a", {rows, rows + kRows - kHalfRow}}}));
+    wanted.push_back(wanting({{"a", {rows + kHalfRow, rows + kRows}}}));
+  }
+  const Exchange exchange = share(wanted);
+  const auto parts = parts_of(exchange, 4);
+  expect_rounds(parts);
+  for (size_t rank = 0; rank < 4; ++rank) {
+    ASSERT_EQ(parts[rank].ranges.size(), 1u) << rank;
+    const int64_t rows = rank < 2 ? 0 : kRows;
+    EXPECT_EQ(parts[rank].ranges[0].range, (ByteRange{rows, rows + kRows})) << rank;
+  }
+}
+
 TEST(ExchangeTest, SmallGapsAreReadWithWhatTheyLieBetween) {
   for (const int64_t gap : {int64_t{1}, 32 * kKiB, 32 * kKiB + 1}) {
     const WantedBytes both = wanting({{"a", {0, kMiB}}, {"a", {kMiB + gap, 2 * kMiB}}});
