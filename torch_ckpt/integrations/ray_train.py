@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMod
 from torch_ckpt.coordination.exclusive import exclusive
 from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.runs.run import Run
+from torch_ckpt.runs.spacing import Spacing
 from torch_ckpt.runs.step_files import committed_steps, metrics_of
 
 __all__ = ["RayTrainRun"]
@@ -26,12 +26,6 @@ _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """Prefixes of URLs by the names of PyArrow's file systems."""
 
 _METADATA = ".metadata"
-
-_CHECK_S = 1.0
-"""Time between two questions to Ray whether a node is being preempted."""
-
-_MOST_STEPS = 16
-"""Steps between two such questions at most, because the next steps may be slower."""
 
 
 class RayTrainRun(Run):
@@ -103,8 +97,7 @@ class RayTrainRun(Run):
         super().__init__(f"{scheme}{self._storage.experiment_fs_path}", **options)
         self._is_preempted = self._is_urgent = self._has_failed = False
         self._last: int | None = None  # The step that was saved last, perhaps in the background.
-        self._next_check = 0  # The step after which Ray is asked next.
-        self._checked: tuple[int, float] | None = None  # The last such step, and its time.
+        self._spacing = Spacing()
         self._reported: set[int]  # A step whose path Ray has twice would be removed with the first.
         self._unreported: dict[int, dict[str, Any]]  # Steps with their metrics.
         self._reported, self._unreported = self._decided("asking Ray for checkpoints", self._find)
@@ -115,14 +108,12 @@ class RayTrainRun(Run):
         About once per second, with at most 16 steps in between, all workers ask Ray whether a node
         is being preempted. All of them must call the method after every step.
         """
-        # After a step below the last question, the run has gone back.
-        is_early = self._checked is not None and self._checked[0] <= step < self._next_check
-        if not (self._is_preempted or is_early):
+        if not self._is_preempted and self._spacing.is_due(step):
             with self._exclusive.use("check for a preemption", self.timeout_s):
                 self._is_preempted = ray.train.get_preemption_info() is not None
                 self._is_urgent = self._is_preempted
-                steps = self._decided("spacing checks", lambda: self._spacing(step))
-                self._next_check, self._checked = step + steps, (step, time.monotonic())
+                steps = self._decided("spacing checks", lambda: self._spacing.steps(step))
+                self._spacing.checked(step, steps)
         return super().should_save(step) or self._is_urgent
 
     def save(
@@ -249,10 +240,3 @@ class RayTrainRun(Run):
                 else:
                     failed.append(step)
         return finished, failed
-
-    def _spacing(self, step: int) -> int:
-        """Returns how many steps are about to take a second."""
-        if self._checked is None or step <= self._checked[0]:
-            return 1
-        step_s = (time.monotonic() - self._checked[1]) / (step - self._checked[0])
-        return max(1, min(_MOST_STEPS, int(_CHECK_S / max(step_s, 1e-6))))
