@@ -164,9 +164,6 @@ PYTHON = {
     "integrations/ray_train.py RayTrainRun.close self.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/ray_train.py RayTrainRun.save self.wait": Wait(
-        "the timeout of the run", "the step"
-    ),
     "integrations/torchtitan.py FastCheckpointManager._save self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
