@@ -167,10 +167,7 @@ PYTHON = {
     "integrations/torchtitan.py FastCheckpointManager._save self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/torchtitan.py FastCheckpointManager._wait_for_saving saving.result": Wait(
-        "the timeout of the run", "the step"
-    ),
-    "integrations/torchtitan.py _BackgroundSave.result self._run.wait": Wait(
+    "integrations/torchtitan.py FastCheckpointManager.maybe_wait_for_saving self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
     "integrations/trainer.py RunCallback.on_train_end self.run.wait": Wait(
