@@ -86,8 +86,13 @@ def train(config: dict[str, Any]) -> None:
         if rank == 0:
             known = ray.train.get_checkpoint()  # The last that was reported.
             reported = None if known is None else known.path
-            line = {"event": event, "step": step, "workers": workers, "digest": digest}
-            line["reported"] = reported
+            line: dict[str, Any] = {
+                "event": event,
+                "step": step,
+                "workers": workers,
+                "digest": digest,
+            }
+            line["reported"], line["time"] = reported, time.time()
             with Path(config["log"]).open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -151,8 +156,8 @@ def restarts(path: Path) -> None:
     fit(path, "killed", 1, keep=2, steps=15, options=background)
 
 
-def preempted(path: Path) -> None:
-    """A run with two nodes, of which one is preempted."""
+def preempted(path: Path, left_s: str, nbytes_per_s: str) -> None:
+    """A run with two nodes, of which one is preempted, with a limit for promotions."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     node = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
@@ -162,7 +167,8 @@ def preempted(path: Path) -> None:
     def preempt() -> None:
         until(log.exists, 120)
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        deadline_ms = int((time.time() + 30) * 1000)
+        deadline_ms = int((time.time() + float(left_s)) * 1000)
+        (path / "deadline").write_text(str(deadline_ms / 1000))
         client = ray._raylet.GcsClient(address=cluster.address)
         client.drain_node(node.node_id, reason, "spot", deadline_ms)
         until(lambda: '"saved"' in log.read_text(), 30)
@@ -170,7 +176,11 @@ def preempted(path: Path) -> None:
 
     thread = threading.Thread(target=preempt, daemon=True)
     thread.start()
-    options = {"every": 1000, "local": str(path / "local"), "promote_bytes_per_s": 20_000}
+    options = {
+        "every": 1000,
+        "local": str(path / "local"),
+        "promote_bytes_per_s": int(nbytes_per_s),
+    }
     try:
         fit(path, "preempted", (1, 2), failures=1, steps=200, sleep_s=0.1, options=options)
     finally:
@@ -205,6 +215,31 @@ def again(path: Path) -> None:
         loop, run_config=RunConfig(name="again", storage_path=str(path))
     ).fit()
     print(listed(result), flush=True)
+
+
+def resaved(path: Path) -> None:
+    """A run that goes back twice, and saves a step again: once without success."""
+    ray.init("local", num_cpus=1, include_dashboard=False)
+
+    def loop(config: dict[str, Any]) -> None:
+        state = {"w": torch.zeros(1_000_000)}
+        value = 0.0
+        with RayTrainRun(asynchronous=True, on_failure="warn", **config) as run:
+            for step, back_to in ((2, None), (4, 2), (4, None), (6, None), (8, 6), (8, None)):
+                value += 1
+                state["w"].fill_(value)
+                # As on a full disk.
+                nbytes = 1_000_000 if value == 3 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+                run.save(step, state, metrics={"w": value})
+                until(lambda: not run._saves.is_busy)
+                if back_to is not None:
+                    run.restore(state, step=back_to)
+
+    for name, config in (("alone", {}), ("local", {"local": str(path / "disk")})):
+        run_config = RunConfig(name=name, storage_path=str(path))
+        trainer = DataParallelTrainer(loop, train_loop_config=config, run_config=run_config)
+        print(listed(trainer.fit()), flush=True)
 
 
 def refused(path: Path) -> None:

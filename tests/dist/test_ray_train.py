@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from support.store_server import StoreServer
 
 import torch_ckpt
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.promotion import Promotion
+from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +114,7 @@ def test_killed_workers_go_on_bit_for_bit_and_on_fewer_workers(tmp_path: Path) -
 
 
 def test_a_preemption_is_saved_and_training_goes_on_with_the_workers_left(tmp_path: Path) -> None:
-    (found,) = listed_by_ray("preempted", tmp_path)
+    (found,) = listed_by_ray("preempted", tmp_path, "30", "20_000")
     ((step, workers, digest),) = events(tmp_path / "preempted.log", "saved")
     (reported,) = re.findall(
         '"saved".*"reported": "(.*?)"', (tmp_path / "preempted.log").read_text()
@@ -122,6 +125,21 @@ def test_a_preemption_is_saved_and_training_goes_on_with_the_workers_left(tmp_pa
     first, second = events(tmp_path / "preempted.log", "restored")
     assert first == (None, 2, None)
     assert second == (step, 1, digest)
+    assert events(tmp_path / "preempted.log", "ended")[0][:2] == (200, 1)
+
+
+def test_a_promotion_that_outlasts_the_preempted_node_is_reported_after_the_restart(
+    tmp_path: Path,
+) -> None:
+    (found,) = listed_by_ray("preempted", tmp_path, "10", "1_000")
+    lines = map(json.loads, (tmp_path / "preempted.log").read_text().splitlines())
+    (saved,) = [line for line in lines if line["event"] == "saved"]
+    assert saved["reported"] is None
+    assert abs(saved["time"] - float((tmp_path / "deadline").read_text())) < 3
+    assert found["newest"] == f"{tmp_path}/preempted/step-{saved['step']}"
+    assert [metrics["loss"] > 0 for _, metrics in found["listed"]] == [True]
+    _, second = events(tmp_path / "preempted.log", "restored")
+    assert second == (saved["step"], 1, saved["digest"])
     assert events(tmp_path / "preempted.log", "ended")[0][:2] == (200, 1)
 
 
@@ -155,25 +173,54 @@ def test_a_step_is_reported_once_and_a_failed_one_never(tmp_path: Path) -> None:
         assert torch.equal(state["w"], torch.full((1_000_000,), value))
 
 
+def test_a_step_that_is_saved_again_is_reported_once_with_the_metrics_of_what_is_committed(
+    tmp_path: Path,
+) -> None:
+    for found in listed_by_ray("resaved", tmp_path):
+        name = Path(found["newest"]).parent.name
+        values = {2: 1.0, 4: 2.0, 6: 4.0, 8: 6.0}  # The second save of step 4 failed.
+        assert [(path, metrics["w"]) for path, metrics in found["listed"]] == [
+            (f"{tmp_path}/{name}/step-{step}", value) for step, value in values.items()
+        ]
+        for step, value in values.items():
+            state = {"w": torch.zeros(1_000_000)}
+            torch_ckpt.load(state, checkpoint_id=tmp_path / name / f"step-{step}")
+            assert torch.equal(state["w"], torch.full((1_000_000,), value))
+
+
 def test_a_step_waits_for_the_promotion_of_older_ones(tmp_path: Path) -> None:
     from torch_ckpt.integrations.ray_train import RayTrainRun
 
     run = object.__new__(RayTrainRun)
-    local, shared = (tmp_path / name for name in ("local", "shared"))
-    run._disks = [StepDirectories(Location(path)) for path in (local, shared)]
-    run._unreported, run._last = {2: {}, 4: {}, 6: {}, 8: {}}, 8
+    paths = [tmp_path / name for name in ("local", "shared")]
+    local, shared = paths
+    run._disks = [StepDirectories(Location(path)) for path in paths]
+    run._saves = SimpleNamespace(is_busy=False)
+    run._unreported, run._last = {2, 4, 6, 8}, 8
+    options = {"keep": 1, "nbytes_per_s": 0, "niceness": 0, "on_failure": "raise", "most": 3}
+    run._promotion = Promotion(*run._disks, Retention(None, None, None, None, "min"), **options)
 
     def commit(step: Path) -> None:
-        step.mkdir(parents=True)
+        step.mkdir(parents=True, exist_ok=True)
         (step / ".metadata").touch()
+        (step / "metrics.json").write_text('{"loss": 0.5}')
 
+    loss = {"loss": 0.5}
     for step in (shared / "step-2", local / "step-4", shared / "step-6"):
         commit(step)
-    assert run._finished() == ([2], [])
+    assert run._finished() == ({2: loss}, [])
     commit(shared / "step-4")  # The newest step is promoted first.
-    assert run._finished() == ([2, 4, 6], [])
+    run._promotion._steps.promoted(4)
+    assert run._finished() == ({2: loss, 4: loss, 6: loss}, [])
+    run._promotion._steps.choose([4])  # It was saved again.
+    assert run._finished() == ({2: loss}, [])
+    run._promotion._steps.promoted(4)
     (shared / "step-6/.metadata").unlink()  # Step 8 is still being saved, and 6 is not any more.
-    assert run._finished() == ([2, 4], [6])
+    assert run._finished() == ({2: loss, 4: loss}, [6])
+    commit(shared / "step-8")
+    assert run._finished() == ({2: loss, 4: loss, 8: loss}, [6])
+    run._saves.is_busy = True  # Step 8 is being saved again.
+    assert run._finished() == ({2: loss, 4: loss}, [6])
 
 
 def test_bad_calls_are_refused(tmp_path: Path) -> None:

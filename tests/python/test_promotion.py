@@ -19,6 +19,8 @@ from command import run_command
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.storage.copying import CheckpointCopy
+from torch_ckpt.storage.writer import FastWriter
 
 MODES: dict[str, dict[str, Any]] = {
     "direct": {},
@@ -59,6 +61,32 @@ def test_a_step_is_saved_locally_and_promoted_and_stock_reads_both(
         dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / directory / "step-1"))
         assert torch.equal(state["w"], _state(1)["w"])
         assert not [p for p in (tmp_path / directory / "step-1").iterdir() if "pending" in p.name]
+
+
+@pytest.mark.parametrize("mode", ["direct", "thread"])
+def test_a_wait_for_promotion_may_end_before_it(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    commit: tuple[type, str] = (CheckpointCopy, "commit")
+    if mode == "thread":
+        commit = (FastWriter, "finish")
+    original = getattr(*commit)
+
+    def gated(*arguments: Any, **options: Any) -> Any:
+        assert goes_on.wait(60)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(*commit, gated)
+    with Run(tmp_path / "run", local=tmp_path / "local", **MODES[mode]) as run:
+        run.save(1, _state(1))
+        assert not run._saves.wait_for_promotion(0.2, must_end=False)
+        with pytest.raises(CheckpointError, match=r"still being .* after a wait of 0\.2 s"):
+            run._saves.wait_for_promotion(0.2)
+        assert _steps(tmp_path / "run") == []
+        goes_on.set()
+        assert run._saves.wait_for_promotion(60, must_end=False)
+        assert _steps(tmp_path / "run") == [1]
 
 
 def test_steps_are_removed_locally_once_promoted_and_in_the_run_by_its_retention(

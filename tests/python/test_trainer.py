@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.trainer import RunCallback
+from torch_ckpt.runs.run import OnBusy
 from torch_ckpt.runs.step_files import metrics_of
+from torch_ckpt.storage.writer import FastWriter
 
 pytestmark = [
     pytest.mark.slow,
@@ -124,6 +127,38 @@ def test_the_save_strategy_of_the_trainer_saves_to_the_run(tmp_path: Path) -> No
     callback.train(trainer)
 
     assert names_in_run(tmp_path / "run") == ["step-10", f"step-{STEPS}", "step-5"]
+
+
+class BusyUntilTheEnd(TrainerCallback):
+    """Keeps the first background save in progress until the trainer has begun its last save."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on = threading.Event()
+        commit = FastWriter.finish
+
+        def finish(*arguments: Any, **options: Any) -> Any:
+            assert self.goes_on.wait(60)
+            return commit(*arguments, **options)
+
+        monkeypatch.setattr(FastWriter, "finish", finish)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if control.should_training_stop:
+            threading.Timer(0.5, self.goes_on.set).start()
+
+
+@pytest.mark.parametrize("on_busy", ["skip", "error"])
+def test_the_last_step_is_saved_while_another_save_is_in_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_busy: OnBusy
+) -> None:
+    callback = RunCallback(Run(tmp_path / "run", every=1000, asynchronous=True, on_busy=on_busy))
+    saves = 5 if on_busy == "skip" else 10  # With "error", no save but the last meets another.
+    options = {"save_strategy": "steps", "save_steps": saves}
+    callback.train(trainer_of(tmp_path / "out", callback, BusyUntilTheEnd(monkeypatch), **options))
+
+    assert names_in_run(tmp_path / "run") == sorted(f"step-{each}" for each in (saves, STEPS))
+    assert callback.run.skipped == (on_busy == "skip")
+    assert callback.run.on_busy == on_busy  # The next training skips again.
 
 
 class Counting(TrainerCallback, ExportableState):

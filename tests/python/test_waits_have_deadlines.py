@@ -164,16 +164,10 @@ PYTHON = {
     "integrations/ray_train.py RayTrainRun.close self.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/ray_train.py RayTrainRun.save self.wait": Wait(
-        "the timeout of the run", "the step"
-    ),
     "integrations/torchtitan.py FastCheckpointManager._save self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/torchtitan.py FastCheckpointManager._wait_for_saving saving.result": Wait(
-        "the timeout of the run", "the step"
-    ),
-    "integrations/torchtitan.py _BackgroundSave.result self._run.wait": Wait(
+    "integrations/torchtitan.py FastCheckpointManager.maybe_wait_for_saving self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
     "integrations/trainer.py RunCallback.on_train_end self.run.wait": Wait(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMod
 from torch_ckpt.coordination.exclusive import exclusive
 from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.runs.run import Run
+from torch_ckpt.runs.spacing import Spacing
 from torch_ckpt.runs.step_files import committed_steps, metrics_of
 
 __all__ = ["RayTrainRun"]
@@ -27,11 +30,7 @@ _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 
 _METADATA = ".metadata"
 
-_CHECK_S = 1.0
-"""Time between two questions to Ray whether a node is being preempted."""
-
-_MOST_STEPS = 16
-"""Steps between two such questions at most, because the next steps may be slower."""
+_LOG = logging.getLogger("torch_ckpt")
 
 
 class RayTrainRun(Run):
@@ -48,7 +47,8 @@ class RayTrainRun(Run):
     refused.
 
     If Ray announces the preemption of a node, ``should_save`` returns ``True`` until a step is
-    saved. That ``save`` waits until the step is in the directory of the run, and reports it.
+    saved. That ``save`` waits until the step is in the directory of the run, and reports it. It
+    waits no longer than the node will live; a later call then reports the step.
 
     All workers make the same calls, also of ``close``. ``restore`` loads the newest whole step,
     reported or not, onto any number of workers.
@@ -102,11 +102,11 @@ class RayTrainRun(Run):
             )
         super().__init__(f"{scheme}{self._storage.experiment_fs_path}", **options)
         self._is_preempted = self._is_urgent = self._has_failed = False
+        self._deadline = math.inf  # When a node is preempted, on the monotonic clock.
         self._last: int | None = None  # The step that was saved last, perhaps in the background.
-        self._next_check = 0  # The step after which Ray is asked next.
-        self._checked: tuple[int, float] | None = None  # The last such step, and its time.
+        self._spacing = Spacing()
         self._reported: set[int]  # A step whose path Ray has twice would be removed with the first.
-        self._unreported: dict[int, dict[str, Any]]  # Steps with their metrics.
+        self._unreported: set[int]
         self._reported, self._unreported = self._decided("asking Ray for checkpoints", self._find)
 
     def should_save(self, step: int) -> bool:
@@ -115,14 +115,15 @@ class RayTrainRun(Run):
         About once per second, with at most 16 steps in between, all workers ask Ray whether a node
         is being preempted. All of them must call the method after every step.
         """
-        # After a step below the last question, the run has gone back.
-        is_early = self._checked is not None and self._checked[0] <= step < self._next_check
-        if not (self._is_preempted or is_early):
+        if not self._is_preempted and self._spacing.is_due(step):
             with self._exclusive.use("check for a preemption", self.timeout_s):
-                self._is_preempted = ray.train.get_preemption_info() is not None
-                self._is_urgent = self._is_preempted
-                steps = self._decided("spacing checks", lambda: self._spacing(step))
-                self._next_check, self._checked = step + steps, (step, time.monotonic())
+                info = ray.train.get_preemption_info()
+                self._is_preempted = self._is_urgent = info is not None
+                steps, left_s = self._decided(
+                    "spacing checks", lambda: (self._spacing.steps(step), _left_s(info))
+                )
+                self._spacing.checked(step, steps)
+                self._deadline = time.monotonic() + left_s
         return super().should_save(step) or self._is_urgent
 
     def save(
@@ -136,18 +137,16 @@ class RayTrainRun(Run):
         """Saves a step, and reports all steps to Ray that are committed and not reported yet.
 
         The arguments, the result and the errors are those of :meth:`Run.save`. Ray gets the metrics
-        of a step with its checkpoint.
+        of a step with its checkpoint, as they are stored with it.
         """
         saved = super().save(step, state, metrics=metrics, persist=persist)
         if saved and persist:
             self._last = step
             if step not in self._reported:
-                # Ray refuses tensors.
-                numbers = {name: float(value) for name, value in (metrics or {}).items()}
-                self._unreported[step] = numbers
+                self._unreported.add(step)
             if self._is_urgent:
                 self._is_urgent = False
-                self.wait(promoted=True)
+                self._promote_in_time(step)
         self._report()
         return saved
 
@@ -157,9 +156,9 @@ class RayTrainRun(Run):
         """Loads the newest whole step, or a given step, in place; see :meth:`Run.restore`."""
         found = super().restore(state, step=step, strict=strict)
         newest = -1 if found is None else found  # Newer ones are damaged, or will be saved again.
-        self._unreported = {s: each for s, each in self._unreported.items() if s <= newest}
+        self._unreported = {each for each in self._unreported if each <= newest}
         if found is not None and found not in self._reported:
-            self._unreported.setdefault(found, {})  # Perhaps it is only in the memory of the agent.
+            self._unreported.add(found)  # Perhaps it is only in the memory of the agent.
         return found
 
     def discard_after(self, step: int) -> list[int]:
@@ -197,28 +196,39 @@ class RayTrainRun(Run):
         """Returns on all workers what a function returns on the first."""
         return self._group.decide(what, lambda: None, lambda _: decide(), timeout_s=self.timeout_s)
 
+    @exclusive("wait for promotion")
+    def _promote_in_time(self, step: int) -> None:
+        """Waits until a step is in the directory of the run, or a node is about to be lost."""
+        left_s = max(min(self._deadline - time.monotonic(), self.timeout_s), 0.1)
+        is_in_run = self._saves.wait_for_promotion(left_s, must_end=False)
+        if not is_in_run and self._group.is_coordinator:
+            _LOG.warning(
+                "step %d is not in %s yet, and a node is about to be preempted: it will be "
+                "reported to Ray Train once it is there",
+                *(step, self.directory),
+            )
+
     @exclusive("report steps to Ray Train")
     def _report(self) -> None:
         """Reports the committed steps, on all workers."""
         finished, failed = self._decided("finding committed steps", self._finished)
-        for step in failed:
-            del self._unreported[step]
-        for step in finished:
+        self._unreported.difference_update(finished, failed)
+        for step, metrics in finished.items():
             checkpoint = Checkpoint(
                 f"{self._storage.experiment_fs_path}/step-{step}",
                 filesystem=self._storage.storage_filesystem,
             )
             self._reported.add(step)
             ray.train.report(
-                self._unreported.pop(step),
+                metrics,
                 checkpoint=checkpoint,
                 checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
             )
 
     # ---- On the coordinator ----
 
-    def _find(self) -> tuple[set[int], dict[int, dict[str, Any]]]:
-        """Returns the steps that Ray knows, and later ones with their metrics."""
+    def _find(self) -> tuple[set[int], set[int]]:
+        """Returns the steps that Ray knows, and later ones."""
         reported = ray.train.get_all_reported_checkpoints(
             CheckpointConsistencyMode.COMMITTED, timeout_s=self.timeout_s
         )
@@ -226,33 +236,41 @@ class RayTrainRun(Run):
         known = {int(match[1]) for match in found if match}
         newest = max(known, default=-1)
         return known, {
-            step: metrics_of(disk.path(step))
+            step
             for disk in self._disks
             for step in committed_steps(disk.directory)
             if step > newest
         }
 
-    def _finished(self) -> tuple[list[int], list[int]]:
-        """Returns the unreported steps that are committed, and those that have failed.
+    def _finished(self) -> tuple[dict[int, dict[str, float]], list[int]]:
+        """Returns the metrics of unreported steps that are committed, and the steps that are not.
 
-        Ray takes the last reported step for the newest, so a step waits for the older ones.
+        Ray takes the last reported step for the newest, so a step waits for the older ones. A step
+        that is saved again waits for its new save, although an older one is committed.
         """
-        finished: list[int] = []
+        finished: dict[int, dict[str, float]] = {}
         failed: list[int] = []
-        *local, run = self._disks
+        *local, run = (disk.path for disk in self._disks)
         with contextlib.suppress(StorageError):  # A later call finds them.
             for step in sorted(self._unreported):
-                if (run.path(step) / _METADATA).exists():
-                    finished.append(step)
-                elif step == self._last or any((d.path(step) / _METADATA).exists() for d in local):
-                    break  # Its save or its promotion is in progress.
+                is_last = step == self._last
+                if (is_last and self._saves.is_busy) or (
+                    self._promotion is not None
+                    and self._promotion.is_awaited(step)
+                    and any((path(step) / _METADATA).exists() for path in local)
+                ):
+                    break
+                if (run(step) / _METADATA).exists():
+                    finished[step] = metrics_of(run(step))
+                elif is_last:
+                    break  # The next save knows the error.
                 else:
                     failed.append(step)
         return finished, failed
 
-    def _spacing(self, step: int) -> int:
-        """Returns how many steps are about to take a second."""
-        if self._checked is None or step <= self._checked[0]:
-            return 1
-        step_s = (time.monotonic() - self._checked[1]) / (step - self._checked[0])
-        return max(1, min(_MOST_STEPS, int(_CHECK_S / max(step_s, 1e-6))))
+
+def _left_s(info: Any) -> float:
+    """Returns the seconds until the first node of Ray's preemption info is lost."""
+    if info is None or info.deadline_ms is None:
+        return math.inf
+    return float(info.deadline_ms) / 1000 - time.time()

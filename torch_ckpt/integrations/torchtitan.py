@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
@@ -65,25 +64,12 @@ _STATED = {
 }
 """The options of a run that torchtitan's configuration states, by the name that it has there."""
 
-_OF_RUN = frozenset(
-    {
-        "local",
-        "keep_local",
-        "promote_bytes_per_s",
-        "keep_every",
-        "on_busy",
-        "on_failure",
-        "max_failures",
-        "verify",
-        "reuse",
-        "timeout_s",
-        "agent",
-        "writer",
-        "reader",
-        "record",
-    }
-)
-"""The options of a run that ``Config.run`` may have."""
+_REFUSED = {
+    **dict.fromkeys(("keep_best", "monitor", "mode"), "torchtitan passes no metrics"),
+    "max_overhead": "checkpoint.interval decides when to save",
+    "process_group": "all ranks save",
+}
+"""The options of a run that ``Config.run`` may not have, with the reasons."""
 
 
 class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
@@ -148,7 +134,7 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             }
         )
         self.sd_adapter = sd_adapter
-        self.save_future: Future[None] | None = None
+        self.save_future = None  # The run has the future.
         self._config = config
         _refuse(config, self.states, sd_adapter)
         self.run = Run(
@@ -173,10 +159,7 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return False
         sl.add_step_tag("checkpoint_save")
         if not last_step:
-            is_saved = self.run.save(curr_step, self._full_state())
-            if self.run.asynchronous and is_saved:
-                self.save_future = _BackgroundSave(self.run)
-            return is_saved
+            return self.run.save(curr_step, self._full_state())
         if config.last_save_in_hf:
             self._export(curr_step)
             return True
@@ -184,7 +167,6 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         model_only = config.last_save_model_only
         is_saved = self.run.save(curr_step, self._exported() if model_only else self._full_state())
         self.run.wait()  # The process may end now.
-        self.save_future = None
         return is_saved
 
     def _full_state(self) -> dict[str, Any]:
@@ -214,10 +196,12 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _maybe_wait_for_staging(self) -> None:
         """Does nothing: a save returns once the state is copied."""
 
-    def _wait_for_saving(self) -> None:
-        saving, self.save_future = self.save_future, None
-        if saving is not None:
-            saving.result()
+    def maybe_wait_for_saving(self) -> None:
+        """Waits for the background save, if there is one, and raises its error."""
+        if self.enable:
+            self.run.wait()
+
+    _wait_for_saving = maybe_wait_for_saving
 
     # ---- Loading ----
 
@@ -291,20 +275,6 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self.run.close()
 
 
-class _BackgroundSave(Future[None]):
-    """The background save of a run, whose result is a wait for it."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
-
-    def result(self, timeout: float | None = None) -> None:
-        """Waits for the save, as long as the run does; raises its error."""
-        if not self.done():
-            self._run.wait()
-            self.set_result(None)
-
-
 def _refuse(config: FastCheckpointManager.Config, states: Mapping[str, Any], adapter: Any) -> None:
     """Raises an error for each option that has no effect here, or a wrong value."""
     for option in fields(BaseCheckpointManager.Config):
@@ -317,11 +287,8 @@ def _refuse(config: FastCheckpointManager.Config, states: Mapping[str, Any], ada
     for name in config.run:
         if name in _STATED:
             raise ValueError(f"run[{name!r}] is given: checkpoint.{_STATED[name]} states it")
-        if name not in _OF_RUN:
-            raise ValueError(
-                f"run[{name!r}] is none of the options that torchtitan's checkpoint.run may have: "
-                f"{', '.join(sorted(_OF_RUN))}"
-            )
+        if name in _REFUSED:
+            raise ValueError(f"run[{name!r}] is given, and has no use: {_REFUSED[name]}")
     if config.run.get("agent") and config.async_mode == "disabled":
         raise ValueError("run['agent'] needs checkpoint.async_mode='async'")
     for name in config.exclude_from_loading:

@@ -41,8 +41,9 @@ class RunCallback(TrainerCallback):
     states and ``TrainerState``. Of a PEFT model, it contains the parameters that are trained, and
     the base model stays as it is. All ranks save a step sharded, and any number of ranks can load
     it. A step is saved when ``save_strategy`` requires it, and when :meth:`Run.should_save` returns
-    ``True``. The results of an evaluation are stored as metrics of the step. The run removes old
-    steps; ``save_total_limit`` and ``save_on_each_node`` have no effect.
+    ``True``. The last step is saved whatever the ``on_busy`` of the run: its save waits for the
+    previous one. The results of an evaluation are stored as metrics of the step. The run removes
+    old steps; ``save_total_limit`` and ``save_on_each_node`` have no effect.
 
     ``load_best_model_at_end`` needs a run that retains the best step, such as
     ``Run(path, keep_best=1, monitor="eval_loss")``. It loads the best saved step.
@@ -179,9 +180,12 @@ class _TrainerStorage:
         metrics = _metrics_at(state.global_step, state.log_history)
         monitor = self._run.retention.monitor
         is_evaluated = bool(metrics) and (monitor is None or monitor in metrics)
-        self._run.save(
-            state.global_step, self._state_dict(), metrics=metrics if is_evaluated else None
-        )
+        with contextlib.ExitStack() as stack:
+            if trainer.control.should_training_stop:  # The last step is not skipped.
+                stack.enter_context(mock.patch.object(self._run, "on_busy", "wait"))
+            self._run.save(
+                state.global_step, self._state_dict(), metrics=metrics if is_evaluated else None
+            )
 
     def load_best(self) -> None:
         """Loads the model of the best saved step, at the end of the training."""

@@ -12,23 +12,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch_ckpt.coordination.group import Group
+from torch_ckpt.runs.spacing import MOST_STEPS, Spacing
 
 __all__ = ["Preemption"]
-
-_CHECK_S = 1.0
-"""Time between two exchanges of the ranks."""
-
-_MOST_STEPS = 16
-"""Steps between two exchanges at most, because the next steps may be slower."""
 
 _LEAST_S = 1.0
 """Least time for the save: the process may live longer than announced."""
 
 _Signal = tuple[float, int]
 """The seconds that a rank has left, and the signal that it has received."""
-
-_Choice = tuple[_Signal | None, int]
-"""The signal of the rank with the least time left, and the step of the next exchange."""
 
 
 class Preemption:
@@ -54,14 +46,12 @@ class Preemption:
         self.state = state
         self._signals = signals
         self._grace_s = grace_s
-        self._most_steps = 1 if is_alone else _MOST_STEPS
+        self._spacing = Spacing(1 if is_alone else MOST_STEPS)
         self.received: int | None = None
         """The signal that this rank has received first, or that the ranks have agreed on."""
         self.has_ended = False
         """Whether :meth:`end` was called."""
         self._end = math.inf  # Then the process is killed, on the monotonic clock.
-        self._next = 0  # The step after which the ranks exchange next.
-        self._checked: tuple[int, float] | None = None  # The last such step, and its time.
 
     def __str__(self) -> str:
         return "" if self.received is None else signal.Signals(self.received).name
@@ -115,16 +105,20 @@ class Preemption:
         exchange in any case.
         """
         step = -1 if step is None else step
-        # After a step below the last exchange, the run has gone back.
-        if not is_last and self._checked is not None and self._checked[0] <= step < self._next:
+        if not (is_last or self._spacing.is_due(step)):
             return False
-        chosen, self._next = group.decide(
+
+        def choose(each: list[_Signal | None]) -> tuple[_Signal | None, int]:
+            least = min((signal for signal in each if signal is not None), default=None)
+            return least, self._spacing.steps(step)
+
+        chosen, steps = group.decide(
             "checking for a signal",
             lambda: None if self.received is None else (self.left_s, self.received),
-            lambda each: self._choose(step, each),
+            choose,
             timeout_s=min(timeout_s, self.left_s),
         )
-        self._checked = step, time.monotonic()
+        self._spacing.checked(step, steps)
         if chosen is None:
             return False
         left_s, self.received = chosen
@@ -136,10 +130,3 @@ class Preemption:
         assert self.received is not None
         self.has_ended = True
         raise SystemExit(128 + self.received)
-
-    def _choose(self, step: int, each: list[_Signal | None]) -> _Choice:
-        steps = 1
-        if self._checked is not None and step > self._checked[0]:
-            step_s = (time.monotonic() - self._checked[1]) / (step - self._checked[0])
-            steps = max(1, min(self._most_steps, int(_CHECK_S / max(step_s, 1e-6))))
-        return min((signal for signal in each if signal is not None), default=None), step + steps

@@ -224,6 +224,11 @@ class Promotion:
             with self._changed:
                 self._steps.pass_over([step])
 
+    def is_awaited(self, step: int) -> bool:
+        """Returns whether the newest local save of a step is still to be promoted."""
+        with self._changed:
+            return not self._steps.has_ended(step)
+
     @property
     def failure(self) -> CheckpointError | None:
         """Why the last promotion failed; ``None`` if it did not."""

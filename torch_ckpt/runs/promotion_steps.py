@@ -207,6 +207,10 @@ class PromotionSteps:
 
     # ---- Facts ----
 
+    def has_ended(self, step: int) -> bool:
+        """Returns whether the local save of a step is promoted, or will not be."""
+        return self._of(step).state in _ENDED
+
     def _of(self, step: int) -> _Step:
         first = _State.WAITS if self._is_alone else _State.UNCHOSEN
         return self._steps.setdefault(step, _Step(first))

@@ -391,44 +391,58 @@ class StepSaves:
         message = "%s ends the training of %s after an error; no further step was saved"
         _LOG.warning(message, preemption, self._disk.directory, exc_info=error)
 
-    def wait_for_promotion(self, timeout_s: float) -> None:
+    def wait_for_promotion(self, timeout_s: float, *, must_end: bool = True) -> bool:
         """Waits for the background save and for the promotion of all steps. All ranks call it.
 
-        Raises CheckpointError on all ranks if either fails, or takes longer.
+        Raises CheckpointError on all ranks if either fails, or takes longer. Without ``must_end``,
+        they may take longer, and it returns whether both have ended.
         """
         deadline = time.monotonic() + timeout_s
         promotion, activity = self._promotion, "waiting for promotion"
 
-        def choose(_: list[None]) -> Choice:
+        def settle() -> bool:
+            try:
+                self.settle(min(timeout_s, self._timeout_s))
+            except CheckpointError:
+                if must_end or self._pending is None:
+                    raise
+            return self._pending is None
+
+        def choose(settled: list[bool]) -> Choice | None:
+            if not all(settled):
+                return None
             return Choice() if promotion is None else promotion.choice()
 
         def progress() -> tuple[bool, CheckpointError | None]:
             wait_s = min(_ROUND_S, max(deadline - time.monotonic(), 0.0))
             return (False, None) if promotion is None else promotion.progress(wait_s)
 
-        def go_on(answers: list[tuple[bool, CheckpointError | None]]) -> tuple[bool, Choice]:
+        def go_on(answers: list[tuple[bool, CheckpointError | None]]) -> tuple[bool, bool, Choice]:
             for failure in filter(None, (failure for _, failure in answers)):
                 raise failure
             is_busy = any(busy for busy, _ in answers)
-            if is_busy and time.monotonic() >= deadline:
+            goes_on = is_busy and time.monotonic() < deadline
+            if is_busy and not goes_on and must_end:
                 raise CheckpointError(
                     f"steps of {self._disk.directory} are still being promoted to "
                     f"{self._disks[-1].directory} after a wait of {timeout_s:g} s"
                 )
             heard = Choice() if promotion is None else promotion.choice(may_choose=False)
-            return is_busy, heard
+            return is_busy, goes_on, heard
 
-        settle = functools.partial(self.settle, min(timeout_s, self._timeout_s))
-        choice = self._group.decide(activity, settle, choose, timeout_s=self._timeout_s)
+        chosen = self._group.decide(activity, settle, choose, timeout_s=self._timeout_s)
+        if chosen is None:
+            return False
         if promotion is not None:
-            promotion.retry(choice)
-        is_busy = True
-        while is_busy:  # In rounds: a rank that is lost, or fails, is noticed soon.
-            is_busy, choice = self._group.decide(
+            promotion.retry(chosen)
+        is_busy = goes_on = True
+        while goes_on:  # In rounds: a rank that is lost, or fails, is noticed soon.
+            is_busy, goes_on, choice = self._group.decide(
                 activity, progress, go_on, timeout_s=self._timeout_s
             )
             if promotion is not None:
                 promotion.heard(choice)
+        return not is_busy
 
     def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted in this time; the next process promotes the rest.
