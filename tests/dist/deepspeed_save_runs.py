@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import os
 import resource
 import time
@@ -185,6 +187,98 @@ def fail_to_save(path: Path, asynchronous: bool) -> list[str]:
     engine.destroy()  # Waits.
     dist.barrier()
     return [*after_failure[0], after_failure[1], (path / "latest").read_text()]
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("of the client")
+
+
+def raises(*_: Any, **__: Any) -> Any:
+    raise ValueError("of one rank")
+
+
+FAILURES = {
+    "client state": "of the client",
+    "keys of client state": "argument of type 'NoneType'|not iterable",
+    "module": "of one rank",
+    "optimizer": "of one rank",
+    "schedule": "of one rank",
+    "directory": "Not a directory",
+    "script": "Is a directory",
+    "URL": "cannot save to s3://run",
+    "no directory": "save_dir must be a non-empty string",
+    "interrupt": "of the user",
+    "weights": "of one rank",
+}
+"""Where one rank fails, and what all ranks raise."""
+
+
+def fail_on_one_rank(path: Path, stage: int, asynchronous: bool) -> dict[str, float]:
+    """Fails in many places of a save, on one rank each time. Returns how long each save took."""
+    from torch_ckpt.errors import CheckpointError
+    from torch_ckpt.integrations.deepspeed import attach
+
+    engine = engine_of(stage, "fp32", schedules=True)
+    checkpoints = attach(engine, asynchronous=asynchronous)
+    train_engine(engine, 0, "fp32")
+    engine.save_checkpoint(str(path), tag="first")
+    checkpoints.wait()
+    took = {}
+    for number, (where, message) in enumerate(FAILURES.items()):
+        if where == "weights" and stage == 3:
+            continue  # DeepSpeed gathers them by collectives, or saves none.
+        # The first rank writes the client's state and the script, and makes the directory.
+        at_first = {"client state", "directory", "script"}
+        is_failing = dist.get_rank() == (0 if where in at_first else 1)
+        folder: Any = path
+        client: Any = {"value": number}
+        with pytest.MonkeyPatch.context() as patch:
+            if where == "directory":
+                folder = path / "latest" / "below"
+            elif where == "script":
+                folder = path.with_name(f"{path.name}-script")
+                (folder / "zero_to_fp32.py").mkdir(parents=True, exist_ok=True)
+            if is_failing and where == "client state":
+                client = {"value": Unpicklable()}
+            elif is_failing and where == "keys of client state":
+                client = None
+            elif is_failing and where in ("module", "weights"):
+                patch.setattr(engine.module, "state_dict", raises)
+            elif is_failing and where in ("optimizer", "schedule"):
+                owner = engine.optimizer if where == "optimizer" else engine.lr_scheduler
+                patch.setattr(owner, "state_dict", raises)
+            elif is_failing and where in ("URL", "no directory"):
+                folder = "s3://run" if where == "URL" else ""
+            elif is_failing and where == "interrupt":
+
+                def interrupt(*_: Any, **__: Any) -> Any:
+                    raise KeyboardInterrupt("of the user")
+
+                patch.setattr(engine, "_get_buffer_names", interrupt)
+            save: Callable[..., Any] = engine.save_16bit_model
+            if where != "weights":
+                save = functools.partial(engine.save_checkpoint, tag="second", client_state=client)
+            begin = time.monotonic()
+            with pytest.raises((Exception, KeyboardInterrupt), match=message) as caught:
+                save(str(folder))
+            took[where] = time.monotonic() - begin
+            if where not in ("interrupt", "weights"):  # These break a call off.
+                kind = {"directory": CheckpointError, "script": OSError}.get(where, Exception)
+                assert isinstance(caught.value, kind), repr(caught.value)
+                assert not type(caught.value).__name__.startswith("RankTimeout"), caught.value
+        dist.barrier()
+        assert (path / "latest").read_text() == "first"
+        assert not (path / "second").exists()
+        assert not [each for each in os.listdir(path) if each.startswith(".")]
+        dist.barrier()
+    losses = train_engine(engine, STEPS, "fp32")
+    engine.save_checkpoint(str(path), tag="third", client_state={"value": 3})
+    engine.destroy()
+    dist.barrier()
+    assert (path / "latest").read_text() == "third"
+    assert all(map(math.isfinite, losses))
+    return took
 
 
 def save_again(path: Path, asynchronous: bool) -> None:

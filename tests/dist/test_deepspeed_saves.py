@@ -16,6 +16,7 @@ import torch
 from deepspeed_runs import convert, loaded_whole, merged_by_deepspeed
 from deepspeed_save_runs import (
     ENGINES,
+    fail_on_one_rank,
     fail_to_save,
     refuse_other_engines,
     save_again,
@@ -78,6 +79,18 @@ def test_an_error_of_a_rank_is_raised_on_all_and_latest_stays(
     found = worlds.agree(2, fail_to_save, tmp_path, HOWS[how])
     assert found == ["first", "latest", "zero_to_fp32.py", "zero_to_torch.py", "first", "fourth"]
     assert value_of(tmp_path) == 2
+
+
+@pytest.mark.thin("1-sync", "3-async")
+@pytest.mark.parametrize(
+    ("stage", "how"), [pytest.param(s, h, id=f"{s}-{h}") for s in (1, 3) for h in HOWS]
+)
+def test_no_rank_waits_in_a_barrier_of_deepspeed_for_one_that_failed(
+    worlds: Worlds, tmp_path: Path, stage: int, how: str
+) -> None:
+    for took in worlds.run(2, fail_on_one_rank, tmp_path / "run", stage, HOWS[how]):
+        print({where: round(seconds, 2) for where, seconds in took.items()})
+        assert max(took.values()) < 10, took
 
 
 @pytest.mark.thin("sync")

@@ -39,7 +39,7 @@ class DeepSpeedCheckpoint:
     durable, the coordinator gives the folder its name, and then replaces ``latest``. A file outside
     the folder of the tag is written under a hidden name, and renamed at the same time.
 
-    An error of a rank in :meth:`write` is raised by :meth:`finish`, and there on all ranks.
+    An error of a rank in :meth:`write` is raised by :meth:`agree` or :meth:`finish`, on all ranks.
 
     Args:
         group: The ranks.
@@ -116,13 +116,26 @@ class DeepSpeedCheckpoint:
             if not isinstance(error, Exception):
                 raise  # An interrupt.
 
-    def is_folder(self, path: str) -> bool:
-        """Returns whether a path is that of the folder, which is made at the commit."""
-        return Location(os.path.abspath(path)) == self.folder
-
     def has(self, path: str) -> bool:
         """Returns whether a path is within the folder."""
         return PurePath(os.path.abspath(path)).is_relative_to(self.folder.path)
+
+    def agree(self, error: Exception | None = None) -> None:
+        """Raises the error of the first rank that has one, on all ranks. All ranks call it.
+
+        Ends the checkpoint then. ``error`` is one of this rank, outside of :meth:`write`.
+        """
+
+        def own() -> None:
+            if failure := self._error or error:
+                raise failure
+
+        try:
+            with self._call, first_error("in a save of DeepSpeed"):
+                self._call.all_reduce("preparing", own, lambda _: None)
+        except BaseException:
+            self._clear()
+            raise
 
     def finish(self) -> None:
         """Writes the staged values, and commits the checkpoint.
