@@ -307,6 +307,30 @@ def save_again(path: Path, asynchronous: bool) -> None:
     assert left() is None
 
 
+def save_through_links(path: Path, asynchronous: bool) -> None:
+    """Saves to names that are links: by DeepSpeed, and twice by this package."""
+    from torch_ckpt.integrations.deepspeed import attach
+
+    run, disk = path / "run", path / "disk"
+    if dist.get_rank() == 0:
+        for folder in (run, disk / "stock", disk / "last", path / "logs"):
+            folder.mkdir(parents=True)
+        (disk / "last" / "notes.txt").write_text("mine")
+        (disk / "last" / "logs").symlink_to("../../logs")
+        for name in ("stock", "last", "new", "latest", "model.bin"):
+            (run / name).symlink_to(f"../disk/{name}")
+    dist.barrier()
+    engine = plain_engine()
+    engine.save_checkpoint(str(run), tag="stock", client_state={"value": 0})
+    checkpoints = attach(engine, asynchronous=asynchronous)
+    for value, tag in ((1, "last"), (2, "last"), (3, "new")):
+        fill(engine, value)
+        engine.save_checkpoint(str(run), tag=tag, client_state={"value": value})
+        checkpoints.wait()
+    engine.save_16bit_model(str(run), "model.bin")
+    engine.destroy()
+
+
 def refuse_other_engines() -> None:
     from torch_ckpt.errors import UnsupportedError
     from torch_ckpt.integrations.deepspeed import attach

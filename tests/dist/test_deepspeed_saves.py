@@ -21,6 +21,7 @@ from deepspeed_save_runs import (
     refuse_other_engines,
     save_again,
     save_both,
+    save_through_links,
     save_until_killed,
     value_of,
 )
@@ -107,6 +108,26 @@ def test_a_tag_is_replaced_as_a_whole(worlds: Worlds, tmp_path: Path, how: str) 
     names = ["aside", "last", "latest", "model.bin", "zero_to_fp32.py", "zero_to_torch.py"]
     assert sorted(os.listdir(tmp_path)) == names
     assert (torch.load(tmp_path / "model.bin")["weight"] == 3).all()
+
+
+@pytest.mark.thin("sync")
+@pytest.mark.parametrize("how", HOWS)
+def test_names_that_are_links_stay_links_as_with_deepspeed(
+    worlds: Worlds, tmp_path: Path, how: str
+) -> None:
+    worlds.run(2, save_through_links, tmp_path, HOWS[how])
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    names = {"last", "latest", "model.bin", "new", "stock"}
+    assert {each.name for each in run.iterdir() if each.is_symlink()} == names
+    assert {each.name for each in disk.iterdir()} == names
+    files = ["mp_rank_00_model_states.pt"]
+    files += [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    assert sorted(os.listdir(disk / "stock")) == sorted(os.listdir(disk / "new")) == files
+    assert sorted(os.listdir(disk / "last")) == ["logs", *files[:1], "notes.txt", *files[1:]]
+    assert os.readlink(disk / "last" / "logs") == "../../logs"
+    assert value_of(run) == 3
+    (disk / "latest").write_text("last")
+    assert value_of(run) == 2
 
 
 def test_engines_that_save_otherwise_are_refused(worlds: Worlds) -> None:
