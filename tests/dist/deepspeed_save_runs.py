@@ -64,13 +64,25 @@ ENGINES: dict[str, Callable[[], Trained]] = {
 }
 
 
+def tagged_tensors() -> dict[str, Any]:
+    """Parameters, and tensors with attributes."""
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    frozen = nn.Parameter(torch.arange(4), requires_grad=False)
+    tagged: Any = weight.detach()[1]
+    tagged.tags = {"of": "the client", "mask": torch.arange(3)}
+    frozen.note = "frozen"  # type: ignore[attr-defined]
+    return {"weight": weight, "list": [weight, frozen, tagged], "tuple": (weight, tagged)}
+
+
 def save_both(kind: str, asynchronous: bool, stock: Path, path: Path) -> None:
     """Saves by DeepSpeed, by this package, and trains at once; then resumes from our files."""
     from torch_ckpt.integrations.deepspeed import attach
 
     engine, train = ENGINES[kind]()
     train(0)
-    client = {**CLIENT, "rng": torch.arange(9)}
+    client: dict[str, Any] = {**CLIENT, "rng": torch.arange(9)}
+    if not kind.startswith("experts"):  # DeepSpeed clones their files.
+        client |= tagged_tensors()
     engine.save_checkpoint(str(stock), client_state=client)
     checkpoints = attach(engine, asynchronous=asynchronous)
     assert engine.save_checkpoint(str(path), client_state=client)

@@ -205,6 +205,7 @@ def assert_equal(ours: Any, theirs: Any, where: str) -> None:
         assert (ours.dtype, ours.size()) == (theirs.dtype, theirs.size()), where
         assert ours.stride() == theirs.stride(), where
         assert ours.requires_grad == theirs.requires_grad, where
+        assert_equal(vars(ours), vars(theirs), where)
         # Bits, since DeepSpeed's padding is not initialized.
         pair = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (ours, theirs))
         assert torch.equal(*pair), where

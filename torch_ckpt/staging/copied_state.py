@@ -20,7 +20,7 @@ from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.replicas import PICKLED_DTYPES
 from torch_ckpt.staging.memory_runs import CopiedTensor, copy_elements, runs_of
 
-__all__ = ["CopiedState", "tensors_in"]
+__all__ = ["CopiedFile", "CopiedState", "tensors_in"]
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None), torch.dtype})
 _CONTAINERS = frozenset({list, set, frozenset, deque})
@@ -170,6 +170,29 @@ class CopiedState(StateDictStager):
         def make() -> torch.Tensor:
             copies = {n: y.get() if type(y) is _Deferred else y for n, y in inner.items()}
             return _wrapper_like(x, copies, context)
+
+        return _Deferred(make)
+
+
+class CopiedFile(CopiedState):
+    """A copy that also keeps what a file of ``torch.save`` has: parameters, and attributes.
+
+    A checkpoint of DCP has neither. Attributes of a parameter in training may be large.
+    """
+
+    def _copy(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
+        y = super()._copy(x, memo)
+        attributes, is_parameter = vars(x), type(x) is torch.nn.Parameter
+        if isinstance(y, _Deferred) or not (
+            is_parameter or (attributes and type(x) is torch.Tensor)
+        ):
+            return y
+        copies = self.deepcopy_with_tensor_offload(attributes, self._memo_of_objects)
+
+        def make() -> torch.Tensor:
+            made = _like(x, y)
+            vars(made).update(copies)
+            return made
 
         return _Deferred(make)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_ckpt.staging.copied_state import CopiedState
+from torch_ckpt.staging.copied_state import CopiedFile
 from torch_ckpt.staging.memory_runs import MemoryRun, runs_of
 
 __all__ = ["live_state"]
@@ -18,7 +18,7 @@ def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     A tensor that is part of a larger storage gets a storage of its own, without a copy. Overlapping
     views share one. Returns ``None`` if a tensor is on another device than the CPU.
     """
-    copied = CopiedState(state_dict)
+    copied = CopiedFile(state_dict)
     if any(tensor.live.device.type != "cpu" for tensor in copied.tensors):
         return None
     for run in runs_of(copied.tensors):
