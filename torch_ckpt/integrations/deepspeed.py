@@ -24,20 +24,12 @@ from torch_ckpt.coordination.waiting import no_thread, result_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
 from torch_ckpt.options import IoOptions
-from torch_ckpt.staging.copied_state import CopiedFile
-from torch_ckpt.staging.live_state import live_state
+from torch_ckpt.staging.live_state import FileStager, live_state
 from torch_ckpt.staging.staged import Staged
-from torch_ckpt.staging.stager import SnapshotStager
 
 __all__ = ["FastCheckpointEngine", "attach"]
 
 _LOG = logging.getLogger("torch_ckpt")
-
-
-class _FileStager(SnapshotStager):
-    """Stages the content of files of ``torch.save``."""
-
-    _copied = CopiedFile
 
 
 class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -65,7 +57,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._checkpoint: DeepSpeedCheckpoint | None = None
         self._has_begun = False  # Whether the present save has begun a checkpoint.
         self._pending: SaveFuture[None] | None = None
-        self._stagers: dict[str, _FileStager] = {}  # By the name of the file in the folder.
+        self._stagers: dict[str, FileStager] = {}  # By the name of the file in the folder.
 
     def wait(self) -> None:
         """Waits for the background save.
@@ -149,7 +141,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             live = None if self.asynchronous else live_state(state_dict)
             if live is not None:
                 return live, None
-            stager = _FileStager()  # Kept only for files whose names recur.
+            stager = FileStager()  # Kept only for files whose names recur.
             if checkpoint.has(path):
                 stager = self._stagers.setdefault(os.path.basename(path), stager)
             return stager.begin(state_dict, name=f"the snapshot of {path}")

@@ -147,7 +147,7 @@ class CopiedState(StateDictStager):
             return self._copy(x.wait(), memo)
         if is_traceable_wrapper_subclass(x):
             return self._deferred_wrapper(x, memo)
-        if _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN:
+        if x.is_nested or _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN:
             return _full_copy(x)
         if x.is_conj() or x.is_neg():
             return to_plain(x)
@@ -218,7 +218,7 @@ def _wrapper_like(x: Any, inner: dict[str, torch.Tensor], context: Any) -> torch
 def _is_plain(x: torch.Tensor) -> bool:
     """Returns whether the tensor's memory has its values, and nothing else describes them."""
     is_torchs_own = _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN
-    return not (is_torchs_own or x.is_conj() or x.is_neg())
+    return not (is_torchs_own or x.is_nested or x.is_conj() or x.is_neg())
 
 
 def _like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -249,6 +249,8 @@ def tensors_in(x: object) -> list[torch.Tensor]:
 
 def _full_copy(x: torch.Tensor) -> torch.Tensor:
     """Returns a copy with its own memory and values, on the CPU."""
+    if x.is_meta:
+        return _like(x, x.detach())  # Without values. A save of DCP refuses it with its FQN.
     if x.dtype not in PICKLED_DTYPES:
         return x.detach()  # Torch cannot copy it. The save refuses it with its FQN.
     if is_traceable_wrapper_subclass(x):  # Many of these classes do not implement clone.

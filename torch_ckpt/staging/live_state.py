@@ -1,4 +1,4 @@
-"""Copies a state dict except for its tensors, which are in the memory of training."""
+"""Copies of state dicts for files of ``torch.save``: staged, or over the memory of training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import torch
 
 from torch_ckpt.staging.copied_state import CopiedFile
 from torch_ckpt.staging.memory_runs import MemoryRun, runs_of
+from torch_ckpt.staging.stager import SnapshotStager
 
-__all__ = ["live_state"]
+__all__ = ["FileStager", "live_state"]
+
+
+class FileStager(SnapshotStager):
+    """Stages what a file of ``torch.save`` has: also parameters, and attributes of tensors."""
+
+    _copy_class = CopiedFile
 
 
 def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
