@@ -350,9 +350,10 @@ def attach(
     ):
         replacement.__signature__ = inspect.signature(_method(method))  # type: ignore[attr-defined]
         setattr(engine, replacement.__name__, replacement)
-    if hasattr(engine.optimizer, "checkpoint_event_epilogue"):  # Of ZeRO-3: a collective.
-        engine.optimizer.checkpoint_event_epilogue = _after(
-            ours.agree, weakref.WeakMethod(engine.optimizer.checkpoint_event_epilogue)
+    optimizer: Any = getattr(engine, "optimizer", None)
+    if hasattr(optimizer, "checkpoint_event_epilogue"):  # Of ZeRO-3: a collective.
+        optimizer.checkpoint_event_epilogue = _after(
+            ours.agree, weakref.WeakMethod(optimizer.checkpoint_event_epilogue)
         )
     return ours
 
