@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import os
 import resource
 import time
@@ -62,13 +64,25 @@ ENGINES: dict[str, Callable[[], Trained]] = {
 }
 
 
+def tagged_tensors() -> dict[str, Any]:
+    """Parameters, and tensors with attributes."""
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    frozen = nn.Parameter(torch.arange(4), requires_grad=False)
+    tagged: Any = weight.detach()[1]
+    tagged.tags = {"of": "the client", "mask": torch.arange(3)}
+    frozen.note = "frozen"  # type: ignore[attr-defined]
+    return {"weight": weight, "list": [weight, frozen, tagged], "tuple": (weight, tagged)}
+
+
 def save_both(kind: str, asynchronous: bool, stock: Path, path: Path) -> None:
     """Saves by DeepSpeed, by this package, and trains at once; then resumes from our files."""
     from torch_ckpt.integrations.deepspeed import attach
 
     engine, train = ENGINES[kind]()
     train(0)
-    client = {**CLIENT, "rng": torch.arange(9)}
+    client: dict[str, Any] = {**CLIENT, "rng": torch.arange(9)}
+    if not kind.startswith("experts"):  # DeepSpeed clones their files.
+        client |= tagged_tensors()
     engine.save_checkpoint(str(stock), client_state=client)
     checkpoints = attach(engine, asynchronous=asynchronous)
     assert engine.save_checkpoint(str(path), client_state=client)
@@ -187,6 +201,98 @@ def fail_to_save(path: Path, asynchronous: bool) -> list[str]:
     return [*after_failure[0], after_failure[1], (path / "latest").read_text()]
 
 
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("of the client")
+
+
+def raises(*_: Any, **__: Any) -> Any:
+    raise ValueError("of one rank")
+
+
+FAILURES = {
+    "client state": "of the client",
+    "keys of client state": "argument of type 'NoneType'|not iterable",
+    "module": "of one rank",
+    "optimizer": "of one rank",
+    "schedule": "of one rank",
+    "directory": "Not a directory",
+    "script": "Is a directory",
+    "URL": "cannot save to s3://run",
+    "no directory": "save_dir must be a non-empty string",
+    "interrupt": "of the user",
+    "weights": "of one rank",
+}
+"""Where one rank fails, and what all ranks raise."""
+
+
+def fail_on_one_rank(path: Path, stage: int, asynchronous: bool) -> dict[str, float]:
+    """Fails in many places of a save, on one rank each time. Returns how long each save took."""
+    from torch_ckpt.errors import CheckpointError
+    from torch_ckpt.integrations.deepspeed import attach
+
+    engine = engine_of(stage, "fp32", schedules=True)
+    checkpoints = attach(engine, asynchronous=asynchronous)
+    train_engine(engine, 0, "fp32")
+    engine.save_checkpoint(str(path), tag="first")
+    checkpoints.wait()
+    took = {}
+    for number, (where, message) in enumerate(FAILURES.items()):
+        if where == "weights" and stage == 3:
+            continue  # DeepSpeed gathers them by collectives, or saves none.
+        # The first rank writes the client's state and the script, and makes the directory.
+        at_first = {"client state", "directory", "script"}
+        is_failing = dist.get_rank() == (0 if where in at_first else 1)
+        folder: Any = path
+        client: Any = {"value": number}
+        with pytest.MonkeyPatch.context() as patch:
+            if where == "directory":
+                folder = path / "latest" / "below"
+            elif where == "script":
+                folder = path.with_name(f"{path.name}-script")
+                (folder / "zero_to_fp32.py").mkdir(parents=True, exist_ok=True)
+            if is_failing and where == "client state":
+                client = {"value": Unpicklable()}
+            elif is_failing and where == "keys of client state":
+                client = None
+            elif is_failing and where in ("module", "weights"):
+                patch.setattr(engine.module, "state_dict", raises)
+            elif is_failing and where in ("optimizer", "schedule"):
+                owner = engine.optimizer if where == "optimizer" else engine.lr_scheduler
+                patch.setattr(owner, "state_dict", raises)
+            elif is_failing and where in ("URL", "no directory"):
+                folder = "s3://run" if where == "URL" else ""
+            elif is_failing and where == "interrupt":
+
+                def interrupt(*_: Any, **__: Any) -> Any:
+                    raise KeyboardInterrupt("of the user")
+
+                patch.setattr(engine, "_get_buffer_names", interrupt)
+            save: Callable[..., Any] = engine.save_16bit_model
+            if where != "weights":
+                save = functools.partial(engine.save_checkpoint, tag="second", client_state=client)
+            begin = time.monotonic()
+            with pytest.raises((Exception, KeyboardInterrupt), match=message) as caught:
+                save(str(folder))
+            took[where] = time.monotonic() - begin
+            if where not in ("interrupt", "weights"):  # These break a call off.
+                kind = {"directory": CheckpointError, "script": OSError}.get(where, Exception)
+                assert isinstance(caught.value, kind), repr(caught.value)
+                assert not type(caught.value).__name__.startswith("RankTimeout"), caught.value
+        dist.barrier()
+        assert (path / "latest").read_text() == "first"
+        assert not (path / "second").exists()
+        assert not [each for each in os.listdir(path) if each.startswith(".")]
+        dist.barrier()
+    losses = train_engine(engine, STEPS, "fp32")
+    engine.save_checkpoint(str(path), tag="third", client_state={"value": 3})
+    engine.destroy()
+    dist.barrier()
+    assert (path / "latest").read_text() == "third"
+    assert all(map(math.isfinite, losses))
+    return took
+
+
 def save_again(path: Path, asynchronous: bool) -> None:
     """Saves the same tag twice. The second checkpoint has other ranks' files no more."""
     from torch_ckpt.integrations.deepspeed import attach
@@ -211,6 +317,30 @@ def save_again(path: Path, asynchronous: bool) -> None:
     del engine
     gc.collect()
     assert left() is None
+
+
+def save_through_links(path: Path, asynchronous: bool) -> None:
+    """Saves to names that are links: by DeepSpeed, and twice by this package."""
+    from torch_ckpt.integrations.deepspeed import attach
+
+    run, disk = path / "run", path / "disk"
+    if dist.get_rank() == 0:
+        for folder in (run, disk / "stock", disk / "last", path / "logs"):
+            folder.mkdir(parents=True)
+        (disk / "last" / "notes.txt").write_text("mine")
+        (disk / "last" / "logs").symlink_to("../../logs")
+        for name in ("stock", "last", "new", "latest", "model.bin"):
+            (run / name).symlink_to(f"../disk/{name}")
+    dist.barrier()
+    engine = plain_engine()
+    engine.save_checkpoint(str(run), tag="stock", client_state={"value": 0})
+    checkpoints = attach(engine, asynchronous=asynchronous)
+    for value, tag in ((1, "last"), (2, "last"), (3, "new")):
+        fill(engine, value)
+        engine.save_checkpoint(str(run), tag=tag, client_state={"value": value})
+        checkpoints.wait()
+    engine.save_16bit_model(str(run), "model.bin")
+    engine.destroy()
 
 
 def refuse_other_engines() -> None:

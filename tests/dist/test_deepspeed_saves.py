@@ -16,10 +16,12 @@ import torch
 from deepspeed_runs import convert, loaded_whole, merged_by_deepspeed
 from deepspeed_save_runs import (
     ENGINES,
+    fail_on_one_rank,
     fail_to_save,
     refuse_other_engines,
     save_again,
     save_both,
+    save_through_links,
     save_until_killed,
     value_of,
 )
@@ -80,6 +82,18 @@ def test_an_error_of_a_rank_is_raised_on_all_and_latest_stays(
     assert value_of(tmp_path) == 2
 
 
+@pytest.mark.thin("1-sync", "3-async")
+@pytest.mark.parametrize(
+    ("stage", "how"), [pytest.param(s, h, id=f"{s}-{h}") for s in (1, 3) for h in HOWS]
+)
+def test_no_rank_waits_in_a_barrier_of_deepspeed_for_one_that_failed(
+    worlds: Worlds, tmp_path: Path, stage: int, how: str
+) -> None:
+    for took in worlds.run(2, fail_on_one_rank, tmp_path / "run", stage, HOWS[how]):
+        print({where: round(seconds, 2) for where, seconds in took.items()})
+        assert max(took.values()) < 10, took
+
+
 @pytest.mark.thin("sync")
 @pytest.mark.parametrize("how", HOWS)
 def test_a_tag_is_replaced_as_a_whole(worlds: Worlds, tmp_path: Path, how: str) -> None:
@@ -94,6 +108,26 @@ def test_a_tag_is_replaced_as_a_whole(worlds: Worlds, tmp_path: Path, how: str) 
     names = ["aside", "last", "latest", "model.bin", "zero_to_fp32.py", "zero_to_torch.py"]
     assert sorted(os.listdir(tmp_path)) == names
     assert (torch.load(tmp_path / "model.bin")["weight"] == 3).all()
+
+
+@pytest.mark.thin("sync")
+@pytest.mark.parametrize("how", HOWS)
+def test_names_that_are_links_stay_links_as_with_deepspeed(
+    worlds: Worlds, tmp_path: Path, how: str
+) -> None:
+    worlds.run(2, save_through_links, tmp_path, HOWS[how])
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    names = {"last", "latest", "model.bin", "new", "stock"}
+    assert {each.name for each in run.iterdir() if each.is_symlink()} == names
+    assert {each.name for each in disk.iterdir()} == names
+    files = ["mp_rank_00_model_states.pt"]
+    files += [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    assert sorted(os.listdir(disk / "stock")) == sorted(os.listdir(disk / "new")) == files
+    assert sorted(os.listdir(disk / "last")) == ["logs", *files[:1], "notes.txt", *files[1:]]
+    assert os.readlink(disk / "last" / "logs") == "../../logs"
+    assert value_of(run) == 3
+    (disk / "latest").write_text("last")
+    assert value_of(run) == 2
 
 
 def test_engines_that_save_otherwise_are_refused(worlds: Worlds) -> None:
@@ -171,6 +205,7 @@ def assert_equal(ours: Any, theirs: Any, where: str) -> None:
         assert (ours.dtype, ours.size()) == (theirs.dtype, theirs.size()), where
         assert ours.stride() == theirs.stride(), where
         assert ours.requires_grad == theirs.requires_grad, where
+        assert_equal(vars(ours), vars(theirs), where)
         # Bits, since DeepSpeed's padding is not initialized.
         pair = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (ours, theirs))
         assert torch.equal(*pair), where

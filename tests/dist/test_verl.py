@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from torch_ckpt.errors import CheckpointError, MismatchError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 VERL = ROOT / "build/verl"
@@ -264,6 +266,44 @@ def misuse(path: Path) -> None:
         worker.manager.save_checkpoint(str(path))
     assert worker.manager.checkpoint_save_contents == ["extra"]
     assert not (path / ".metadata").exists()
+
+
+def load_unshared(path: Path) -> list[str]:
+    """Loads where the last rank lacks the directory, the checkpoint, all but verl's, and a file."""
+    worker, rank = Worker("fsdp2"), dist.get_rank()
+    worker.train(1)
+    mine = path / "shared" if rank == 0 else path / "own"
+    worker.manager.save_checkpoint(str(path / "shared"), global_step=1)
+    other = Worker("fsdp2", by="verl")
+    other.manager.save_checkpoint(str(path / "verls"), global_step=1)
+    errors = []
+    for where in ("directory", "checkpoint", "other", "file"):
+        if where == "other" and rank == 1:
+            mine = path / "verls"
+        elif where == "file":
+            mine = path / "verls"
+            if rank == 1:
+                (mine / "model_world_size_2_rank_1.pt").unlink()
+        elif where == "checkpoint" and rank == 1:
+            mine.mkdir()
+        dist.barrier()
+        begin = time.monotonic()
+        with pytest.raises(NotFoundError) as caught:
+            worker.manager.load_checkpoint(str(mine))
+        assert time.monotonic() - begin < 30
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_directory_that_one_machine_lacks_is_an_error_on_all_at_once(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    host = socket.gethostname()
+    for errors in run(worlds, 2, load_unshared, tmp_path):
+        for error in errors[:2]:
+            assert f"cannot load {tmp_path}/own on rank 1, {host}: " in error
+        assert f"on rank 0, {host}, and files that verl loads on rank 1, {host}. All" in errors[2]
+        assert f"cannot load {tmp_path}/verls on rank 1, {host}: there is no model_" in errors[3]
 
 
 def misuse_adapters(path: Path) -> None:

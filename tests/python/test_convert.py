@@ -160,6 +160,26 @@ def test_a_target_is_replaced_only_on_demand(
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal"])
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_target_that_is_a_link_stays_one(tmp_path: Path, to: str, is_full: bool) -> None:
+    write_deepspeed(tmp_path / "source", 3)
+    prefix = () if to == "universal" else ("--prefix", "model.up.")
+    real, link = tmp_path / "disk" / "real", tmp_path / "links" / "link"
+    real.parent.mkdir()
+    link.parent.mkdir()
+    link.symlink_to("../disk/real")
+    if is_full:
+        assert run("convert", tmp_path / "source", real, "--to", to, *prefix) == 0
+        (real.parent / "latest_universal").unlink(missing_ok=True)
+    arguments = ("convert", tmp_path / "source", link, "--to", to, *prefix, "--overwrite")
+    assert run(*arguments) == 0
+    assert link.is_symlink()
+    assert run("verify", real) in (0, 2)
+    assert [path.name for path in real.parent.iterdir()] == ["real"]
+    assert {path.name for path in link.parent.iterdir()} <= {"link", "latest_universal"}
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal"])
 def test_a_damaged_source_leaves_no_target(
     tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.staging.stager import SnapshotStager
+from torch_ckpt.staging.live_state import FileStager
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -132,14 +132,14 @@ def test_files_of_changing_names_do_not_keep_their_staging_memory(
 ) -> None:
     from torch_ckpt.integrations import deepspeed
 
-    stagers: weakref.WeakSet[SnapshotStager] = weakref.WeakSet()
+    stagers: weakref.WeakSet[FileStager] = weakref.WeakSet()
 
-    class CountedStager(SnapshotStager):
+    class CountedStager(FileStager):
         def __init__(self) -> None:
             super().__init__()
             stagers.add(self)
 
-    monkeypatch.setattr(deepspeed, "SnapshotStager", CountedStager)
+    monkeypatch.setattr(deepspeed, "FileStager", CountedStager)
     program = Program()
     checkpoints = deepspeed.attach(program, asynchronous=True)
     for number in range(3):

@@ -394,3 +394,14 @@ def test_two_dots_after_a_link_lead_to_the_parent_of_its_target(tmp_path: Path) 
     (tmp_path / "link").symlink_to("there/inside")
     save(state_of(3), FastWriter(tmp_path / "link" / ".." / "saved"))
     assert loads(tmp_path / "there" / "saved", state_of(3)) == []
+
+
+def test_retention_removes_a_step_that_is_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    with torch_ckpt.Run(tmp_path / "run", keep_last=1) as run:
+        run.save(1, state_of(1))
+        (tmp_path / "run" / "step-1").rename(tmp_path / "moved")
+        (tmp_path / "run" / "step-1").symlink_to("../moved")
+        assert run.latest_step() == 1
+        run.save(2, state_of(2))
+    assert not os.path.lexists(tmp_path / "run" / "step-1")
+    assert loads(tmp_path / "moved", state_of(1)) == []

@@ -215,6 +215,34 @@ def test_a_dtype_that_torch_cannot_pickle_is_refused_by_name(
     assert not list(tmp_path.glob("*"))
 
 
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.parametrize("how", HOWS[1:])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_is_refused_by_name(layout: torch.layout, how: str, tmp_path: Path) -> None:
+    state = {"model": {"w": drawn(3), "rows": nested(layout)}}
+    with pytest.raises(CheckpointException) as caught:
+        save_as(how, state, tmp_path, FastSavePlanner)
+    assert isinstance(caught.value.failures[0][0], UnsupportedError)
+    assert "cannot save 'model.rows': it is a nested tensor" in str(caught.value)
+    assert not list(tmp_path.glob("*"))
+    state["model"]["rows"] = list(state["model"]["rows"].unbind())
+    save_as(how, state, tmp_path, FastSavePlanner)
+
+
+@pytest.mark.parametrize("planner", [p[0] for p in PLANNERS.values()])
+@pytest.mark.parametrize("how", HOWS[1:])
+def test_a_tensor_without_values_is_refused_by_name(how: str, planner: Any, tmp_path: Path) -> None:
+    state = {"model": {"w": drawn(3), "empty": torch.empty(3, device="meta")}}
+    with pytest.raises(CheckpointException) as caught:
+        save_as(how, state, tmp_path, planner)
+    assert isinstance(caught.value.failures[0][0], UnsupportedError)
+    assert "cannot save 'model.empty': Cannot copy out of meta tensor" in str(caught.value)
+    assert not list(tmp_path.glob(".metadata"))
+
+
 def test_a_dtype_that_torch_cannot_pickle_within_a_wrapper_is_refused_by_name(
     tmp_path: Path,
 ) -> None:

@@ -35,6 +35,7 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
     if target.is_directory():
         raise AlreadyExistsError(f"cannot write {target}: it is a directory")
     check_target(target, overwrite)
+    target = target.resolved()  # A link stays, as with ``torch.save``.
     state: dict[str, Any] = {}
     for name, value in {**source.objects, **source.tensors}.items():
         if name in source.ties:

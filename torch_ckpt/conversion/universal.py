@@ -56,20 +56,21 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     Each parameter of ``optim.param_groups`` gets a folder with its weights, in fp32, and its
     states. Other tensors of the model are buffers or frozen parameters. DeepSpeed stores them with
     the model, and does not load them from a universal folder. The file ``latest_universal`` is
-    written beside the folder.
+    written beside the folder. If ``target`` is a link, it stays, and its folder is replaced.
 
     Raises AlreadyExistsError if the folder exists and ``overwrite`` is false, or it is no universal
     folder. Raises UnsupportedError if the names are others, or the format cannot have a value:
     weights of a wider dtype than fp32, or a state that is neither a number nor as large as its
     parameter.
     """
-    remove_abandoned(target.parent, target.name)
+    place = target.resolved()
+    remove_abandoned(place.parent, place.name)
     remove_abandoned(target.parent, _POINTER)
     check_target(target, overwrite)
     _check_replaced(source, target)
     groups = _parameter_groups(source)
     _warn_of_options(groups, target)
-    unpublished = temporary(target, TMP)
+    unpublished = temporary(place, TMP)
     try:
         files = _files(source, groups, unpublished)
         for folder in {path.parent for path, _ in files}:
@@ -77,12 +78,12 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
         write_files(source, files, target)
         for folder in {path.parent for path, _ in files} | {unpublished / _FOLDER}:
             folder.sync()
-        replaced = replace_directory(unpublished, target)
+        replaced = replace_directory(unpublished, place)
     except BaseException:
         with contextlib.suppress(CheckpointError):
             unpublished.remove_all()
         raise
-    target.parent.sync()  # Before the replaced folder is removed.
+    place.parent.sync()  # Before the replaced folder is removed.
     _write_pointer(target)
     if replaced is not None:
         replaced.remove_all()

@@ -338,6 +338,21 @@ class Location:
             raise UnsupportedError(f"cannot link {self} to {to}: they are on different storage")
         self.file_system.link(self.path, to.path, sync)
 
+    def copy_link_to(self, to: Location) -> bool:
+        """Makes ``to`` the same symbolic link, if this location is one, and returns whether it is.
+
+        A relative link leads to the same file only from a directory beside this one. Not synced.
+        """
+        if self.local_path is None or not self.local_path.is_symlink():
+            return False
+        try:
+            os.symlink(os.readlink(self.path), to.path)
+        except OSError as error:
+            raise StorageError(
+                f"cannot make the link {to}: {error.strerror}", errno=error.errno
+            ) from error
+        return True
+
     def exchange(self, other: Location) -> bool:
         """Exchanges two files or directories of one file system atomically.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,12 +22,10 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import no_thread, result_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
 from torch_ckpt.options import IoOptions
-from torch_ckpt.staging.live_state import live_state
+from torch_ckpt.staging.live_state import FileStager, live_state
 from torch_ckpt.staging.staged import Staged
-from torch_ckpt.staging.stager import SnapshotStager
 
 __all__ = ["FastCheckpointEngine", "attach"]
 
@@ -56,8 +55,9 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.timeout_s = timeout_s
         self._group = group_of(None).series()
         self._checkpoint: DeepSpeedCheckpoint | None = None
+        self._has_begun = False  # Whether the present save has begun a checkpoint.
         self._pending: SaveFuture[None] | None = None
-        self._stagers: dict[str, SnapshotStager] = {}  # By the name of the file in the folder.
+        self._stagers: dict[str, FileStager] = {}  # By the name of the file in the folder.
 
     def wait(self) -> None:
         """Waits for the background save.
@@ -74,6 +74,21 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if pending.done():
                 self._pending = None
 
+    def check_arguments(self, save_dir: Any) -> None:
+        """Refuses a ``save_dir`` that no save accepts, on all ranks if it is that of one.
+
+        Args:
+            save_dir: The directory.
+
+        Raises:
+            UnsupportedError: It is a URL.
+            ValueError: It is empty.
+        """
+        self._group.decide(
+            *("checking arguments", lambda: _refuse(save_dir), lambda _: None),
+            timeout_s=self.timeout_s,
+        )
+
     # ---- The interface of DeepSpeed ----
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -84,11 +99,10 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             CheckpointError: The background save before this one failed.
-            UnsupportedError: The directory of the checkpoint is a URL.
         """
-        _refuse_url(info.save_dir)
         self.abandon(CheckpointError("a checkpoint was begun, and never committed"))
         self.wait()
+        self._has_begun = True
         self._checkpoint = DeepSpeedCheckpoint(
             self._group,
             *(info.save_dir, info.tag, info.save_latest),
@@ -98,23 +112,19 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes a directory, unless it is the folder of the checkpoint that is being saved.
+        """Does nothing: :meth:`create` and :meth:`save` make the directories.
+
+        DeepSpeed calls it on one rank alone, and an error there would leave the others waiting.
 
         Args:
             path: The directory.
             exist_ok: Whether it may exist.
         """
-        if self._checkpoint is not None and self._checkpoint.is_folder(path):
-            return
-        if exist_ok:
-            Location(os.path.abspath(path)).create_directories()  # They are synced.
-        else:
-            super().makedirs(path)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file, or copies its tensors if saves are asynchronous.
 
-        An error is raised at the commit, where all ranks raise it.
+        An error is raised by :meth:`agree`, on all ranks.
 
         Args:
             state_dict: Content of the file.
@@ -131,7 +141,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             live = None if self.asynchronous else live_state(state_dict)
             if live is not None:
                 return live, None
-            stager = SnapshotStager()  # Kept only for files whose names recur.
+            stager = FileStager()  # Kept only for files whose names recur.
             if checkpoint.has(path):
                 stager = self._stagers.setdefault(os.path.basename(path), stager)
             return stager.begin(state_dict, name=f"the snapshot of {path}")
@@ -160,6 +170,35 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         else:
             self._pending = _finish_in_background(checkpoint)
         return True
+
+    def agree(self, error: Exception | None = None) -> None:
+        """Raises the error of the first rank that has failed in the present save, on all ranks.
+
+        Args:
+            error: The error of this rank, in code of DeepSpeed.
+        """
+        if self._checkpoint is None:
+            return
+        try:
+            self._checkpoint.agree(error)
+        except BaseException:
+            self._checkpoint = None
+            raise
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Lets the other ranks raise the error with which the block, a save of DeepSpeed, ends."""
+        self._has_begun = False
+        try:
+            yield
+        except BaseException as error:
+            if self._checkpoint is not None and isinstance(error, Exception):
+                with contextlib.suppress(Exception):
+                    self.agree(error)
+            elif not self._has_begun:  # The other ranks are in `create`, or will be.
+                self._group.call(self.timeout_s).fail(error)
+            self.abandon(error)
+            raise
 
     def abandon(self, error: BaseException) -> None:
         """Ends a checkpoint that was begun and not committed, on all ranks.
@@ -192,7 +231,11 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         It truncates the file before it writes it. It also calls :meth:`cleanup` then, when an
         engine is destroyed.
+
+        DeepSpeed asks in each save, just before its last barrier. So a rank that failed is found
+        here: it does not enter the barrier, in which the others would wait for it.
         """
+        self.agree()
         return True
 
     def get_commit_info(self) -> None:
@@ -241,7 +284,7 @@ def attach(
 
     A save returns when the files of all ranks are durable and the checkpoint is committed:
     ``latest`` names it from then on, and is never half-written. Until then, the folder has a hidden
-    name. A folder of the same tag is replaced as a whole.
+    name. A folder of the same tag is replaced as a whole. All ranks raise the error of one.
 
     Args:
         engine: The engine.
@@ -278,33 +321,56 @@ def attach(
     ours = FastCheckpointEngine(asynchronous=asynchronous, io=io, timeout_s=timeout_s)
     engine.checkpoint_engine = ours
     # Weak: otherwise only the garbage collector would destroy the engine.
-    save, load = (
-        weakref.WeakMethod(engine.save_checkpoint),
-        weakref.WeakMethod(engine.load_checkpoint),
+    save, save_model, load = (
+        weakref.WeakMethod(method)
+        for method in (engine.save_checkpoint, engine.save_16bit_model, engine.load_checkpoint)
     )
 
     def save_checkpoint(save_dir: Any, *arguments: Any, **options: Any) -> Any:
-        _refuse_url(save_dir)  # On all ranks, before one of them creates a directory.
-        try:
+        ours.check_arguments(save_dir)
+        with ours.saving():
             result = _method(save)(save_dir, *arguments, **options)
-        except BaseException as error:
-            ours.abandon(error)
-            raise
-        ours.commit()
+            ours.commit()
         return result
+
+    def save_16bit_model(save_dir: Any, *arguments: Any, **options: Any) -> Any:
+        ours.check_arguments(save_dir)
+        with ours.saving():
+            return _method(save_model)(save_dir, *arguments, **options)
 
     def load_checkpoint(*arguments: Any, **options: Any) -> Any:
         ours.wait()  # Before DeepSpeed reads `latest`.
         return _method(load)(*arguments, **options)
 
     # transformers looks for arguments by name.
-    for method, replacement in ((save, save_checkpoint), (load, load_checkpoint)):
+    for method, replacement in (
+        (save, save_checkpoint),
+        (save_model, save_16bit_model),
+        (load, load_checkpoint),
+    ):
         replacement.__signature__ = inspect.signature(_method(method))  # type: ignore[attr-defined]
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+        setattr(engine, replacement.__name__, replacement)
+    optimizer: Any = getattr(engine, "optimizer", None)
+    if hasattr(optimizer, "checkpoint_event_epilogue"):  # Of ZeRO-3: a collective.
+        optimizer.checkpoint_event_epilogue = _after(
+            ours.agree, weakref.WeakMethod(optimizer.checkpoint_event_epilogue)
+        )
     return ours
 
 
-def _refuse_url(save_dir: Any) -> None:
+def _after(
+    first: Callable[[], None], method: weakref.WeakMethod[Callable[..., Any]]
+) -> Callable[[], Any]:
+    def call() -> Any:
+        first()
+        return _method(method)()
+
+    return call
+
+
+def _refuse(save_dir: Any) -> None:
+    if not save_dir:
+        raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
     if "://" in str(save_dir):
         raise UnsupportedError(
             f"cannot save to {save_dir}: DeepSpeed would take this URL for a relative path; pass "

@@ -37,9 +37,10 @@ class DeepSpeedCheckpoint:
 
     The files of a tag are written to a hidden folder beside it. When all files of all ranks are
     durable, the coordinator gives the folder its name, and then replaces ``latest``. A file outside
-    the folder of the tag is written under a hidden name, and renamed at the same time.
+    the folder of the tag is written under a hidden name, and renamed at the same time. If the name
+    of a folder or file is a symbolic link, the link stays, and what it leads to is replaced.
 
-    An error of a rank in :meth:`write` is raised by :meth:`finish`, and there on all ranks.
+    An error of a rank in :meth:`write` is raised by :meth:`agree` or :meth:`finish`, on all ranks.
 
     Args:
         group: The ranks.
@@ -68,6 +69,7 @@ class DeepSpeedCheckpoint:
     ) -> None:
         self.directory = Location(os.path.abspath(save_dir))
         self.folder = self.directory / tag
+        self._place = self.folder.resolved()  # Once: a link in the path may move.
         self._tag, self._saves_latest = tag, save_latest
         self._io, self._niceness = io, niceness
         self._error: BaseException | None = None
@@ -78,16 +80,17 @@ class DeepSpeedCheckpoint:
         self._hidden: Location | None = None  # On the coordinator, which removes it.
         with self._call, first_error("in a save of DeepSpeed"):
             name = self._call.all_reduce("beginning", lambda: None, lambda _: self._begin())
-        self._folder = self.folder.with_name(name)
+        self._folder = self._place.with_name(name)
 
     def _begin(self) -> str:
         """Makes the hidden folder, on the coordinator."""
-        parent = self.folder.parent
-        parent.create_directories()
-        remove_abandoned(parent, self.folder.name)
+        parent = self._place.parent
+        for directory in {parent, self.directory}:
+            directory.create_directories()
+        remove_abandoned(parent, self._place.name)
         for directory in {parent, self.directory}:
             remove_abandoned(directory)
-        self._hidden = temporary(self.folder, TMP)
+        self._hidden = temporary(self._place, TMP)
         self._hidden.create_directories()
         return self._hidden.name
 
@@ -116,13 +119,26 @@ class DeepSpeedCheckpoint:
             if not isinstance(error, Exception):
                 raise  # An interrupt.
 
-    def is_folder(self, path: str) -> bool:
-        """Returns whether a path is that of the folder, which is made at the commit."""
-        return Location(os.path.abspath(path)) == self.folder
-
     def has(self, path: str) -> bool:
         """Returns whether a path is within the folder."""
         return PurePath(os.path.abspath(path)).is_relative_to(self.folder.path)
+
+    def agree(self, error: Exception | None = None) -> None:
+        """Raises the error of the first rank that has one, on all ranks. All ranks call it.
+
+        Ends the checkpoint then. ``error`` is one of this rank, outside of :meth:`write`.
+        """
+
+        def own() -> None:
+            if failure := self._error or error:
+                raise failure
+
+        try:
+            with self._call, first_error("in a save of DeepSpeed"):
+                self._call.all_reduce("preparing", own, lambda _: None)
+        except BaseException:
+            self._clear()
+            raise
 
     def finish(self) -> None:
         """Writes the staged values, and commits the checkpoint.
@@ -155,7 +171,7 @@ class DeepSpeedCheckpoint:
         if self.has(path):
             self._has_files = True
             return self._folder / absolute.relative_to(self.folder.path)
-        target = Location(absolute)
+        target = Location(absolute).resolved()
         unpublished = temporary(target, TMP)
         self._beside.append((unpublished, target))
         return unpublished
@@ -184,12 +200,12 @@ class DeepSpeedCheckpoint:
         return self._has_files, [(str(one), str(other)) for one, other in self._beside]
 
     def _move_latest(self) -> None:
-        latest = self.directory / _LATEST
+        latest = (self.directory / _LATEST).resolved()
         unpublished = temporary(latest, TMP)
         try:
             unpublished.write(self._tag.encode(), sync=True)
             unpublished.rename(latest)
-            self.directory.sync()
+            latest.parent.sync()
         finally:
             unpublished.discard()
 
@@ -199,11 +215,11 @@ class DeepSpeedCheckpoint:
         claim_commit()
         replaced = None
         if any(has_files for has_files, _ in reports):
-            if self.folder.is_directory():
-                own = {name for name in self.folder.names() if name.endswith(_SUFFIX)}
-                _carry_over(self.folder, self._hidden, own.union(self._hidden.names()))
-            replaced = replace_directory(self._hidden, self.folder)
-            self.folder.parent.sync()
+            if self._place.is_directory():
+                own = {name for name in self._place.names() if name.endswith(_SUFFIX)}
+                _carry_over(self._place, self._hidden, own.union(self._hidden.names()))
+            replaced = replace_directory(self._hidden, self._place)
+            self._place.parent.sync()
             self._hidden = replaced
         for unpublished, path in (pair for _, pairs in reports for pair in pairs):
             Location(unpublished).rename(Location(path))
@@ -229,6 +245,8 @@ def _carry_over(old: Location, new: Location, replaced: Set[str] = frozenset()) 
     new.create_directories()
     for name in old.names():
         if name in replaced:
+            continue
+        if (old / name).copy_link_to(new / name):
             continue
         if (old / name).is_directory():
             _carry_over(old / name, new / name)

@@ -9,7 +9,8 @@ in place of their ``FSDPCheckpointManager``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import socket
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -18,7 +19,7 @@ from verl.utils.fsdp_utils import fsdp_version
 from verl.workers.engine.fsdp import transformer_impl
 
 from torch_ckpt.api import load, save
-from torch_ckpt.coordination.group import first_error
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, first_error, group_of
 from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
@@ -32,6 +33,10 @@ _LOG = logging.getLogger("torch_ckpt")
 
 _CONTENTS = {"model": ["model"], "optimizer": ["optim"], "extra": ["rng", "extra_state"]}
 """Contents of verl's configuration -> the first parts of their names, also in verl's own files."""
+
+_OURS = "a checkpoint of torch_ckpt"
+_VERLS_OWN = "files that verl loads"
+_VERLS = "files of another number of ranks, or none"
 
 
 def _is_verls(name: str) -> bool:
@@ -138,6 +143,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         Raises:
             CheckpointError: The load failed. The error is that of the first rank with one.
+            NotFoundError: A rank lacks the directory or a file. It names the rank and its machine.
             MismatchError: ``load_contents`` has what the checkpoint lacks, the checkpoint has
                 adapters that the model lacks, or verl has saved to the same directory later.
             UnsupportedError: verl wrote the optimizer states of FSDP1 on another number of ranks.
@@ -145,18 +151,38 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         """
         if local_path is None:
             return
-        folder = Location(local_path)
-        names = folder.names()
-        is_verls = ".metadata" not in names
-        if not is_verls and any(map(_is_verls, names)):
-            raise MismatchError(
-                f"cannot load {local_path}: verl has written files beside the checkpoint of "
-                "torch_ckpt; remove .metadata to load those, or *_world_size_*_rank_*.pt"
-            )
-        if is_verls and any(f"_world_size_{self.world_size}_rank_" in name for name in names):
+        reader = FastReader(local_path)
+
+        def own() -> tuple[str, str]:
+            host = socket.gethostname()
+            try:
+                kind = self._kind_of(local_path)
+                if kind != _VERLS_OWN:
+                    reader.read_metadata()
+            except MismatchError:
+                raise
+            except CheckpointError as error:
+                cls = NotFoundError if isinstance(error, NotFoundError) else CheckpointError
+                raise cls(
+                    f"cannot load {local_path} on rank {self.rank}, {host}: {error}"
+                ) from error
+            return kind, host
+
+        def decide(found: Sequence[tuple[str, str]]) -> str:
+            (kind, host), *_ = found
+            for rank, (other, other_host) in enumerate(found):
+                if other != kind:
+                    raise NotFoundError(
+                        f"cannot load {local_path}: it has {kind} on rank 0, {host}, and {other} "
+                        f"on rank {rank}, {other_host}. All machines need the same directory"
+                    )
+            return kind
+
+        kind = group_of(None).decide("opening", own, decide, timeout_s=DEFAULT_TIMEOUT_S)
+        is_verls = kind != _OURS
+        if kind == _VERLS_OWN:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
             return
-        reader = FastReader(local_path)
         stored = reader.read_metadata().state_dict_metadata
         contents = [each for each in self.checkpoint_load_contents if each in _CONTENTS]
         found = {name.partition(".")[0] for name in stored}
@@ -187,6 +213,24 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         with first_error("in a load of verl"):
             load(state, storage_reader=reader)
         self._apply(state, {**model, **state.get("model", {})}, is_verls)
+
+    def _kind_of(self, local_path: str) -> str:
+        """Returns what is in a directory, on this rank."""
+        names = Location(local_path).names()
+        if ".metadata" in names:
+            if any(map(_is_verls, names)):
+                raise MismatchError(
+                    f"cannot load {local_path}: verl has written files beside the checkpoint of "
+                    "torch_ckpt; remove .metadata to load those, or *_world_size_*_rank_*.pt"
+                )
+            return _OURS
+        if not any(f"_world_size_{self.world_size}_rank_" in name for name in names):
+            return _VERLS
+        for each in filter(_CONTENTS.__contains__, self.checkpoint_load_contents):
+            name = f"{_CONTENTS[each][-1]}_world_size_{self.world_size}_rank_{self.rank}.pt"
+            if name not in names:
+                raise NotFoundError(f"there is no {name}")
+        return _VERLS_OWN
 
     def remove_previous_save_local_path(self, path: str | Collection[str]) -> None:
         """Removes checkpoints, so that no reader ever finds a partly deleted one."""

@@ -19,7 +19,7 @@ from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.planning.dtensor_boxes import boxes_of, in_boxes
 from torch_ckpt.planning.replicas import OBJECT_NBYTES, check_dtype, list_item
 
-__all__ = ["has_sharded_tensors", "overrides", "table_of"]
+__all__ = ["has_sharded_tensors", "overrides", "refuse_nested", "table_of"]
 
 
 def overrides(planner: object, kind: type, names: Iterable[str]) -> bool:
@@ -57,6 +57,19 @@ def table_of(
         lambda fqn, value: _list(table, fqn, value, for_load),
     )
     return table, sources
+
+
+def refuse_nested(state_dict: dict[str, Any]) -> None:
+    """Raises UnsupportedError if a tensor of a flat state dict is nested, with its FQN.
+
+    Torch's own errors do not name it. Call it after an error.
+    """
+    for fqn, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise UnsupportedError(
+                f"cannot save {fqn!r}: it is a nested tensor, whose sizes are no box; save the "
+                "list tensor.unbind()"
+            )
 
 
 def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> list[Any]:

@@ -22,7 +22,12 @@ from torch_ckpt.coordination.group import current_call
 from torch_ckpt.coordination.orchestrate import PlanUnknownError
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.committed import INDEX_MARK
-from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
+from torch_ckpt.planning.columns import (
+    has_sharded_tensors,
+    overrides,
+    refuse_nested,
+    table_of,
+)
 from torch_ckpt.planning.dtensor_boxes import lookup_box, with_boxes
 from torch_ckpt.planning.item_views import (
     AssignedItems,
@@ -158,7 +163,12 @@ class FastSavePlanner(DefaultSavePlanner):
         self._lazy = isinstance(storage_meta, StorageMeta) and INDEX_MARK in storage_meta.modules
 
     def create_local_plan(self) -> SavePlan:
-        """Lists the items of this rank."""
+        """Lists the items of this rank.
+
+        Raises:
+            UnsupportedError: A tensor is nested, or torch does not store its dtype. The message
+                names its FQN.
+        """
         with cpu_as_default():
             if not self._overrides_planning():
                 try:
@@ -344,13 +354,17 @@ class FastSavePlanner(DefaultSavePlanner):
     def list_items(self) -> ColumnItems:
         """Lists the items of this rank in columns, without the values of the tensors.
 
-        Raises NoColumnsError if a table cannot represent the state dict.
+        Raises NoColumnsError if a table cannot represent the state dict, and UnsupportedError if
+        no plan can.
         """
         try:
             with cpu_as_default():
                 table, self._sources = table_of(self.state_dict)
             paths = _native.encode_paths(self.mappings) if self.flatten_state_dict else None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
+            refuse_nested(self.state_dict)
+            if isinstance(error, RuntimeError):
+                raise
             raise NoColumnsError from error
         encoded = table.encode()
         options = (

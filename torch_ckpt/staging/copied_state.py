@@ -20,7 +20,7 @@ from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.replicas import PICKLED_DTYPES
 from torch_ckpt.staging.memory_runs import CopiedTensor, copy_elements, runs_of
 
-__all__ = ["CopiedState", "tensors_in"]
+__all__ = ["CopiedFile", "CopiedState", "tensors_in"]
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None), torch.dtype})
 _CONTAINERS = frozenset({list, set, frozenset, deque})
@@ -147,7 +147,7 @@ class CopiedState(StateDictStager):
             return self._copy(x.wait(), memo)
         if is_traceable_wrapper_subclass(x):
             return self._deferred_wrapper(x, memo)
-        if _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN:
+        if x.is_nested or _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN:
             return _full_copy(x)
         if x.is_conj() or x.is_neg():
             return to_plain(x)
@@ -174,6 +174,29 @@ class CopiedState(StateDictStager):
         return _Deferred(make)
 
 
+class CopiedFile(CopiedState):
+    """A copy that also keeps what a file of ``torch.save`` has: parameters, and attributes.
+
+    A checkpoint of DCP has neither. Attributes of a parameter in training may be large.
+    """
+
+    def _copy(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
+        y = super()._copy(x, memo)
+        attributes, is_parameter = vars(x), type(x) is torch.nn.Parameter
+        if isinstance(y, _Deferred) or not (
+            is_parameter or (attributes and type(x) is torch.Tensor)
+        ):
+            return y
+        copies = self.deepcopy_with_tensor_offload(attributes, self._memo_of_objects)
+
+        def make() -> torch.Tensor:
+            made = _like(x, y)
+            vars(made).update(copies)
+            return made
+
+        return _Deferred(make)
+
+
 class _Deferred:
     """A tensor to create after its inner tensors have values, which its class may read."""
 
@@ -195,7 +218,7 @@ def _wrapper_like(x: Any, inner: dict[str, torch.Tensor], context: Any) -> torch
 def _is_plain(x: torch.Tensor) -> bool:
     """Returns whether the tensor's memory has its values, and nothing else describes them."""
     is_torchs_own = _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN
-    return not (is_torchs_own or x.is_conj() or x.is_neg())
+    return not (is_torchs_own or x.is_nested or x.is_conj() or x.is_neg())
 
 
 def _like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -226,6 +249,8 @@ def tensors_in(x: object) -> list[torch.Tensor]:
 
 def _full_copy(x: torch.Tensor) -> torch.Tensor:
     """Returns a copy with its own memory and values, on the CPU."""
+    if x.is_meta:
+        return _like(x, x.detach())  # Without values. A save of DCP refuses it with its FQN.
     if x.dtype not in PICKLED_DTYPES:
         return x.detach()  # Torch cannot copy it. The save refuses it with its FQN.
     if is_traceable_wrapper_subclass(x):  # Many of these classes do not implement clone.

@@ -1,4 +1,4 @@
-"""Copies a state dict except for its tensors, which are in the memory of training."""
+"""Copies of state dicts for files of ``torch.save``: staged, or over the memory of training."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 
-from torch_ckpt.staging.copied_state import CopiedState
+from torch_ckpt.staging.copied_state import CopiedFile
 from torch_ckpt.staging.memory_runs import MemoryRun, runs_of
+from torch_ckpt.staging.stager import SnapshotStager
 
-__all__ = ["live_state"]
+__all__ = ["FileStager", "live_state"]
+
+
+class FileStager(SnapshotStager):
+    """Stages what a file of ``torch.save`` has: also parameters, and attributes of tensors."""
+
+    _copy_class = CopiedFile
 
 
 def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -18,7 +25,7 @@ def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     A tensor that is part of a larger storage gets a storage of its own, without a copy. Overlapping
     views share one. Returns ``None`` if a tensor is on another device than the CPU.
     """
-    copied = CopiedState(state_dict)
+    copied = CopiedFile(state_dict)
     if any(tensor.live.device.type != "cpu" for tensor in copied.tensors):
         return None
     for run in runs_of(copied.tensors):

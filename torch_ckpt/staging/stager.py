@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -87,6 +87,7 @@ class SnapshotStager:
     """
 
     _synchronize_after_execute = True
+    _copy_class: ClassVar[type[CopiedState]] = CopiedState
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class SnapshotStager:
     def _begin(
         self, state_dict: dict[str, Any], left_out: Collection[int], allow_unstaged: bool, name: str
     ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
-        copied = CopiedState(state_dict)
+        copied = self._copy_class(state_dict)
         drop_memory(tensor for tensor in copied.tensors if id(tensor.live) in left_out)
         to_stage = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
         placed = self._place(to_stage, can_leave_unstaged=allow_unstaged and self.blocking)
