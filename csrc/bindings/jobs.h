@@ -13,6 +13,7 @@
 
 #include "base/block_sums.h"
 #include "base/niceness.h"
+#include "bindings/gil.h"
 #include "bindings/tensor_view.h"
 #include "engine/live_tensor.h"
 #include "engine/save/save_job.h"
@@ -23,7 +24,7 @@ namespace torch_ckpt {
 // Runs `work` with the GIL released.
 template <typename Work>
 auto without_gil(Work&& work) {
-  const pybind11::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   return std::forward<Work>(work)();
 }
 
@@ -39,7 +40,7 @@ auto nicely_without_gil(int niceness, Work&& work) {
 template <typename T>
 struct DeleteWithoutGil {
   void operator()(T* object) const {
-    const pybind11::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     delete object;
   }
 };
