@@ -1,53 +1,46 @@
 #pragma once
 
-// Unlocked and Locked: release and acquire the GIL within a scope.
+// Unlocked: releases the GIL within a scope.
 //
-// When the interpreter ends, Python ends each thread that acquires the GIL by `pthread_exit`, which
-// unwinds the thread. A destructor must not be left that way: C++ would end the process by SIGABRT.
-// A daemon thread of this package may be in native code at that time, so these classes suspend such
-// a thread instead. The process ends without it.
+// When the interpreter ends, Python ends each other thread that acquires the GIL by `pthread_exit`,
+// which unwinds the thread. A destructor must not be left that way: C++ would end the process by
+// SIGABRT. Later, there is no GIL any more. A daemon thread of this package may be in native code
+// at that time, so such a thread is suspended instead, and the process ends without it.
 
 #include <cxxabi.h>
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
-#include <optional>
-
 namespace torch_ckpt {
 
-// Calls a function that acquires the GIL. Does not return if the interpreter has ended.
-template <typename Acquire>
-void acquire_or_suspend(Acquire&& acquire) {
-  try {
-    acquire();
-  } catch (abi::__forced_unwind&) {
-    for (;;) ::pause();
-  }
+// Whether the interpreter ends, or has ended.
+inline bool is_python_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  const bool ends = Py_IsFinalizing() != 0;
+#else
+  const bool ends = _Py_IsFinalizing() != 0;
+#endif
+  return ends || Py_IsInitialized() == 0;
 }
 
 // Requires: the caller owns the GIL.
 class Unlocked {
  public:
-  Unlocked() : state_(PyEval_SaveThread()) {}
+  Unlocked() : ends_python_(is_python_ending()), state_(PyEval_SaveThread()) {}
   ~Unlocked() {
-    acquire_or_suspend([&] { PyEval_RestoreThread(state_); });
+    try {
+      while (!ends_python_ && is_python_ending()) ::pause();
+      PyEval_RestoreThread(state_);
+    } catch (abi::__forced_unwind&) {
+      for (;;) ::pause();  // Python has begun to end since.
+    }
   }
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
 
  private:
-  PyThreadState* state_;
-};
-
-// For any thread, also if it owns the GIL.
-class Locked {
- public:
-  Locked() {
-    acquire_or_suspend([&] { locked_.emplace(); });
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_acquire> locked_;
+  const bool ends_python_;  // Whether this thread ends the interpreter. No other one gets the GIL.
+  PyThreadState* const state_;
 };
 
 }  // namespace torch_ckpt

@@ -89,7 +89,7 @@ LoadResult run(LoadJob& job, const std::vector<TensorRequest>& requests,
   HandOver hand_over;
   if (on_tensor) {
     hand_over = [&](int64_t request, LoadedBytes elements) {
-      const Locked locked;
+      const py::gil_scoped_acquire locked;
       try {
         on_tensor(request, std::move(elements));
       } catch (const py::error_already_set&) {

@@ -46,7 +46,7 @@ Status status_of(py::error_already_set& error) {
 // Calls a client with the GIL. Its exceptions become the status.
 template <typename Work>
 auto with_client(Work&& work) -> decltype(work()) {
-  const Locked locked;
+  const py::gil_scoped_acquire locked;
   try {
     return std::forward<Work>(work)();
   } catch (py::error_already_set& error) {
@@ -84,7 +84,7 @@ class PyObjectStore final : public ObjectStore {
  public:
   explicit PyObjectStore(py::object client) : client_(std::move(client)) {}
   ~PyObjectStore() override {
-    const Locked locked;
+    const py::gil_scoped_acquire locked;
     client_ = py::object();
   }
 
@@ -149,7 +149,7 @@ class PyObjectStore final : public ObjectStore {
   }
 
   bool copies() const override {
-    const Locked locked;
+    const py::gil_scoped_acquire locked;
     return py::bool_(py::getattr(client_, "copies", py::bool_(false)));
   }
 
