@@ -212,6 +212,11 @@ def test_a_rank_that_reads_slowly_for_others_is_named_rather_than_those_that_wai
         "rank 0 on host-0 took 9.9 s for reading, the others 0.9 s and then waited for it; "
         "it waited for storage 95 % of that time"
     )
+    events = [read(rank, 10, 0.1 if rank < 2 else 9) for rank in range(5)]
+    assert first_sentence(events) == (
+        "rank 0 on host-0 and 1 more rank took 9.9 s for reading, the others 1 s and then waited "
+        "for them"
+    )
 
 
 def test_an_exchange_for_which_all_ranks_wait_is_named() -> None:

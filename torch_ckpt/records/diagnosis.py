@@ -252,7 +252,8 @@ def _phase_text(call: Call, phase: str, slow: list[int], others: list[int]) -> s
     if phase in _TOGETHER and (_share(theirs, "waited") or 0) >= MOSTLY:
         return f"{who} waited for storage while {gerund(phase)}, which took {took}"
     if _share(rest, "waited_for_ranks"):
-        text = f"{who} took {took} for {gerund(phase)}, {they} {usual} and then waited for it"
+        it = "it" if len(slow) == 1 else "them"
+        text = f"{who} took {took} for {gerund(phase)}, {they} {usual} and then waited for {it}"
     elif phase not in _DID or rate is None or usual_rate is None:
         text = f"{who} took {took} for {gerund(phase)}, {they} {usual}"
     elif rate * MUCH_SLOWER <= usual_rate:
