@@ -42,6 +42,12 @@ def test_a_rank_that_has_not_finished_is_named_before_all_else() -> None:
     )
 
 
+def test_ranks_that_have_sent_nothing_are_named_without_a_machine() -> None:
+    events = [each for each in save(4) if each.phase == "plan" and each.rank < 2]
+    events += [event(rank, "plan", 1, 40, unfinished=True, host="") for rank in (2, 3)]
+    assert first_sentence(events).startswith("rank 2 and 1 more rank have not finished planning")
+
+
 def test_all_ranks_of_a_machine_that_have_not_finished_are_named_by_it() -> None:
     events = [e for e in save(16) if e.rank < 8 or e.phase != "write"]
     events += [event(rank, "write", 1, 40, unfinished=True) for rank in range(8, 16)]

@@ -87,14 +87,15 @@ class _Finding:
 def _who(ranks: Sequence[int], call: Call) -> str:
     """Names ranks: one, all of a machine, or the first and how many more."""
     host = call.hosts[ranks[0]]
+    first = f"rank {ranks[0]} on {host}" if host else f"rank {ranks[0]}"  # "": not heard of yet.
     if len(ranks) == 1:
-        return f"rank {ranks[0]} on {host}"
+        return first
     if len(ranks) == len(call.hosts):
         return f"all {len(ranks)} ranks"
-    if sorted(ranks) == [rank for rank, other in call.hosts.items() if other == host]:
+    if host and sorted(ranks) == [rank for rank, other in call.hosts.items() if other == host]:
         return f"all {len(ranks)} ranks of {host}"
     more = len(ranks) - 1
-    return f"rank {ranks[0]} on {host} and {more} more rank{'s' if more > 1 else ''}"
+    return f"{first} and {more} more rank{'s' if more > 1 else ''}"
 
 
 def _others(number: int) -> str:
