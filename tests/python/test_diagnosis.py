@@ -229,6 +229,10 @@ def test_an_exchange_for_which_all_ranks_wait_is_named() -> None:
     assert first_sentence([read(rank, 10, 8 + 0.1 * rank) for rank in range(3)]) == (
         "reading took 100 % of the load: all ranks waited for bytes from other ranks"
     )
+    uneven = [read(0, 6, 5.38), read(1, 6, 5.83)]  # The rest costs less than the exchange.
+    assert first_sentence(uneven) == (
+        "reading took 100 % of the load: all ranks waited for bytes from other ranks"
+    )
     exchanged = [read(rank, 10, 1, waited=8) for rank in range(3)]
     assert first_sentence(exchanged) == (  # No rate: storage gave less than they received.
         "reading took 100 % of the load: all ranks waited for storage"

@@ -63,9 +63,9 @@ def first_sentence(call: Call) -> str:
     """Returns what to look at first in a call, as a sentence without its full stop.
 
     It names, in this order: a rank that has not finished; an error; what cost most of slow messages
-    between ranks, a rank or a machine that was much slower than the others, and a rank that began
-    late; storage or the exchange between ranks, if all ranks waited for it; and otherwise the
-    longest phase.
+    between ranks, an exchange of reads for which all ranks waited, a rank or a machine that was
+    much slower than the others, and a rank that began late; storage, if all ranks waited for it;
+    and otherwise the longest phase.
     """
     return _unfinished(call) or _failed(call) or _slowest(call) or _same_for_all(call)
 
@@ -156,7 +156,7 @@ def _failed(call: Call) -> str | None:
 
 def _slowest(call: Call) -> str | None:
     """Names what cost most; messages rather than what cost as much."""
-    findings = [_late(call)]
+    findings = [_exchanged(call), _late(call)]
     for phase in call.parts:
         if phase == "message":
             findings.insert(0, _messages(call))
@@ -164,6 +164,18 @@ def _slowest(call: Call) -> str | None:
             findings.append(_compared(call, phase, _phase_text))
     found = [finding for finding in findings if finding is not None]
     return max(found, key=lambda finding: finding.cost).text if found else None
+
+
+def _exchanged(call: Call) -> _Finding | None:
+    """Finds an exchange of reads in which all ranks mostly waited for bytes from each other."""
+    parts, share = call.parts.get("read", {}), call.share("read") if "read" in call.parts else None
+    seconds = max((part.seconds for part in parts.values()), default=0.0)
+    waited = min((part.waited_for_ranks or 0.0 for part in parts.values()), default=0.0)
+    if (share or 0.0) < MOSTLY or waited < max(MOSTLY * seconds, MIN_S):
+        return None
+    who = "all ranks" if len(parts) > 1 else _who(list(parts), call)
+    text = f"{gerund('read')} took {percent(share or 0.0)} of the {call.kind}"
+    return _Finding(waited, f"{text}: {who} waited for bytes from other ranks")
 
 
 def _late(call: Call) -> _Finding | None:
@@ -307,7 +319,7 @@ def _requests(parts: list[Part]) -> str:
 
 
 def _same_for_all(call: Call) -> str:
-    """Names storage or the exchange if ranks mostly waited for it, or else the longest phase."""
+    """Names storage if ranks mostly waited for it, or else the longest phase."""
     phases = [phase for phase in call.parts if phase not in (AFTERWARDS, "message")]
     if not phases:
         return f"the {call.kind} has no phases that could be compared"
@@ -322,8 +334,6 @@ def _same_for_all(call: Call) -> str:
     rate = rate_text(nbytes / seconds) if nbytes and seconds else None
     waited = _share(parts, "waited")
     who = "all ranks" if len(parts) > 1 else _who(list(call.parts[longest]), call)
-    if share >= MOSTLY and (exchanged or 0) >= MOSTLY and seconds >= MIN_S:
-        return f"{gerund(longest)} took {part}: {who} waited for bytes from other ranks"
     if share >= MOSTLY and waited is not None and waited >= MOSTLY and seconds >= MIN_S:
         text = f"{gerund(longest)} took {part}: {who} waited for storage"
         if rate is not None:
