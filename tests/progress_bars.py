@@ -40,9 +40,14 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Observes while an object is loaded."""
+    """Observes while a load is planned, and while an object is loaded."""
 
     had_bar: bool | None = None
+    was_planned_with_bar: bool | None = None
+
+    def create_local_plan(self) -> Any:
+        self.was_planned_with_bar = has_bar()
+        return super().create_local_plan()
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.had_bar = has_bar()

@@ -38,6 +38,7 @@ using Requesters = std::vector<int32_t>;  // Ascending numbers of groups of rank
 struct Run {
   ByteRange range;
   Requesters requesters;
+  int64_t extra_nbytes = 0;  // Bytes that some of the requesters do not want.
 };
 
 Requesters united(const Requesters& a, const Requesters& b) {
@@ -74,31 +75,46 @@ std::vector<Run> cut_by_requesters(
         now.erase(place);
       }
     }
-    if (i < changes.size() && !now.empty()) runs.push_back({{at, changes[i].at}, now});
+    if (i < changes.size() && !now.empty()) runs.push_back({{at, changes[i].at}, now, 0});
   }
   return runs;
 }
 
-bool include(const Requesters& all, const Requesters& some) {
-  return std::ranges::includes(all, some);
+// Returns two adjacent runs as one.
+Run united(const Run& a, const Run& b) {
+  Run out{{a.range.begin, b.range.end}, united(a.requesters, b.requesters), 0};
+  for (const Run* run : {&a, &b}) {
+    const bool is_of_all = run->requesters == out.requesters;
+    out.extra_nbytes += is_of_all ? run->extra_nbytes : run->range.nbytes();
+  }
+  return out;
 }
 
-// Merges adjacent runs that are both small, a small run and an adjacent one whose requesters
-// include its own, and runs of the same requesters with a small gap.
+// Whether adjacent runs are better read by one ring. If one is long, the other must be short, and
+// its requesters must be in the ring anyway. Half of the bytes at most are then of no use to some
+// of them: otherwise a ring of all ranks would take in one short run after another.
+bool are_one(const Run& a, const Run& b) {
+  const bool a_is_small = a.range.nbytes() < kSmallNbytes;
+  const bool b_is_small = b.range.nbytes() < kSmallNbytes;
+  if (a_is_small && b_is_small) return true;
+  const bool is_included = (a_is_small && std::ranges::includes(b.requesters, a.requesters)) ||
+                           (b_is_small && std::ranges::includes(a.requesters, b.requesters));
+  if (!is_included) return false;
+  const Run both = united(a, b);
+  return 2 * both.extra_nbytes <= both.range.nbytes();
+}
+
+// Merges adjacent runs that are better read by one ring, and runs of the same requesters with a
+// small gap.
 std::vector<Run> joined(std::vector<Run> runs) {
   std::vector<Run> out;
   for (Run& run : runs) {
     if (!out.empty()) {
       Run& last = out.back();
       const int64_t gap = run.range.begin - last.range.end;
-      const bool last_is_small = last.range.nbytes() < kSmallNbytes;
-      const bool is_small = run.range.nbytes() < kSmallNbytes;
-      const bool is_one = (last_is_small && is_small) ||
-                          (last_is_small && include(run.requesters, last.requesters)) ||
-                          (is_small && include(last.requesters, run.requesters));
-      if ((gap == 0 && is_one) || (gap <= kMaxGap && last.requesters == run.requesters)) {
-        last.requesters = united(last.requesters, run.requesters);
-        last.range.end = run.range.end;
+      if ((gap <= kMaxGap && last.requesters == run.requesters) ||
+          (gap == 0 && are_one(last, run))) {
+        last = united(last, run);
         continue;
       }
     }
@@ -412,7 +428,7 @@ Rings make_rings(const std::vector<SharedRun>& runs, Ranks& ranks) {
   std::string_view file_of_holders;
   std::vector<int32_t> holders;
   for (const SharedRun& shared : runs) {
-    const auto& [range, requesters] = shared.run;
+    const auto& [range, requesters, _] = shared.run;
     int32_t holder = -1;
     if (shared.readers.empty()) {
       if (file_of_holders != shared.file || holders.empty()) {

@@ -97,7 +97,8 @@ struct ExchangeInput {
 // well. Adjacent runs below 256 KiB that different ranks want go to one ring of all those ranks. A
 // shorter run than that goes to the ring of an adjacent longer one, if all its ranks are in that
 // ring: two column shards of the same rows, for example, differ in half a row at either end. A rank
-// would read a wanted range again if a part of it were in no ring.
+// would read a wanted range again if a part of it were in no ring. It does so only while all ranks
+// of the ring want at least half of the bytes.
 // The reads are then leveled like water. The smallest rings are distributed first, always to the
 // ranks with the fewest bytes to read. The bytes that only one rank wants count as its load.
 //

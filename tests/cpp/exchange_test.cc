@@ -178,6 +178,24 @@ TEST(ExchangeTest, ColumnShardsOfTheSameRowsAreReadOnce) {
   }
 }
 
+// A range that all ranks want lies before a tensor of which each rank wants a short slice.
+TEST(ExchangeTest, ALongRingDoesNotTakeInOneShortRunAfterAnother) {
+  constexpr int64_t kOfAll = 300 * kKiB;
+  constexpr int64_t kSlice = 200 * kKiB;
+  std::vector<WantedBytes> wanted;
+  for (int64_t rank = 0; rank < 64; ++rank) {
+    const int64_t begin = kOfAll + rank * kSlice;
+    wanted.push_back(wanting({{"a", {0, kOfAll}}, {"a", {begin, begin + kSlice}}}));
+  }
+  const auto parts = parts_of(share(wanted), wanted.size());
+  expect_rounds(parts);
+  for (const RankExchange& part : parts) {
+    int64_t nbytes = 0;
+    for (const SharedRange& shared : part.ranges) nbytes += shared.range.nbytes();
+    EXPECT_LE(nbytes, 2 * kOfAll + 2 * kSlice) << part.rank;
+  }
+}
+
 TEST(ExchangeTest, SmallGapsAreReadWithWhatTheyLieBetween) {
   for (const int64_t gap : {int64_t{1}, 32 * kKiB, 32 * kKiB + 1}) {
     const WantedBytes both = wanting({{"a", {0, kMiB}}, {"a", {kMiB + gap, 2 * kMiB}}});

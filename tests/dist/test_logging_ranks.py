@@ -46,7 +46,7 @@ def test_only_the_first_rank_logs_and_shows_a_bar(path: Path, options: dict[str,
     with on_a_terminal(), logged() as lines:
         torch_ckpt.save(state, checkpoint_id=own, planner=saving, **options)
         torch_ckpt.load(state, checkpoint_id=own, planner=loading, no_dist=is_alone)
-    assert [saving.had_bar, loading.had_bar] == [rank == 0] * 2
+    assert [saving.had_bar, loading.had_bar, loading.was_planned_with_bar] == [rank == 0] * 3
     assert len(lines) == (0 if rank else 2)
     if is_alone and not rank:
         assert ", 1 rank, without an exchange" in lines[1]

@@ -42,6 +42,12 @@ def test_a_rank_that_has_not_finished_is_named_before_all_else() -> None:
     )
 
 
+def test_ranks_that_have_sent_nothing_are_named_without_a_machine() -> None:
+    events = [each for each in save(4) if each.phase == "plan" and each.rank < 2]
+    events += [event(rank, "plan", 1, 40, unfinished=True, host="") for rank in (2, 3)]
+    assert first_sentence(events).startswith("rank 2 and 1 more rank have not finished planning")
+
+
 def test_all_ranks_of_a_machine_that_have_not_finished_are_named_by_it() -> None:
     events = [e for e in save(16) if e.rank < 8 or e.phase != "write"]
     events += [event(rank, "write", 1, 40, unfinished=True) for rank in range(8, 16)]
@@ -212,10 +218,19 @@ def test_a_rank_that_reads_slowly_for_others_is_named_rather_than_those_that_wai
         "rank 0 on host-0 took 9.9 s for reading, the others 0.9 s and then waited for it; "
         "it waited for storage 95 % of that time"
     )
+    events = [read(rank, 10, 0.1 if rank < 2 else 9) for rank in range(5)]
+    assert first_sentence(events) == (
+        "rank 0 on host-0 and 1 more rank took 9.9 s for reading, the others 1 s and then waited "
+        "for them"
+    )
 
 
 def test_an_exchange_for_which_all_ranks_wait_is_named() -> None:
     assert first_sentence([read(rank, 10, 8 + 0.1 * rank) for rank in range(3)]) == (
+        "reading took 100 % of the load: all ranks waited for bytes from other ranks"
+    )
+    uneven = [read(0, 6, 5.38), read(1, 6, 5.83)]  # The rest costs less than the exchange.
+    assert first_sentence(uneven) == (
         "reading took 100 % of the load: all ranks waited for bytes from other ranks"
     )
     exchanged = [read(rank, 10, 1, waited=8) for rank in range(3)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,28 @@ def test_a_slow_listener_delays_no_line(tmp_path: Path) -> None:
 
 def assert_set(event: threading.Event) -> None:
     assert event.wait(30)
+
+
+def test_two_threads_send_each_phase_once() -> None:
+    """A save in the background sends phases while the next one begins."""
+    recorder = Recorder(1, None)
+    record, number = recorder.record("save", 3), 20_000
+    for _ in range(number):
+        record.add("write", 0.0, None)
+    start = threading.Barrier(2, timeout=30)
+    interval = sys.getswitchinterval()
+
+    def take() -> bytes:
+        start.wait()
+        return recorder.take()
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            taken = [each.result(30) for each in [threads.submit(take) for _ in range(2)]]
+    finally:
+        sys.setswitchinterval(interval)
+    assert sum(len(json.loads(each)[2]) for each in taken) == number
 
 
 def test_an_error_while_a_rank_waits_is_an_event(tmp_path: Path) -> None:

@@ -146,9 +146,9 @@ class Group:
         """Computes a value on the coordinator from the values of all ranks, and returns it on each.
 
         The activity is for messages, such as ``"measuring"``. ``recorded`` is the phase of the
-        record, if this is one. Every rank calls ``own`` for its
-        value, and the coordinator ``decide`` with the list of all. The error of either is raised on
-        every rank, and RankTimeoutError if a rank did not arrive within ``timeout_s``.
+        record, if this is one. Every rank calls ``own`` for its value, and the coordinator
+        ``decide`` with the list of all. The error of either is raised on every rank, and
+        RankTimeoutError if a rank did not arrive within ``timeout_s``.
         """
         if self.size == 1:
             with records.phase(recorded):
@@ -352,9 +352,10 @@ class Call:
             return answer if isinstance(answer, bytes) else answer[0]
         with self._sharing_errors():
             relay = group.connections.relay(phase, self.timeout_s)
-            events = b""
-            if self.record is not None and not group.is_coordinator:
-                events = self.record.recorder.take()
+        events = b""
+        if self.record is not None and not group.is_coordinator:
+            events = self.record.recorder.take()  # Other ranks would not know of its error.
+        with self._sharing_errors():
             begin = time.monotonic()
             own = Contribution(self.timeout_s, begin, contribution, is_error, events)
             if group.is_coordinator:

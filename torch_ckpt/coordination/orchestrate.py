@@ -195,7 +195,7 @@ def load(
     # A reader of this package shows the phases of the load on a terminal.
     shown: Any = getattr(reader, "planning", None) if group.is_coordinator else None
     with call.current():
-        with contextlib.nullcontext() if shown is None else shown():
+        with contextlib.nullcontext() if shown is None else shown(group.size):
             planned = call.reduce_scatter("plan", plan, plan_for_all)
         call.all_reduce("read", read, lambda _: None)
 

@@ -63,9 +63,9 @@ def first_sentence(call: Call) -> str:
     """Returns what to look at first in a call, as a sentence without its full stop.
 
     It names, in this order: a rank that has not finished; an error; what cost most of slow messages
-    between ranks, a rank or a machine that was much slower than the others, and a rank that began
-    late; storage or the exchange between ranks, if all ranks waited for it; and otherwise the
-    longest phase.
+    between ranks, an exchange of reads for which all ranks waited, a rank or a machine that was
+    much slower than the others, and a rank that began late; storage, if all ranks waited for it;
+    and otherwise the longest phase.
     """
     return _unfinished(call) or _failed(call) or _slowest(call) or _same_for_all(call)
 
@@ -87,14 +87,15 @@ class _Finding:
 def _who(ranks: Sequence[int], call: Call) -> str:
     """Names ranks: one, all of a machine, or the first and how many more."""
     host = call.hosts[ranks[0]]
+    first = f"rank {ranks[0]} on {host}" if host else f"rank {ranks[0]}"  # "": not heard of yet.
     if len(ranks) == 1:
-        return f"rank {ranks[0]} on {host}"
+        return first
     if len(ranks) == len(call.hosts):
         return f"all {len(ranks)} ranks"
-    if sorted(ranks) == [rank for rank, other in call.hosts.items() if other == host]:
+    if host and sorted(ranks) == [rank for rank, other in call.hosts.items() if other == host]:
         return f"all {len(ranks)} ranks of {host}"
     more = len(ranks) - 1
-    return f"rank {ranks[0]} on {host} and {more} more rank{'s' if more > 1 else ''}"
+    return f"{first} and {more} more rank{'s' if more > 1 else ''}"
 
 
 def _others(number: int) -> str:
@@ -155,7 +156,7 @@ def _failed(call: Call) -> str | None:
 
 def _slowest(call: Call) -> str | None:
     """Names what cost most; messages rather than what cost as much."""
-    findings = [_late(call)]
+    findings = [_exchanged(call), _late(call)]
     for phase in call.parts:
         if phase == "message":
             findings.insert(0, _messages(call))
@@ -163,6 +164,18 @@ def _slowest(call: Call) -> str | None:
             findings.append(_compared(call, phase, _phase_text))
     found = [finding for finding in findings if finding is not None]
     return max(found, key=lambda finding: finding.cost).text if found else None
+
+
+def _exchanged(call: Call) -> _Finding | None:
+    """Finds an exchange of reads in which all ranks mostly waited for bytes from each other."""
+    parts, share = call.parts.get("read", {}), call.share("read") if "read" in call.parts else None
+    seconds = max((part.seconds for part in parts.values()), default=0.0)
+    waited = min((part.waited_for_ranks or 0.0 for part in parts.values()), default=0.0)
+    if (share or 0.0) < MOSTLY or waited < max(MOSTLY * seconds, MIN_S):
+        return None
+    who = "all ranks" if len(parts) > 1 else _who(list(parts), call)
+    text = f"{gerund('read')} took {percent(share or 0.0)} of the {call.kind}"
+    return _Finding(waited, f"{text}: {who} waited for bytes from other ranks")
 
 
 def _late(call: Call) -> _Finding | None:
@@ -252,7 +265,8 @@ def _phase_text(call: Call, phase: str, slow: list[int], others: list[int]) -> s
     if phase in _TOGETHER and (_share(theirs, "waited") or 0) >= MOSTLY:
         return f"{who} waited for storage while {gerund(phase)}, which took {took}"
     if _share(rest, "waited_for_ranks"):
-        text = f"{who} took {took} for {gerund(phase)}, {they} {usual} and then waited for it"
+        it = "it" if len(slow) == 1 else "them"
+        text = f"{who} took {took} for {gerund(phase)}, {they} {usual} and then waited for {it}"
     elif phase not in _DID or rate is None or usual_rate is None:
         text = f"{who} took {took} for {gerund(phase)}, {they} {usual}"
     elif rate * MUCH_SLOWER <= usual_rate:
@@ -305,7 +319,7 @@ def _requests(parts: list[Part]) -> str:
 
 
 def _same_for_all(call: Call) -> str:
-    """Names storage or the exchange if ranks mostly waited for it, or else the longest phase."""
+    """Names storage if ranks mostly waited for it, or else the longest phase."""
     phases = [phase for phase in call.parts if phase not in (AFTERWARDS, "message")]
     if not phases:
         return f"the {call.kind} has no phases that could be compared"
@@ -320,8 +334,6 @@ def _same_for_all(call: Call) -> str:
     rate = rate_text(nbytes / seconds) if nbytes and seconds else None
     waited = _share(parts, "waited")
     who = "all ranks" if len(parts) > 1 else _who(list(call.parts[longest]), call)
-    if share >= MOSTLY and (exchanged or 0) >= MOSTLY and seconds >= MIN_S:
-        return f"{gerund(longest)} took {part}: {who} waited for bytes from other ranks"
     if share >= MOSTLY and waited is not None and waited >= MOSTLY and seconds >= MIN_S:
         text = f"{gerund(longest)} took {part}: {who} waited for storage"
         if rate is not None:

@@ -19,13 +19,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch_ckpt._core import _native
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 
 __all__ = ["Heard", "Record", "Recorder", "current_record", "note", "phase"]
+
+T = TypeVar("T")
 
 _SLOW_MESSAGE_S = 0.05
 """A message that took longer than the fastest one of its rank by so much is an event."""
@@ -109,7 +111,7 @@ class Recorder:
     def __init__(self, rank: int, log: EventLog | None) -> None:
         self._rank, self._log, self._host = rank, log, socket.gethostname()
         self._session, self._ordinals = secrets.token_hex(4), itertools.count(1)
-        self._unsent: deque[tuple[Record, _Phase]] = deque()  # Other threads add some.
+        self._unsent: deque[tuple[Record, _Phase]] = deque()  # Other threads add and take.
         self._records: deque[Record] = deque(maxlen=_RECORDS)
         self._hosts: dict[int, str] = {}
         self._clocks: dict[int, _Clock] = {}  # By rank.
@@ -127,7 +129,7 @@ class Recorder:
 
     def take(self) -> bytes:
         """Returns the phases that have ended since the last time, to be sent now."""
-        unsent = (self._unsent.popleft() for _ in range(len(self._unsent)))
+        unsent = _drained(self._unsent)
         phases = [(r.key, p.name, p.begin, p.end, p.details) for r, p in unsent]
         return json.dumps([self._host, time.monotonic(), phases], separators=(",", ":")).encode()
 
@@ -307,7 +309,7 @@ class Record:
 
     def take_own(self) -> list[_Phase]:
         """Returns the phases that ended on this rank since the last time."""
-        return [self.own.popleft() for _ in range(len(self.own))]
+        return _drained(self.own)
 
     def hanging(self) -> str | None:
         """Returns the lines of what lasts long; ``None`` once the record has ended.
@@ -320,6 +322,15 @@ class Record:
         if lines:
             self._hangs_s *= 2
         return lines
+
+
+def _drained(queue: deque[T]) -> list[T]:
+    """Removes all elements; other threads may do so at the same time."""
+    drained: list[T] = []
+    with contextlib.suppress(IndexError):
+        for _ in range(len(queue)):
+            drained.append(queue.popleft())
+    return drained
 
 
 def _text_of(error: BaseException) -> str:

@@ -242,8 +242,13 @@ class FastReader(StorageReader):
             self._shared_save_id = metadata.storage_meta.save_id
         return metadata
 
-    def planning(self) -> contextlib.AbstractContextManager[None]:
-        """Shows on the terminal that a load is planned, if the block takes longer than 3 s."""
+    def planning(self, ranks: int) -> contextlib.AbstractContextManager[None]:
+        """Shows on the terminal that a load is planned, if the block takes longer than 3 s.
+
+        The coordinator of so many ranks calls it.
+        """
+        if not is_first(ranks):
+            return contextlib.nullcontext()
         return progress_bar("planning to load", self.location)
 
     def set_up_storage_reader(
