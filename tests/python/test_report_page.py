@@ -113,7 +113,7 @@ def test_the_page_has_all_events_of_the_chosen_call_and_numbers_of_others(tmp_pa
     data = embedded((tmp_path / "page.html").read_text())
     assert (data["kind"], len(data["spans"]["r"]), len(data["trend"])) == ("save", 65, 3)
     assert [line["kind"] for line in data["trend"]] == ["save", "save", "load"]
-    assert data["trend"][1]["interval"] == 60
+    assert data["trend"][1]["interval_s"] == 60
     assert data["phases"] == ["begin", "stage", "plan", "write", "commit"]
     assert data["hosts"] == ["host-0", "host-1"]
     status, _ = run_command("report", run, "--html", tmp_path / "page.html")

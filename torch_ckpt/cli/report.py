@@ -116,7 +116,7 @@ def _print_report(call: Call, calls: Sequence[Call]) -> None:
 
 def _trend_row(line: Mapping[str, Any]) -> list[str]:
     blocked, durable, interval, rate = (
-        line[name] for name in ("blocked", "durable", "interval", "rate")
+        line[name] for name in ("blocked_s", "durable_s", "interval_s", "gb_per_s")
     )
     return [
         line["kind"][:6],

@@ -193,7 +193,7 @@ def load(
         reader.read_data(chosen.finish_plan(planned), chosen).wait()
 
     # A reader of this package shows the phases of the load on a terminal.
-    shown: Any = getattr(reader, "planning", None) if group.is_coordinator else None
+    shown: Any = getattr(reader, "show_planning", None) if group.is_coordinator else None
     with call.current():
         with contextlib.nullcontext() if shown is None else shown(group.size):
             planned = call.reduce_scatter("plan", plan, plan_for_all)

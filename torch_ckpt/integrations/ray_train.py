@@ -118,10 +118,11 @@ class RayTrainRun(Run):
         if not self._is_preempted and self._spacing.is_due(step):
             with self._exclusive.use("check for a preemption", self.timeout_s):
                 info = ray.train.get_preemption_info()
-                self._is_preempted = self._is_urgent = info is not None
-                steps, left_s = self._decided(
-                    "spacing checks", lambda: (self._spacing.steps(step), _left_s(info))
+                steps, is_preempted, left_s = self._decided(
+                    "checking for a preemption",
+                    lambda: (self._spacing.steps(step), info is not None, _left_s(info)),
                 )
+                self._is_preempted = self._is_urgent = is_preempted  # The same on all workers.
                 self._spacing.checked(step, steps)
                 self._deadline = time.monotonic() + left_s
         return super().should_save(step) or self._is_urgent

@@ -94,10 +94,10 @@ def trend(calls: Sequence[Call]) -> list[dict[str, Any]]:
                 "kind": call.kind,
                 "step": call.step,
                 "start": call.start,
-                "blocked": call.blocked_s,
-                "durable": durable if call.result == "ok" else None,
-                "interval": call.start - before[call.kind] if call.kind in before else None,
-                "rate": None if call.rate is None else call.rate / 1e9,
+                "blocked_s": call.blocked_s,
+                "durable_s": durable if call.result == "ok" else None,
+                "interval_s": call.start - before[call.kind] if call.kind in before else None,
+                "gb_per_s": None if call.rate is None else call.rate / 1e9,
                 "result": call.result,
             }
         )

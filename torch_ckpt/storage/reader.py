@@ -242,7 +242,7 @@ class FastReader(StorageReader):
             self._shared_save_id = metadata.storage_meta.save_id
         return metadata
 
-    def planning(self, ranks: int) -> contextlib.AbstractContextManager[None]:
+    def show_planning(self, ranks: int) -> contextlib.AbstractContextManager[None]:
         """Shows on the terminal that a load is planned, if the block takes longer than 3 s.
 
         The coordinator of so many ranks calls it.

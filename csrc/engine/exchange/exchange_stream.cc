@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <optional>
 #include <thread>
 #include <utility>
 
@@ -24,21 +23,6 @@ constexpr int64_t kMinInFlight = 2;
 constexpr int64_t kInFlightPerRank = 2;
 
 }  // namespace
-
-// Counts a thread as busy within a scope, or as not busy with -1.
-class ExchangeStream::Busy {
- public:
-  explicit Busy(ExchangeStream& stream, int change = 1) : stream_(stream), change_(change) {
-    stream_.count_busy(change_);
-  }
-  ~Busy() { stream_.count_busy(-change_); }
-  Busy(const Busy&) = delete;
-  Busy& operator=(const Busy&) = delete;
-
- private:
-  ExchangeStream& stream_;
-  const int change_;
-};
 
 ExchangeStream::ExchangeStream(std::vector<std::string> files, std::vector<ExchangePiece> pieces,
                                std::shared_ptr<Peers> peers, int64_t pool_nbytes,
@@ -185,13 +169,13 @@ Status ExchangeStream::run(std::span<const SharedPiece> pieces, Assembly& assemb
     };
   };
   std::vector<std::thread> threads;
-  std::optional<Busy> waits;  // This thread waits for the others, once there is memory.
+  std::unique_ptr<Busy> waits;  // This thread waits for the others, once there is memory.
   guarded([&]() -> Status {
     run_pieces_ = pieces;
     assembly_ = &assembly;
     number_all();
     if (pool_ == nullptr) RETURN_IF_ERROR(open_pool());
-    waits.emplace(*this, -1);
+    waits.reset(new Busy(*this, -1));
     if (watched_.empty()) RETURN_IF_ERROR(watch_all());
     std::set<int32_t> sources;
     for (const SharedPiece& piece : pieces) sources.insert(piece.from);

@@ -73,9 +73,26 @@ class ExchangeStream {
   // them. Any thread may call them.
   int64_t requests() const;
   double waited_s() const;
-  // Seconds of all runs and of `finish` in which no thread read or consumed bytes, because pieces
-  // of other ranks had not arrived. Any thread may call it.
+  // Seconds of all runs and of `finish` in which no thread was Busy: pieces of other ranks had not
+  // arrived, or were still being sent on. Any thread may call it.
   double waited_for_ranks_s() const;
+
+  // Counts a thread as busy within a scope, for `waited_for_ranks_s`: it reads or consumes bytes.
+  class Busy {
+   public:
+    explicit Busy(ExchangeStream& stream) : Busy(stream, 1) {}
+    ~Busy() { stream_.count_busy(-change_); }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    friend class ExchangeStream;
+    Busy(ExchangeStream& stream, int change) : stream_(stream), change_(change) {
+      stream_.count_busy(change_);
+    }
+    ExchangeStream& stream_;
+    const int change_;  // -1 for a caller that only waits.
+  };
 
   // Ends the current or a later `run` with this error. Safe to call from any thread.
   void fail(const Status& error);
@@ -132,8 +149,6 @@ class ExchangeStream {
   Assembly* assembly_ = nullptr;
   std::map<int32_t, int64_t> received_count_;  // Pieces per source rank, in all runs so far.
   std::map<int32_t, int64_t> sent_count_;      // Pieces per target rank, in all runs so far.
-
-  class Busy;
 
   // A peer that sends or receives pieces, and its end-of-exchange message.
   struct Watched {

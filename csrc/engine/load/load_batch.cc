@@ -120,6 +120,7 @@ Status LoadBatch::run(ExchangeStream& exchange, std::span<const ExchangePiece> p
 
   std::atomic<bool> stopped = false;
   const auto read_alone = [&] {
+    const ExchangeStream::Busy busy(exchange);
     const ConsumeRange consume_alone = [&](int64_t index, Bytes bytes, Unpacking& unpacking) {
       if (stopped) return cancelled("the exchange of this load has failed");
       return consume(assembly.others()[static_cast<size_t>(index)], bytes, unpacking);
