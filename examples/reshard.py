@@ -48,7 +48,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if run.should_save(step):
+            if run.should_save(step) or step == args.steps:
                 state = get_state_dict(model, optimizer)
                 run.save(step, {"model": state[0], "optimizer": state[1]})
         shard = model[0].weight.to_local()

@@ -58,7 +58,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if run.should_save(step):
+            if run.should_save(step) or step == args.stop_after:
                 run.save(step, state)
         print(f"step {args.stop_after}: loss {loss.item():.6f}")
 

@@ -150,8 +150,9 @@ def engine_of(
     *,
     universal: bool = False,
     schedules: bool = False,
+    **changed: Any,
 ) -> Any:
-    """An engine of one of the nets."""
+    """An engine of one of the nets. ``changed`` replaces parts of the configuration."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
         "zero_allow_untested_optimizer": True,
@@ -166,7 +167,7 @@ def engine_of(
         config["scheduler"] = SCHEDULER
     torch.manual_seed(0)
     model = NETS[net]()
-    return initialized(model, groups_of(model), config)
+    return initialized(model, groups_of(model), {**config, **changed})
 
 
 def train_step(engine: Any, rows: torch.Tensor) -> float:

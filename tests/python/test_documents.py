@@ -106,6 +106,22 @@ def test_a_shell_snippet_runs_alone(code: str, tmp_path: Path) -> None:
     run(["bash", "-euo", "pipefail", "-c", code], tmp_path)
 
 
+def test_loops_save_their_last_step() -> None:
+    paths = [*DOCUMENTS, *ROOT.glob("examples/*.py"), *ROOT.glob("torch_ckpt/**/*.py")]
+    loops = [
+        (names(path), line.strip())
+        for path in paths
+        for line in path.read_text().splitlines()
+        if re.match(r" +if run\.should_save\(", line)
+    ]
+    assert len(loops) > 10
+    assert [loop for loop in loops if "or step ==" not in loop[1]] == [
+        ("docs/agent.md", "if run.should_save(step):"),  # It saves each step.
+        # It stops as if it were killed.
+        ("examples/resume_dataloader.py", "if run.should_save(training.step):"),
+    ]
+
+
 def test_the_journey_page_has_the_script_that_the_examples_have() -> None:
     page = (ROOT / "docs" / "start-to-finish.md").read_text()
     script = (ROOT / "examples" / "start_to_finish.py").read_text()

@@ -129,8 +129,9 @@ def test_a_model_without_tensors_is_a_model_and_a_file_of_no_bytes_is_refused(
             ["'odd'", "qint8"],
         ),
         ({"odd": torch.eye(2).to_sparse()}, ["'odd'", "sparse"]),
+        ({"odd": torch.zeros(2, device="meta")}, ["'odd'", "meta tensor, which has no data"]),
     ],
-    ids=["objects", "complex128", "qint8", "sparse"],
+    ids=["objects", "complex128", "qint8", "sparse", "meta"],
 )
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_what_has_no_form_is_refused_by_name_before_anything_is_written(

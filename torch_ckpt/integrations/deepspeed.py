@@ -18,7 +18,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from torch_ckpt.coordination.background import SaveFuture, SaveThread
-from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, first_error, group_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import no_thread, result_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
@@ -56,6 +56,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._group = group_of(None).series()
         self._checkpoint: DeepSpeedCheckpoint | None = None
         self._has_begun = False  # Whether the present save has begun a checkpoint.
+        self._load: Call | None = None  # The present load, until a rank has failed.
         self._pending: SaveFuture[None] | None = None
         self._stagers: dict[str, FileStager] = {}  # By the name of the file in the folder.
 
@@ -200,6 +201,54 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self.abandon(error)
             raise
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Raises the error of the first rank that fails in the block, a load, on all ranks.
+
+        Some ranks may be in :meth:`agree_on_load` then, and the others at the end of the block.
+        """
+        self._load = self._group.call(self.timeout_s)
+        try:
+            yield
+            self.agree_on_load("its end")
+        except BaseException as error:
+            if self._load is not None and isinstance(error, Exception):
+                with contextlib.suppress(Exception):
+                    self.agree_on_load("an error", error)
+            elif self._load is not None:
+                self._load.fail(error)
+            raise
+        finally:
+            self._load = None
+
+    def agree_on_load(self, place: str, error: Exception | None = None) -> None:
+        """Raises the error of the first rank that has failed in the present load, on all ranks.
+
+        Does nothing between loads.
+
+        Args:
+            place: What follows in the load. It must be the same on all ranks.
+            error: The error of this rank.
+
+        Raises:
+            CheckpointError: DeepSpeed has loaded a checkpoint on some ranks only.
+        """
+        call = self._load
+        if call is None:
+            return
+
+        def own() -> str:
+            if error is not None:
+                raise error
+            return place
+
+        try:
+            with call, first_error("in a load of DeepSpeed"):
+                call.all_reduce("loading", own, _check_same)
+        except BaseException:
+            self._load = None
+            raise
+
     def abandon(self, error: BaseException) -> None:
         """Ends a checkpoint that was begun and not committed, on all ranks.
 
@@ -224,7 +273,11 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             CheckpointError: The background save failed.
         """
         self.wait()
-        return torch.load(path, map_location=map_location, weights_only=False)
+        try:
+            return torch.load(path, map_location=map_location, weights_only=False)
+        except Exception as error:
+            error.add_note(f"raised by torch.load of {path}")
+            raise
 
     def is_decoupled(self) -> bool:
         """Returns ``True``, so that DeepSpeed neither commits nor writes ``latest`` itself.
@@ -340,7 +393,8 @@ def attach(
 
     def load_checkpoint(*arguments: Any, **options: Any) -> Any:
         ours.wait()  # Before DeepSpeed reads `latest`.
-        return _method(load)(*arguments, **options)
+        with ours.loading():
+            return _method(load)(*arguments, **options)
 
     # transformers looks for arguments by name.
     for method, replacement in (
@@ -351,21 +405,38 @@ def attach(
         replacement.__signature__ = inspect.signature(_method(method))  # type: ignore[attr-defined]
         setattr(engine, replacement.__name__, replacement)
     optimizer: Any = getattr(engine, "optimizer", None)
-    if hasattr(optimizer, "checkpoint_event_epilogue"):  # Of ZeRO-3: a collective.
-        optimizer.checkpoint_event_epilogue = _after(
-            ours.agree, weakref.WeakMethod(optimizer.checkpoint_event_epilogue)
-        )
+    for owner, name in (
+        (engine, "load_module_state_dict"),
+        (optimizer, "_redistribute_unpadded_partition"),  # Of ZeRO-1 and 2.
+        (optimizer, "update_lp_params"),
+        (optimizer, "checkpoint_event_epilogue"),  # Of ZeRO-3, also in saves.
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, _before_collectives(ours, name, getattr(owner, name)))
     return ours
 
 
-def _after(
-    first: Callable[[], None], method: weakref.WeakMethod[Callable[..., Any]]
-) -> Callable[[], Any]:
-    def call() -> Any:
-        first()
-        return _method(method)()
+def _before_collectives(
+    ours: FastCheckpointEngine, name: str, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the method of DeepSpeed, which has collectives, for ranks that have not failed."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        ours.agree()
+        ours.agree_on_load(name)
+        return _method(reference)(*arguments, **options)
 
     return call
+
+
+def _check_same(places: list[str]) -> None:
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            raise CheckpointError(
+                f"load_checkpoint of DeepSpeed is at {places[0]} on rank 0, and at {place} on rank "
+                f"{rank}: perhaps only some ranks have found a checkpoint"
+            )
 
 
 def _refuse(save_dir: Any) -> None:

@@ -70,7 +70,7 @@ class RayTrainRun(Run):
                 start = run.restore(state) or 0
                 for step in range(start + 1, config["steps"] + 1):
                     train_step()
-                    if run.should_save(step):
+                    if run.should_save(step) or step == config["steps"]:
                         run.save(step, state, metrics={"loss": loss})
     """
 

@@ -100,7 +100,7 @@ class LastSaves:
             with run.saving_on_signal(lambda: state, grace_s=60):
                 for step in range(start + 1, steps + 1):
                     train_step()
-                    if run.should_save(step):
+                    if run.should_save(step) or step == steps:
                         run.save(step, state)
         """
         if self._preemption is not None:

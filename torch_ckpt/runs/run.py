@@ -111,7 +111,7 @@ class Run(LastSaves):
             start = run.restore(state) or 0
             for step in range(start + 1, steps + 1):
                 train_step()
-                if run.should_save(step):
+                if run.should_save(step) or step == steps:
                     run.save(step, state)
     """
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageWriterTransforms,
     _write_item,
 )
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import Buffer
 
@@ -293,15 +293,15 @@ def _naming(item: WriteItem) -> Iterator[None]:
     """Names the item in errors of torch.save for some dtypes."""
     try:
         yield
+    except UnsupportedError:
+        raise  # It has the name.
     except (KeyError, NotImplementedError) as error:
         raise UnsupportedError(f"cannot save {item.index.fqn!r}: {error}") from error
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesIO:
-    data: torch.Tensor | _io.BytesIO
-    data = (
-        _resolve_tensor(planner, item) if isinstance(item, CutItem) else planner.resolve_data(item)
-    )
+    is_object = item.type == WriteItemType.BYTE_IO
+    data = planner.resolve_data(item) if is_object else _resolve_tensor(planner, item)
     if isinstance(data, torch.Tensor):
         data = data.detach().cpu()
         if data.untyped_storage().size() != data.nbytes:

@@ -235,11 +235,18 @@ def _check_cut(item: CutItem, planner: SavePlanner) -> WriteItem | None:
 
 
 def resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """Returns the tensor of an item; for a cut item, the whole tensor."""
+    """Returns the tensor of an item; for a cut item, the whole tensor.
+
+    Raises UnsupportedError if it is a meta tensor. Errors of torch do not name it.
+    """
     whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
     tensor = planner.resolve_data(whole)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
+    if tensor.is_meta:
+        raise UnsupportedError(
+            f"cannot save {item.index.fqn!r}: it is a meta tensor, which has no data"
+        )
     return tensor
 
 
