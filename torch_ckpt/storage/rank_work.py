@@ -227,7 +227,7 @@ def _check_cut(item: CutItem, planner: SavePlanner) -> WriteItem | None:
     A tensor cannot be cut if its sizes differ from the plan, or if only torch can store it. Then
     the rank of the first rows writes the whole tensor, and the other ranks write nothing.
     """
-    tensor = resolve_whole(planner, item)
+    tensor = _resolved(planner, item)  # A meta tensor, whose values other ranks have, is not cut.
     is_torchs_own = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN
     if not is_torchs_own and tensor.size() == item.piece.whole.sizes:
         return item
@@ -239,14 +239,19 @@ def resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
     Raises UnsupportedError if it is a meta tensor. Errors of torch do not name it.
     """
-    whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
-    tensor = planner.resolve_data(whole)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
+    tensor = _resolved(planner, item)
     if tensor.is_meta:
         raise UnsupportedError(
             f"cannot save {item.index.fqn!r}: it is a meta tensor, which has no data"
         )
+    return tensor
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
+    tensor = planner.resolve_data(whole)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
     return tensor
 
 
