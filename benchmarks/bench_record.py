@@ -132,11 +132,11 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-record-", dir=options.dir))
     try:
         times = []
-        for name, nbytes, rounds in (
+        for name, saved_nbytes, rounds in (
             ("large", int(options.gib * GIB), options.rounds),
             ("small", 64 << 10, options.small_rounds),
         ):
-            mp.spawn(save_in_turns, (str(folder / name), nbytes, rounds), nprocs=RANKS)
+            mp.spawn(save_in_turns, (str(folder / name), saved_nbytes, rounds), nprocs=RANKS)
             times.append(json.loads((folder / name / "times.json").read_text()))
         ((recorded, plain), (steps, plain_steps)), (small, _) = times
         own_s = own_seconds(folder)

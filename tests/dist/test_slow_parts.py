@@ -85,6 +85,13 @@ class SlowDisk:
         self._group.rmdir()
 
 
+def skip_unless_limited(folder: Path, nbytes_per_s: int, *, reads: bool = False) -> None:
+    try:
+        SlowDisk(folder, nbytes_per_s, reads=reads).close()
+    except OSError as error:
+        pytest.skip(f"cannot limit a disk here: {error}")
+
+
 def save_on_a_slow_disk(folder: Path, slow: int) -> None:
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == slow:
@@ -98,10 +105,7 @@ def save_on_a_slow_disk(folder: Path, slow: int) -> None:
 def test_the_slow_disk_of_a_rank(
     worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        SlowDisk(tmp_path, 4 << 20).close()
-    except OSError as error:
-        pytest.skip(f"cannot limit a disk here: {error}")
+    skip_unless_limited(tmp_path, 4 << 20)
     worlds.run(2, save_on_a_slow_disk, tmp_path, 1)
     found = first_sentence(tmp_path / "run", capsys)
     assert found.startswith("Rank 1 on ")
@@ -125,10 +129,7 @@ def load_from_a_slow_disk(folder: Path, slow: int) -> None:
 def test_the_slow_disk_of_a_rank_that_reads_for_others(
     worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        SlowDisk(tmp_path, 16 << 20, reads=True).close()
-    except OSError as error:
-        pytest.skip(f"cannot limit a disk here: {error}")
+    skip_unless_limited(tmp_path, 16 << 20, reads=True)
     worlds.run(2, load_from_a_slow_disk, tmp_path, 1)
     found = first_sentence(tmp_path / "run", capsys)
     assert found.startswith("Rank 1 on ")

@@ -67,11 +67,8 @@ DEFAULT_TIMEOUT_S = 1800.0
 _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _STEPS = {phase: step for step, phase in _PHASES.items()}
 
-_RECORDED = {"plan": "plan", "write": "write", "read": "read", "commit": "commit"}
-"""The phase of the record in which a rank does its own part of a step."""
-
-_DECIDED = {"plan": "plan", "write": "commit", "commit": "commit"}
-"""The phase of the record in which the coordinator makes the decision of a step."""
+_DECIDED_IN = {"plan": "plan", "write": "commit", "read": "", "commit": "commit"}
+"""A step that is a phase of the record -> the phase in which the coordinator decides on it."""
 
 _ALONE = Connections(None, 0, [0])  # Those of a process without other ranks.
 
@@ -234,8 +231,7 @@ class Call:
         Returns this rank's element of the result of ``reduce``. Raises a CheckpointException, whose
         ``failures`` maps ranks to their errors, if ``own`` or ``reduce`` raised.
         """
-        recorded = _RECORDED.get(step, ""), _DECIDED.get(step, "")
-        return cast(R, self._reduced(step, own, reduce, recorded, scatters=True))
+        return cast(R, self._reduced(step, own, reduce, "", scatters=True))
 
     def all_reduce(
         self, step: str, own: Callable[[], T], reduce: Callable[[list[T]], R], recorded: str = ""
@@ -244,8 +240,7 @@ class Call:
 
         ``recorded`` is the phase of the record, if the step is none of DCP's.
         """
-        phases = _RECORDED.get(step, recorded), _DECIDED.get(step, recorded)
-        return cast(R, self._reduced(step, own, reduce, phases, scatters=False))
+        return cast(R, self._reduced(step, own, reduce, recorded, scatters=False))
 
     def barrier(self, phase: str) -> None:
         """Waits until all ranks have called it."""
@@ -421,12 +416,13 @@ class Call:
         step: str,
         own: Callable[[], Any],
         reduce: Callable[[list[Any]], Any],
-        recorded: tuple[str, str],
+        recorded: str,
         *,
         scatters: bool,
     ) -> Any:
         phase = _PHASES.get(step, step)
-        mine, deciding = recorded
+        mine = step if step in _DECIDED_IN else recorded
+        deciding = _DECIDED_IN.get(step, recorded)
         with self._working(phase):
             own_value: Any = _attempted(own, mine)
         if self.group.size == 1:

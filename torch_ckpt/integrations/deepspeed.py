@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import os
@@ -85,10 +86,8 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             UnsupportedError: It is a URL.
             ValueError: It is empty.
         """
-        self._group.decide(
-            *("checking arguments", lambda: _refuse(save_dir), lambda _: None),
-            timeout_s=self.timeout_s,
-        )
+        own = functools.partial(_refuse, save_dir)
+        self._group.decide("checking arguments", own, lambda _: None, timeout_s=self.timeout_s)
 
     # ---- The interface of DeepSpeed ----
 

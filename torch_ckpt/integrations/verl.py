@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -152,13 +152,15 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if local_path is None:
             return
         reader = FastReader(local_path)
+        stored: Mapping[str, Any] = {}
 
         def own() -> tuple[str, str]:
+            nonlocal stored
             host = socket.gethostname()
             try:
                 kind = self._kind_of(local_path)
                 if kind != _VERLS_OWN:
-                    reader.read_metadata()
+                    stored = reader.read_metadata().state_dict_metadata
             except MismatchError:
                 raise
             except CheckpointError as error:
@@ -183,7 +185,6 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if kind == _VERLS_OWN:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
             return
-        stored = reader.read_metadata().state_dict_metadata
         contents = [each for each in self.checkpoint_load_contents if each in _CONTENTS]
         found = {name.partition(".")[0] for name in stored}
         for each in contents:

@@ -168,13 +168,16 @@ def _slowest(call: Call) -> str | None:
 
 def _exchanged(call: Call) -> _Finding | None:
     """Finds an exchange of reads in which all ranks mostly waited for bytes from each other."""
-    parts, share = call.parts.get("read", {}), call.share("read") if "read" in call.parts else None
-    seconds = max((part.seconds for part in parts.values()), default=0.0)
-    waited = min((part.waited_for_ranks or 0.0 for part in parts.values()), default=0.0)
-    if (share or 0.0) < MOSTLY or waited < max(MOSTLY * seconds, MIN_S):
+    parts = call.parts.get("read")
+    if parts is None:
+        return None
+    share = call.share("read") or 0.0
+    seconds = max(part.seconds for part in parts.values())
+    waited = min(part.waited_for_ranks or 0.0 for part in parts.values())
+    if share < MOSTLY or waited < max(MOSTLY * seconds, MIN_S):
         return None
     who = "all ranks" if len(parts) > 1 else _who(list(parts), call)
-    text = f"{gerund('read')} took {percent(share or 0.0)} of the {call.kind}"
+    text = f"{gerund('read')} took {percent(share)} of the {call.kind}"
     return _Finding(waited, f"{text}: {who} waited for bytes from other ranks")
 
 
@@ -328,13 +331,13 @@ def _same_for_all(call: Call) -> str:
     seconds = max(part.seconds for part in parts)
     share = call.share(longest) or 0.0
     part = f"{percent(share)} of the {call.kind}"
-    exchanged = _share(parts, "waited_for_ranks")
     # The bytes that ranks sent each other are not those that storage gave.
-    nbytes = 0 if exchanged else sum(each.nbytes or 0 for each in parts)
+    is_exchanged = bool(_share(parts, "waited_for_ranks"))
+    nbytes = 0 if is_exchanged else sum(each.nbytes or 0 for each in parts)
     rate = rate_text(nbytes / seconds) if nbytes and seconds else None
     waited = _share(parts, "waited")
-    who = "all ranks" if len(parts) > 1 else _who(list(call.parts[longest]), call)
     if share >= MOSTLY and waited is not None and waited >= MOSTLY and seconds >= MIN_S:
+        who = "all ranks" if len(parts) > 1 else _who(list(call.parts[longest]), call)
         text = f"{gerund(longest)} took {part}: {who} waited for storage"
         if rate is not None:
             text += f", which {'gave' if longest == 'read' else 'took'} {rate}"

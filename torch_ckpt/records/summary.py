@@ -36,6 +36,22 @@ def heading(call: Call) -> str:
 
 def figures(call: Call) -> dict[str, Any]:
     """Returns the numbers of a call and of its phases, in seconds and bytes; for programs."""
+    return {
+        "kind": call.kind,
+        "step": call.step,
+        "ranks": len(call.hosts),
+        "start": call.start,
+        "blocked_s": call.blocked_s,
+        "durable_s": call.durable_s,
+        "seconds": call.seconds,
+        "bytes": call.nbytes,
+        "result": call.result,
+        "phases": _phases(call),
+    }
+
+
+def _phases(call: Call) -> list[dict[str, Any]]:
+    """Returns the numbers of each phase, with the slowest rank and its machine."""
     phases = []
     for phase, parts in call.parts.items():
         seconds = [part.seconds for part in parts.values()]
@@ -52,24 +68,13 @@ def figures(call: Call) -> dict[str, Any]:
                 "bytes": sum(part.nbytes or 0 for part in parts.values()),
             }
         )
-    return {
-        "kind": call.kind,
-        "step": call.step,
-        "ranks": len(call.hosts),
-        "start": call.start,
-        "blocked_s": call.blocked_s,
-        "durable_s": call.durable_s,
-        "seconds": call.seconds,
-        "bytes": call.nbytes,
-        "result": call.result,
-        "phases": phases,
-    }
+    return phases
 
 
 def phase_table(call: Call) -> list[list[str]]:
     """Returns a header and a row for each phase, with the slowest rank and its machine."""
     rows = [["phase", "min s", "median", "max", "slowest rank", "share", "GB/s"]]
-    for row in figures(call)["phases"]:
+    for row in _phases(call):
         nbytes, longest, share = row["bytes"], row["max_s"], row["share"]
         rows.append(
             [
