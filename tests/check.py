@@ -3,9 +3,10 @@
 ``fast`` (the default) checks format, lint, types and the arrows between directories, and runs the
 C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``full`` adds
 clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, runs
-every case of the Python tests, and puts past faults back, which these have to find. ``fuzz`` runs
-each fuzz target under libFuzzer for ``--seconds``, which needs clang. ``gpu`` runs the tests that
-need a CUDA device. ``wheel`` builds the wheel and the sdist, and tries them.
+every case of the Python tests, runs those of a commit with other versions of torch, and puts past
+faults back, which the tests have to find. ``fuzz`` runs each fuzz target under libFuzzer for
+``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device. ``wheel`` builds
+the wheel and the sdist, and tries them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,16 +41,18 @@ VERL = [
     *("cloudpickle", "orjson", "pyvers", "jsonschema", "jsonschema-specifications", "referencing"),
     *("rpds-py", "requests", "charset-normalizer", "certifi", "protobuf"),
 ]
+# The oldest torch that README promises, and the newest. The checks of a commit run with torch 2.13.
+OTHER_TORCHES = ["2.11.0", "2.14.1"]
 PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
 
 
-def run(*command: str | Path, **env: str) -> None:
-    """Runs a command in the repository; ends the whole check if it fails."""
+def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
+    """Runs a command, in the repository by default; ends the whole check if it fails."""
     words = [str(word) for word in command]
     shown = " ".join(words)
     print(f"==> {shown if len(shown) < 160 else shown[:157] + '...'}", flush=True)
     begin = time.monotonic()
-    status = subprocess.run(words, cwd=ROOT, env={**os.environ, **env}).returncode
+    status = subprocess.run(words, cwd=cwd, env={**os.environ, **env}).returncode
     if status:
         sys.exit(f"failed ({status}): {words[0]}")
     print(f"    {time.monotonic() - begin:.1f} s", flush=True)
@@ -188,7 +192,9 @@ def test_gpu() -> None:
     run_pytest("tests/gpu")
 
 
-def run_pytest(*arguments: str, workers: int = 0) -> None:
+def run_pytest(
+    *arguments: str, workers: int = 0, python: str | Path = sys.executable, tree: Path = ROOT
+) -> None:
     """The Python tests; the last line of the output is pytest's summary.
 
     Above it stand the 30 longest, and how long the whole check took (``tests/conftest.py``).
@@ -196,12 +202,48 @@ def run_pytest(*arguments: str, workers: int = 0) -> None:
     Args:
         *arguments: Which.
         workers: Processes that run them, each file in one; 0 for this one. Many tests mostly wait.
+        python: The interpreter of the environment.
+        tree: The checkout whose tests run.
     """
     by = ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")  # The longest first.
     shown = ("-q", "-ra", "--durations=30")
     # Each process that imports a module compiles it, where the environment forbids to keep that.
     env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    run(sys.executable, "-m", "pytest", *shown, *by, *arguments, **env)
+    run(python, "-m", "pytest", *shown, *by, *arguments, cwd=tree, **env)
+
+
+def copy_tree(folder: Path) -> None:
+    """Copies the tracked files to a folder, and removes other Python files there.
+
+    A file that is equal there already keeps its time, so it is not compiled again.
+    """
+    names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    for path in {*folder.rglob("*.py")} - {folder / name for name in names}:
+        path.unlink()
+    for name in names:
+        data, target = (ROOT / name).read_bytes(), folder / name
+        if not target.exists() or target.read_bytes() != data:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+
+
+def test_with_torch(version: str) -> None:
+    """The Python tests of a commit with another torch, in an environment and a tree of their own.
+
+    Args:
+        version: The version of torch. Its modules are built against its own headers.
+    """
+    folder = BUILD / f"torch-{version}"
+    python, tree = folder / "venv/bin/python", folder / "tree"
+    copy_tree(tree)
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        needed = tomllib.load(file)["project"]["optional-dependencies"]["dev"]
+    needed = [each for each in needed if not each.startswith("torch==")]
+    pip = (python, "-m", "pip", "install", "-q", "--no-build-isolation", f"torch=={version}")
+    run(sys.executable, "-m", "venv", folder / "venv")
+    run(*pip, "setuptools>=77,<82", "wheel", "ninja", "numpy")
+    run(*pip, *needed, "-e", tree)
+    run_pytest(workers=2, python=python, tree=tree)
 
 
 def main() -> None:
@@ -240,6 +282,8 @@ def main() -> None:
                 run(*pip, "--ignore-requires-python", "--target", BUILD / name, *packages)
         run_pytest("--full", "-m", "slow")
         run_pytest("--full", "-m", "not slow", workers=2)
+        for version in OTHER_TORCHES:
+            test_with_torch(version)
         run(sys.executable, "tests/mutations.py")
     else:
         run_pytest(workers=2)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from check import copy_tree
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 180
 REPEATS = re.compile(r"^python tests/crossed\.py (.*?)  # repeats it", re.MULTILINE)
@@ -188,13 +190,7 @@ def main() -> int:
     missed = 0
     with tempfile.TemporaryDirectory(prefix="torch_ckpt-mutated-") as temporary:
         folder = options.folder or Path(temporary)
-        files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
-        for file in files.splitlines():
-            text = (ROOT / file).read_bytes()
-            target = folder / file
-            if not target.exists() or target.read_bytes() != text:  # Else it is not built again.
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(text)
+        copy_tree(folder)
         build(folder)
         for name in options.names or MUTATIONS:
             mutations = MUTATIONS[name]
