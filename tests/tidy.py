@@ -152,6 +152,13 @@ def file_breaches() -> Iterator[str]:
                 yield f"{name}:{number}: files are reached through filesystems.Location alone"
 
 
+def select_breaches() -> Iterator[str]:
+    """Waits that fail in a program with more than 1,024 open descriptors."""
+    for path in sorted((ROOT / "torch_ckpt").rglob("*.py")):
+        if "select.select(" in path.read_text():
+            yield f"{path.relative_to(ROOT)}: select.select fails with many descriptors; use poll"
+
+
 def device_breaches() -> Iterator[str]:
     """Tensors that are made on the program's default device, which may be "meta" or a GPU."""
     for path in sorted((ROOT / "torch_ckpt").rglob("*.py")):
@@ -232,6 +239,7 @@ def main() -> int:
         *include_breaches(),
         *import_breaches(),
         *file_breaches(),
+        *select_breaches(),
         *device_breaches(),
         *test_breaches(),
         *page_breaches(),

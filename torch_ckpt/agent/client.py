@@ -7,7 +7,6 @@ import errno
 import logging
 import math
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
 from torch_ckpt.agent.memory import Save, folder_of, has_agent, open_folder, short_path
-from torch_ckpt.agent.messages import Kind, Message, raise_failure, receive, send
+from torch_ckpt.agent.messages import Kind, Message, has_arrived, raise_failure, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
@@ -283,17 +282,21 @@ class AgentClient:
     ) -> Message:
         limit_s = self._timeout_s if within_s in (None, math.inf) else within_s
         connection.settimeout(limit_s)
+        answer = None
         try:
             send(connection, kind, **fields)
-            while within_s == math.inf and not select.select([connection], [], [], _POLL_S)[0]:
+            while within_s == math.inf and not has_arrived(connection, _POLL_S):
                 self._register().close()  # Raises if the agent does not answer.
             answer = receive(connection)
         except TimeoutError:
             self.is_lost = True
-            self.close()
             raise StorageError(
                 f"the agent of this machine did not answer within {limit_s:g} s", errno.ETIMEDOUT
             ) from None
+        finally:
+            # After a signal handler has raised, the answer would be taken for the next request's.
+            if answer is None and connection is self._connection:
+                self.close()
         if answer is None:
             raise ConnectionResetError("the agent closed the connection")
         if answer["kind"] == Kind.ERROR:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import select
 import socket
 import struct
 import zlib
@@ -32,6 +33,7 @@ __all__ = [
     "decode",
     "encode",
     "failure_of",
+    "has_arrived",
     "peer_of",
     "raise_failure",
     "receive",
@@ -188,6 +190,16 @@ def receive(connection: socket.socket) -> Message | None:
     if message.get("kind") not in list(Kind):
         raise CorruptionError(f"cannot read a message of kind {message.get('kind')}: unknown kind")
     return message
+
+
+def has_arrived(connection: socket.socket, within_s: float) -> bool:
+    """Returns whether bytes, or the end of the connection, arrive within a time.
+
+    Unlike ``select.select``, it works with any number of open descriptors.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(within_s * 1e3))
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -230,8 +230,12 @@ class Agent:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if listener.fileno() < 0:  # The agent ends.
+                    return
+                _log.warning("cannot accept a trainer: %s", error)
+                time.sleep(_POLL_S)  # There may be a descriptor again later.
+                continue
             try:
                 threading.Thread(
                     target=self._serve_connection, args=(connection,), daemon=True

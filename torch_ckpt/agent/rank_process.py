@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import weakref
 
 from torch_ckpt.coordination.owner import started_at
 
@@ -31,10 +32,12 @@ class RankProcess:
         self.reached = 0
         self.connections = 0
         self._died = False
-        self._descriptor = _pidfd(pid)
+        descriptor = _pidfd(pid)
         self._poll = select.poll()
-        if self._descriptor is not None:
-            self._poll.register(self._descriptor, select.POLLIN)
+        self._close: weakref.finalize[..., RankProcess] | None = None
+        if descriptor is not None:
+            self._poll.register(descriptor, select.POLLIN)
+            self._close = weakref.finalize(self, os.close, descriptor)
         self._started = started_at(pid) if pid else None
 
     @property
@@ -42,10 +45,10 @@ class RankProcess:
         """Whether the process exists; its connections may be idle for long."""
         if self._died:
             return False
-        if self._descriptor is not None:
+        if self._close is not None:
             if self._poll.poll(0):
                 self._died = True
-                os.close(self._descriptor)
+                self._close()
         elif self._started is None:
             return self.connections > 0
         else:

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,7 +84,8 @@ class ReplicaReceiver:
                     accepted = self._listeners.accepted([self._source], POLL_S)
                 except OSError as error:
                     _log.warning("cannot accept replicas: %s", error)
-                    break
+                    time.sleep(POLL_S)  # There may be a descriptor again later.
+                    continue
                 for connection in accepted.values():
                     self._replace(prepared(connection))
         self._replace(None)

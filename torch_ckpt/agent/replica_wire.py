@@ -9,12 +9,12 @@ sender abandons a save, it closes the connection.
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 
+from torch_ckpt.agent.messages import has_arrived
 from torch_ckpt.coordination.listeners import hello
 
 __all__ = [
@@ -121,6 +121,6 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 def wait_readable(connection: socket.socket, is_wanted: Callable[[], bool]) -> bool:
     """Waits until bytes have arrived; returns whether they are still wanted."""
     while is_wanted():
-        if select.select([connection], [], [], POLL_S)[0]:
+        if has_arrived(connection, POLL_S):
             return True
     return False

@@ -1,0 +1,182 @@
+"""Agents and clients in a bad moment: interrupts, no more descriptors, very many descriptors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from waits import SOON_S, until
+
+from torch_ckpt import FastReader
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, client
+from torch_ckpt.agent.memory import agent_lock, open_folder, run_of
+from torch_ckpt.agent.process import Agent
+from torch_ckpt.agent.rank_process import RankProcess
+from torch_ckpt.agent.replica_receiver import ReplicaReceiver
+from torch_ckpt.agent.replica_wire import dial
+from torch_ckpt.coordination.listeners import Listeners
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((1000,), float(step)), "step": step}
+
+
+def saved(agent: SnapshotAgent, run: Path, step: int) -> bool:
+    """Saves a step through the agent; returns whether it is on disk, and in memory."""
+    agent.persist(agent.stage(state_of(step), run / str(step), step=step))
+    return all(holds(reader, step) for reader in (FastReader(run / str(step)), newest(agent)))
+
+
+def newest(agent: SnapshotAgent) -> SnapshotReader:
+    return SnapshotReader(agent.newest())
+
+
+def holds(reader: Any, step: int) -> bool:
+    out = state_of(0)
+    dcp.load(out, storage_reader=reader)
+    return out["step"] == step and bool((out["w"] == step).all())
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """2,000 descriptors are open, and new ones have higher numbers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(2000)]
+    yield
+    for descriptor in descriptors:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_program_with_thousands_of_descriptors_saves(run: Path) -> None:
+    agent = SnapshotAgent(run)
+    assert saved(agent, run, 1)
+    agent.close(drop=True)
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_replica_arrives_in_a_process_with_thousands_of_descriptors(memory: Path) -> None:
+    receiver, listeners = receiver_in(memory)
+    with dial(listeners.addresses, listeners.secret, 1) as connection:
+        connection.sendall(b"this is no message")
+        connection.settimeout(SOON_S)
+        assert connection.recv(1) == b""  # It was read, and refused.
+    receiver.close()
+
+
+def test_a_save_after_an_interrupt_within_any_request_is_right(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C, and signal handlers that raise, interrupt the wait for an answer."""
+    agent = SnapshotAgent(run)
+    assert saved(agent, run, 0)
+    receive, interrupted = client.receive, []
+    for number in range(100):
+        left = [number]
+
+        def interrupt(
+            connection: socket.socket, left: list[int] = left, number: int = number
+        ) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                interrupted.append(number)
+                raise KeyboardInterrupt
+            return receive(connection)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "receive", interrupt)
+            try:
+                assert saved(agent, run, 2 * number + 1)
+                break  # It has fewer requests.
+            except KeyboardInterrupt:
+                pass
+        assert saved(agent, run, 2 * number + 2)
+    assert len(interrupted) >= 3  # For a slot, when it is filled, and for the commit.
+    agent.close(drop=True)
+
+
+ACCEPT_ERRORS = [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED]
+
+
+def failing_accept(monkeypatch: pytest.MonkeyPatch, number: int, count: int = 1) -> list[int]:
+    """Makes the next calls of ``accept`` fail in this process; returns a list of what is left."""
+    left, accept = [count], socket.socket.accept
+
+    def fail(self: socket.socket) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    return left
+
+
+@pytest.mark.parametrize("number", ACCEPT_ERRORS, ids=errno.errorcode.get)
+def test_an_agent_that_once_cannot_accept_serves_the_next_rank(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    left = failing_accept(monkeypatch, number)
+    folder = open_folder(run_of(run))
+    served = Agent(run_of(run), folder, AgentOptions(linger_s=SOON_S))
+
+    def serve() -> None:
+        with agent_lock(folder) as is_ours:
+            assert is_ours
+            served.serve()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    until((folder / "agent.socket").exists)
+    for step in (1, 2):  # The second one as after a restart of the program.
+        agent = SnapshotAgent(run, timeout_s=SOON_S)
+        assert saved(agent, run, step)
+        assert left == [0]
+        agent.close(drop=step == 2)
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+def receiver_in(folder: Path) -> tuple[ReplicaReceiver, Listeners]:
+    listeners = Listeners([("127.0.0.1", 0)], 0)
+    return ReplicaReceiver(folder, b"r" * 16, b"s" * 16, 1, listeners), listeners
+
+
+@pytest.mark.parametrize("number", ACCEPT_ERRORS, ids=errno.errorcode.get)
+def test_an_agent_that_once_cannot_accept_receives_replicas_afterwards(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    left = failing_accept(monkeypatch, number)
+    receiver, listeners = receiver_in(memory)
+    dial(listeners.addresses, listeners.secret, 1).close()
+    assert left == [0]
+    receiver.close()
+    receiver._accepting.join(SOON_S)
+    assert not receiver._accepting.is_alive()
+
+
+def pidfds() -> int:
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum("pidfd" in os.readlink(link) for link in links if os.path.lexists(link))
+
+
+def test_a_rank_that_an_agent_forgets_leaves_no_descriptor() -> None:
+    before = pidfds()
+    ranks = [RankProcess(0, b"", os.getpid()) for _ in range(9)]
+    assert pidfds() == before + 9
+    assert all(rank.is_alive for rank in ranks)
+    ranks.clear()
+    assert pidfds() == before
