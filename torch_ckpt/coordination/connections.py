@@ -58,7 +58,7 @@ class Connections:
             raise CheckpointError(FORKED)
         if self.current is not None:
             return self.current
-        attempt, failure = 0, None
+        attempt, failure = 0, ""
         with self._exclusive.use("connect to the other ranks", GRACE_S):
             if self.current is None:
                 attempt = next(self._attempts)
@@ -66,11 +66,11 @@ class Connections:
                     store = self._own(attempt)
                     self.current = Relay(store, self._rank, self._names, phase, owner=self)
                 except RuntimeError as error:  # The system has no more threads.
-                    failure = error
+                    failure = str(error)
             relay = self.current
         if relay is None:
-            refuse(self._own(attempt)(), self._rank, self._names, phase, str(failure))
-            raise CheckpointError(str(failure))
+            refuse(self._own(attempt)(), self._rank, self._names, phase, failure)
+            raise CheckpointError(failure)
         return relay
 
     def _own(self, attempt: int) -> Callable[[], Store]:

@@ -195,6 +195,7 @@ class Call:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and error is not self._shared_error:
             self.fail(error)
+        self._shared_error = None  # Its traceback has frames that refer to this call.
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -420,6 +421,25 @@ class Call:
         *,
         scatters: bool,
     ) -> Any:
+        """Returns this rank's result, or raises the error of the call."""
+        outcome = self._own_outcome(step, own, reduce, recorded, scatters=scatters)
+        try:
+            if isinstance(outcome, CheckpointException):
+                raise outcome
+            return outcome
+        finally:
+            del outcome  # The traceback of an error refers to this frame, and so to the state.
+
+    def _own_outcome(
+        self,
+        step: str,
+        own: Callable[[], Any],
+        reduce: Callable[[list[Any]], Any],
+        recorded: str,
+        *,
+        scatters: bool,
+    ) -> Any:
+        """Returns this rank's result, or the CheckpointException that all ranks raise."""
         phase = _PHASES.get(step, step)
         mine = step if step in _DECIDED_IN else recorded
         deciding = _DECIDED_IN.get(step, recorded)
@@ -427,9 +447,8 @@ class Call:
             own_value: Any = _attempted(own, mine)
         if self.group.size == 1:
             outcome = self._outcome(step, [own_value], reduce, deciding, scatters)
-            if isinstance(outcome, CheckpointException):
-                raise outcome
-            return outcome[0] if scatters else outcome
+            is_error = isinstance(outcome, CheckpointException)
+            return outcome[0] if scatters and not is_error else outcome
         retained: list[Any] = []  # The coordinator uses a common outcome without pickling.
 
         def decide(contributions: Sequence[Any]) -> Values:
@@ -461,10 +480,9 @@ class Call:
             raise
         received = retained[0] if retained else unpickled(answer, self.group.names[0])
         if _is_wrapped_exception(received):  # The coordinator sends none: it is not readable.
-            raise CheckpointException(step, {0: received})
+            return CheckpointException(step, {0: received})
         if isinstance(received, CheckpointException):
             self._shared_error = received
-            raise received
         return received
 
     def _outcome(
@@ -575,4 +593,10 @@ def _attempted(function: Callable[[], Any], phase: str) -> Any:
         with records.phase(phase):
             return function()
     except BaseException as error:
-        return _wrap_exception(error)
+        wrapped = _wrap_exception(error)  # It has the stack as text.
+        chain: BaseException | None = error
+        while chain is not None and chain.__traceback__ is not None:
+            # The frames of a traceback refer to those of their callers, and so to the state.
+            chain.__traceback__ = None
+            chain = chain.__cause__ or chain.__context__
+        return wrapped

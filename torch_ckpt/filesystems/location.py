@@ -15,6 +15,7 @@ import io
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "refuse_unregistered",
     "register",
     "registered_schemes",
+    "remove_each",
 ]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -404,23 +406,33 @@ class Location:
         except NotFoundError:
             return
         except StorageError as error:
-            failure = error
-        try:
-            names = self.names()
-        except NotFoundError:
-            return
-        except StorageError:  # A file.
-            raise failure from None
-        failures = []
-        for name in names:
             try:
-                (self / name).remove_all()
-            except StorageError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+                names = self.names()
+            except NotFoundError:
+                return
+            except StorageError:  # A file.
+                raise error from None
+        remove_each(self / name for name in names)
         with contextlib.suppress(NotFoundError):
             self.remove()
+
+
+def remove_each(locations: Iterable[Location]) -> None:
+    """Removes files and directories with their contents; if one cannot be removed, all others.
+
+    Raises the first StorageError.
+    """
+    first: StorageError | None = None
+    try:
+        for location in locations:
+            try:
+                location.remove_all()
+            except StorageError as error:
+                first = first or error
+        if first is not None:
+            raise first
+    finally:
+        del first  # Its traceback refers to this frame, and so to those of the callers.
 
 
 class _Stream(io.RawIOBase):

@@ -23,8 +23,8 @@ _NOT_OF_STORAGE = frozenset({errno.EEXIST, errno.EINVAL, errno.ENODEV})
 class Failures:
     """Counts the saves that have failed. Every rank gets each error, so all count the same.
 
-    Raises at failure number ``most`` in a row. ``count`` is the number of failures after which
-    training went on.
+    Training ends at failure number ``most`` in a row. ``count`` is the number of failures after
+    which it went on.
     """
 
     def __init__(self, on_failure: OnFailure, most: int) -> None:
@@ -36,19 +36,19 @@ class Failures:
         self.is_open = False
         """Whether the outcome of a background save is not known yet, and is to be counted."""
 
-    def add(self, error: BaseException, *, warns: bool) -> None:
-        """Counts a failed save. Raises the error if training must not go on.
+    def may_go_on(self, error: BaseException, *, warns: bool) -> bool:
+        """Counts a failed save. Returns whether training continues; if not, raise the error.
 
-        It goes on if storage is the reason. ``warns`` says whether this rank logs the first failure
-        in a row.
+        It continues if storage is the reason. With ``warns``, this rank logs the first failure in a
+        row.
         """
         self.is_open = False
         if self._on_failure == "raise" or storage_failure(error) is None:
-            raise error
+            return False
         self._in_a_row += 1
         if self._in_a_row >= self._most:
             error.add_note(f"torch_ckpt: {self._in_a_row} saves in a row have failed")
-            raise error
+            return False
         self.count += 1
         if warns and self._in_a_row == 1:
             _LOG.warning(
@@ -56,6 +56,7 @@ class Failures:
                 "%s",
                 why(error),
             )
+        return True
 
     def succeeded(self) -> None:
         """Ends a row of failures."""

@@ -370,12 +370,10 @@ class Promotion:
             try:
                 self._promote_next()
             except Exception as error:
-                attempt = self._attempt
-                failure: Exception | None = error
-                if attempt is not None and attempt.is_stopped:  # The error follows from it.
-                    failure = attempt.failure
-                if failure is not None:
-                    self._failed(failure)
+                if self._attempt is None or not self._attempt.is_stopped:
+                    self._failed(error)
+                elif self._attempt.failure is not None:  # The error follows from it.
+                    self._failed(self._attempt.failure)
 
     def _promote_next(self) -> None:
         """Promotes one step; if there is none, ends the request."""

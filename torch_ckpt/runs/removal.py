@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch_ckpt.agent.memory import discard_slots, folder_of, run_of
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
-from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.location import Location, remove_each
 from torch_ckpt.formats.committed import (
     committed_id,
     is_index,
@@ -143,16 +143,11 @@ class _Hidden:
             self.doomed.remove_all()
             return
         self.path.sync()
-        failure: StorageError | None = None
         names = set(self.path.names()) - {pending.name for _, pending in self.pending}
-        # An index without metadata and pending file would count as a damaged checkpoint.
-        for name in sorted(names, key=lambda name: not is_index(name)):
-            try:
-                (self.path / name).remove_all()
-            except StorageError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure  # The pending files mark the remains.
+        # An index without metadata and pending file would count as a damaged checkpoint. If one
+        # file cannot be removed, the pending files mark the remains.
+        ordered = sorted(names, key=lambda name: not is_index(name))
+        remove_each(self.path / name for name in ordered)
         self.path.remove_all()
 
 

@@ -354,8 +354,8 @@ class Run(LastSaves):
             files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
             if files is None:
                 return False
+            failure = None  # That of this rank, which the others do not know yet.
             try:
-                failure = None  # That of this rank, which the others do not know yet.
                 if self.asynchronous:
                     failure = self._saves.save_in_background(step, state, files, persist=persist)
                 else:
@@ -363,8 +363,11 @@ class Run(LastSaves):
                 own = self._schedule.own_interval(step, time.monotonic() - begin)
                 self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
             except (CheckpointError, CheckpointException) as error:
-                self._failures.add(error, warns=self._group.is_coordinator)
+                if not self._failures.may_go_on(error, warns=self._group.is_coordinator):
+                    raise
                 return False
+            finally:
+                failure = None  # Its traceback refers to this frame, and so to the state.
             self._failures.ended(in_background=self.asynchronous)
             return True
 

@@ -247,13 +247,15 @@ class StepSaves:
                     end, settle, lambda _: None, timeout_s=timeout_s, recorded="begin"
                 )
             except StorageError as error:
-                self._failures.add(error, warns=warns)
+                if not self._failures.may_go_on(error, warns=warns):
+                    raise
             else:
                 self._failures.succeeded()
         try:
             return self.begin(step, timeout_s, metrics, persist=persist)
         except StorageError as error:
-            self._failures.add(error, warns=warns)
+            if not self._failures.may_go_on(error, warns=warns):
+                raise
             return None
 
     def save_now(

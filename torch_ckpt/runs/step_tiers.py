@@ -115,23 +115,25 @@ class StepTiers:
         """
         before: tuple[int, int] | None = None
         failure: CheckpointException | None = None
-        while found := self._choose_older(before, first):
-            step, number = before = found
-            try:
-                self._load(
-                    self._tiers[number], step, state, strict, functools.partial(then, step, step)
-                )
-            except CheckpointException as error:
-                if not _is_damage(error):
-                    raise
-                warnings.warn(f"step {step} is passed over: {why(error)}", stacklevel=3)
-                failure = failure or error
-            else:
-                return step
-        if failure is not None:
-            failure.add_note("no older step is whole; the state may be partly loaded")
-            raise failure
-        return None
+        try:
+            while found := self._choose_older(before, first):
+                step, number = before = found
+                load = functools.partial(self._load, self._tiers[number], step, state, strict)
+                try:
+                    load(functools.partial(then, step, step))
+                except CheckpointException as error:
+                    if not _is_damage(error):
+                        raise
+                    warnings.warn(f"step {step} is passed over: {why(error)}", stacklevel=3)
+                    failure = failure or error
+                else:
+                    return step
+            if failure is not None:
+                failure.add_note("no older step is whole; the state may be partly loaded")
+                raise failure
+            return None
+        finally:
+            del failure  # Its traceback refers to this frame, and so to the state.
 
     def restore_step(
         self,
@@ -263,6 +265,8 @@ class StepTiers:
             if failure is not None:
                 raise failure from None
             raise
+        finally:
+            failure = None  # As in `restore`.
 
 
 def common_step(steps: list[int]) -> int:

@@ -137,6 +137,8 @@ class AgentBackend:
         except BaseException:
             undo()
             raise
+        finally:
+            failure = None  # Its traceback refers to this frame, and so to the state.
         if not reason:
             return result
         undo()
@@ -286,6 +288,8 @@ def _start_agent(
         if agent is not None:
             agent.close()
         raise
+    finally:
+        failure = None  # Its traceback refers to this frame.
     if reason and agent is not None:
         agent.close()
     return (None, reason) if reason else (agent, reason)
