@@ -20,9 +20,9 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// Returns the status of an exception of a client, which says in its message what failed.
-// Requires: the GIL.
-Status status_of(py::error_already_set& error) {
+// Returns the status of an exception of a client, whose message states what failed. Throws if the
+// exception itself raises, such as in `__str__`. Requires: the GIL.
+Status described(py::error_already_set& error) {
   // The interpreter raises it again, once the engine has returned.
   if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
   const py::module_ errors = py::module_::import("torch_ckpt.errors");
@@ -31,7 +31,7 @@ Status status_of(py::error_already_set& error) {
   const auto is = [&](const char* name) { return py::isinstance(value, errors.attr(name)); };
   const auto number = [&] {
     const py::object found = py::getattr(value, "errno", py::none());
-    return found.is_none() ? EIO : found.cast<int>();
+    return PyLong_Check(found.ptr()) != 0 ? found.cast<int>() : EIO;
   };
   if (is("NotFoundError")) return Status(StatusCode::kNotFound, text, ENOENT);
   if (is("StorageError")) return Status(StatusCode::kStorage, text, number());
@@ -41,6 +41,18 @@ Status status_of(py::error_already_set& error) {
   const std::string type = py::str(py::type::of(value).attr("__name__"));
   return Status(StatusCode::kStorage, str_cat("the client of the store failed: ", type, ": ", text),
                 EIO);
+}
+
+// As `described`, but does not throw: this thread may be native. Requires: the GIL.
+Status status_of(py::error_already_set& error) {
+  try {
+    return described(error);
+  } catch (const std::exception&) {
+    return Status(StatusCode::kStorage,
+                  str_cat("the client of the store failed: ", Py_TYPE(error.value().ptr())->tp_name,
+                          ", whose message cannot be read"),
+                  EIO);
+  }
 }
 
 // Calls a client with the GIL. Its exceptions become the status.
@@ -149,8 +161,10 @@ class PyObjectStore final : public ObjectStore {
   }
 
   bool copies() const override {
-    const py::gil_scoped_acquire locked;
-    return py::bool_(py::getattr(client_, "copies", py::bool_(false)));
+    const Result<bool> found = with_client([&]() -> Result<bool> {
+      return static_cast<bool>(py::bool_(py::getattr(client_, "copies", py::bool_(false))));
+    });
+    return found.ok() && *found;
   }
 
   Status copy(const std::string& from, const std::string& to) override {
