@@ -209,8 +209,8 @@ class FileSystem {
   }
 
   // Gives a file another name, without moving its bytes through this process: a hard link, or a
-  // copy within the store. With `sync`, its bytes survive a power cut, and the name does after
-  // `sync_directory` of the parent of `to`.
+  // copy within the store. The file then has the present time, under both names. With `sync`, its
+  // bytes survive a power cut, and the name does after `sync_directory` of the parent of `to`.
   // Errors: kNotFound; kUnsupported if the file system cannot do that for these two; kStorage with
   // EEXIST, except on a store, which replaces `to`.
   virtual Status link(const std::string& from, const std::string& to, bool sync);

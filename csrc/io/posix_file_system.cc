@@ -106,6 +106,8 @@ Status PosixFileSystem::link(const std::string& from, const std::string& to, boo
         return errno_status(error, text);
     }
   }
+  // A program that removes files by their age would take it for one of the older name.
+  (void)::utimensat(AT_FDCWD, to.c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
   if (!sync) return ok_status();
   const Descriptor file(
       retry_interrupted([&] { return ::open(to.c_str(), O_RDONLY | O_CLOEXEC); }));
