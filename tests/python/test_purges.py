@@ -79,7 +79,7 @@ def test_a_model_of_safetensors_survives_a_purge(tmp_path: Path) -> None:
         if name == "first":
             grow_old(tmp_path / name, 31)
     assert all(p.stat().st_nlink == 2 for p in tmp_path.glob("second/*.safetensors"))
-    assert purge(tmp_path, 30) > 0
+    assert purge(tmp_path, 30) == 0  # Both models have the one file.
     loaded = {name: torch.zeros_like(value) for name, value in state.items()}
     torch_ckpt.load(loaded, checkpoint_id=tmp_path / "second", no_dist=True)
     assert all(loaded[name].equal(value) for name, value in state.items())

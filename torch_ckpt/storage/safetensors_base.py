@@ -42,13 +42,13 @@ class BaseFile:
     """A file of the base, before it was compared.
 
     ``path`` is the text of a location, which messages between ranks must not contain: to build one
-    may connect to a store. ``mark`` differs for a file that replaces this one, and is equal on all
-    machines.
+    may connect to a store. ``mark`` is its inode and its time of modification: another file has
+    another one, and it is equal on all machines.
     """
 
     path: str
     nbytes: int
-    mark: object
+    mark: tuple[int, int]
     fqns: frozenset[str]
 
 
@@ -135,7 +135,7 @@ class _Changes:
         self.files.add(self.file_of.get(fqn))
 
 
-def _facts_of(path: Location) -> tuple[int, object] | None:
+def _facts_of(path: Location) -> tuple[int, tuple[int, int]] | None:
     """Returns the length and the mark of a file; ``None`` if it has none."""
     identity = path.identity()
     if not isinstance(identity, tuple):
@@ -268,8 +268,11 @@ def take_files(
     for number, (file, name) in enumerate(zip(taken, names, strict=False)):
         target = directory / name
         target.discard()
-        if link_file(Location(file.path), target, file.nbytes, sync=sync):
-            if _facts_of(target) == (file.nbytes, file.mark):
+        source = Location(file.path)
+        is_same = _facts_of(source) == (file.nbytes, file.mark)
+        if is_same and link_file(source, target, file.nbytes, sync=sync):
+            linked = _facts_of(target)
+            if linked is not None and linked[1][0] == file.mark[0]:  # A link has a new time.
                 continue
             target.discard()
         target.write(b"", sync=False)
