@@ -153,7 +153,7 @@ def random_of_length(
     """A tensor of about so many bytes, in any layout."""
     dtype = rng.choice(dtypes)
     layout = "contiguous" if rng.random() < 0.3 else rng.choice([*LAYOUTS, *OVERLAPS])
-    sizes = random_sizes(rng, nbytes // dtype.itemsize)
+    sizes = random_sizes(rng, max(nbytes // dtype.itemsize, min(nbytes, 1)))
     return laid_out(layout, sizes, dtype, rng.getrandbits(60) if seed is None else seed)
 
 
