@@ -16,7 +16,7 @@ _MAX_NBYTES = 1 << 20
 
 
 def model_config(path: Location) -> dict[str, Any]:
-    """Returns the ``config.json`` in a checkpoint's directory, or beside it; empty if there is none.
+    """Returns the ``config.json`` in a checkpoint's directory or beside it, or an empty dict.
 
     A file that is longer than 1 MiB, or that is no JSON object, is not one of Hugging Face.
     """

@@ -20,13 +20,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ckpt._core.tensors import printable
 from torch_ckpt.errors import UnsupportedError
 
 __all__ = [
     "DTYPES",
+    "FORMAT",
     "MAX_HEADER_NBYTES",
     "ORDER",
+    "SHARDING",
     "UNTIED",
+    "VERSION",
     "FilePlace",
     "ModelFile",
     "ModelLayout",
@@ -63,9 +67,12 @@ MAX_HEADER_NBYTES = 100_000_000
 """Maximum length of a header that the library accepts."""
 
 _METADATA = "__metadata__"
-_FORMAT = {"format": "pt"}
-UNTIED = frozenset({_METADATA, *_FORMAT})
-"""Names that a header cannot record as tied to another name."""
+FORMAT = {"format": "pt"}
+SHARDING, VERSION = "DCP_SHARDING_INFO", {"DCP_VERSION": "1.0"}
+"""Keys of DCP's writer: the boxes of the tensors in a file, and the version of this record."""
+
+UNTIED = frozenset({_METADATA, SHARDING, *FORMAT, *VERSION})
+"""Names that a header cannot record as tied to another name, since it has such keys itself."""
 
 ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
 """Torch dtype -> its place among the tensors of a file."""
@@ -150,6 +157,8 @@ class ModelLayout:
         for facts in tensors:
             _check(facts)
         omitted = dict(omitted or {})
+        for name in omitted:
+            _check_name(name)
         ties: dict[str, dict[str, str]] = {}
         for name, first in omitted.items():
             ties.setdefault(first, {})[name] = first
@@ -201,8 +210,16 @@ def _check(facts: TensorFacts) -> None:
         raise UnsupportedError(
             f"cannot store {facts.fqn!r} as safetensors: the format does not support {facts.dtype}"
         )
-    if facts.fqn == _METADATA:
-        raise UnsupportedError(f"cannot store {facts.fqn!r} as safetensors: the name is reserved")
+    _check_name(facts.fqn)
+
+
+def _check_name(fqn: str) -> None:
+    if fqn == _METADATA:
+        raise UnsupportedError(f"cannot store {fqn!r} as safetensors: the name is reserved")
+    if printable(fqn) != fqn:
+        raise UnsupportedError(
+            f"cannot store {fqn!r} as safetensors: the name has no UTF-8 encoding"
+        )
 
 
 def _entry(facts: TensorFacts, begin: int) -> dict[str, Any]:
@@ -222,7 +239,7 @@ def _header(
     tensors: Sequence[TensorFacts], ties: Mapping[str, Mapping[str, str]], states_boxes: bool
 ) -> tuple[bytes, int]:
     """Returns the header of a file, and the total bytes of its tensors."""
-    metadata = dict(_FORMAT)
+    metadata = dict(FORMAT)
     entries: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for facts in tensors:
@@ -231,7 +248,7 @@ def _header(
         end += facts.nbytes
     if states_boxes:
         boxes = {facts.fqn: {"saved_offsets": [0] * len(facts.sizes)} for facts in tensors}
-        metadata.update(DCP_SHARDING_INFO=json.dumps(boxes), DCP_VERSION="1.0")
+        metadata.update({SHARDING: json.dumps(boxes), **VERSION})
     text = _dump(entries)
     text = text.ljust(_padded_nbytes(len(text)) - 8)
     return len(text).to_bytes(8, "little") + text, end
@@ -244,7 +261,7 @@ def _shards(
 ) -> list[list[TensorFacts]]:
     """Splits tensors, in the given order, into as few files as possible."""
     shards: list[list[TensorFacts]] = [[]]
-    empty_nbytes = len(_dump({_METADATA: _FORMAT}))
+    empty_nbytes = len(_dump({_METADATA: FORMAT}))
     header_nbytes, payload_nbytes = empty_nbytes, 0
     for facts in tensors:
         entry_nbytes = len(_dump({facts.fqn: _entry(facts, 0)})) + _OFFSETS_NBYTES

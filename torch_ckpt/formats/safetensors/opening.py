@@ -33,7 +33,13 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import ForeignFiles, Opened
-from torch_ckpt.formats.safetensors.layout import DTYPES, MAX_HEADER_NBYTES
+from torch_ckpt.formats.safetensors.layout import (
+    DTYPES,
+    FORMAT,
+    MAX_HEADER_NBYTES,
+    SHARDING,
+    VERSION,
+)
 
 __all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory", "read_tensors"]
 
@@ -310,7 +316,12 @@ def _read_header(path: Location) -> _Header:
     ties = {
         fqn: first
         for fqn, first in free_text.items()
-        if isinstance(first, str) and first in checked and fqn not in checked
+        if isinstance(first, str)
+        and first in checked
+        and fqn not in checked
+        # A tensor may have the name "pt" or "1.0".
+        and fqn not in FORMAT
+        and VERSION.get(fqn) != first
     }
     return _Header(file_nbytes, checked, offsets, ties, digest.digest())
 
@@ -395,8 +406,8 @@ def _box_offsets(
     free_text: Mapping[str, object], tensors: Mapping[str, _Tensor], path: Location
 ) -> dict[str, list[int]]:
     """Returns FQN -> offsets of its box in the whole tensor, from the metadata of DCP's writer."""
-    text = free_text.get("DCP_SHARDING_INFO")
-    if text is None:
+    text = free_text.get(SHARDING)
+    if text is None or text in tensors:  # Versions before 0.3.0 recorded ties of any name.
         return {}
     facts = _parse_json(text.encode(), str(path)) if isinstance(text, str) else None
     out: dict[str, list[int]] = {}
@@ -410,7 +421,7 @@ def _box_offsets(
             or any(o + s > _MAX_NBYTES for o, s in zip(offsets, tensor.sizes, strict=True))
         ):
             raise CorruptionError(
-                f"cannot read {fqn!r} of {path}: DCP_SHARDING_INFO has no valid offsets for it"
+                f"cannot read {fqn!r} of {path}: {SHARDING} has no valid offsets for it"
             )
         out[fqn] = offsets
     return out
