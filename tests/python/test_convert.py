@@ -247,7 +247,10 @@ def universal_source(
         ({"state": {"name": "x"}}, "name' is a str"),
         ({"state": {"half": torch.ones(2)}}, "'half' of 'w' has sizes"),
         ({"state": {"fp32": torch.ones(3)}}, "is not a state"),
-        ({"state": {"/tmp/x": torch.ones(3)}}, "state '/tmp/x' of 'w' cannot be the name of a file"),
+        (
+            {"state": {"/tmp/x": torch.ones(3)}},
+            "state '/tmp/x' of 'w' cannot be the name of a file",
+        ),
         ({"state": {"a/b": torch.ones(3)}}, "state 'a/b' of 'w' cannot be the name of a file"),
         ({"state": {"": torch.ones(3)}}, "state '' of 'w' cannot be the name of a file"),
     ],

@@ -36,7 +36,7 @@ DTYPES = [
     torch.float8_e8m0fnu,
 ]
 ONES = -1  # A seed.
-TORCHS_OWN = [torch.float4_e2m1fn_x2]  # Stored as torch pickles them.
+PACKED = [torch.float4_e2m1fn_x2]  # An element is a byte, and has two numbers.
 
 
 class Tagged(torch.Tensor):
@@ -238,7 +238,7 @@ def laid_out(
 ) -> torch.Tensor:
     """A random tensor in a layout of :data:`LAYOUTS` or :data:`OVERLAPS`."""
     shape = tuple(sizes)
-    if dtype in TORCHS_OWN:  # Torch copies no strided elements of these.
+    if dtype in PACKED:  # Torch copies no strided elements of these.
         return laid_out("contiguous", shape, torch.uint8, seed).view(dtype)
     if shape == ():
         return laid_out(name, (3,), dtype, seed)[1]

@@ -81,7 +81,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
     It has the memory of the tensor if the elements are contiguous there.
     """
-    elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    elements = tensor.detach().resolve_conj().resolve_neg()
+    if elements.itemsize == 1:  # Torch cannot copy strided elements of some dtypes.
+        elements = elements.view(torch.uint8)
+    elements = elements.contiguous()
     # A dimension of one element may have any stride, and the tensor be contiguous nevertheless.
     return elements.as_strided((elements.numel(),), (1,)).view(torch.uint8)
 

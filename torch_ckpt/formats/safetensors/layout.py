@@ -28,6 +28,7 @@ __all__ = [
     "FORMAT",
     "MAX_HEADER_NBYTES",
     "ORDER",
+    "PACKED",
     "SHARDING",
     "UNTIED",
     "VERSION",
@@ -51,16 +52,21 @@ DTYPES = {
     "int16": ("I16", 2),
     "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
     "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
     "int8": ("I8", 1),
     "uint8": ("U8", 1),
+    "float4_e2m1fn_x2": ("F4", 1),
     "bool": ("BOOL", 1),
 }
-"""Torch dtype -> safetensors dtype and bytes per element, for all that ``safetensors.torch`` loads.
+"""Torch dtype -> safetensors dtype and bytes per element of torch, for all that the library stores.
 
 The order is that of tensors in a file of the library's writer.
 """
+
+PACKED = {"float4_e2m1fn_x2": 2}
+"""Torch dtype -> numbers in an element, which a header counts in the last dimension."""
 
 PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
@@ -210,6 +216,10 @@ def _check(facts: TensorFacts) -> None:
         raise UnsupportedError(
             f"cannot store {facts.fqn!r} as safetensors: the format does not support {facts.dtype}"
         )
+    if facts.dtype in PACKED and not facts.sizes:
+        raise UnsupportedError(
+            f"cannot store {facts.fqn!r} as safetensors: it has half of a {facts.dtype}"
+        )
     _check_name(facts.fqn)
 
 
@@ -224,7 +234,10 @@ def _check_name(fqn: str) -> None:
 
 def _entry(facts: TensorFacts, begin: int) -> dict[str, Any]:
     offsets = [begin, begin + facts.nbytes]
-    return {"dtype": DTYPES[facts.dtype][0], "shape": facts.sizes, "data_offsets": offsets}
+    sizes = list(facts.sizes)
+    if facts.dtype in PACKED:
+        sizes[-1] *= PACKED[facts.dtype]
+    return {"dtype": DTYPES[facts.dtype][0], "shape": sizes, "data_offsets": offsets}
 
 
 def _dump(header: dict[str, Any]) -> bytes:

@@ -37,6 +37,7 @@ from torch_ckpt.formats.safetensors.layout import (
     DTYPES,
     FORMAT,
     MAX_HEADER_NBYTES,
+    PACKED,
     SHARDING,
     VERSION,
 )
@@ -50,12 +51,10 @@ _SAMPLE_NBYTES = 4 << 10
 _LENGTH_NBYTES = 8
 _INDEX_SUFFIX = ".safetensors.index.json"
 
-# Safetensors dtype -> torch dtype, and bits per element.
+# Safetensors dtype -> torch dtype, and bits per number.
 _DTYPES = {
-    **{word: (name, 8 * itemsize) for name, (word, itemsize) in DTYPES.items()},
-    "F8_E8M0": ("float8_e8m0fnu", 8),  # The library does not load this dtype.
-    # Packed elements, for which torch has no dtype.
-    "F4": ("", 4),
+    **{word: (name, 8 * nbytes // PACKED.get(name, 1)) for name, (word, nbytes) in DTYPES.items()},
+    # Packed numbers, for which torch has no dtype.
     "F6_E2M3": ("", 6),
     "F6_E3M2": ("", 6),
 }
@@ -66,8 +65,12 @@ BoxedTensor = tuple[torch.dtype, tuple[int, ...], "list[_native.IndexBox]"]
 
 
 class _Tensor(NamedTuple):
-    """A tensor in a header; its elements are bytes ``[begin, end)`` of the file."""
+    """A tensor in a header; its elements are bytes ``[begin, end)`` of the file.
 
+    ``word`` is the dtype of the header. Torch's is empty if torch cannot have the tensor.
+    """
+
+    word: str
     dtype: str
     sizes: list[int]
     begin: int
@@ -85,7 +88,7 @@ class _Header:
 
 def _without_dtype(fqn: str, word: str, path: Location) -> UnsupportedError:
     """Returns the error for a tensor whose dtype torch does not have."""
-    packs = f"its dtype {word} packs several elements into a byte"
+    packs = f"its dtype {word} packs several numbers into a byte, and torch cannot have its shape"
     why = packs if word in _DTYPES else f"unknown dtype {word!r}"
     return UnsupportedError(f"cannot load {fqn!r} of {path}: {why}")
 
@@ -150,18 +153,13 @@ def read_tensors(
     """
     header = _read_header(path)
     found: dict[str, BoxedTensor | CheckpointError] = {}
-    for fqn, (word, sizes, begin, end) in header.tensors.items():
-        if not (name := _dtype_of(word)):
+    for fqn, (word, name, sizes, begin, end) in header.tensors.items():
+        if not name:
             found[fqn] = _without_dtype(fqn, word, path)
             continue
         box = ([0] * len(sizes), sizes, number, begin, end - begin, True, ())
         found[fqn] = getattr(torch, name), tuple(sizes), [box]
     return header.file_nbytes, header.digest, found
-
-
-def _dtype_of(word: str) -> str:
-    """Returns the name of torch's dtype; an empty text if it has none."""
-    return _DTYPES.get(word, ("", 0))[0]
 
 
 @dataclass
@@ -170,7 +168,7 @@ class _Merged:
 
     foreign: ForeignFiles
     boxes: dict[str, list[_native.IndexBox]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)  # Safetensors', and torch's.
     errors: dict[str, CheckpointError] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     digest: Any = field(default_factory=hashlib.sha256)
@@ -188,11 +186,11 @@ class _Merged:
                     "which does not contain it"
                 )
                 continue
-            dtype, sizes, begin, end = tensor
-            if self.dtypes.setdefault(fqn, dtype) != dtype:
+            word, dtype, sizes, begin, end = tensor
+            if self.dtypes.setdefault(fqn, (word, dtype)) != (word, dtype):
                 self.errors[fqn] = CorruptionError(
-                    f"cannot load {self.foreign.path}: {fqn!r} has dtype {dtype} in {name}, and "
-                    f"{self.dtypes[fqn]} in another file"
+                    f"cannot load {self.foreign.path}: {fqn!r} has dtype {word} in {name}, and "
+                    f"{self.dtypes[fqn][0]} in another file"
                 )
             offsets = header.box_offsets.get(fqn) or [0] * len(sizes)
             box = (offsets, sizes, number, begin, end - begin, True, ())
@@ -207,15 +205,15 @@ class _Merged:
         for fqn, boxes in self.boxes.items():
             if fqn in self.errors:
                 continue
-            word = self.dtypes[fqn]
+            word, dtype = self.dtypes[fqn]
             try:
                 sizes = self._sizes(fqn)
-                if not _dtype_of(word):
+                if not dtype:
                     raise _without_dtype(fqn, word, foreign.path)
             except (CorruptionError, MismatchError, UnsupportedError) as error:
                 foreign.add_unreadable(fqn, error, boxes[0][2:5])
                 continue
-            properties = (_dtype_of(word), "contiguous_format", False, False, sizes)
+            properties = (dtype, "contiguous_format", False, False, sizes)
             foreign.entries.append((fqn, properties, boxes))
         for fqn, why in self.errors.items():
             foreign.add_unreadable(fqn, why)
@@ -364,8 +362,8 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
             f"{file_nbytes - data_begin} bytes of data"
         )
     if dtype not in _DTYPES:
-        return _Tensor(dtype, sizes, data_begin + begin, data_begin + end)
-    bits = _DTYPES[dtype][1]
+        return _Tensor(dtype, "", sizes, data_begin + begin, data_begin + end)
+    name, bits = _DTYPES[dtype]
     # Even if one size is 0, the others must not overflow.
     numel, extent = 1, bits
     for size in sizes:
@@ -377,7 +375,10 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
         raise CorruptionError(
             f"cannot read {where}: {dtype} of shape {sizes} does not have {end - begin} bytes"
         )
-    return _Tensor(dtype, sizes, data_begin + begin, data_begin + end)
+    if name in PACKED:
+        count, rest = divmod(sizes[-1], PACKED[name])
+        name, sizes = ("", sizes) if rest else (name, [*sizes[:-1], count])
+    return _Tensor(dtype, name, sizes, data_begin + begin, data_begin + end)
 
 
 def _are_lengths(numbers: object) -> bool:
