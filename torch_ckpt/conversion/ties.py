@@ -65,7 +65,7 @@ def _tie(ties: dict[str, str], name: str, first: str) -> None:
     """Ties a name, and all that are tied to it, to a name and what that is tied to."""
     name, first = ties.get(name, name), ties.get(first, first)
     if name != first:
-        ties.update({each: first for each, other in ties.items() if other == name}, **{name: first})
+        ties.update({each: first for each, other in ties.items() if other == name} | {name: first})
 
 
 def _check(values: StoredValues, path: Location, name: str, first: str) -> None:
