@@ -99,6 +99,13 @@ MUTATIONS = {
             "                               range.nbytes());\n",
         )
     ],
+    "two numbers in a byte are counted as one": [
+        Mutation(
+            "torch_ckpt/formats/safetensors/layout.py",
+            "sizes[-1] *= PACKED[facts.dtype]",
+            "sizes[-1] *= 1",
+        )
+    ],
     "a range of an object begins too early": [
         Mutation(
             "torch_ckpt/filesystems/obstore_client.py",

@@ -43,6 +43,8 @@ class _Process:
             apply. Owner: ``integrations/replacing``.
         warned_replicas: Sets of FQNs whose replicas had different values, of which this process
             has warned. Owner: ``planning/replica_check``.
+        warned_placeholders: Sets of FQNs of empty tensors, of which this process has warned. Owner:
+            ``planning/placeholders``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``storage/temporary``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
@@ -66,6 +68,7 @@ class _Process:
         self.unreplaced: weakref.WeakSet[type] = weakref.WeakSet()
         self.replaced: dict[tuple[Any, str], list[Any]] = {}
         self.warned_replicas: set[frozenset[str]] = set()
+        self.warned_placeholders: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         self.unshared: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -29,6 +29,7 @@ constexpr std::array<DTypeInfo, kDTypeCount> kDTypes = {{
     {DType::kFloat8E5M2, "float8_e5m2", "", 1},
     {DType::kFloat8E5M2FNUZ, "float8_e5m2fnuz", "", 1},
     {DType::kFloat8E8M0FNU, "float8_e8m0fnu", "", 1},
+    {DType::kFloat4E2M1FNX2, "float4_e2m1fn_x2", "", 1},
 }};
 
 static_assert([] {

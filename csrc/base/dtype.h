@@ -30,9 +30,10 @@ enum class DType : uint8_t {
   kFloat8E5M2,
   kFloat8E5M2FNUZ,
   kFloat8E8M0FNU,
+  kFloat4E2M1FNX2,  // An element is a byte, and has two numbers.
 };
 
-inline constexpr int kDTypeCount = 21;
+inline constexpr int kDTypeCount = 22;
 
 struct DTypeInfo {
   DType dtype;

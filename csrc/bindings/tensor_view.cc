@@ -78,6 +78,8 @@ std::optional<DType> dtype_of(const at::Tensor& tensor) {
       return DType::kFloat8E5M2FNUZ;
     case at::ScalarType::Float8_e8m0fnu:
       return DType::kFloat8E8M0FNU;
+    case at::ScalarType::Float4_e2m1fn_x2:
+      return DType::kFloat4E2M1FNX2;
     default:
       return std::nullopt;
   }

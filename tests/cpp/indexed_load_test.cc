@@ -277,7 +277,7 @@ TEST(IndexedLoadTest, ManyBoxesOfOneTensorAreFoundInAnyOrder) {
 TEST(IndexedLoadTest, AnOpaqueTensorIsLeftToTorch) {
   Indexed a;
   a.index->entries[1].boxes[0].plain = false;
-  a.index->entries[2].dtype = "float4_e2m1fn_x2";
+  a.index->entries[2].dtype = "bits16";
   const TestTensor first = a.destination(1);
   const TestTensor second = a.destination(2);
   ASSERT_OK_AND_ASSIGN(const LoadResult result,

@@ -164,7 +164,7 @@ TEST(TensorPickleTest, LeavesEverythingElseToTorch) {
   TensorText v3{.function = global("torch._utils", "_rebuild_tensor_v3"),
                 .storage = storage(global("torch.storage", "UntypedStorage"), "0", 24)};
   EXPECT_EQ(code_of(v3.pickle()), StatusCode::kUnsupported) << "no dtype";
-  v3.more = global("torch", "float4_e2m1fn_x2");
+  v3.more = global("torch", "bits16");
   EXPECT_EQ(code_of(v3.pickle()), StatusCode::kUnsupported) << "unknown dtype";
 }
 

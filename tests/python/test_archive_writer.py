@@ -58,6 +58,7 @@ _TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "parameter of meta": lambda: torch.nn.Parameter(torch.empty(3, device="meta")),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "sparse": lambda: torch.eye(3).to_sparse(),
+    "one element with a stride": lambda: torch.arange(6.0)[::2][:1],
 }
 
 

@@ -216,7 +216,7 @@ def test_a_universal_folder_needs_the_names_of_get_state_dict(
     assert "optim.param_groups.0.params" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fqn", ["../x", "a/b", "..", 7])
+@pytest.mark.parametrize("fqn", ["../x", "a/b", "..", 7, "optimizer_state.pt", "\0"])
 def test_a_name_that_is_no_folder_is_refused(
     tmp_path: Path, fqn: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,7 +226,7 @@ def test_a_name_that_is_no_folder_is_refused(
     }
     torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
     assert run("convert", tmp_path / "source", tmp_path / "target", "--to", "universal") == 3
-    assert f"{fqn!r} is not the name of a folder" in capsys.readouterr().err
+    assert f"{fqn!r} cannot be the name of a folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -247,6 +247,12 @@ def universal_source(
         ({"state": {"name": "x"}}, "name' is a str"),
         ({"state": {"half": torch.ones(2)}}, "'half' of 'w' has sizes"),
         ({"state": {"fp32": torch.ones(3)}}, "is not a state"),
+        (
+            {"state": {"/tmp/x": torch.ones(3)}},
+            "state '/tmp/x' of 'w' cannot be the name of a file",
+        ),
+        ({"state": {"a/b": torch.ones(3)}}, "state 'a/b' of 'w' cannot be the name of a file"),
+        ({"state": {"": torch.ones(3)}}, "state '' of 'w' cannot be the name of a file"),
     ],
 )
 def test_what_a_universal_folder_cannot_have_is_refused(

@@ -1,8 +1,9 @@
-"""A conversion stores tied tensors once, and names which; never does it drop another tensor."""
+"""A conversion stores once what a source states to be one tensor, and names it; nothing else."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import differences
+from checkpoints import differences, random_tensor
 from deepspeed_checkpoints import write as write_deepspeed
 from safetensors import safe_open
 from support.safetensors_files import names_in
@@ -23,6 +24,7 @@ from torch_ckpt import FastReader, SafetensorsWriter
 from torch_ckpt.cli.main import main
 from torch_ckpt.conversion import pieces, ties
 from torch_ckpt.conversion.convert import convert
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
@@ -39,7 +41,7 @@ SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes these small tensors consist of several pieces."""
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 200)
-    monkeypatch.setattr(ties, "_PIECE_NBYTES", 1000)
+    monkeypatch.setattr(ties, "_PIECE_NBYTES", 200)
 
 
 def model_of(name: str) -> Any:
@@ -67,6 +69,12 @@ def model_of(name: str) -> Any:
 MODELS = ["T5", "GPT-2", "Llama"]
 
 
+def save_config(model: Any, path: Path) -> None:
+    """Writes the ``config.json`` that ``save_pretrained`` writes."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
+
+
 def storages(state: dict[str, torch.Tensor]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name, tensor in state.items():
@@ -87,6 +95,8 @@ def test_tied_weights_are_stored_once_in_safetensors(
     model = model_of(name)
     model.save_pretrained(tmp_path / "theirs")
     SAVES[source](model.state_dict(), tmp_path / "source")
+    if source in ("ours", "stock"):  # DCP records no ties, and the model has a list of its own.
+        save_config(model, tmp_path / "source")
     assert run("convert", tmp_path / "source", tmp_path / "ours", "--to", "safetensors") == 0
     omitted = model.state_dict().keys() - names_in(tmp_path / "ours")
     assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs")
@@ -116,6 +126,7 @@ def test_tied_weights_share_a_storage_in_a_file_of_torch(
 ) -> None:
     model = model_of(name)
     SAVES[source](model.state_dict(), tmp_path / "source")
+    save_config(model, tmp_path / "source")
     assert run("convert", tmp_path / "source", tmp_path / "x.pt", "--to", "torch") == 0
     for options in ({}, {"mmap": True}):
         state = torch.load(tmp_path / "x.pt", **options)
@@ -187,15 +198,63 @@ def test_copies_are_not_tied_in_a_format_that_records_ties(source: str, tmp_path
     assert names_in(tmp_path / "hf") == {"model", "ema"}
 
 
-def test_tensors_with_equal_samples_are_compared_whole(tmp_path: Path) -> None:
-    weight = torch.randn(400, 64)
-    other = weight.clone()
-    other[133, 7] += 1  # Outside the samples.
-    state = {"a": weight, "b": other, "c": weight.clone(), "half": weight.half(), "t": weight.t()}
-    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
-    found = convert(Location(tmp_path / "source"), Location(tmp_path / "x.pt"), "torch")
-    assert found == {"c": "a"}
-    assert not differences(state, torch.load(tmp_path / "x.pt"))
+@pytest.mark.parametrize("source", ["ours", "stock"])
+def test_training_goes_on_with_a_converted_optimizer_as_with_its_own(
+    source: str, tmp_path: Path
+) -> None:
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for number in range(steps):
+            optimizer.zero_grad()
+            net(torch.full((2, 40), 0.1 * number + 0.1)).square().sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    net = nn.Linear(40, 40)
+    adam = torch.optim.Adam(net.parameters(), amsgrad=True)
+    train(net, adam, 1)  # Now each exp_avg_sq equals max_exp_avg_sq.
+    ema = {name: value.clone() for name, value in net.state_dict().items()}
+    SAVES[source](
+        {"net": net.state_dict(), "ema": ema, "adam": adam.state_dict()}, tmp_path / "source"
+    )
+    assert convert(Location(tmp_path / "source"), Location(tmp_path / "x.pt"), "torch") == {}
+    stored = torch.load(tmp_path / "x.pt", weights_only=False)
+
+    other = nn.Linear(40, 40)
+    other.load_state_dict(stored["net"])
+    states = {int(number): state for number, state in stored["adam"]["state"].items()}
+    other_adam = torch.optim.Adam(other.parameters(), amsgrad=True)
+    other_adam.load_state_dict({**stored["adam"], "state": states})
+    train(net, adam, 20)
+    train(other, other_adam, 20)
+    assert not differences(net.state_dict(), other.state_dict())
+    assert not differences(ema, stored["ema"])
+    assert (
+        convert(
+            Location(tmp_path / "source"), Location(tmp_path / "hf"), "safetensors", prefix="ema."
+        )
+        == {}
+    )
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+@pytest.mark.parametrize("head", ["opt.", "", "opt.state."])
+def test_a_step_that_all_states_share_is_counted_by_each(
+    to: str, head: str, tmp_path: Path
+) -> None:
+    """Optimizers that share it, as FSDP1 has them, would count it once for each parameter."""
+    step, weight = torch.tensor(3.0), torch.randn(4)
+    states = {name: {"step": step, "exp_avg": torch.randn(4)} for name in ("a", "b")}
+    groups = [{"lr": step}, {"lr": step}]
+    state = {"opt": {"state": states, "param_groups": groups}, "a": weight, "b": weight}
+    torch.save(state, tmp_path / "source.pt")
+    arguments = Location(tmp_path / "source.pt"), Location(tmp_path / "target"), to
+    if head:
+        assert convert(*arguments, prefix=head) == {}
+    elif to == "safetensors":
+        assert convert(*arguments) == {"b": "a"}
+    else:  # The source is a file of torch.save already.
+        with pytest.raises(UnsupportedError):
+            convert(*arguments)
 
 
 @pytest.mark.thin(1)
@@ -203,25 +262,92 @@ def test_tensors_with_equal_samples_are_compared_whole(tmp_path: Path) -> None:
     "dtype",
     [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128],
 )
-@pytest.mark.parametrize("sizes", [[2000], [30, 70], [5, 6, 7, 8], [1, 3000], [3000, 1]])
-def test_ties_are_found_in_every_dtype_and_shape(
-    dtype: torch.dtype, sizes: list[int], tmp_path: Path
+@pytest.mark.parametrize("sizes", [[], [2000], [30, 70], [5, 6, 7, 8], [1, 3000], [3000, 1], [0]])
+def test_ties_by_hand_are_compared_whole(
+    dtype: torch.dtype, sizes: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.manual_seed(0)
-    real = torch.randn(sizes, dtype=torch.float64)
-    weight = real.to(dtype) if not dtype.is_complex else torch.complex(real, -real).to(dtype)
-    torch_ckpt.save(
-        {"a": weight, "x": weight.clone(), "b": weight}, checkpoint_id=tmp_path / "source"
-    )
-    found = convert(Location(tmp_path / "source"), Location(tmp_path / "x.pt"), "torch")
-    assert found == {"x": "a", "b": "a"}
-    loaded = torch.load(tmp_path / "x.pt")
-    assert not differences({"a": weight, "x": weight, "b": weight}, loaded)
+    weight = random_tensor(sizes, dtype)
+    state = {"a": weight, "x": weight.clone(), "b": weight.clone(), "other": weight.clone()}
+    if weight.numel():
+        state["other"].view(-1)[-1:].view(torch.uint8)[-1] ^= 1
+    state |= {"half": torch.zeros(sizes).half(), "longer": torch.zeros([*sizes, 2]).to(dtype)}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    ways = [("torch", "x.pt"), ("safetensors", "hf")]
+    for to, name in ways if dtype != torch.complex128 else ways[:1]:
+        arguments = ("convert", tmp_path / "source", tmp_path / name, "--to", to)
+        assert run(*arguments, "--ties", "x", "b", "--ties", "a", "x") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:2] == ["stored once: x is b", "stored once: a is b"]
+        loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+        torch_ckpt.load(loaded, checkpoint_id=tmp_path / name)
+        assert not differences(state, loaded)
+    if weight.numel():
+        for name, other in [("other", "a"), ("half", "a"), ("longer", "a")]:
+            assert run(*arguments, "--ties", name, other, "--overwrite") == 3
+            assert "they are not equal" in capsys.readouterr().err
+
+
+def test_ties_by_hand_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = torch.randn(4)
+    adam = {"state": {"w": {"step": weight, "exp_avg": weight}}, "param_groups": [{"lr": 0.1}]}
+    state = {"w": weight, "n": 3, "optim": adam}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    arguments = ("convert", tmp_path / "source", tmp_path / "x.pt", "--to", "torch")
+    for name, match in {
+        "n": "cannot tie 'n' to 'w': .* has no tensor 'n'",
+        "v": "cannot tie 'v' to 'w': .* has no tensor 'v'",
+        "optim.state.w.step": "cannot tie 'optim.state.w.step' to 'w'.*: optimizers update",
+    }.items():
+        assert run(*arguments, "--ties", name, "w") == 3
+        assert re.search(match, capsys.readouterr().err)
+    assert run(*arguments[:3], "--to", "dcp", "--ties", "n", "w") == 3
+    assert "cannot tie 'n': dcp has each name by itself" in capsys.readouterr().err
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_the_elements_count_and_not_the_config(tmp_path: Path) -> None:
+    model = model_of("T5")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["lm_head.weight"][3, 3] += 1
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    save_config(model, tmp_path / "source")
+    found = convert(Location(tmp_path / "source"), Location(tmp_path / "hf"), "safetensors")
+    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    assert found == dict.fromkeys(names, "shared.weight")
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"architectures": ["pipeline"]}, "transformers has no model 'pipeline'"),
+        ({"architectures": ["LlamaForCausalLM"]}, "model_type"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10**9},
+            "it has num_hidden_layers=1000000000, and the checkpoint 2 names",
+        ),
+    ],
+)
+def test_a_config_of_a_stranger_ties_nothing(
+    config: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.randn(40, 16)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    torch_ckpt.save(dict.fromkeys(names, weight), checkpoint_id=tmp_path / "source")
+    text = json.dumps({"tie_word_embeddings": True, **config})
+    (tmp_path / "source" / "config.json").write_text(text)
+    arguments = Location(tmp_path / "source"), Location(tmp_path / "hf"), "safetensors"
+    assert convert(*arguments) == {}
+    assert why in caplog.text
+    assert names_in(tmp_path / "hf") == set(names)
 
 
 def test_ties_can_be_kept_apart(tmp_path: Path) -> None:
-    state = model_of("GPT-2").state_dict()
+    model = model_of("GPT-2")
+    state = model.state_dict()
     torch_ckpt.save(state, checkpoint_id=tmp_path / "source")
+    save_config(model, tmp_path / "source")
     arguments = ("convert", tmp_path / "source", tmp_path / "hf", "--to", "safetensors")
     assert run(*arguments, "--no-ties") == 0
     assert names_in(tmp_path / "hf") == state.keys()
@@ -307,7 +433,8 @@ def test_names_of_the_header_itself_are_not_ties(tmp_path: Path) -> None:
     state = {"a": weight, "format": weight, "b": weight}
     torch_ckpt.save(state, storage_writer=SafetensorsWriter(tmp_path / "hf"))
     torch_ckpt.save(state, checkpoint_id=tmp_path / "dcp")
-    convert(Location(tmp_path / "dcp"), Location(tmp_path / "converted"), "safetensors")
+    arguments = Location(tmp_path / "dcp"), Location(tmp_path / "converted"), "safetensors"
+    convert(*arguments, ties={"b": "a", "format": "a"})
     for name in ("hf", "converted"):
         assert names_in(tmp_path / name) == {"a", "format"}
         blank = {name: torch.zeros(40, 16) for name in state}

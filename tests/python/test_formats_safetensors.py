@@ -24,6 +24,7 @@ from checkpoints import (
     save,
 )
 from safetensors.torch import load_file, save_file
+from support.tensors import PACKED
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -39,7 +40,7 @@ PLANNERS = [DefaultLoadPlanner, FastLoadPlanner]
 @pytest.fixture(scope="module")
 def state() -> dict[str, torch.Tensor]:
     """Tensors of every dtype, short and long."""
-    dtypes = [dtype for dtype in DTYPES if dtype not in UNKNOWN_TO_THE_LIBRARY]
+    dtypes = [dtype for dtype in [*DTYPES, *PACKED] if dtype not in UNKNOWN_TO_THE_LIBRARY]
     state = {f"layers.0.{dtype}": random_tensor([3, 5], dtype) for dtype in dtypes}
     state["large"] = random_tensor([1031, 701], torch.bfloat16)
     state["scalar"] = random_tensor([], torch.float32)
@@ -262,12 +263,15 @@ def test_an_error_of_a_tensor_names_it(tmp_path: Path) -> None:
 
 def test_dtypes_that_torch_has_not_are_an_error_of_their_tensor_alone(tmp_path: Path) -> None:
     path = tmp_path / "packed.safetensors"
-    others = {"packed": entry("F4", [2, 4], 4, 8), "future": entry("F5", [3], 8, 10)}
-    path.write_bytes(encoded({"a": FOUR, **others}, b"1234567890"))
+    others = {"packed": entry("F6_E2M3", [2, 4], 4, 10), "future": entry("F5", [3], 10, 12)}
+    others |= {"odd": entry("F4", [2, 3], 12, 15)}
+    path.write_bytes(encoded({"a": FOUR, **others}, b"123456789012345"))
 
     loaded = load({"a": torch.zeros(1)}, FastReader(path))
     assert bytes(loaded["a"].numpy()) == b"1234"
-    for name, why in {"packed": "packs several elements", "future": "unknown dtype 'F5'"}.items():
+    packs = "packs several numbers into a byte"
+    reasons = {"packed": f"F6_E2M3 {packs}", "odd": f"F4 {packs}", "future": "unknown dtype 'F5'"}
+    for name, why in reasons.items():
         error = failure_of(load, {name: torch.zeros(2, 4)}, FastReader(path))
         assert type(error) is UnsupportedError
         assert f"{name!r} of {path}" in str(error)

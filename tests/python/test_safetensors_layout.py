@@ -8,24 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.formats.safetensors.layout import DTYPES, ModelLayout, TensorFacts
+from torch_ckpt.formats.safetensors.layout import DTYPES, PACKED, ModelLayout, TensorFacts
 
 GB = 1_000_000_000
 
 
 def random_facts(rng: random.Random, count: int) -> list[TensorFacts]:
     names = [f"{rng.choice('abcé')}.{n}.{rng.choice(['weight', 'bias'])}" for n in range(count)]
-    return [
-        TensorFacts(
-            rng.choice(["", "Z.", "model."]) + name,
-            rng.choice(list(DTYPES)),
-            tuple(rng.choice([0, 1, 2, 5, 17]) for _ in range(rng.randrange(4))),
-        )
-        for name in names
-    ]
+    facts = []
+    for name in names:
+        dtype = rng.choice(list(DTYPES))
+        sizes = [rng.choice([0, 1, 2, 5, 17]) for _ in range(rng.randrange(dtype in PACKED, 4))]
+        facts.append(TensorFacts(rng.choice(["", "Z.", "model."]) + name, dtype, tuple(sizes)))
+    return facts
 
 
 def header_of(file: bytes) -> tuple[bytes, int]:
@@ -37,7 +35,7 @@ def header_of(file: bytes) -> tuple[bytes, int]:
 def test_a_file_is_laid_out_as_the_library_lays_it_out(rng: random.Random, tmp_path: Path) -> None:
     for _ in range(20):
         facts = random_facts(rng, rng.randrange(1, 30))
-        tensors = {f.fqn: torch.zeros(f.sizes, dtype=getattr(torch, f.dtype)) for f in facts}
+        tensors = {f.fqn: torch.empty(f.sizes, dtype=getattr(torch, f.dtype)) for f in facts}
         save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
         theirs = (tmp_path / "library").read_bytes()
 
@@ -96,6 +94,32 @@ def test_a_layout_of_many_tensors_travels_in_few_bytes() -> None:
     layers = [f"model.layers.{n}.mlp.{m}.weight" for n in range(2500) for m in ("up", "down")]
     facts = [TensorFacts(fqn, "bfloat16", (4096, 11008)) for fqn in layers]
     assert len(ModelLayout.of(facts, max_shard_nbytes=5 * GB).encode()) < 20 * len(facts)
+
+
+def test_the_dtypes_are_those_that_the_library_stores_and_loads_again(tmp_path: Path) -> None:
+    """Fails if another version of the library has more or fewer of them."""
+    stored: dict[str, tuple[str, int]] = {}
+    for name in dir(torch):
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
+            continue  # Some dtypes have a second name.
+        try:
+            tensor = torch.arange(48, dtype=torch.uint8).view(3, 16).view(dtype)
+            save_file({"x": tensor}, tmp_path / name)
+        except (KeyError, RuntimeError):
+            continue
+        header = json.loads(header_of((tmp_path / name).read_bytes())[0])
+        stored[name] = header["x"]["dtype"], dtype.itemsize
+        assert header["x"]["shape"] == [3, 16 // dtype.itemsize * PACKED.get(name, 1)]
+        loaded = load_file(tmp_path / name)["x"]
+        assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(loaded.view(torch.uint8), tensor.view(torch.uint8))
+    assert stored == DTYPES
+
+
+def test_half_of_a_byte_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"'a\.b' as safetensors: it has half of a float4"):
+        ModelLayout.of([TensorFacts("a.b", "float4_e2m1fn_x2", ())], max_shard_nbytes=GB)
 
 
 @pytest.mark.parametrize(

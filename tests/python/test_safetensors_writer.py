@@ -18,18 +18,24 @@ from checkpoints import (
     failure_of,
     files,
     layouts,
+    load,
     random_tensor,
     save,
 )
 from power_cuts import rebuild, trees_of_a_save
 from safetensors.torch import save_file
 from support.safetensors_files import INDEX, MODEL, load_model
+from support.tensors import PACKED, laid_out
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from torch_ckpt import FastSavePlanner, IoOptions, SafetensorsWriter
+import torch_ckpt
+from torch_ckpt import FastReader, FastSavePlanner, IoOptions, SafetensorsWriter
+from torch_ckpt.conversion.convert import convert
 from torch_ckpt.errors import AlreadyExistsError, MismatchError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors.layout import DTYPES as STORED
 
 State = dict[str, torch.Tensor]
@@ -60,9 +66,11 @@ def test_every_dtype_and_layout_is_stored_as_the_library_stores_it(
     tmp_path: Path, direct: bool, planner: str
 ) -> None:
     state = {}
-    for dtype in DTYPES:
+    for dtype in [*DTYPES, *PACKED]:
         if str(dtype).removeprefix("torch.") in STORED:
             made = layouts(dtype)
+            if dtype in PACKED:
+                del made["0-dim"]  # It has half of a byte.
             large = dtype in (torch.bfloat16, torch.uint8)
             state |= {f"{dtype} {n}": t for n, t in made.items() if large or "large" not in n}
     state["conj"] = random_tensor([3, 4], torch.complex64).conj()
@@ -80,6 +88,40 @@ def test_every_dtype_and_layout_is_stored_as_the_library_stores_it(
     save_file(expected, tmp_path / "library", metadata=metadata)
     assert same_payload(tmp_path / "model" / MODEL, tmp_path / "library")
     assert differences(expected, load_model(tmp_path / "model")) == []
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "stepped", "expanded"])
+def test_packed_numbers_are_stored_and_loaded_bit_for_bit(
+    tmp_path: Path, layout: str, planner: str
+) -> None:
+    state = {
+        f"{dtype} {sizes}": laid_out(layout, sizes, torch.uint8, 7).view(dtype)
+        for dtype in (*PACKED, torch.float8_e8m0fnu)
+        for sizes in ((5,), (3, 5), (1, 1), (2, 3, 4), (131, 1031))
+    }
+    state["empty"] = torch.empty(3, 0, dtype=PACKED[0])
+    for path in (tmp_path / "model", tmp_path / "next"):
+        writer = SafetensorsWriter(path, base=tmp_path / "model")
+        save(state, writer, planner=PLANNERS[planner]())
+    assert same_bits(load_model(tmp_path / "model"), state)
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "dcp")
+    arguments = Location(tmp_path / "dcp"), Location(tmp_path / "converted"), "safetensors"
+    convert(*arguments)
+    for name in ("model", "next", "dcp", "converted"):
+        loaded = {name: torch.empty_like(value) for name, value in state.items()}
+        load(loaded, FastReader(tmp_path / name), planner=DefaultLoadPlanner())
+        assert same_bits(loaded, state)
+    loaded = {name: torch.empty_like(value) for name, value in state.items()}
+    load(loaded, FileSystemReader(tmp_path / "dcp"))
+    assert same_bits(loaded, state)
+
+
+def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == value.dtype and bits(found[name]) == bits(value)
+        for name, value in expected.items()
+    )
 
 
 def test_any_boxes_make_up_the_tensors(rng: random.Random, tmp_path: Path) -> None:

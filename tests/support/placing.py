@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.states import State, is_in_list, mapped
-from support.tensors import LAYOUTS, ONES, TORCHS_OWN, laid_out, mask_of
+from support.tensors import LAYOUTS, ONES, PACKED, laid_out, mask_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -42,7 +42,7 @@ class Placing:
         if self.owners and number == 0 and not is_in_list(path):
             return value if dist.get_rank() == owner else ...
         is_plain = type(value) is torch.Tensor and not value.requires_grad
-        if not is_plain or value.dtype in TORCHS_OWN or rng.random() < 0.4:
+        if not is_plain or value.dtype in PACKED or rng.random() < 0.4:
             return value
         # DTensor.from_local forgets on ranks off the mesh that a tensor has no dimensions.
         mesh = rng.choice(self._meshes if value.dim() else self._meshes[:1])

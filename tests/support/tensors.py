@@ -36,7 +36,7 @@ DTYPES = [
     torch.float8_e8m0fnu,
 ]
 ONES = -1  # A seed.
-TORCHS_OWN = [torch.float4_e2m1fn_x2]  # Stored as torch pickles them.
+PACKED = [torch.float4_e2m1fn_x2]  # An element is a byte, and has two numbers.
 
 
 class Tagged(torch.Tensor):
@@ -191,6 +191,12 @@ def _backwards(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(tuple(reversed(range(tensor.dim()))))
 
 
+def _of_any_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with another stride where a dimension has one element: none of them counts."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.as_strided(tensor.shape, [7 if n == 1 else stride for n, stride in pairs])
+
+
 # Name -> a tensor of these sizes, of which there is at least one. A new layout joins by one line.
 LAYOUTS: dict[str, Callable[[Memory, Sizes], torch.Tensor]] = {
     "contiguous": lambda make, s: make(*s),
@@ -206,6 +212,7 @@ LAYOUTS: dict[str, Callable[[Memory, Sizes], torch.Tensor]] = {
         (..., *(slice(1, None, 2) for _ in s[-2:]))
     ],
     "last stepped": lambda make, s: make(*s[:-1], 3 * s[-1])[..., ::3],
+    "any stride of one element": lambda make, s: _of_any_stride(make(*s)),
     "one element further": lambda make, s: make(math.prod(s) + 1)[1:].view(s),
     "odd address": lambda make, s: make.at_odd_address(*s),
     "odd address, transposed": lambda make, s: _backwards(make.at_odd_address(*s[::-1])),
@@ -231,7 +238,7 @@ def laid_out(
 ) -> torch.Tensor:
     """A random tensor in a layout of :data:`LAYOUTS` or :data:`OVERLAPS`."""
     shape = tuple(sizes)
-    if dtype in TORCHS_OWN:  # Torch copies no strided elements of these.
+    if dtype in PACKED:  # Torch copies no strided elements of these.
         return laid_out("contiguous", shape, torch.uint8, seed).view(dtype)
     if shape == ():
         return laid_out(name, (3,), dtype, seed)[1]

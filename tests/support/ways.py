@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
 from support.exchanging import Exchanging
 from support.places import PLACES, Place, downloaded, upload
-from support.tensors import TORCHS_OWN, Tagged
+from support.tensors import PACKED, Tagged
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -556,7 +556,7 @@ def _slices(loading: Loading, state: dict[str, Any]) -> None:
                 flat = torch.empty(stored.size.numel() * found.itemsize, dtype=torch.uint8)
                 state[index.fqn] = flat.view(found.dtype).view(stored.size)
             box = narrow(state[index.fqn], index.offset or [0] * found.dim(), found.shape)
-            as_bytes = found.dtype in TORCHS_OWN
+            as_bytes = found.dtype in PACKED
             (box.view(torch.uint8) if as_bytes else box).copy_(
                 found.view(torch.uint8) if as_bytes else found
             )

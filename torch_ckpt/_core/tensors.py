@@ -18,6 +18,7 @@ __all__ = [
     "DTYPE_CODES",
     "MEMORY_FORMATS",
     "Destinations",
+    "bytes_of",
     "cpu_as_default",
     "gc_paused",
     "is_temporary",
@@ -73,6 +74,19 @@ def printable(fqn: str) -> str:
 def to_plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a CPU tensor of the same values, without lazy conjugation or negation."""
     return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a strided tensor, in row-major order, as a 1-D tensor of bytes.
+
+    It has the memory of the tensor if the elements are contiguous there.
+    """
+    elements = tensor.detach().resolve_conj().resolve_neg()
+    if elements.itemsize == 1:  # Torch cannot copy strided elements of some dtypes.
+        elements = elements.view(torch.uint8)
+    elements = elements.contiguous()
+    # A dimension of one element may have any stride, and the tensor be contiguous nevertheless.
+    return elements.as_strided((elements.numel(),), (1,)).view(torch.uint8)
 
 
 def _count_references(tensor: torch.Tensor) -> int:

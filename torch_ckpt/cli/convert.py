@@ -37,11 +37,21 @@ def add_to(commands: Any) -> None:
         default="",
         help="convert only names that begin with this, without it, such as 'model.'",
     )
-    parser.add_argument(
+    ties = parser.add_mutually_exclusive_group()
+    ties.add_argument(
+        "--ties",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "OTHER"),
+        help="NAME and OTHER are one tensor, such as tied embeddings: a file of safetensors or "
+        "torch.save has it once, as OTHER. Others are found in sources that record them, and by "
+        "the config.json of a model in the source",
+    )
+    ties.add_argument(
         "--no-ties",
         action="store_true",
-        help="store tensors with equal elements, such as tied embeddings, under each name; by "
-        "default, a file of safetensors or torch.save has them once",
+        help="store tied tensors under each name",
     )
     add_rules(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
@@ -60,7 +70,7 @@ def _convert(options: argparse.Namespace) -> int:
         rules=rules_of(options),
         overwrite=options.overwrite,
         trust_pickle=options.trust_pickle,
-        ties=not options.no_ties,
+        ties=None if options.no_ties else dict(options.ties),
     )
     for name, first in ties.items():
         print(f"stored once: {printable(name)} is {printable(first)}")

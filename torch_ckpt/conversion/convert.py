@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -23,6 +24,8 @@ from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["TARGETS", "convert"]
 
+_NO_TIES: Mapping[str, str] = MappingProxyType({})
+
 
 def convert(
     source: Location,
@@ -33,24 +36,29 @@ def convert(
     rules: str | None = None,
     overwrite: bool = False,
     trust_pickle: bool = False,
-    ties: bool = True,
+    ties: Mapping[str, str] | None = _NO_TIES,
 ) -> dict[str, str]:
     """Converts a checkpoint of any format that :class:`FastReader` loads to one of :data:`TARGETS`.
 
     Loads the tensors in pieces of at most 8 MiB, and verifies what has a checksum. The target
     appears when it is complete. Only names with the prefix are converted, without it. ``overwrite``
-    replaces a checkpoint at ``target``. With ``ties``, files of safetensors and ``torch.save`` have
-    tied tensors once, as :func:`find_ties` finds them. Returns name -> the name of the tensor that
-    it shares in the target.
+    replaces a checkpoint at ``target``. Files of safetensors and ``torch.save`` have tied tensors
+    once, as :func:`find_ties` finds them. ``ties`` states more, as name -> another name; with
+    ``None``, no tensors are tied. Returns name -> the name of the tensor that it shares in the
+    target.
 
     Raises:
         AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false, or it
             is of another format, or ``target`` is on a store and the format is not DCP's or
             safetensors.
-        NotFoundError: There is no checkpoint at ``source``, or no name with the prefix.
-        UnsupportedError: The target's format cannot have a value of the source.
+        MismatchError: Tensors that ``ties`` names are not equal, or of an optimizer.
+        NotFoundError: There is no checkpoint at ``source``, or no name with the prefix or in
+            ``ties``.
+        UnsupportedError: The target's format cannot have a value of the source, or ties.
         CheckpointError: The source cannot be read, or the target cannot be written.
     """
+    if ties and to not in _WITH_TIES:
+        raise UnsupportedError(f"cannot tie {next(iter(ties))!r}: {to} has each name by itself")
     target = target.absolute()
     _check_other_formats(target, to)
     is_torchs = source.is_file() and is_archive(source.read_range(0, 4)[1])
@@ -63,8 +71,8 @@ def convert(
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
         if to == "safetensors" and values.objects:
             raise UnsupportedError(_no_objects(values))
-        if ties and to in _WITH_TIES:
-            values.find_ties()
+        if ties is not None and to in _WITH_TIES:
+            values.find_ties(ties)
         if to not in ("dcp", "safetensors") and not target.file_system.writes_at_offsets:
             write_to_store(target, lambda local: TARGETS[to](values, local, False))
             return values.ties

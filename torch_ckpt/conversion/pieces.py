@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -49,7 +49,7 @@ class Source:
     While one batch of pieces is written, a thread loads the next one. Only names with the prefix
     are converted, without it; NotFoundError if there is none. ``tensors`` and ``objects`` are by
     name, ``paths`` has the keys from the root of the nested state dict, and ``ties`` is name -> the
-    first of the names that share its tensor; see :meth:`find_ties`. ``loaded_nbytes`` counts the
+    name under which its tensor is stored; see :func:`find_ties`. ``loaded_nbytes`` counts the
     pieces that were taken so far. Raises UnsupportedError if a tensor is far larger than the files.
     """
 
@@ -110,9 +110,9 @@ class Source:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def find_ties(self) -> None:
+    def find_ties(self, named: Mapping[str, str]) -> None:
         """Sets :attr:`ties`, for formats that store a tied tensor once."""
-        self.ties = find_ties(self._values)
+        self.ties = find_ties(self._values, self.path, named)
 
     def cut(self, names: Sequence[str]) -> list[Piece]:
         """Cuts tensors into pieces, which are to be loaded in this order.

@@ -1,51 +1,112 @@
 """Finds tied tensors in a checkpoint: names whose tensors a conversion stores once.
 
-Most formats record them: two names refer to the same bytes of the same file. A checkpoint of DCP
-does not. It has the elements once for each name, so tensors with equal elements are taken for tied.
+Two names are tied only if something states it: the files, in which they refer to the same bytes,
+the model that ``config.json`` beside the checkpoint describes, or the caller. A checkpoint of DCP
+has the elements of each name, and states nothing. Equal elements are no tie: the weights of a model
+and their average are equal before the first update, and training changes one of them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Hashable, Iterable, Iterator
+import logging
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ckpt._core import _native
+from torch_ckpt.errors import MismatchError, NotFoundError, UnsupportedError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.equality import same_bits
+from torch_ckpt.formats.model_config import model_config
 from torch_ckpt.formats.opened import is_foreign
-from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
+from torch_ckpt.storage.stored_values import StoredValues, pieces_of
 
 __all__ = ["find_ties"]
 
-_MIN_NBYTES = 1 << 10
-"""Smaller tensors may be equal by chance, or buffers that each layer has."""
-
-_MIN_DISTINCT = 16
-"""Constants, masks and identity matrices have fewer distinct elements, and are equal by nature."""
-
-_SAMPLE_NBYTES = 4 << 10
-_SAMPLED_TENSORS = 256  # Loaded together.
 _PIECE_NBYTES = 8 << 20
 
+_OPTIMIZER = re.compile(r"(^|\.)(state|param_groups)\.")
+"""Optimizers update their states in place, each once for each parameter.
 
-def find_ties(values: StoredValues) -> dict[str, str]:
-    """Returns name -> the first of the names that share its tensor.
+FSDP1 and DeepSpeed store one step for several parameters. Tensors that share it would count each
+step several times.
+"""
 
-    In a checkpoint of DCP, tensors are tied if they have the same dtype, sizes and bits, and are
-    floating-point tensors of at least 1 KiB with at least 16 distinct values in a sample.
+_REPEATED = re.compile("layer|block|expert|depth")
+"""Options of a model that count modules, each with at least one name."""
+
+_LOG = logging.getLogger("torch_ckpt")
+
+
+def find_ties(values: StoredValues, path: Location, named: Mapping[str, str]) -> dict[str, str]:
+    """Returns name -> the name under which their common tensor is stored.
+
+    ``path`` is that of the checkpoint. ``named`` are the ties that the caller states. States of
+    optimizers are never tied.
+
+    Raises:
+        MismatchError: The tensors of ``named`` are of an optimizer, or not equal bit for bit.
+        NotFoundError: A name of ``named`` is not that of a tensor.
     """
-    names = values.names
-    if values.index is not None and is_foreign(values.metadata):
-        shown = {fqn: name for name, fqn in names.items()}
-        groups = _groups(
-            (extents, shown[fqn]) for fqn, extents in _extents_of(values.index) if fqn in shown
-        )
-    else:
-        groups = _equal_tensors(values)
-    return {name: group[0] for group in groups for name in group[1:]}
+    ties: dict[str, str] = {}
+    for name, first in named.items():
+        _check(values, path, name, first)
+        _tie(ties, name, first)
+    for names in (*_recorded(values), *_of_model(values, path)):
+        for name in names[1:]:
+            _tie(ties, name, names[0])
+    return ties
+
+
+def _tie(ties: dict[str, str], name: str, first: str) -> None:
+    """Ties a name, and all that are tied to it, to a name and what that is tied to."""
+    name, first = ties.get(name, name), ties.get(first, first)
+    if name != first:
+        ties.update({each: first for each, other in ties.items() if other == name} | {name: first})
+
+
+def _check(values: StoredValues, path: Location, name: str, first: str) -> None:
+    for each in (name, first):
+        if each not in values.names or not _is_tensor(values, each):
+            raise NotFoundError(f"cannot tie {name!r} to {first!r}: {path} has no tensor {each!r}")
+        if _OPTIMIZER.search(values.names[each]):
+            raise MismatchError(
+                f"cannot tie {name!r} to {first!r} in {path}: optimizers update {each!r} in place"
+            )
+    if not _are_equal(values, name, first):
+        raise MismatchError(f"cannot tie {name!r} to {first!r} in {path}: they are not equal")
+
+
+def _is_tensor(values: StoredValues, name: str) -> bool:
+    return isinstance(values.entry(name), TensorStorageMetadata)
+
+
+def _are_equal(values: StoredValues, name: str, other: str) -> bool:
+    """Returns whether two tensors have the same dtype, sizes and bits."""
+    entries = [values.entry(each) for each in (name, other)]
+    sizes, dtype = entries[0].size, entries[0].properties.dtype
+    if (sizes, dtype) != (entries[1].size, entries[1].properties.dtype):
+        return False
+    boxes = pieces_of(sizes, dtype.itemsize, _PIECE_NBYTES)
+    return all(same_bits(*values.load([(name, box), (other, box)])) for box in boxes)
+
+
+# ---- Ties that the files record ----
+
+
+def _recorded(values: StoredValues) -> list[list[str]]:
+    """Returns the groups of names that refer to the same bytes in files that record this."""
+    if values.index is None or not is_foreign(values.metadata):
+        return []
+    shown = {fqn: name for name, fqn in values.names.items() if not _OPTIMIZER.search(fqn)}
+    groups: dict[Hashable, list[str]] = {}
+    for fqn, extents in _extents_of(values.index):
+        if fqn in shown:
+            groups.setdefault(extents, []).append(shown[fqn])
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def _extents_of(index: _native.Index) -> Iterator[tuple[str, Hashable]]:
@@ -58,73 +119,58 @@ def _extents_of(index: _native.Index) -> Iterator[tuple[str, Hashable]]:
         yield fqn, (properties[0], tuple(properties[4]), extents, tuple(strides), offset)
 
 
-def _equal_tensors(values: StoredValues) -> list[list[str]]:
-    """Returns the groups of names with equal tensors. Reads only equal samples' tensors whole."""
-    alike: list[tuple[Hashable, str]] = []
-    for name in values.names:
-        entry = values.entry(name)
-        if isinstance(entry, TensorStorageMetadata) and _may_be_tied(entry):
-            alike.append(((entry.properties.dtype, entry.size), name))
-    names = [name for group in _groups(alike) for name in group]
-    samples: list[tuple[Hashable, str]] = []
-    for begin in range(0, len(names), _SAMPLED_TENSORS):
-        boxes = [
-            (name, box)
-            for name in names[begin : begin + _SAMPLED_TENSORS]
-            for box in _sample_of(values.entry(name))
-        ]
-        sampled: dict[str, list[torch.Tensor]] = {}
-        for (name, _), tensor in zip(boxes, values.load(boxes), strict=True):
-            sampled.setdefault(name, []).append(tensor.reshape(-1))
-        for name, tensors in sampled.items():
-            sample = torch.cat(tensors)
-            if _is_varied(sample):
-                sizes = tuple(values.entry(name).size)
-                samples.append(((sample.dtype, sizes, _digest([sample])), name))
-    equal = _groups(samples)
-    return _groups((_digest(_pieces(values, name)), name) for group in equal for name in group)
+# ---- Ties of a model of Hugging Face ----
 
 
-def _may_be_tied(entry: TensorStorageMetadata) -> bool:
-    dtype = entry.properties.dtype
-    nbytes = math.prod(entry.size) * dtype.itemsize
-    return (dtype.is_floating_point or dtype.is_complex) and nbytes >= _MIN_NBYTES
+def _of_model(values: StoredValues, path: Location) -> list[list[str]]:
+    """Returns the groups of names that the model of ``config.json`` ties, if they are equal.
+
+    A name with other elements is not tied: the checkpoint counts, and not what describes it.
+    """
+    groups: list[list[str]] = []
+    for group in _groups_of_model(model_config(path), path, len(values.names)):
+        names = [name for name in group if name in values.names and _is_tensor(values, name)]
+        equal = [name for name in names[1:] if _are_equal(values, names[0], name)]
+        groups += [[names[0], *equal]] if equal else []
+    return groups
 
 
-def _sample_of(entry: TensorStorageMetadata) -> list[Box]:
-    """Returns a few boxes of a tensor: at its begin, its middle and its end."""
-    first, *inner = entry.size
-    itemsize = entry.properties.dtype.itemsize
-    row_nbytes = math.prod(inner) * itemsize
-    length = min(first, max(1, _SAMPLE_NBYTES // row_nbytes))
-    offsets, sizes = next(pieces_of(inner, itemsize, _SAMPLE_NBYTES))
-    begins = dict.fromkeys((0, (first - length) // 2, first - length))
-    return [((begin, *offsets), (length, *sizes)) for begin in begins]
+def _groups_of_model(config: dict[str, Any], path: Location, count: int) -> Iterable[list[str]]:
+    """Returns the groups of names that share a parameter in the model that a config describes.
+
+    Only the class of the model knows them. So the model is made, on the meta device. ``count`` is
+    the number of names in the checkpoint.
+    """
+    ties, architectures = config.get("tie_word_embeddings"), config.get("architectures")
+    if ties is False or not isinstance(architectures, list) or not architectures:
+        return ()
+    try:
+        model = _model_of(config, str(architectures[0]), count)
+    except Exception as error:  # It may be of another version, or have code of its own.
+        if ties:
+            _LOG.warning(
+                "no names are tied, although config.json of %s has tie_word_embeddings: %s; name "
+                "them with --ties",
+                *(path, error),
+            )
+        return ()
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return groups.values()
 
 
-def _is_varied(sample: torch.Tensor) -> bool:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    elements = sample.view(integers.get(sample.dtype.itemsize, torch.int64))
-    return len(torch.unique(elements)) >= _MIN_DISTINCT
+def _model_of(config: dict[str, Any], architecture: str, count: int) -> torch.nn.Module:
+    import transformers
 
-
-def _pieces(values: StoredValues, name: str) -> Iterator[torch.Tensor]:
-    entry = values.entry(name)
-    for box in pieces_of(entry.size, entry.properties.dtype.itemsize, _PIECE_NBYTES):
-        yield from values.load([(name, box)])
-
-
-def _digest(tensors: Iterable[torch.Tensor]) -> bytes:
-    digest = hashlib.blake2b()
-    for tensor in tensors:
-        elements: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        digest.update(elements)
-    return digest.digest()
-
-
-def _groups(pairs: Iterable[tuple[Hashable, str]]) -> list[list[str]]:
-    """Returns the names with equal keys, if there are at least two, in their order."""
-    groups: dict[Hashable, list[str]] = {}
-    for key, name in pairs:
-        groups.setdefault(key, []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
+    model_class = getattr(transformers, architecture, None)
+    if not isinstance(model_class, type) or not issubclass(
+        model_class, transformers.PreTrainedModel
+    ):
+        raise UnsupportedError(f"transformers has no model {architecture!r}")
+    for key, value in config.items():  # A file of a stranger may state any number.
+        if _REPEATED.search(key) and isinstance(value, int) and value > count:
+            raise MismatchError(f"it has {key}={value}, and the checkpoint {count} names")
+    with torch.device("meta"):
+        model: torch.nn.Module = model_class(transformers.AutoConfig.for_model(**config))
+    return model

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import DTYPE_CODES
+from torch_ckpt._core.tensors import DTYPE_CODES, bytes_of
 from torch_ckpt.conversion.pieces import IO, Piece, Source
 from torch_ckpt.errors import AlreadyExistsError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
@@ -124,5 +124,5 @@ def _elements(source: Source, piece: Piece, tensor: PendingTensor) -> torch.Tens
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    elements: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    elements: Any = bytes_of(tensor).numpy()
     return memoryview(elements)

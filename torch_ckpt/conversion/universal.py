@@ -127,8 +127,8 @@ def _parameter_groups(source: Source) -> list[dict[str, Any]]:
         raise _wrong_names(source, f"it has no {_GROUPS}0.params")
     seen: set[str] = set()
     for fqn in (fqn for group in groups for fqn in group["params"]):
-        if not isinstance(fqn, str) or "/" in fqn or fqn in ("", ".", ".."):
-            raise _unsupported(source, f"{fqn!r} is not the name of a folder")
+        if not isinstance(fqn, str) or not _is_file_name(fqn) or fqn == _COMMON:
+            raise _unsupported(source, f"{fqn!r} cannot be the name of a folder")
         if fqn in seen:
             raise _unsupported(source, f"{fqn!r} is in its parameter groups twice")
         seen.add(fqn)
@@ -138,6 +138,11 @@ def _parameter_groups(source: Source) -> list[dict[str, Any]]:
         if not facts.dtype.is_floating_point or facts.dtype.itemsize > 4:
             raise _unsupported(source, f"the weights of {fqn!r} are {facts.dtype}, not fp32")
     return groups
+
+
+def _is_file_name(name: str) -> bool:
+    """Returns whether a name in a checkpoint, which may be anybody's, stays within the folder."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _different(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -236,6 +241,8 @@ def _states(source: Source, groups: list[dict[str, Any]]) -> dict[str, dict[str,
         if not name.startswith(_STATE):
             continue
         fqn, _, state = name.removeprefix(_STATE).rpartition(".")
+        if not _is_file_name(state):
+            raise _unsupported(source, f"state {state!r} of {fqn!r} cannot be the name of a file")
         if fqn not in states or state == _WEIGHTS:
             raise _unsupported(source, f"{name!r} is not a state of a parameter in a group")
         if not isinstance(value, PendingTensor | int | float):

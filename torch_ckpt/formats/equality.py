@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from torch_ckpt._core.tensors import bytes_of
+
 __all__ = ["is_equal", "same_bits"]
 
 
@@ -53,5 +55,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Returns whether two strided tensors have the same dtype, sizes, and bits of elements."""
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    bits = (one.resolve_conj().resolve_neg().contiguous().reshape(-1) for one in (x, y))
-    return torch.equal(*(one.view(torch.uint8) for one in bits))
+    x, y = bytes_of(x), bytes_of(y)
+    if x.numel() % 8 == x.storage_offset() % 8 == y.storage_offset() % 8 == 0:
+        x, y = x.view(torch.int64), y.view(torch.int64)  # Torch compares them faster than bytes.
+    return torch.equal(x, y)

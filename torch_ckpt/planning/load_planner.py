@@ -28,6 +28,7 @@ from torch_ckpt.planning.rank_state import find_rank_states
 from torch_ckpt.planning.targets import allocated, check_targets
 from torch_ckpt.planning.ties import has_no_elements, tied_names
 from torch_ckpt.planning.unrestored import RequestedNames, Unrestored, scope_of
+from torch_ckpt.planning.unscaled import unscaled_names, unscaled_warning
 
 __all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "keeps_reads"]
 
@@ -212,11 +213,13 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if self._reads is None or _tensor_view.write_faults(self._reads.sources):
             stored = self.metadata.state_dict_metadata
             check_targets(self.state_dict, [fqn for fqn in self.state_dict if fqn in stored])
-        if self.strict is False:
-            return plan
-        names = RequestedNames.of(
-            self.state_dict, self.metadata, is_partial=self.allow_partial_load
-        )
+        names = RequestedNames(())
+        if self.strict is not False:
+            names = RequestedNames.of(
+                self.state_dict, self.metadata, is_partial=self.allow_partial_load
+            )
+        unscaled = unscaled_names(self.state_dict, self.metadata)
+        names = dataclasses.replace(names, unscaled=unscaled)
         return dataclasses.replace(plan, planner_data=names)
 
     def _plan_or_differences(self) -> LoadPlan:
@@ -271,6 +274,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Warns of what the load of all ranks leaves, or raises an error if it is strict.
 
+        It warns of quantised tensors that are loaded without their scales, too.
+
         Raises:
             MismatchError: The load is strict, and would leave something.
         """
@@ -291,6 +296,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
         lines = left.warnings()
         if self.strict and lines:
             raise MismatchError(left.error())
+        if unscaled := dict.fromkeys(name for rank in ranks for name in rank.unscaled):
+            lines.append(unscaled_warning(list(unscaled), self.metadata))
         is_alone = len(ranks) == 1 < job_size and not self.is_whole
         if not (is_alone and dist.get_rank()):  # If each rank loads alone, the first one logs.
             for line in lines:

@@ -37,6 +37,7 @@ from torch_ckpt.planning.item_views import (
     PlannedMetadata,
     PlannedPaths,
 )
+from torch_ckpt.planning.placeholders import check_placeholders
 from torch_ckpt.planning.plan_cache import (
     RankPlanEntry,
     digest_of,
@@ -166,8 +167,8 @@ class FastSavePlanner(DefaultSavePlanner):
         """Lists the items of this rank.
 
         Raises:
-            UnsupportedError: A tensor is nested, or torch does not store its dtype. The message
-                names its FQN.
+            UnsupportedError: A tensor is nested, torch does not store its dtype, or ZeRO-3 has its
+                elements elsewhere. The message names its FQN.
         """
         with cpu_as_default():
             if not self._overrides_planning():
@@ -376,6 +377,8 @@ class FastSavePlanner(DefaultSavePlanner):
         # Within DCP's own functions, the coordinator is unknown, so its cache may lack the list.
         if self.enable_plan_caching and (current_call() is not None or not dist.is_initialized()):
             self._cached = self.plan_cache.find(digest)
+        if self._cached is None:
+            check_placeholders(self.state_dict)
         token = None if self._cached is None else self._cached.token
         self._listed = ColumnItems(encoded, paths, digest, token)
         self._listed.equal = () if self._cached is None else self._cached.equal

@@ -31,12 +31,13 @@ class RequestedNames:
     ``missing`` are those that the checkpoint lacks. ``stored`` is a digest of all names of the
     checkpoint, in their order, empty if the rank requests all of them: in the memory of another
     machine there are other names. ``flags`` has a byte for each name of the checkpoint, 1 if it is
-    requested; compressed.
+    requested; compressed. ``unscaled`` are quantised tensors that the rank loads without scales.
     """
 
     missing: Sequence[str]
     stored: bytes = b""
     flags: bytes = b""
+    unscaled: Sequence[str] = ()
 
     @classmethod
     def of(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import to_plain
+from torch_ckpt._core.tensors import bytes_of, to_plain
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.planning.replica_check import CheckReplicas
 
@@ -128,9 +128,7 @@ def samples_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values = tensor.detach()
         firsts, count = _native.sample_of(values.numel(), values.itemsize)
         if count == values.numel():
-            values = values.resolve_conj().resolve_neg().contiguous()
-            # One element may have any stride, and be contiguous nevertheless.
-            whole.append(values.as_strided((values.numel(),), (1,)).view(torch.uint8))
+            whole.append(bytes_of(values))
             of_tensor.append((False, values.nbytes))
             continue
         blocks += _blocks_of(values, firsts, count)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torch_ckpt._core.tensors import bytes_of
 from torch_ckpt.staging.copied_state import CopiedFile
 from torch_ckpt.staging.memory_runs import MemoryRun, runs_of
 from torch_ckpt.staging.stager import SnapshotStager
@@ -35,5 +36,5 @@ def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _memory_of(run: MemoryRun) -> torch.Tensor:
-    elements: Any = run.live().detach().contiguous().reshape(-1).view(torch.uint8)
+    elements: Any = bytes_of(run.live())
     return torch.from_numpy(elements.numpy())  # Its storage ends where the run ends.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torch_ckpt._core.tensors import DTYPE_CODES
+from torch_ckpt._core.tensors import DTYPE_CODES, bytes_of
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.equality import is_equal
@@ -153,8 +153,8 @@ def _pieces(side: StoredValues, fqns: Sequence[str]) -> Iterator[tuple[tuple[str
 
 def _difference(x: torch.Tensor, y: torch.Tensor, atol: float, rtol: float) -> tuple[int, float]:
     """Returns the number of different elements, and the largest absolute difference."""
+    unequal = (bytes_of(x) != bytes_of(y)).view(-1, x.dtype.itemsize).any(dim=1)
     x, y = x.reshape(-1), y.reshape(-1)
-    unequal = (x.view(torch.uint8) != y.view(torch.uint8)).view(-1, x.dtype.itemsize).any(dim=1)
     if not unequal.any():
         return 0, 0.0
     x, y = x[unequal], y[unequal]

@@ -18,6 +18,7 @@ from torch_ckpt._core.tensors import DTYPE_CODES, Destinations, is_temporary
 from torch_ckpt.coordination.group import Cancellable, current_call
 from torch_ckpt.errors import CheckpointError, CorruptionError, MismatchError, UnsupportedError
 from torch_ckpt.formats.allowed_classes import HOW_TO_ALLOW
+from torch_ckpt.formats.equality import same_bits
 from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, allowed_nbytes
 from torch_ckpt.formats.object_pickles import load_object
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -211,8 +212,7 @@ class _Copies:
             ValueError: An element has the value of another one.
         """
         for fqn, target, elements in self._to_check:
-            found, wanted = (t.cpu().contiguous().view(torch.uint8) for t in (target, elements))
-            if not torch.equal(found, wanted):
+            if not same_bits(target.cpu(), elements.cpu()):
                 raise ValueError(
                     f"cannot load {fqn!r}: elements of its target share memory (strides "
                     f"{list(target.stride())}), and need different values; pass a clone of it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,13 @@ from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.formats.rules import Rules
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.dtensor_boxes import load_plan_in_boxes
-from torch_ckpt.planning.load_planner import LocalReads, PlannedReads, keeps_reads
+from torch_ckpt.planning.load_planner import (
+    FastLoadPlanner,
+    LocalReads,
+    PlannedReads,
+    keeps_reads,
+)
+from torch_ckpt.planning.unscaled import unscaled_names, unscaled_warning
 from torch_ckpt.records.record import note
 from torch_ckpt.storage.exchange import (
     Assigned,
@@ -52,6 +59,8 @@ from torch_ckpt.storage.loading import Load
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 
 __all__ = ["FastReader"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 
 class FastReader(StorageReader):
@@ -414,6 +423,7 @@ class FastReader(StorageReader):
             if is_first(self._ranks):
                 bar = progress_bar("reading", self.location, load.wanted_nbytes, load.loaded_nbytes)
                 stack.enter_context(bar)
+                self._warn_of_unscaled(planner)
             try:
                 load.run(planner, exchange)
             finally:
@@ -423,6 +433,16 @@ class FastReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _warn_of_unscaled(self, planner: LoadPlanner) -> None:
+        """Warns for a planner of DCP as :class:`FastLoadPlanner` does, of this rank's names."""
+        state_dict = getattr(planner, "state_dict", None)
+        metadata = self._metadata
+        if isinstance(planner, FastLoadPlanner) or not isinstance(state_dict, dict):
+            return
+        assert metadata is not None
+        if names := unscaled_names(state_dict, metadata):
+            _LOG.warning("%s", unscaled_warning(names, metadata))
 
     def _log_loaded(self, nbytes: int, exchange: _native.ExchangeStream | None) -> None:
         details = [

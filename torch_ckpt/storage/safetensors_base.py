@@ -22,6 +22,7 @@ from torch_ckpt._core import _tensor_view
 from torch_ckpt._core.tensors import to_plain
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.equality import same_bits
 from torch_ckpt.formats.safetensors.layout import ModelLayout, TensorFacts
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.value_digests import has_memory
@@ -117,7 +118,7 @@ def _compare(
         for batch in in_batches(_pieces(stored, wanted, planner, limit, changes), _BATCH_NBYTES):
             loaded = stored.load([(fqn, box) for fqn, box, _ in batch])
             for (fqn, _, piece), other in zip(batch, loaded, strict=True):
-                if fqn not in changes.fqns and not _is_equal(piece, other):
+                if fqn not in changes.fqns and not same_bits(to_plain(piece), other):
                     changes.add(fqn)
     return BaseReport(files, frozenset(changes.fqns))
 
@@ -189,14 +190,6 @@ def _pieces(
                 yield (fqn, (at, sizes), to_plain(piece).clone()), nbytes
                 break
             yield (fqn, (at, sizes), piece), nbytes
-
-
-def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Compares bit for bit."""
-    x, y = (to_plain(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in (x, y))
-    if x.numel() % 8 == x.storage_offset() % 8 == y.storage_offset() % 8 == 0:
-        x, y = x.view(torch.int64), y.view(torch.int64)  # Torch compares them faster than bytes.
-    return torch.equal(x, y)
 
 
 def group_by_base(

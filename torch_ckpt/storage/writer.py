@@ -46,6 +46,7 @@ from torch_ckpt.planning.item_views import (
     PlannedItems,
     PlannedPaths,
 )
+from torch_ckpt.planning.placeholders import check_placeholders
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.planning.replica_check import CheckReplicas, as_mode
 from torch_ckpt.planning.replicas import (
@@ -275,6 +276,7 @@ class FastWriter(DirectoryWriter):
         if not isinstance(items, PlannedItems):  # FastSavePlanner has already checked its items.
             for item in items:
                 check_dtype(item)
+            check_placeholders(getattr(calling_planner(), "state_dict", None) or {})
         if self.rank is not None and not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         if (

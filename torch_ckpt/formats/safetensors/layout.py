@@ -20,13 +20,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ckpt._core.tensors import printable
 from torch_ckpt.errors import UnsupportedError
 
 __all__ = [
     "DTYPES",
+    "FORMAT",
     "MAX_HEADER_NBYTES",
     "ORDER",
+    "PACKED",
+    "SHARDING",
     "UNTIED",
+    "VERSION",
     "FilePlace",
     "ModelFile",
     "ModelLayout",
@@ -47,25 +52,33 @@ DTYPES = {
     "int16": ("I16", 2),
     "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
     "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
     "int8": ("I8", 1),
     "uint8": ("U8", 1),
+    "float4_e2m1fn_x2": ("F4", 1),
     "bool": ("BOOL", 1),
 }
-"""Torch dtype -> safetensors dtype and bytes per element, for all that ``safetensors.torch`` loads.
+"""Torch dtype -> safetensors dtype and bytes per element of torch, for all that the library stores.
 
 The order is that of tensors in a file of the library's writer.
 """
+
+PACKED = {"float4_e2m1fn_x2": 2}
+"""Torch dtype -> numbers in an element, which a header counts in the last dimension."""
 
 PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
 """Maximum length of a header that the library accepts."""
 
 _METADATA = "__metadata__"
-_FORMAT = {"format": "pt"}
-UNTIED = frozenset({_METADATA, *_FORMAT})
-"""Names that a header cannot record as tied to another name."""
+FORMAT = {"format": "pt"}
+SHARDING, VERSION = "DCP_SHARDING_INFO", {"DCP_VERSION": "1.0"}
+"""Keys of DCP's writer: the boxes of the tensors in a file, and the version of this record."""
+
+UNTIED = frozenset({_METADATA, SHARDING, *FORMAT, *VERSION})
+"""Names that a header cannot record as tied to another name, since it has such keys itself."""
 
 ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
 """Torch dtype -> its place among the tensors of a file."""
@@ -150,6 +163,8 @@ class ModelLayout:
         for facts in tensors:
             _check(facts)
         omitted = dict(omitted or {})
+        for name in omitted:
+            _check_name(name)
         ties: dict[str, dict[str, str]] = {}
         for name, first in omitted.items():
             ties.setdefault(first, {})[name] = first
@@ -201,13 +216,28 @@ def _check(facts: TensorFacts) -> None:
         raise UnsupportedError(
             f"cannot store {facts.fqn!r} as safetensors: the format does not support {facts.dtype}"
         )
-    if facts.fqn == _METADATA:
-        raise UnsupportedError(f"cannot store {facts.fqn!r} as safetensors: the name is reserved")
+    if facts.dtype in PACKED and not facts.sizes:
+        raise UnsupportedError(
+            f"cannot store {facts.fqn!r} as safetensors: it has half of a {facts.dtype}"
+        )
+    _check_name(facts.fqn)
+
+
+def _check_name(fqn: str) -> None:
+    if fqn == _METADATA:
+        raise UnsupportedError(f"cannot store {fqn!r} as safetensors: the name is reserved")
+    if printable(fqn) != fqn:
+        raise UnsupportedError(
+            f"cannot store {fqn!r} as safetensors: the name has no UTF-8 encoding"
+        )
 
 
 def _entry(facts: TensorFacts, begin: int) -> dict[str, Any]:
     offsets = [begin, begin + facts.nbytes]
-    return {"dtype": DTYPES[facts.dtype][0], "shape": facts.sizes, "data_offsets": offsets}
+    sizes = list(facts.sizes)
+    if facts.dtype in PACKED:
+        sizes[-1] *= PACKED[facts.dtype]
+    return {"dtype": DTYPES[facts.dtype][0], "shape": sizes, "data_offsets": offsets}
 
 
 def _dump(header: dict[str, Any]) -> bytes:
@@ -222,7 +252,7 @@ def _header(
     tensors: Sequence[TensorFacts], ties: Mapping[str, Mapping[str, str]], states_boxes: bool
 ) -> tuple[bytes, int]:
     """Returns the header of a file, and the total bytes of its tensors."""
-    metadata = dict(_FORMAT)
+    metadata = dict(FORMAT)
     entries: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for facts in tensors:
@@ -231,7 +261,7 @@ def _header(
         end += facts.nbytes
     if states_boxes:
         boxes = {facts.fqn: {"saved_offsets": [0] * len(facts.sizes)} for facts in tensors}
-        metadata.update(DCP_SHARDING_INFO=json.dumps(boxes), DCP_VERSION="1.0")
+        metadata.update({SHARDING: json.dumps(boxes), **VERSION})
     text = _dump(entries)
     text = text.ljust(_padded_nbytes(len(text)) - 8)
     return len(text).to_bytes(8, "little") + text, end
@@ -244,7 +274,7 @@ def _shards(
 ) -> list[list[TensorFacts]]:
     """Splits tensors, in the given order, into as few files as possible."""
     shards: list[list[TensorFacts]] = [[]]
-    empty_nbytes = len(_dump({_METADATA: _FORMAT}))
+    empty_nbytes = len(_dump({_METADATA: FORMAT}))
     header_nbytes, payload_nbytes = empty_nbytes, 0
     for facts in tensors:
         entry_nbytes = len(_dump({facts.fqn: _entry(facts, 0)})) + _OFFSETS_NBYTES

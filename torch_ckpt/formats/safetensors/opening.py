@@ -33,7 +33,14 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import ForeignFiles, Opened
-from torch_ckpt.formats.safetensors.layout import DTYPES, MAX_HEADER_NBYTES
+from torch_ckpt.formats.safetensors.layout import (
+    DTYPES,
+    FORMAT,
+    MAX_HEADER_NBYTES,
+    PACKED,
+    SHARDING,
+    VERSION,
+)
 
 __all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory", "read_tensors"]
 
@@ -44,12 +51,10 @@ _SAMPLE_NBYTES = 4 << 10
 _LENGTH_NBYTES = 8
 _INDEX_SUFFIX = ".safetensors.index.json"
 
-# Safetensors dtype -> torch dtype, and bits per element.
+# Safetensors dtype -> torch dtype, and bits per number.
 _DTYPES = {
-    **{word: (name, 8 * itemsize) for name, (word, itemsize) in DTYPES.items()},
-    "F8_E8M0": ("float8_e8m0fnu", 8),  # The library does not load this dtype.
-    # Packed elements, for which torch has no dtype.
-    "F4": ("", 4),
+    **{word: (name, 8 * nbytes // PACKED.get(name, 1)) for name, (word, nbytes) in DTYPES.items()},
+    # Packed numbers, for which torch has no dtype.
     "F6_E2M3": ("", 6),
     "F6_E3M2": ("", 6),
 }
@@ -60,8 +65,12 @@ BoxedTensor = tuple[torch.dtype, tuple[int, ...], "list[_native.IndexBox]"]
 
 
 class _Tensor(NamedTuple):
-    """A tensor in a header; its elements are bytes ``[begin, end)`` of the file."""
+    """A tensor in a header; its elements are bytes ``[begin, end)`` of the file.
 
+    ``word`` is the dtype of the header. Torch's is empty if torch cannot have the tensor.
+    """
+
+    word: str
     dtype: str
     sizes: list[int]
     begin: int
@@ -79,7 +88,7 @@ class _Header:
 
 def _without_dtype(fqn: str, word: str, path: Location) -> UnsupportedError:
     """Returns the error for a tensor whose dtype torch does not have."""
-    packs = f"its dtype {word} packs several elements into a byte"
+    packs = f"its dtype {word} packs several numbers into a byte, and torch cannot have its shape"
     why = packs if word in _DTYPES else f"unknown dtype {word!r}"
     return UnsupportedError(f"cannot load {fqn!r} of {path}: {why}")
 
@@ -144,18 +153,13 @@ def read_tensors(
     """
     header = _read_header(path)
     found: dict[str, BoxedTensor | CheckpointError] = {}
-    for fqn, (word, sizes, begin, end) in header.tensors.items():
-        if not (name := _dtype_of(word)):
+    for fqn, (word, name, sizes, begin, end) in header.tensors.items():
+        if not name:
             found[fqn] = _without_dtype(fqn, word, path)
             continue
         box = ([0] * len(sizes), sizes, number, begin, end - begin, True, ())
         found[fqn] = getattr(torch, name), tuple(sizes), [box]
     return header.file_nbytes, header.digest, found
-
-
-def _dtype_of(word: str) -> str:
-    """Returns the name of torch's dtype; an empty text if it has none."""
-    return _DTYPES.get(word, ("", 0))[0]
 
 
 @dataclass
@@ -164,7 +168,7 @@ class _Merged:
 
     foreign: ForeignFiles
     boxes: dict[str, list[_native.IndexBox]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)  # Safetensors', and torch's.
     errors: dict[str, CheckpointError] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     digest: Any = field(default_factory=hashlib.sha256)
@@ -182,11 +186,11 @@ class _Merged:
                     "which does not contain it"
                 )
                 continue
-            dtype, sizes, begin, end = tensor
-            if self.dtypes.setdefault(fqn, dtype) != dtype:
+            word, dtype, sizes, begin, end = tensor
+            if self.dtypes.setdefault(fqn, (word, dtype)) != (word, dtype):
                 self.errors[fqn] = CorruptionError(
-                    f"cannot load {self.foreign.path}: {fqn!r} has dtype {dtype} in {name}, and "
-                    f"{self.dtypes[fqn]} in another file"
+                    f"cannot load {self.foreign.path}: {fqn!r} has dtype {word} in {name}, and "
+                    f"{self.dtypes[fqn][0]} in another file"
                 )
             offsets = header.box_offsets.get(fqn) or [0] * len(sizes)
             box = (offsets, sizes, number, begin, end - begin, True, ())
@@ -201,15 +205,15 @@ class _Merged:
         for fqn, boxes in self.boxes.items():
             if fqn in self.errors:
                 continue
-            word = self.dtypes[fqn]
+            word, dtype = self.dtypes[fqn]
             try:
                 sizes = self._sizes(fqn)
-                if not _dtype_of(word):
+                if not dtype:
                     raise _without_dtype(fqn, word, foreign.path)
             except (CorruptionError, MismatchError, UnsupportedError) as error:
                 foreign.add_unreadable(fqn, error, boxes[0][2:5])
                 continue
-            properties = (_dtype_of(word), "contiguous_format", False, False, sizes)
+            properties = (dtype, "contiguous_format", False, False, sizes)
             foreign.entries.append((fqn, properties, boxes))
         for fqn, why in self.errors.items():
             foreign.add_unreadable(fqn, why)
@@ -310,7 +314,12 @@ def _read_header(path: Location) -> _Header:
     ties = {
         fqn: first
         for fqn, first in free_text.items()
-        if isinstance(first, str) and first in checked and fqn not in checked
+        if isinstance(first, str)
+        and first in checked
+        and fqn not in checked
+        # A tensor may have the name "pt" or "1.0".
+        and fqn not in FORMAT
+        and VERSION.get(fqn) != first
     }
     return _Header(file_nbytes, checked, offsets, ties, digest.digest())
 
@@ -353,8 +362,8 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
             f"{file_nbytes - data_begin} bytes of data"
         )
     if dtype not in _DTYPES:
-        return _Tensor(dtype, sizes, data_begin + begin, data_begin + end)
-    bits = _DTYPES[dtype][1]
+        return _Tensor(dtype, "", sizes, data_begin + begin, data_begin + end)
+    name, bits = _DTYPES[dtype]
     # Even if one size is 0, the others must not overflow.
     numel, extent = 1, bits
     for size in sizes:
@@ -366,7 +375,10 @@ def _check_tensor(facts: Any, data_begin: int, file_nbytes: int, where: str) -> 
         raise CorruptionError(
             f"cannot read {where}: {dtype} of shape {sizes} does not have {end - begin} bytes"
         )
-    return _Tensor(dtype, sizes, data_begin + begin, data_begin + end)
+    if name in PACKED:
+        count, rest = divmod(sizes[-1], PACKED[name])
+        name, sizes = ("", sizes) if rest else (name, [*sizes[:-1], count])
+    return _Tensor(dtype, name, sizes, data_begin + begin, data_begin + end)
 
 
 def _are_lengths(numbers: object) -> bool:
@@ -395,8 +407,8 @@ def _box_offsets(
     free_text: Mapping[str, object], tensors: Mapping[str, _Tensor], path: Location
 ) -> dict[str, list[int]]:
     """Returns FQN -> offsets of its box in the whole tensor, from the metadata of DCP's writer."""
-    text = free_text.get("DCP_SHARDING_INFO")
-    if text is None:
+    text = free_text.get(SHARDING)
+    if text is None or text in tensors:  # Versions before 0.3.0 recorded ties of any name.
         return {}
     facts = _parse_json(text.encode(), str(path)) if isinstance(text, str) else None
     out: dict[str, list[int]] = {}
@@ -410,7 +422,7 @@ def _box_offsets(
             or any(o + s > _MAX_NBYTES for o, s in zip(offsets, tensor.sizes, strict=True))
         ):
             raise CorruptionError(
-                f"cannot read {fqn!r} of {path}: DCP_SHARDING_INFO has no valid offsets for it"
+                f"cannot read {fqn!r} of {path}: {SHARDING} has no valid offsets for it"
             )
         out[fqn] = offsets
     return out

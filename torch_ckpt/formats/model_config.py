@@ -1,0 +1,29 @@
+"""``config.json``, by which a directory with a model of Hugging Face describes the model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["model_config"]
+
+_NAME = "config.json"
+_MAX_NBYTES = 1 << 20
+
+
+def model_config(path: Location) -> dict[str, Any]:
+    """Returns the ``config.json`` in a checkpoint's directory or beside it, or an empty dict.
+
+    A file that is longer than 1 MiB, or that is no JSON object, is not one of Hugging Face.
+    """
+    for folder in (path, path.parent):
+        with contextlib.suppress(CheckpointError, ValueError, RecursionError):
+            nbytes, data = (folder / _NAME).read_range(0, _MAX_NBYTES)
+            config = json.loads(data) if nbytes == len(data) else None
+            if isinstance(config, dict):
+                return config
+    return {}
