@@ -1,0 +1,247 @@
+"""Pickles objects as ``torch.save`` does, without the memory around the tensors in them."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import io
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from torch_ckpt._core.tensors import MemoryFaultError, memory_fault
+from torch_ckpt.staging.memory_faults import in_object
+from torch_ckpt.staging.memory_runs import CopiedTensor, MemoryRun, copy_elements, runs_of
+
+__all__ = ["check_values", "has_slack", "pickle_object"]
+
+_ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
+_BY_ITEMSIZE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+_SEVERAL_TO_A_BYTE = frozenset({torch.quint4x2, torch.quint2x4})
+
+# Functions whose first arguments are storage, offset, sizes and strides, in elements.
+_REBUILDS = frozenset(
+    {
+        torch._utils._rebuild_qtensor,
+        torch._utils._rebuild_tensor_v2,
+        torch._utils._rebuild_tensor_v3,
+    }
+)
+
+
+def pickle_object(value: Any, fqn: str) -> io.BytesIO:
+    """Pickles an object in memory.
+
+    A part of a storage that no tensor in the object uses is left out. Tensors that share elements
+    share them after a load, too. Raises ValueError if the storage of a tensor is too short for it,
+    with the path of the tensor in the object.
+    """
+    stream = io.BytesIO()
+    tensors = _tensors_of(value, fqn)
+    if tensors is None or not tensors.has_slack:
+        torch.save(value, stream)
+        return stream
+    moved = tensors.moved()
+
+    class Pickler(_Pickler):
+        change = staticmethod(moved)
+
+    module: Any = types.SimpleNamespace(__name__=__name__, Pickler=Pickler)
+    torch.save(value, stream, pickle_module=module)
+    return stream
+
+
+def check_values(value: Any, fqn: str) -> None:
+    """Raises ValueError if the storage of a tensor in an object is too short for it."""
+    _tensors_of(value, fqn)
+
+
+def has_slack(tensor: torch.Tensor, fqn: str) -> bool:
+    """Returns whether ``torch.save`` would write more than the elements of a tensor.
+
+    Raises ValueError if a storage is too short for the tensor.
+    """
+    tensors = _tensors_of(tensor, fqn)
+    return tensors is not None and tensors.has_slack
+
+
+def _tensors_of(value: Any, fqn: str) -> _Tensors | None:
+    """Returns the tensors in an object; ``None`` if it cannot be pickled."""
+    if type(value) in _ATOMS:
+        return None
+    tensors = _Tensors()
+    try:
+        _Finder(tensors).dump(value)
+    except MemoryFaultError as fault:
+        raise in_object(fault, fqn, value) from None
+    except Exception:
+        return None  # The caller pickles it as well, and gets the error.
+    return tensors
+
+
+_Reduced = tuple[Any, ...]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles what ``change`` makes of the values that rebuild a tensor."""
+
+    change: Callable[[_Reduced], _Reduced]
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickles a tensor."""
+        if not isinstance(value, torch.Tensor) or type(value) in copyreg.dispatch_table:
+            return NotImplemented
+        reduced = value.__reduce_ex__(2)
+        return self.change(reduced) if isinstance(reduced, tuple) else reduced
+
+
+class _Finder(_Pickler):
+    """Finds the tensors in an object, which pickling finds in any class."""
+
+    def __init__(self, tensors: _Tensors) -> None:
+        super().__init__(_Sink(), protocol=2)
+        self.change = tensors.add
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        """Finds a storage that something else than a tensor refers to."""
+        untyped = value._untyped_storage if isinstance(value, TypedStorage) else value
+        if not isinstance(untyped, UntypedStorage):
+            return None
+        self._tensors.keep(untyped)
+        return "storage"
+
+
+class _Sink:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+# Id of the storage; dtype; offset, sizes and strides in elements.
+_Key = tuple[int, torch.dtype, int, tuple[int, ...], tuple[int, ...]]
+
+
+class _Tensors:
+    """The tensors in an object, and the memory that they need."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[_Key, CopiedTensor]] = {}  # By the id of the storage.
+        self._storages: dict[int, UntypedStorage] = {}  # They stay alive, so no id is used twice.
+        self._kept: set[int] = set()
+
+    def add(self, reduced: _Reduced) -> _Reduced:
+        """Adds a tensor; returns its values without the storage.
+
+        Raises MemoryFaultError if the storage is too short.
+        """
+        where = _where(reduced)
+        if where is None:
+            return reduced
+        storage, key = where
+        self._storages[key[0]] = storage
+        of_storage = self._found.setdefault(key[0], {})
+        if key not in of_storage:
+            of_storage[key] = _tensor_at(storage, key)
+        return _with_storage(reduced, None)
+
+    def keep(self, storage: UntypedStorage) -> None:
+        """Leaves a storage whole."""
+        self._kept.add(storage._cdata)
+
+    @functools.cached_property
+    def _runs(self) -> dict[int, list[MemoryRun]]:
+        """The runs of each storage that has more than these, by its id."""
+        out = {}
+        for number, tensors in self._found.items():
+            used = [tensor for tensor in tensors.values() if tensor.live.numel()]
+            runs = runs_of(used, keeps_sharing=True)
+            nbytes = self._storages[number].nbytes()
+            if number not in self._kept and sum(run.nbytes for run in runs) < nbytes:
+                out[number] = runs
+        return out
+
+    @property
+    def has_slack(self) -> bool:
+        """Whether a storage has memory that no tensor uses."""
+        return bool(self._runs)
+
+    def moved(self) -> Callable[[_Reduced], _Reduced]:
+        """Copies the memory that tensors use; returns what puts a tensor over its copy."""
+        copies: dict[_Key, torch.Tensor] = {}
+        for number, runs in self._runs.items():
+            for run in runs:
+                live = run.live()
+                memory = torch.empty(run.nbytes, dtype=torch.uint8, device=live.device)
+                copy_elements(live, memory)
+                run.set_memory(memory)
+            copies |= {key: copy for key, (_, copy) in self._found[number].items()}
+
+        def move(reduced: _Reduced) -> _Reduced:
+            where = _where(reduced)
+            copy = None if where is None else copies.get(where[1])
+            if copy is None:
+                return reduced
+            return _with_storage(reduced, copy)
+
+        return move
+
+
+def _tensor_at(storage: UntypedStorage, key: _Key) -> CopiedTensor:
+    """Returns a tensor of a storage, in an integer dtype, and its copy, which has no memory yet."""
+    _, dtype, offset, sizes, strides = key
+    options: Any = {"dtype": _BY_ITEMSIZE[dtype.itemsize], "device": storage.device}
+    if not all(sizes):
+        return CopiedTensor(*(torch.empty_strided(sizes, strides, **options) for _ in range(2)))
+    steps = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    needed, found = (offset + steps + 1) * dtype.itemsize, storage.nbytes()
+    if needed > found:
+        raise memory_fault(dtype, sizes, needed, found)
+    live, copy = (torch.empty(0, **options) for _ in range(2))
+    with torch.no_grad():
+        live.set_(storage, offset, sizes, strides)
+    return CopiedTensor(live, copy)
+
+
+def _where(reduced: _Reduced) -> tuple[UntypedStorage, _Key] | None:
+    """Returns the storage of a tensor, and the part that it uses; ``None`` if it has none."""
+    function, arguments, *_ = reduced
+    if function is torch._tensor._rebuild_from_type_v2:
+        return _where((arguments[0], arguments[2]))
+    if function not in _REBUILDS:
+        return None
+    storage, offset, sizes, strides = arguments[:4]
+    untyped = storage._untyped_storage if isinstance(storage, TypedStorage) else storage
+    dtype = storage.dtype if isinstance(storage, TypedStorage) else arguments[6]
+    if not isinstance(untyped, UntypedStorage) or dtype in _SEVERAL_TO_A_BYTE:
+        return None
+    if untyped.nbytes() and not untyped.data_ptr():
+        return None  # A wrapper subclass, whose values are in other tensors.
+    return untyped, (untyped._cdata, dtype, offset, tuple(sizes), tuple(strides))
+
+
+def _with_storage(reduced: _Reduced, copy: torch.Tensor | None) -> _Reduced:
+    """Returns the values that rebuild a tensor over its copy; over no storage if it is ``None``."""
+    function, arguments, *more = reduced
+    if function is torch._tensor._rebuild_from_type_v2:
+        inner = _with_storage((arguments[0], arguments[2]), copy)
+        return (function, (arguments[0], arguments[1], inner[1], *arguments[3:]), *more)
+    storage, _, sizes, _ = arguments[:4]
+    if copy is None:
+        return (function, (None, *arguments[1:]), *more)
+    untyped = copy.untyped_storage()
+    if isinstance(storage, TypedStorage):
+        moved = TypedStorage(wrap_storage=untyped, dtype=storage.dtype, _internal=True)
+    else:
+        moved = untyped
+    strides = copy.stride()
+    return (function, (moved, copy.storage_offset(), sizes, strides, *arguments[4:]), *more)
