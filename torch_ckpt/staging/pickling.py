@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
 import pickle
+import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 from torch_ckpt._core.tensors import MemoryFaultError, memory_fault
+from torch_ckpt._core.unpickling import MAIN_OF_SPAWNED
 from torch_ckpt.staging.memory_faults import in_object
 from torch_ckpt.staging.memory_runs import CopiedTensor, MemoryRun, copy_elements, runs_of
 
@@ -48,17 +52,49 @@ def pickle_object(value: Any, fqn: str) -> io.BytesIO:
     """
     stream = io.BytesIO()
     tensors = _tensors_of(value, fqn)
-    if tensors is None or not tensors.has_slack:
-        torch.save(value, stream)
-        return stream
-    moved = tensors.moved()
-
-    class Pickler(_Pickler):
-        change = staticmethod(moved)
-
-    module: Any = types.SimpleNamespace(__name__=__name__, Pickler=Pickler)
-    torch.save(value, stream, pickle_module=module)
+    options: Any = {}
+    if tensors is not None and tensors.has_slack:
+        pickler = type("_Moving", (_Pickler,), {"change": staticmethod(tensors.moved())})
+        options["pickle_module"] = types.SimpleNamespace(__name__=__name__, Pickler=pickler)
+    with _main_script_as_main():
+        torch.save(value, stream, **options)
     return stream
+
+
+@contextlib.contextmanager
+def _main_script_as_main() -> Iterator[None]:
+    """Gives classes and functions of the main script their names in other processes.
+
+    In a process that ``multiprocessing`` has spawned, they are named after ``__mp_main__``, which
+    no other process has.
+    """
+    main = sys.modules.get(MAIN_OF_SPAWNED)
+    if main is None or sys.modules.get("__main__") is not main:
+        yield
+        return
+    with _RENAMING:
+        renamed = list(_defined_in(main, set()))
+        try:
+            for value in renamed:
+                value.__module__ = "__main__"
+            yield
+        finally:
+            for value in renamed:
+                value.__module__ = MAIN_OF_SPAWNED
+
+
+_RENAMING = threading.Lock()
+
+
+def _defined_in(namespace: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the classes and functions of the main script, with those in its classes."""
+    for value in [*vars(namespace).values()]:
+        is_own = getattr(value, "__module__", None) == MAIN_OF_SPAWNED
+        if isinstance(value, type | types.FunctionType) and is_own and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            if isinstance(value, type):
+                yield from _defined_in(value, seen)
 
 
 def check_values(value: Any, fqn: str) -> None:
