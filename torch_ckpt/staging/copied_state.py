@@ -46,6 +46,9 @@ class CopiedState(StateDictStager):
     memory. Raises the error of an object that cannot be copied.
     """
 
+    keeps_sharing = False
+    """Whether an element that several of ``tensors`` have must have one copy."""
+
     def __init__(self, state_dict: dict[str, Any]) -> None:
         super().__init__()
         self.tensors: list[CopiedTensor] = []
@@ -217,12 +220,12 @@ class CopiedFile(CopiedState):
     A checkpoint of DCP has neither. Attributes of a parameter in training may be large.
     """
 
+    keeps_sharing = True
+
     def _copy(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
         y = super()._copy(x, memo)
         attributes, is_parameter = vars(x), type(x) is torch.nn.Parameter
-        if isinstance(y, _Deferred) or not (
-            is_parameter or (attributes and type(x) is torch.Tensor)
-        ):
+        if isinstance(y, _Deferred) or not (is_parameter or attributes):
             return y
         copies = self.deepcopy_with_tensor_offload(attributes, self._memo_of_objects)
 
