@@ -144,8 +144,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         Raises:
             CheckpointError: The load failed. The error is that of the first rank with one.
             NotFoundError: A rank lacks the directory or a file. It names the rank and its machine.
-            MismatchError: ``load_contents`` has what the checkpoint lacks, the checkpoint has
-                adapters that the model lacks, or verl has saved to the same directory later.
+            MismatchError: ``load_contents`` has what the checkpoint lacks, only one of checkpoint
+                and model has an adapter, or verl has saved to the same directory later.
             UnsupportedError: verl wrote the optimizer states of FSDP1 on another number of ranks.
             ValueError: ``load_contents`` has the model or the optimizer, and there is none.
         """
@@ -196,9 +196,13 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         state, model = self._state(contents, "load")
         in_file = {name.partition(".")[2] for name in stored if name.startswith("model.")}
         if "model" in state and self.is_lora_only_state_dict(in_file):
-            if unknown := sorted(in_file - state["model"].keys()):
+            own = {name for name in state["model"] if self.is_lora_only_state_dict({name})}
+            unknown = [f"the model has no {name!r}" for name in sorted(in_file - own)]
+            missing = [f"the checkpoint has no {name!r}" for name in sorted(own - in_file)]
+            if found_only_once := unknown + missing:
+                more = f" (and {len(found_only_once) - 1} more)" if found_only_once[1:] else ""
                 raise MismatchError(
-                    f"cannot load the adapters in {local_path}: the model has no {unknown[0]!r}; "
+                    f"cannot load the adapters in {local_path}: {found_only_once[0]}{more}; "
                     "set model.lora_rank and model.target_modules as in the saved training"
                 )
             state["model"] = {name: state["model"][name] for name in in_file}

@@ -235,17 +235,17 @@ class _Tensors:
 def _tensor_at(storage: UntypedStorage, key: _Key) -> CopiedTensor:
     """Returns a tensor of a storage, in an integer dtype, and its copy, which has no memory yet."""
     _, dtype, offset, sizes, strides = key
-    options: Any = {"dtype": _BY_ITEMSIZE[dtype.itemsize], "device": storage.device}
+    plain, device = _BY_ITEMSIZE[dtype.itemsize], storage.device
     if not all(sizes):
-        return CopiedTensor(*(torch.empty_strided(sizes, strides, **options) for _ in range(2)))
+        empty = torch.empty_strided(sizes, strides, dtype=plain, device=device)
+        return CopiedTensor(empty, empty)
     steps = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     needed, found = (offset + steps + 1) * dtype.itemsize, storage.nbytes()
     if needed > found:
         raise memory_fault(dtype, sizes, needed, found)
-    live, copy = (torch.empty(0, **options) for _ in range(2))
-    with torch.no_grad():
-        live.set_(storage, offset, sizes, strides)
-    return CopiedTensor(live, copy)
+    live: Any = torch.empty(0, dtype=plain, device=device)
+    live.set_(storage, offset, sizes, strides)
+    return CopiedTensor(live, torch.empty(0, dtype=plain, device=device))
 
 
 def _where(reduced: _Reduced) -> tuple[UntypedStorage, _Key] | None:
