@@ -44,6 +44,19 @@ def _is_verls(name: str) -> bool:
     return "_world_size_" in name and name.endswith(".pt")
 
 
+def _check_adapters(path: str, in_file: Collection[str], in_model: Collection[str]) -> None:
+    """Raises MismatchError if only the checkpoint, or only the model, has an adapter."""
+    unknown = [f"the model has no {name!r}" for name in sorted({*in_file} - {*in_model})]
+    missing = [f"the checkpoint has no {name!r}" for name in sorted({*in_model} - {*in_file})]
+    for first in [*unknown, *missing][:1]:
+        others = len(unknown) + len(missing) - 1
+        more = f" (and {others} more)" if others else ""
+        raise MismatchError(
+            f"cannot load the adapters in {path}: {first}{more}; set model.lora_rank and "
+            "model.target_modules as in the saved training"
+        )
+
+
 class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     """Saves the model, the optimizer and the extra state of verl's workers as one checkpoint.
 
@@ -196,15 +209,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         state, model = self._state(contents, "load")
         in_file = {name.partition(".")[2] for name in stored if name.startswith("model.")}
         if "model" in state and self.is_lora_only_state_dict(in_file):
-            own = {name for name in state["model"] if self.is_lora_only_state_dict({name})}
-            unknown = [f"the model has no {name!r}" for name in sorted(in_file - own)]
-            missing = [f"the checkpoint has no {name!r}" for name in sorted(own - in_file)]
-            if found_only_once := unknown + missing:
-                more = f" (and {len(found_only_once) - 1} more)" if found_only_once[1:] else ""
-                raise MismatchError(
-                    f"cannot load the adapters in {local_path}: {found_only_once[0]}{more}; "
-                    "set model.lora_rank and model.target_modules as in the saved training"
-                )
+            adapters = {name for name in state["model"] if self.is_lora_only_state_dict({name})}
+            _check_adapters(local_path, in_file, adapters)
             state["model"] = {name: state["model"][name] for name in in_file}
         self._choose_extra(state, found)
         if is_verls and "optim" in state:

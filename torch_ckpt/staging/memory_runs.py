@@ -182,8 +182,8 @@ def _have_common_elements(runs: Sequence[MemoryRun]) -> bool:
     packed = [run for run in runs if run.is_packed]
     if len({run.tensors[0][0].live.itemsize for run in packed}) > 1:
         return True  # Elements of one dtype may overlap with parts of others.
-    offsets = [_offsets_in(run).unique() for run in packed]
-    if len(torch.cat(offsets).unique()) < sum(map(len, offsets)):
+    offsets = [torch.unique(_offsets_in(run)) for run in packed]
+    if len(torch.unique(torch.cat(offsets))) < sum(map(len, offsets)):
         return True
     ranges = [(run.begin, run.end) for run in runs if not run.is_packed]
     return any(((o >= begin) & (o < end)).any() for o in offsets for begin, end in ranges)

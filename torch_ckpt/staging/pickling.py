@@ -8,7 +8,6 @@ import functools
 import io
 import pickle
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from torch_ckpt._core.unpickling import MAIN_OF_SPAWNED
 from torch_ckpt.staging.memory_faults import in_object
 from torch_ckpt.staging.memory_runs import CopiedTensor, MemoryRun, copy_elements, runs_of
 
-__all__ = ["check_values", "has_slack", "pickle_object"]
+__all__ = ["has_slack", "pickle_object"]
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
 _BY_ITEMSIZE = {
@@ -51,13 +50,15 @@ def pickle_object(value: Any, fqn: str) -> io.BytesIO:
     with the path of the tensor in the object.
     """
     stream = io.BytesIO()
-    tensors = _tensors_of(value, fqn)
-    options: Any = {}
-    if tensors is not None and tensors.has_slack:
-        pickler = type("_Moving", (_Pickler,), {"change": staticmethod(tensors.moved())})
-        options["pickle_module"] = types.SimpleNamespace(__name__=__name__, Pickler=pickler)
     with _main_script_as_main():
-        torch.save(value, stream, **options)
+        if type(value) in _ATOMS:
+            torch.save(value, stream)
+            return stream
+        tensors = _save(value, fqn, stream, stops=lambda found: found.has_slack)
+        if tensors.has_slack:
+            stream = io.BytesIO()
+            pickler = type("_Moving", (_Pickler,), {"change": staticmethod(tensors.moved())})
+            torch.save(value, stream, pickle_module=_module(pickler))
     return stream
 
 
@@ -72,18 +73,14 @@ def _main_script_as_main() -> Iterator[None]:
     if main is None or sys.modules.get("__main__") is not main:
         yield
         return
-    with _RENAMING:
-        renamed = list(_defined_in(main, set()))
-        try:
-            for value in renamed:
-                value.__module__ = "__main__"
-            yield
-        finally:
-            for value in renamed:
-                value.__module__ = MAIN_OF_SPAWNED
-
-
-_RENAMING = threading.Lock()
+    renamed = list(_defined_in(main, set()))
+    try:
+        for value in renamed:
+            value.__module__ = "__main__"
+        yield
+    finally:
+        for value in renamed:
+            value.__module__ = MAIN_OF_SPAWNED
 
 
 def _defined_in(namespace: Any, seen: set[int]) -> Iterator[Any]:
@@ -97,32 +94,62 @@ def _defined_in(namespace: Any, seen: set[int]) -> Iterator[Any]:
                 yield from _defined_in(value, seen)
 
 
-def check_values(value: Any, fqn: str) -> None:
-    """Raises ValueError if the storage of a tensor in an object is too short for it."""
-    _tensors_of(value, fqn)
+def has_slack(value: Any, fqn: str) -> bool:
+    """Returns whether ``torch.save`` would write memory that no tensor in an object uses.
 
-
-def has_slack(tensor: torch.Tensor, fqn: str) -> bool:
-    """Returns whether ``torch.save`` would write more than the elements of a tensor.
-
-    Raises ValueError if a storage is too short for the tensor.
+    Raises ValueError if the storage of a tensor is too short for it.
     """
-    tensors = _tensors_of(tensor, fqn)
-    return tensors is not None and tensors.has_slack
-
-
-def _tensors_of(value: Any, fqn: str) -> _Tensors | None:
-    """Returns the tensors in an object; ``None`` if it cannot be pickled."""
     if type(value) in _ATOMS:
-        return None
-    tensors = _Tensors()
+        return False
     try:
-        _Finder(tensors).dump(value)
-    except MemoryFaultError as fault:
-        raise in_object(fault, fqn, value) from None
+        return _save(value, fqn, io.BytesIO(), stops=lambda _: True).has_slack
+    except MemoryFaultError:
+        raise
     except Exception:
-        return None  # The caller pickles it as well, and gets the error.
+        return False  # Who pickles it gets the error.
+
+
+def _save(
+    value: Any, fqn: str, stream: io.BytesIO, *, stops: Callable[[_Tensors], bool]
+) -> _Tensors:
+    """Saves an object, unless ``stops`` returns ``True``. Returns the tensors in the object.
+
+    ``torch.save`` has then pickled the object, but has not written a storage.
+    """
+    tensors = _Tensors()
+
+    class Pickler(_Pickler):
+        change = tensors.add
+
+        def __init_subclass__(cls) -> None:
+            id_of: Any = cls.persistent_id  # Torch's.
+
+            def persistent_id(pickler: Any, value: Any) -> Any:
+                tensors.add_storage(value)
+                return id_of(pickler, value)
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+        def dump(self, value: Any) -> None:
+            super().dump(value)
+            if stops(tensors):
+                raise _StoppedError
+
+    with contextlib.suppress(_StoppedError):
+        try:
+            torch.save(value, stream, pickle_module=_module(Pickler))
+        except MemoryFaultError as fault:
+            raise in_object(fault, fqn, value) from None
     return tensors
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _module(pickler: type[pickle.Pickler]) -> Any:
+    """Returns the ``pickle_module`` of ``torch.save``."""
+    return types.SimpleNamespace(__name__=__name__, Pickler=pickler)
 
 
 _Reduced = tuple[Any, ...]
@@ -137,30 +164,8 @@ class _Pickler(pickle.Pickler):
         """Pickles a tensor."""
         if not isinstance(value, torch.Tensor) or type(value) in copyreg.dispatch_table:
             return NotImplemented
-        reduced = value.__reduce_ex__(2)
+        reduced: Any = value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return self.change(reduced) if isinstance(reduced, tuple) else reduced
-
-
-class _Finder(_Pickler):
-    """Finds the tensors in an object, which pickling finds in any class."""
-
-    def __init__(self, tensors: _Tensors) -> None:
-        super().__init__(_Sink(), protocol=2)
-        self.change = tensors.add
-        self._tensors = tensors
-
-    def persistent_id(self, value: Any) -> Any:
-        """Finds a storage that something else than a tensor refers to."""
-        untyped = value._untyped_storage if isinstance(value, TypedStorage) else value
-        if not isinstance(untyped, UntypedStorage):
-            return None
-        self._tensors.keep(untyped)
-        return "storage"
-
-
-class _Sink:
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 # Id of the storage; dtype; offset, sizes and strides in elements.
@@ -174,9 +179,10 @@ class _Tensors:
         self._found: dict[int, dict[_Key, CopiedTensor]] = {}  # By the id of the storage.
         self._storages: dict[int, UntypedStorage] = {}  # They stay alive, so no id is used twice.
         self._kept: set[int] = set()
+        self._expected: dict[int, Any] = {}  # Storages of tensors, as the pickler will get them.
 
     def add(self, reduced: _Reduced) -> _Reduced:
-        """Adds a tensor; returns its values without the storage.
+        """Adds a tensor by what rebuilds it, which is returned.
 
         Raises MemoryFaultError if the storage is too short.
         """
@@ -185,14 +191,19 @@ class _Tensors:
             return reduced
         storage, key = where
         self._storages[key[0]] = storage
+        named = _storage_in(reduced)
+        self._expected[id(named)] = named
         of_storage = self._found.setdefault(key[0], {})
         if key not in of_storage:
             of_storage[key] = _tensor_at(storage, key)
-        return _with_storage(reduced, None)
+        return reduced
 
-    def keep(self, storage: UntypedStorage) -> None:
-        """Leaves a storage whole."""
-        self._kept.add(storage._cdata)
+    def add_storage(self, value: object) -> None:
+        """Adds a value that may be a storage. One that is not in a tensor stays whole."""
+        if self._expected.pop(id(value), None) is None:
+            untyped = value._untyped_storage if isinstance(value, TypedStorage) else value
+            if isinstance(untyped, UntypedStorage):
+                self._kept.add(untyped._cdata)
 
     @functools.cached_property
     def _runs(self) -> dict[int, list[MemoryRun]]:
@@ -248,6 +259,13 @@ def _tensor_at(storage: UntypedStorage, key: _Key) -> CopiedTensor:
     return CopiedTensor(live, torch.empty(0, dtype=plain, device=device))
 
 
+def _storage_in(reduced: _Reduced) -> Any:
+    function, arguments, *_ = reduced
+    if function is torch._tensor._rebuild_from_type_v2:
+        return _storage_in((arguments[0], arguments[2]))
+    return arguments[0]
+
+
 def _where(reduced: _Reduced) -> tuple[UntypedStorage, _Key] | None:
     """Returns the storage of a tensor, and the part that it uses; ``None`` if it has none."""
     function, arguments, *_ = reduced
@@ -265,19 +283,16 @@ def _where(reduced: _Reduced) -> tuple[UntypedStorage, _Key] | None:
     return untyped, (untyped._cdata, dtype, offset, tuple(sizes), tuple(strides))
 
 
-def _with_storage(reduced: _Reduced, copy: torch.Tensor | None) -> _Reduced:
-    """Returns the values that rebuild a tensor over its copy; over no storage if it is ``None``."""
+def _with_storage(reduced: _Reduced, copy: torch.Tensor) -> _Reduced:
+    """Returns what rebuilds a tensor over its copy."""
     function, arguments, *more = reduced
     if function is torch._tensor._rebuild_from_type_v2:
         inner = _with_storage((arguments[0], arguments[2]), copy)
         return (function, (arguments[0], arguments[1], inner[1], *arguments[3:]), *more)
     storage, _, sizes, _ = arguments[:4]
-    if copy is None:
-        return (function, (None, *arguments[1:]), *more)
-    untyped = copy.untyped_storage()
+    moved: Any = copy.untyped_storage()
     if isinstance(storage, TypedStorage):
-        moved = TypedStorage(wrap_storage=untyped, dtype=storage.dtype, _internal=True)
-    else:
-        moved = untyped
+        typed: Any = TypedStorage
+        moved = typed(wrap_storage=moved, dtype=storage.dtype, _internal=True)
     strides = copy.stride()
     return (function, (moved, copy.storage_offset(), sizes, strides, *arguments[4:]), *more)

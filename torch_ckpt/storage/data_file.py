@@ -6,7 +6,7 @@ import contextlib
 import io as _io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -30,7 +30,7 @@ from torch_ckpt.planning.columns import overrides
 from torch_ckpt.planning.replicas import CutItem, CutPiece
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.staging.copied_state import full_copy
-from torch_ckpt.staging.pickling import check_values, has_slack, pickle_object
+from torch_ckpt.staging.pickling import has_slack, pickle_object
 from torch_ckpt.storage.appended_stream import AppendedStream
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import write_planned
@@ -323,9 +323,8 @@ def _pickled(planner: SavePlanner, item: WriteItem) -> _io.BytesIO:
     base = FastSavePlanner if isinstance(planner, FastSavePlanner) else DefaultSavePlanner
     if isinstance(planner, base) and not overrides(planner, base, pickling):
         return pickle_object(planner.lookup_object(item.index), fqn)
-    check_values(getattr(planner, "state_dict", {}).get(fqn), fqn)
-    data: Any = planner.resolve_data(item)
-    return data
+    has_slack(getattr(planner, "state_dict", {}).get(fqn), fqn)  # Raises if a storage was freed.
+    return cast(_io.BytesIO, planner.resolve_data(item))
 
 
 def _before_transforms(
