@@ -106,6 +106,18 @@ MUTATIONS = {
             "sizes[-1] *= 1",
         )
     ],
+    "a common element of two tensors in an object is stored twice": [
+        Mutation(
+            "torch_ckpt/staging/pickling.py", "runs_of(used, keeps_sharing=True)", "runs_of(used)"
+        )
+    ],
+    "a tensor in an object is put over another part of its memory": [
+        Mutation(
+            "torch_ckpt/staging/pickling.py",
+            "(moved, copy.storage_offset(), sizes",
+            "(moved, 0, sizes",
+        )
+    ],
     "a range of an object begins too early": [
         Mutation(
             "torch_ckpt/filesystems/obstore_client.py",

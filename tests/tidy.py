@@ -1,7 +1,8 @@
 """Checks the arrows between directories, and a few other rules that no compiler checks.
 
 ``tests/check.py`` runs it. It prints one line for each breach, and exits 1 if there is any.
-``tests/tidy.py --write`` writes docs/files.md anew from the first sentences of all files.
+``tests/tidy.py --write`` writes docs/files.md anew from the first sentences of all files, and the
+table of kinds in docs/compatibility.md from the list that its tests run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from support.kinds import table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -221,8 +224,16 @@ def files_page() -> str:
     return "\n".join(page) + "\n"
 
 
+def compatibility_page() -> str:
+    """The text of docs/compatibility.md, with the table of kinds as its tests have it."""
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    return re.sub(r"^\| kind \|.*\n(\|.*\n)*", lambda _: table() + "\n", page, flags=re.M)
+
+
 def page_breaches() -> Iterator[str]:
-    """A list of files that is not as the files are."""
+    """A list of files, or a table of kinds, that is not as the files and tests are."""
+    if (ROOT / "docs" / "compatibility.md").read_text() != compatibility_page():
+        yield "docs/compatibility.md: out of date; run tests/tidy.py --write"
     page = ROOT / "docs" / "files.md"
     if not page.exists() or page.read_text() != files_page():
         yield "docs/files.md: out of date; run tests/tidy.py --write"
@@ -235,6 +246,7 @@ def main() -> int:
     """Prints every breach; returns how the process should exit."""
     if "--write" in sys.argv[1:]:
         (ROOT / "docs" / "files.md").write_text(files_page())
+        (ROOT / "docs" / "compatibility.md").write_text(compatibility_page())
     breaches = [
         *include_breaches(),
         *import_breaches(),

@@ -344,7 +344,11 @@ bool is_plannable(py::handle object) {
 TensorItem describe(py::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   const DTypeInfo& dtype = dtype_info(*dtype_of(tensor));
-  return {.dtype = dtype.name, .itemsize = dtype.itemsize, .pin_memory = tensor.is_pinned()};
+  // Torch would copy a lazily conjugated or negated tensor here, and crash if its storage is freed.
+  const bool is_lazy = tensor.is_conj() || tensor.is_neg();
+  return {.dtype = dtype.name,
+          .itemsize = dtype.itemsize,
+          .pin_memory = !is_lazy && tensor.is_pinned()};
 }
 
 std::span<const int64_t> sizes_of(py::handle object) {

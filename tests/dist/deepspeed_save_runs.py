@@ -305,7 +305,9 @@ def save_again(path: Path, asynchronous: bool) -> None:
         checkpoints.wait()
         if value == 1 and dist.get_rank() == 0:
             (path / "last" / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_bytes(b"old")
+            (path / "last" / "layer_07-model_00-model_states.pt").write_bytes(b"old")
             (path / "last" / "notes.txt").write_text("mine")
+            (path / "last" / "dataloader.pt").write_text("mine")
             (path / "last" / "logs").mkdir()
         dist.barrier()
     fill(engine, 3)

@@ -100,6 +100,7 @@ def test_a_tag_is_replaced_as_a_whole(worlds: Worlds, tmp_path: Path, how: str) 
     worlds.run(2, save_again, tmp_path, HOWS[how])
     assert value_of(tmp_path) == 2
     assert sorted(os.listdir(tmp_path / "last")) == [
+        "dataloader.pt",
         "logs",
         "mp_rank_00_model_states.pt",
         "notes.txt",

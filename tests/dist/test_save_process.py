@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -285,3 +287,55 @@ def test_failure_that_nobody_reads_is_reported_on_stderr_and_in_the_log(
         assert done.stdout.index(said) < done.stdout.index("still running")
     if how == "logged":
         assert said in (tmp_path / "log").read_text()
+
+
+OF_MAIN = """
+import sys, warnings
+import torch, torch.distributed.checkpoint as dcp, torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+import torch_ckpt
+from torch_ckpt import FastReader, FastWriter
+
+class Note:
+    def __init__(self):
+        self.text, self.number = "note", 3
+
+def save(rank, path):
+    torch_ckpt.save({"x": (Note(),)}, storage_writer=FastWriter(path))
+    dcp.save({"x": (Note(),)}, checkpoint_id=f"{path}-stock", no_dist=True)
+
+def loaded(path, **options):
+    state = {"x": None}
+    torch_ckpt.load(state, storage_reader=FastReader(path, **options))
+    (note,) = state["x"]
+    assert type(note) is Note and note.number == 3
+    return state
+
+if __name__ == "__main__":
+    path = sys.argv[1]
+    warnings.simplefilter("ignore")
+    torch.serialization.add_safe_globals([Note])
+    state, process = {"x": (Note(),)}, AsyncCheckpointerType.PROCESS
+    for name in ("first", "again"):
+        writer = FastWriter(f"{path}/{name}")
+        options = {"storage_writer": writer, "async_checkpointer_type": process}
+        torch_ckpt.async_save(state, **options).result()
+        state = loaded(f"{path}/{name}")
+        stock = {"x": None}
+        dcp.load(stock, checkpoint_id=f"{path}/{name}")
+        assert type(stock["x"][0]) is Note
+    mp.spawn(save, (f"{path}/spawned",))
+    loaded(f"{path}/spawned")
+    for options in ({}, {"trust_pickle": True}):  # Stock has pickled the name __mp_main__.
+        loaded(f"{path}/spawned-stock", **options)
+    print("done")
+"""
+
+
+def test_a_class_of_the_main_script_loads_after_a_save_in_another_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OF_MAIN)
+    command = [sys.executable, script, tmp_path]  # A forked process has the main of its server.
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip().endswith("done")

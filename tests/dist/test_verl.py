@@ -57,10 +57,11 @@ class Worker:
         settings = Qwen2Config(**sizes, **heads, tie_word_embeddings=False)
         settings.architectures = ["Qwen2ForCausalLM"]
         model: Any = Qwen2ForCausalLM(settings)
-        if config.pop("lora", False):
+        if lora := config.pop("lora", False):
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+            targets = ["q_proj", "v_proj"] if lora is True else lora
+            model = get_peft_model(model, LoraConfig(r=2, target_modules=targets))
         if kind.startswith("fsdp1"):
             model = FullyShardedDataParallel(
                 model, use_orig_params=kind == "fsdp1 orig", device_id=torch.device("cpu")
@@ -309,8 +310,11 @@ def test_a_directory_that_one_machine_lacks_is_an_error_on_all_at_once(
 def misuse_adapters(path: Path) -> None:
     worker = Worker("fsdp2", lora=True, save_lora_only=True)
     worker.manager.save_checkpoint(str(path / "adapters"))
-    with pytest.raises(MismatchError, match=r"the model has no '.*lora_A.*'; set model\.lora_rank"):
+    with pytest.raises(MismatchError, match=r"model has no '.*lora_A.*' \(and 3 more\); set"):
         Worker("fsdp2").manager.load_checkpoint(str(path / "adapters"))
+    more = Worker("fsdp2", lora=["q_proj", "k_proj", "v_proj"])
+    with pytest.raises(MismatchError, match=r"checkpoint has no '.*k_proj.*' \(and 1 more\); set"):
+        more.manager.load_checkpoint(str(path / "adapters"))
     worker = Worker("fsdp2", save_lora_only=True)
     worker.model.peft_config = {}  # As adapters of another kind have it.
     with pytest.raises(ValueError, match=r"no parameter of the model is one of LoRA"):

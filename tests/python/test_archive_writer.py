@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensors import Tagged
 
 from torch_ckpt import IoOptions
 from torch_ckpt._core import _native
@@ -43,10 +44,26 @@ def test_aliases_of_memory_are_loaded_as_what_they_were(
         assert torch.equal(found[name], expected), name
 
 
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_view_with_gaps_shares_elements_after_a_load(tmp_path: Path, is_staged: bool) -> None:
+    base = torch.arange(1 << 12)
+    value = {"gaps": base[::64], "part": base[128:130], "list": [(base[::64], base[:2])]}
+    copied: Any = FileStager().begin(value)[0] if is_staged else live_state(value)
+    found = written(tmp_path / "file.pt", copied)
+    found["part"].fill_(-1)
+    assert found["gaps"][:4].tolist() == [0, 64, -1, 192]
+    gaps, part = found["list"][0]
+    part.fill_(-1)
+    assert gaps[:2].tolist() == [-1, 64]
+
+
 def _tagged() -> torch.Tensor:
-    tensor: Any = torch.arange(4)
+    return _with_tags(torch.arange(4))
+
+
+def _with_tags(tensor: Any) -> torch.Tensor:
     tensor.tags = {"of": "the client", "mask": torch.ones(3)}
-    return tensor
+    return tensor  # type: ignore[no-any-return]
 
 
 _TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -59,6 +76,14 @@ _TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "one element with a stride": lambda: torch.arange(6.0)[::2][:1],
+    "parameter of conj": lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.complex64).conj()),
+    "parameter of neg": lambda: torch.nn.Parameter(torch._neg_view(torch.ones(3))),
+    "parameter of sparse": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
+    "attributes of conj": lambda: _with_tags(torch.ones(3, dtype=torch.complex64).conj()),
+    "attributes of sparse": lambda: _with_tags(torch.eye(3).to_sparse()),
+    "subclass": lambda: torch.ones(3).as_subclass(Tagged),
+    "attributes of a subclass": lambda: _with_tags(torch.ones(3).as_subclass(Tagged)),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(9), 0.1, 3, torch.qint8),
 }
 
 

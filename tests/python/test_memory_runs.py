@@ -128,7 +128,7 @@ def test_tensors_in_tuples_are_copied_without_their_storages() -> None:
     tagged = base[20:30]
     tagged.note = [base[5:7]]
     parameter = torch.nn.Parameter(torch.arange(8.0)[::3])
-    live = (base[:10], [base[5:12], (parameter, tagged, base[:0])], base[:: 1 << 14], base[3])
+    live = (base[:10], [base[5:12], (parameter, tagged, base[:0])], base[40 :: 1 << 14], base[3])
     copy = CopiedState({"t": live}).state["t"]
     assert same(copy, live)
     assert sum(storages_of(copy).values()) < 300
@@ -137,6 +137,20 @@ def test_tensors_in_tuples_are_copied_without_their_storages() -> None:
     assert isinstance(copy[1][1][0], torch.nn.Parameter)
     base.fill_(-1)
     assert copy[0].tolist() == list(range(10))
+
+
+def test_a_view_with_gaps_shares_the_elements_that_another_view_has() -> None:
+    base = torch.arange(1 << 12)
+    copy = CopiedState({"t": (base[::64], base[1:2], base[128:130])}).state["t"]
+    copy[2].fill_(-1)
+    assert copy[0][:4].tolist() == [0, 64, -1, 192]
+
+
+def test_columns_without_common_elements_are_copied_without_the_others() -> None:
+    table = torch.arange(1 << 16).view(-1, 256)
+    copy = CopiedState({"t": (table[:, 3], table[:, 7:9])}).state["t"]
+    assert same(copy, (table[:, 3], table[:, 7:9]))
+    assert sum(storages_of(copy).values()) == 3 * 256 * 8
 
 
 def test_one_tensor_in_several_containers_stays_one() -> None:

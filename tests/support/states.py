@@ -58,6 +58,11 @@ def _parts(whole: torch.Tensor) -> Any:
     return whole[1:5], (whole[3:11], whole[::7]), whole[-2]
 
 
+def _columns(table: torch.Tensor) -> Any:
+    """Columns of a table, of which two have common elements, and one has none."""
+    return table[:, 1], (table[:, 3:5], table[:, 4]), table[2:2]
+
+
 def _sparse(rng: random.Random) -> torch.Tensor:
     """A sparse tensor. Its values or its indices may be expanded."""
     length = rng.randint(1, 5000)
@@ -93,6 +98,7 @@ OBJECTS: list[Callable[[random.Random], Any]] = [
     lambda rng: (),
     lambda rng: (1, "two", torch.ones(2)),
     lambda rng: _parts(torch.arange(rng.randint(20, 3000))),
+    lambda rng: _columns(torch.arange(float(rng.randint(9, 99) * 7)).view(-1, 7)),
     lambda rng: [],
     lambda rng: [1, [2, "three"], None],
     lambda rng: {1, 2},
@@ -633,10 +639,34 @@ def differences(
         kind = next(kind for kind in (list, tuple, deque) if isinstance(expected, kind))
         if not isinstance(actual, kind) or len(expected) != len(actual):
             return [f"{at}: {actual!r} instead of {len(expected)} elements"]
+        if isinstance(expected, tuple) and not _sharing(expected) <= _sharing(actual):
+            return [f"{at}: tensors that share no memory any more"]
         pairs = enumerate(zip(expected, actual, strict=True))
         return [d for i, (a, b) in pairs for d in within(a, b, f"{at}[{i}]")]
     is_same = type(expected) is type(actual) and bool(np.all(expected == actual))
     return [] if is_same else [f"{at}: {actual!r} instead of {expected!r}"]
+
+
+def _sharing(values: tuple[Any, ...]) -> set[tuple[int, int]]:
+    """The numbers of the tensors in tuples that have a common element."""
+    elements: list[set[int]] = []
+    ahead = [*values]
+    while ahead:
+        value = ahead.pop(0)
+        if isinstance(value, tuple):
+            ahead += value
+        elif type(value) is torch.Tensor and value.layout == torch.strided:
+            elements.append(set() if value.is_quantized else _addresses(value))
+    pairs = itertools.combinations(range(len(elements)), 2)
+    return {(i, j) for i, j in pairs if elements[i] & elements[j]}
+
+
+def _addresses(tensor: torch.Tensor) -> set[int]:
+    addresses = torch.tensor([tensor.data_ptr()])
+    for length, stride in zip(tensor.size(), tensor.stride(), strict=True):
+        steps = torch.arange(length) * stride * tensor.itemsize
+        addresses = (addresses[:, None] + steps).reshape(-1)
+    return set(addresses.tolist())
 
 
 def same(a: Any, b: Any, *, any_order: bool = False) -> bool:

@@ -6,10 +6,11 @@ import bisect
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.errors import CorruptionError
@@ -18,10 +19,13 @@ __all__ = [
     "DTYPE_CODES",
     "MEMORY_FORMATS",
     "Destinations",
+    "MemoryFaultError",
     "bytes_of",
+    "check_memory",
     "cpu_as_default",
     "gc_paused",
     "is_temporary",
+    "memory_fault",
     "printable",
     "to_plain",
     "to_properties",
@@ -71,8 +75,68 @@ def printable(fqn: str) -> str:
     return fqn if fqn.isascii() else fqn.encode(errors="backslashreplace").decode()
 
 
+class MemoryFaultError(ValueError):
+    """The storage of a tensor is too short for its elements, as FSDP frees storages.
+
+    Torch does not check this. It would read other memory, or end the process.
+    """
+
+
+def check_memory(tensor: torch.Tensor, where: str = "") -> None:
+    """Raises MemoryFaultError if a storage of a tensor is too short for it.
+
+    The storages of a sparse tensor, or of a wrapper subclass, are those of the tensors in it. The
+    message begins with ``where``.
+    """
+    if type(tensor) not in _WITH_STORAGE:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            for name in names:
+                check_memory(getattr(tensor, name), where)
+            return
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return  # Only its class knows where its elements are.
+    for name in _PARTS.get(tensor.layout, ()):
+        check_memory(getattr(tensor, name)(), where)
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        return
+    if tensor.dtype not in _SEVERAL_TO_A_BYTE:
+        _, _, needed = _tensor_view.extent(tensor)
+        found = tensor.untyped_storage().nbytes() if needed else 0
+        if needed > found:
+            raise memory_fault(tensor.dtype, tensor.size(), needed, found, where)
+
+
+def memory_fault(
+    dtype: torch.dtype, sizes: Sequence[int], needed: int, found: int, where: str = ""
+) -> MemoryFaultError:
+    """Returns the error of a tensor whose storage has fewer bytes than it needs."""
+    return MemoryFaultError(
+        f"{where}the storage of a {dtype} tensor of sizes {list(sizes)} has {found} of the "
+        f"{needed} bytes that it needs; allocate it before the save"
+    )
+
+
+_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
+_SEVERAL_TO_A_BYTE = (torch.quint4x2, torch.quint2x4)
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+"""Layout -> the methods of a sparse tensor that return the tensors in it."""
+
+
 def to_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a CPU tensor of the same values, without lazy conjugation or negation."""
+    """Returns a CPU tensor of the same values, without lazy conjugation or negation.
+
+    Raises MemoryFaultError if the storage of the tensor is too short for it.
+    """
+    check_memory(tensor)
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 

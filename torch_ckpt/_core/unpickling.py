@@ -41,7 +41,7 @@ from typing_extensions import Buffer
 
 from torch_ckpt.errors import UnsupportedError
 
-__all__ = ["allow_in_messages", "allowed_by_user", "unpickle"]
+__all__ = ["MAIN_OF_SPAWNED", "allow_in_messages", "allowed_by_user", "main_module", "unpickle"]
 
 T = TypeVar("T")
 
@@ -84,8 +84,21 @@ def allowed_by_user() -> dict[str, Any]:
             if isinstance(entry, tuple)
             else (entry, f"{entry.__module__}.{entry.__qualname__}")
         )
-        allowed[name] = value
+        module, dot, rest = name.partition(".")
+        allowed[main_module(module) + dot + rest] = value
     return allowed
+
+
+def main_module(module: str) -> str:
+    """Returns the name of a module, in which the main script has one name in all processes.
+
+    Python gives it another one in the processes that ``multiprocessing`` spawns, and there both
+    names mean the same module.
+    """
+    return "__main__" if module == MAIN_OF_SPAWNED else module
+
+
+MAIN_OF_SPAWNED = "__mp_main__"
 
 
 _HOW_TO_ALLOW = (
@@ -102,6 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the class or function of a name. Raises UnsupportedError if it is not allowed."""
+        module = main_module(module)
         full_name = f"{module}.{name}"
         value = _found(module, name)
         if value is not None and full_name not in _REPLACED and _is_allowed(value):

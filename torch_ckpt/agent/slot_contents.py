@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import to_plain
+from torch_ckpt._core.tensors import check_memory, to_plain
 from torch_ckpt.coordination.orchestrate import state_dicts_of
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.allowed_classes import warn_of_refused
@@ -75,6 +75,9 @@ class SlotContents:
             nbytes[number] = len(self._pickled[number])
         warn_of_refused(refused)
         self._copied = [planned.position(number) for number in planned.copied]
+        for number in self._copied:
+            fqn = to_write_item(work.describe(number)).index.fqn
+            check_memory(self._sources[number], f"cannot save {fqn!r}: ")
         self._nbytes = nbytes
         self._offsets = []
         self.nbytes = 0
@@ -87,7 +90,7 @@ class SlotContents:
         values, fqn = self._planner.state_dict, item.index.fqn
         if item.type != WriteItemType.BYTE_IO or not tensors_in(value := values[fqn]):
             return pickle_item(item, self._planner)
-        values[fqn] = CopiedState({"": value}).state[""]
+        values[fqn] = CopiedState({fqn: value}).state[fqn]
         try:
             return pickle_item(item, self._planner)
         finally:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import (
 
 from torch_ckpt.conversion.pieces import Source
 from torch_ckpt.formats.safetensors.layout import ORDER
+from torch_ckpt.staging.pickling import pickle_object
 from torch_ckpt.storage.rank_work import LatePlanner
 
 __all__ = ["ConversionPlanner"]
@@ -71,6 +72,5 @@ class ConversionPlanner(LatePlanner):
         """Loads a piece, or pickles an object."""
         if write_item.type != WriteItemType.BYTE_IO:
             return self._source.take(self._numbers[write_item.index])
-        data = io.BytesIO()
-        torch.save(self._source.objects[write_item.index.fqn], data)
-        return data
+        fqn = write_item.index.fqn
+        return pickle_object(self._source.objects[fqn], fqn)

@@ -13,7 +13,7 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from typing_extensions import Buffer
 
 from torch_ckpt._core import _native
-from torch_ckpt._core.unpickling import allowed_by_user
+from torch_ckpt._core.unpickling import allowed_by_user, main_module
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.data_classes import DATA_CLASSES
 
@@ -103,6 +103,9 @@ def is_blocked(name: str) -> bool:
 
 
 def current_name(module: str, name: str) -> str:
-    """Returns the full name in Python 3; protocol 2 stores names of Python 2."""
+    """Returns the full name in Python 3; protocol 2 stores names of Python 2.
+
+    The main script is ``__main__``, whichever process has pickled.
+    """
     module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
-    return f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
+    return f"{main_module(_compat_pickle.IMPORT_MAPPING.get(module, module))}.{name}"

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import cpu_as_default
-from torch_ckpt._core.unpickling import allowed_by_user
+from torch_ckpt._core.unpickling import MAIN_OF_SPAWNED, allowed_by_user, main_module
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.allowed_classes import (
     ARCHIVE,
@@ -102,7 +102,13 @@ def load_object(
         file = source if mapped is None else mapped
         options: Any = {"map_location": map_location, "mmap": mapped is not None}
         with cpu_as_default():  # Torch rebuilds some kinds of tensors on the default device.
-            return torch.load(file, weights_only=False, **options)
+            try:
+                return torch.load(file, weights_only=False, **options)
+            except ModuleNotFoundError as error:
+                if error.name != MAIN_OF_SPAWNED:
+                    raise
+            source.seek(0)
+            return torch.load(file, weights_only=False, pickle_module=_TRUSTING, **options)
     storage: Any = None
     if mapped is not None:
         nbytes = source.seek(0, io.SEEK_END)
@@ -115,6 +121,19 @@ def load_object(
         expansion=Expansion(OBJECTS_NBYTES) if expansion is None else expansion,
     )
     return _load_stream(source, map_location, storage, stand_ins, pickle_module)
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    """Python's unpickler, in which the main script has one name in all processes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(main_module(module), name)
+
+
+_TRUSTING: Any = types.SimpleNamespace(
+    __name__=__name__, Unpickler=_TrustingUnpickler, load=pickle.load
+)
+"""The ``pickle_module`` of ``torch.load`` for files that are trusted."""
 
 
 def _load_stream(

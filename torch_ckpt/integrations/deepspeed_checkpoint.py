@@ -11,6 +11,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.coordination.group import Call, Group, claim_commit, first_error
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.deepspeed.folders import WRITTEN_FILE
 from torch_ckpt.options import IoOptions
 from torch_ckpt.staging.staged import Staged
 from torch_ckpt.storage.archive_writer import write_value
@@ -25,8 +26,6 @@ from torch_ckpt.storage.temporary import (
 __all__ = ["DeepSpeedCheckpoint"]
 
 _LATEST = "latest"
-_SUFFIX = ".pt"
-
 
 _Report = tuple[bool, list[tuple[str, str]]]
 """Whether a rank has written into the folder; hidden and final names of its files elsewhere."""
@@ -216,8 +215,8 @@ class DeepSpeedCheckpoint:
         replaced = None
         if any(has_files for has_files, _ in reports):
             if self._place.is_directory():
-                own = {name for name in self._place.names() if name.endswith(_SUFFIX)}
-                _carry_over(self._place, self._hidden, own.union(self._hidden.names()))
+                old = set(filter(WRITTEN_FILE.fullmatch, self._place.names()))
+                _carry_over(self._place, self._hidden, old.union(self._hidden.names()))
             replaced = replace_directory(self._hidden, self._place)
             self._place.parent.sync()
             self._hidden = replaced

@@ -44,6 +44,19 @@ def _is_verls(name: str) -> bool:
     return "_world_size_" in name and name.endswith(".pt")
 
 
+def _check_adapters(path: str, in_file: Collection[str], in_model: Collection[str]) -> None:
+    """Raises MismatchError if only the checkpoint, or only the model, has an adapter."""
+    unknown = [f"the model has no {name!r}" for name in sorted({*in_file} - {*in_model})]
+    missing = [f"the checkpoint has no {name!r}" for name in sorted({*in_model} - {*in_file})]
+    for first in [*unknown, *missing][:1]:
+        others = len(unknown) + len(missing) - 1
+        more = f" (and {others} more)" if others else ""
+        raise MismatchError(
+            f"cannot load the adapters in {path}: {first}{more}; set model.lora_rank and "
+            "model.target_modules as in the saved training"
+        )
+
+
 class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     """Saves the model, the optimizer and the extra state of verl's workers as one checkpoint.
 
@@ -144,8 +157,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         Raises:
             CheckpointError: The load failed. The error is that of the first rank with one.
             NotFoundError: A rank lacks the directory or a file. It names the rank and its machine.
-            MismatchError: ``load_contents`` has what the checkpoint lacks, the checkpoint has
-                adapters that the model lacks, or verl has saved to the same directory later.
+            MismatchError: ``load_contents`` has what the checkpoint lacks, only one of checkpoint
+                and model has an adapter, or verl has saved to the same directory later.
             UnsupportedError: verl wrote the optimizer states of FSDP1 on another number of ranks.
             ValueError: ``load_contents`` has the model or the optimizer, and there is none.
         """
@@ -196,11 +209,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         state, model = self._state(contents, "load")
         in_file = {name.partition(".")[2] for name in stored if name.startswith("model.")}
         if "model" in state and self.is_lora_only_state_dict(in_file):
-            if unknown := sorted(in_file - state["model"].keys()):
-                raise MismatchError(
-                    f"cannot load the adapters in {local_path}: the model has no {unknown[0]!r}; "
-                    "set model.lora_rank and model.target_modules as in the saved training"
-                )
+            adapters = {name for name in state["model"] if self.is_lora_only_state_dict({name})}
+            _check_adapters(local_path, in_file, adapters)
             state["model"] = {name: state["model"][name] for name in in_file}
         self._choose_extra(state, found)
         if is_verls and "optim" in state:

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt._core import _tensor_view
-from torch_ckpt._core.tensors import to_plain
+from torch_ckpt._core.tensors import MemoryFaultError, check_memory, to_plain
 from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.replicas import PICKLED_DTYPES
+from torch_ckpt.staging.memory_faults import in_state_dict
 from torch_ckpt.staging.memory_runs import CopiedTensor, copy_elements, runs_of
 
-__all__ = ["CopiedFile", "CopiedState", "tensors_in"]
+__all__ = ["CopiedFile", "CopiedState", "full_copy", "tensors_in"]
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None), torch.dtype})
 _CONTAINERS = frozenset({list, set, frozenset, deque})
@@ -44,6 +47,9 @@ class CopiedState(StateDictStager):
     memory. Raises the error of an object that cannot be copied.
     """
 
+    keeps_sharing = False
+    """Whether an element that several of ``tensors`` have must have one copy."""
+
     def __init__(self, state_dict: dict[str, Any]) -> None:
         super().__init__()
         self.tensors: list[CopiedTensor] = []
@@ -53,6 +59,8 @@ class CopiedState(StateDictStager):
         try:
             with torch.no_grad():
                 self.state: dict[str, Any] = self.deepcopy_with_tensor_offload(state_dict)
+        except MemoryFaultError as fault:
+            raise in_state_dict(fault, state_dict) from None
         finally:
             self.close()  # type: ignore[no-untyped-call]
 
@@ -110,7 +118,9 @@ class CopiedState(StateDictStager):
             for live in tensors_in(x)
             if id(live) not in memo and _is_plain(live)
         ]
-        for run in runs_of(copied):
+        for live, _ in copied:
+            check_memory(live)
+        for run in runs_of(copied, keeps_sharing=True):
             memory = torch.empty(run.nbytes, dtype=torch.uint8, device="cpu")
             copy_elements(run.live(), memory)
             run.set_memory(memory)
@@ -123,10 +133,16 @@ class CopiedState(StateDictStager):
                 vars(memo[id(live)]).update(copies)
 
     def _copy_for_object(self, x: torch.Tensor, memo: Any) -> torch.Tensor:
+        if isinstance(x, ShardedTensor):
+            return self._deferred_shards(x, memo).get()
         if not _is_plain(x):
-            return _full_copy(x)
+            y = full_copy(x)
+            if not is_traceable_wrapper_subclass(x) and (attributes := vars(x)):
+                vars(y).update(self.deepcopy_with_tensor_offload(attributes, memo))
+            return y
+        check_memory(x)
         # Torch's method preserves attributes, and storage shared by views.
-        y: torch.Tensor = self._offload_tensor(x, memo)  # type: ignore[no-untyped-call]
+        y = self._offload_tensor(x, memo)  # type: ignore[no-untyped-call]
         attributes = vars(y)
         y = _like(x, y)
         vars(y).update(attributes)
@@ -147,8 +163,10 @@ class CopiedState(StateDictStager):
             return self._copy(x.wait(), memo)
         if is_traceable_wrapper_subclass(x):
             return self._deferred_wrapper(x, memo)
+        if isinstance(x, ShardedTensor):
+            return self._deferred_shards(x, memo)
         if x.is_nested or _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN:
-            return _full_copy(x)
+            return full_copy(x)
         if x.is_conj() or x.is_neg():
             return to_plain(x)
         y = torch.empty(0, dtype=x.dtype, device="cpu")
@@ -173,6 +191,29 @@ class CopiedState(StateDictStager):
 
         return _Deferred(make)
 
+    def _deferred_shards(self, x: ShardedTensor, memo: Any) -> _Deferred:
+        # Not detached: the tensors of shards may be left out of staging themselves.
+        shards = [
+            (self.deepcopy_with_tensor_offload(shard.tensor, memo), shard.metadata)
+            for shard in x.local_shards()
+        ]
+
+        def make() -> torch.Tensor:
+            properties = x.metadata().tensor_properties
+            y = torch.Tensor._make_wrapper_subclass(
+                type(x),
+                x.metadata().size,
+                dtype=properties.dtype,
+                layout=properties.layout,
+                requires_grad=properties.requires_grad,
+            )
+            vars(y).update(vars(x), _init_rrefs=False, _sharded_tensor_id=None)
+            copies = ((y.get() if type(y) is _Deferred else y, where) for y, where in shards)
+            y._local_shards = [Shard(copy, where) for copy, where in copies]
+            return y
+
+        return _Deferred(make)
+
 
 class CopiedFile(CopiedState):
     """A copy that also keeps what a file of ``torch.save`` has: parameters, and attributes.
@@ -180,12 +221,12 @@ class CopiedFile(CopiedState):
     A checkpoint of DCP has neither. Attributes of a parameter in training may be large.
     """
 
+    keeps_sharing = True
+
     def _copy(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
         y = super()._copy(x, memo)
         attributes, is_parameter = vars(x), type(x) is torch.nn.Parameter
-        if isinstance(y, _Deferred) or not (
-            is_parameter or (attributes and type(x) is torch.Tensor)
-        ):
+        if isinstance(y, _Deferred) or not (is_parameter or attributes):
             return y
         copies = self.deepcopy_with_tensor_offload(attributes, self._memo_of_objects)
 
@@ -247,16 +288,16 @@ def tensors_in(x: object) -> list[torch.Tensor]:
     return found
 
 
-def _full_copy(x: torch.Tensor) -> torch.Tensor:
+def full_copy(x: torch.Tensor) -> torch.Tensor:
     """Returns a copy with its own memory and values, on the CPU."""
     if x.is_meta:
         return _like(x, x.detach())  # Without values. A save of DCP refuses it with its FQN.
     if x.dtype not in PICKLED_DTYPES:
         return x.detach()  # Torch cannot copy it. The save refuses it with its FQN.
+    check_memory(x)
     if is_traceable_wrapper_subclass(x):  # Many of these classes do not implement clone.
         names, context = x.__tensor_flatten__()
-        return _wrapper_like(x, {n: _full_copy(getattr(x, n)) for n in names}, context)
+        return _wrapper_like(x, {n: full_copy(getattr(x, n)) for n in names}, context)
     if x.dtype in (torch.quint4x2, torch.quint2x4):  # Torch has no clone of them.
         return deepcopy(x.detach())
-    copied = x.detach().clone() if x.device.type == "cpu" else x.detach().cpu()
-    return copied.requires_grad_(x.requires_grad)
+    return _like(x, x.detach().clone() if x.device.type == "cpu" else x.detach().cpu())

@@ -29,7 +29,7 @@ def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     copied = CopiedFile(state_dict)
     if any(tensor.live.device.type != "cpu" for tensor in copied.tensors):
         return None
-    for run in runs_of(copied.tensors):
+    for run in runs_of(copied.tensors, keeps_sharing=True):
         run.set_memory(_memory_of(run))
     copied.build_wrappers()
     return copied.state

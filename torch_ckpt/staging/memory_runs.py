@@ -93,11 +93,12 @@ def drop_memory(tensors: Iterable[CopiedTensor]) -> None:
             copy.requires_grad_()
 
 
-def runs_of(tensors: Iterable[CopiedTensor]) -> list[MemoryRun]:
+def runs_of(tensors: Iterable[CopiedTensor], *, keeps_sharing: bool = False) -> list[MemoryRun]:
     """Returns the memory of tensors in disjoint runs, of as few bytes as possible.
 
     Overlapping views share a range. If that range would be longer than all of their elements, views
-    with gaps between their elements are packed instead.
+    with gaps between their elements are packed instead. With ``keeps_sharing``, they are packed
+    only if this gives no element two copies.
 
     The runs are in the order of the tensors, which is the same in every save. Copies of tensors
     without elements need no run; they are ready after this call. Raises ValueError if the storage
@@ -122,8 +123,11 @@ def runs_of(tensors: Iterable[CopiedTensor]) -> list[MemoryRun]:
     for number in {bisect.bisect(firsts, at) - 1 for at, e in enumerate(extents) if _has_gaps(e)}:
         overlapping = extents[firsts[number] : firsts[number] + len(ranges[number].tensors)]
         if ranges[number].nbytes > _elements_nbytes(overlapping):
+            separate = _packed(overlapping)
+            if keeps_sharing and _have_common_elements(separate):
+                continue
             del runs[number]
-            packed += _packed(overlapping)
+            packed += separate
     return sorted([*runs.values(), *packed], key=lambda run: run.number)
 
 
@@ -171,6 +175,28 @@ def _packed(extents: Sequence[_Extent]) -> list[MemoryRun]:
         run.number = min(run.number, number)
         run.tensors.append((tensor, begin))
     return [*ranges, *runs.values()]
+
+
+def _have_common_elements(runs: Sequence[MemoryRun]) -> bool:
+    """Returns whether an element is in two of the runs of one storage."""
+    packed = [run for run in runs if run.is_packed]
+    if len({run.tensors[0][0].live.itemsize for run in packed}) > 1:
+        return True  # Elements of one dtype may overlap with parts of others.
+    offsets = [torch.unique(_offsets_in(run)) for run in packed]
+    if len(torch.unique(torch.cat(offsets))) < sum(map(len, offsets)):
+        return True
+    ranges = [(run.begin, run.end) for run in runs if not run.is_packed]
+    return any(((o >= begin) & (o < end)).any() for o in offsets for begin, end in ranges)
+
+
+def _offsets_in(run: MemoryRun) -> torch.Tensor:
+    """Returns the offset of each element of a packed run in the storage, in bytes."""
+    live = run.tensors[0][0].live
+    offsets = torch.tensor([run.begin], device="cpu")
+    for length, stride in zip(live.size(), live.stride(), strict=True):
+        steps = torch.arange(length, device="cpu") * (stride * live.itemsize)
+        offsets = (offsets[:, None] + steps).reshape(-1)
+    return offsets
 
 
 def _has_gaps(extent: _Extent) -> bool:

@@ -251,7 +251,8 @@ class SnapshotStager:
             tensors: The tensors.
             can_leave_unstaged: Whether the writer can write tensors beyond this size first.
         """
-        placed = _Placed(tensors, self.max_host_nbytes)
+        keeps_sharing = self._copy_class.keeps_sharing
+        placed = _Placed(tensors, self.max_host_nbytes, keeps_sharing)
         limit = memory_limit() if placed.nbytes > self._nbytes else None
         # The other ranks of this machine probably need as much, at the same time.
         allowed = None if limit is None else self._nbytes + limit.allowed_nbytes // ranks_per_node()
@@ -274,7 +275,7 @@ class SnapshotStager:
                 f"{limit}",
                 stacklevel=2,
             )
-        return _Placed(tensors, max(allowed or 0, _SMALLEST_NBYTES))
+        return _Placed(tensors, max(allowed or 0, _SMALLEST_NBYTES), keeps_sharing)
 
     def _fitting(self, free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapshot:
         """Moves the snapshot out of ``free``, and reallocates it if its size is unsuitable."""
@@ -409,6 +410,7 @@ class _Placed:
     Args:
         tensors: The tensors to place.
         max_nbytes: Maximum size of the snapshot, in bytes; unlimited if ``None``.
+        keeps_sharing: Whether an element that several tensors have is in the snapshot once.
 
     Attributes:
         nbytes: Size of the snapshot, in bytes; at least one page.
@@ -416,14 +418,16 @@ class _Placed:
         unstaged: Memory runs that do not fit in ``max_nbytes``.
     """
 
-    def __init__(self, tensors: Iterable[CopiedTensor], max_nbytes: int | None) -> None:
+    def __init__(
+        self, tensors: Iterable[CopiedTensor], max_nbytes: int | None, keeps_sharing: bool
+    ) -> None:
         self.unstaged: list[MemoryRun] = []
         self.copied_nbytes = 0
         self._places: list[tuple[MemoryRun, torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._inspected: _native.TensorBatch | None = None
         end = 0
-        for run in runs_of(tensors):
+        for run in runs_of(tensors, keeps_sharing=keeps_sharing):
             nbytes = run.nbytes
             offset = _native.place_in_snapshot(end, nbytes)
             if max_nbytes is not None and offset + nbytes > max_nbytes:

@@ -6,9 +6,10 @@ import contextlib
 import io as _io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _StorageInfo,
@@ -20,12 +21,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import Buffer
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import gc_paused, to_plain
+from torch_ckpt._core.tensors import check_memory, gc_paused, to_plain
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.allowed_classes import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.planning.columns import overrides
 from torch_ckpt.planning.replicas import CutItem, CutPiece
+from torch_ckpt.planning.save_planner import FastSavePlanner
+from torch_ckpt.staging.copied_state import full_copy
+from torch_ckpt.staging.pickling import has_slack, pickle_object
 from torch_ckpt.storage.appended_stream import AppendedStream
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import write_planned
@@ -176,6 +181,7 @@ def _write_tensors(
                     write_until(number)
                 pinned.add(number, part)
                 continue
+            check_memory(part, f"cannot save {work.item(position).index.fqn!r}: ")
             copy = to_plain(part)
             planned.put(number, _tensor_view.view(copy, "", writable=False))
             # A view of rows references the whole storage.
@@ -300,13 +306,25 @@ def _naming(item: WriteItem) -> Iterator[None]:
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesIO:
-    is_object = item.type == WriteItemType.BYTE_IO
-    data = planner.resolve_data(item) if is_object else _resolve_tensor(planner, item)
-    if isinstance(data, torch.Tensor):
-        data = data.detach().cpu()
-        if data.untyped_storage().size() != data.nbytes:
-            data = data.clone()  # Otherwise torch.save would write the whole storage.
+    if item.type == WriteItemType.BYTE_IO:
+        return _pickled(planner, item)
+    data = _resolve_tensor(planner, item)
+    check_memory(data, f"cannot save {item.index.fqn!r}: ")
+    data = data.detach().cpu()
+    # Otherwise torch.save would write the whole storage.
+    if data.untyped_storage().size() != data.nbytes or has_slack(data, item.index.fqn):
+        data = full_copy(data)
     return data
+
+
+def _pickled(planner: SavePlanner, item: WriteItem) -> _io.BytesIO:
+    """Returns the bytes of an object, which the planner pickles itself if its class does."""
+    fqn, pickling = item.index.fqn, ("resolve_data", "transform_object")
+    base = FastSavePlanner if isinstance(planner, FastSavePlanner) else DefaultSavePlanner
+    if isinstance(planner, base) and not overrides(planner, base, pickling):
+        return pickle_object(planner.lookup_object(item.index), fqn)
+    has_slack(getattr(planner, "state_dict", {}).get(fqn), fqn)  # Raises if a storage was freed.
+    return cast(_io.BytesIO, planner.resolve_data(item))
 
 
 def _before_transforms(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -252,7 +253,8 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = planner.resolve_data(whole)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
-    return tensor
+    # A load refuses the class of a collective's result that nobody has awaited.
+    return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 
 def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:

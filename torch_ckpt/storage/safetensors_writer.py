@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
+from torch_ckpt._core.tensors import check_memory, gc_paused, is_temporary, to_plain
 from torch_ckpt.coordination.group import claim_commit, current_call
 from torch_ckpt.errors import (
     CheckpointError,
@@ -488,7 +488,10 @@ class _PieceWriter:
         is_live = not is_temporary(tensor) and kind == _tensor_view.TensorKind.PLAIN
         if isinstance(item, CutItem):
             tensor = item.rows_of(tensor)
-        return (tensor if kind == _tensor_view.TensorKind.PLAIN else to_plain(tensor)), is_live
+        if kind == _tensor_view.TensorKind.PLAIN:
+            return tensor, is_live
+        check_memory(tensor, f"cannot store {fqn!r}: ")
+        return to_plain(tensor), is_live
 
 
 def _check_complete(layout: ModelLayout, taken: int, results: Iterable[WriteResult]) -> None:

@@ -12,6 +12,7 @@ from torch_ckpt.filesystems.location import Location
 __all__ = [
     "MODEL_FILE",
     "RANK_FILE",
+    "WRITTEN_FILE",
     "deepspeed_folder",
     "deepspeed_state",
     "has_deepspeed_files",
@@ -19,6 +20,10 @@ __all__ = [
 
 RANK_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+WRITTEN_FILE = re.compile(
+    r"(?:(?:[a-z0-9]+_)?zero_pp_rank|mp_rank|expp_rank|expert|layer)_\d+.*(?:model|optim)_states\.pt"
+)
+"""All files that DeepSpeed's engines write into the folder of a tag."""
 _POINTERS = ("latest", "latest_universal")
 _TAG = re.compile(r"global_step(\d+)")
 """The tags that DeepSpeed chooses."""

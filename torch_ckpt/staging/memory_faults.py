@@ -1,0 +1,60 @@
+"""Names the tensor in a value whose storage is too short for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torch_ckpt._core.tensors import MemoryFaultError, check_memory
+
+__all__ = ["in_object", "in_state_dict"]
+
+
+def in_object(fault: MemoryFaultError, fqn: str, value: Any) -> MemoryFaultError:
+    """Returns the error of a tensor in an object, with the FQN and the path in the object."""
+    path = next(_paths(value, "", set()), "")
+    where = f"in {path[1:] if path[:1] == '.' else f'its element {path}'}, " if path else ""
+    return MemoryFaultError(f"cannot save {fqn!r}: {where}{fault}")
+
+
+def in_state_dict(fault: MemoryFaultError, state_dict: Mapping[str, Any]) -> MemoryFaultError:
+    """Returns the error of a tensor in a nested state dict, with its FQN and path."""
+    for fqn, value in _values(state_dict, ""):
+        if next(_paths(value, "", set()), None) is not None:
+            return in_object(fault, fqn, value)
+    return fault
+
+
+def _values(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
+    """Yields FQN and value of all values in a nested state dict."""
+    if not isinstance(value, dict | list):
+        yield fqn, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _values(inner, f"{fqn}.{key}" if fqn else str(key))
+
+
+def _paths(value: Any, path: str, seen: set[int]) -> Iterator[str]:
+    """Yields the paths of the tensors in an object whose storage is too short."""
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        try:
+            check_memory(value)
+        except MemoryFaultError:
+            yield path
+        return
+    for step, inner in _steps(value):
+        yield from _paths(inner, path + step, seen)
+
+
+def _steps(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", inner) for key, inner in value.items()]
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Iterator):
+        return [(f"[{number}]", inner) for number, inner in enumerate(value)]
+    names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
+    return [(f".{name}", getattr(value, name)) for name in names if hasattr(value, name)]

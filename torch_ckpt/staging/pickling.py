@@ -1,0 +1,298 @@
+"""Pickles objects as ``torch.save`` does, without the memory around the tensors in them."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from torch_ckpt._core.tensors import MemoryFaultError, memory_fault
+from torch_ckpt._core.unpickling import MAIN_OF_SPAWNED
+from torch_ckpt.staging.memory_faults import in_object
+from torch_ckpt.staging.memory_runs import CopiedTensor, MemoryRun, copy_elements, runs_of
+
+__all__ = ["has_slack", "pickle_object"]
+
+_ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
+_BY_ITEMSIZE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+_SEVERAL_TO_A_BYTE = frozenset({torch.quint4x2, torch.quint2x4})
+
+# Functions whose first arguments are storage, offset, sizes and strides, in elements.
+_REBUILDS = frozenset(
+    {
+        torch._utils._rebuild_qtensor,
+        torch._utils._rebuild_tensor_v2,
+        torch._utils._rebuild_tensor_v3,
+    }
+)
+
+
+def pickle_object(value: Any, fqn: str) -> io.BytesIO:
+    """Pickles an object in memory.
+
+    A part of a storage that no tensor in the object uses is left out. Tensors that share elements
+    share them after a load, too. Raises ValueError if the storage of a tensor is too short for it,
+    with the path of the tensor in the object.
+    """
+    stream = io.BytesIO()
+    with _main_script_as_main():
+        if type(value) in _ATOMS:
+            torch.save(value, stream)
+            return stream
+        tensors = _save(value, fqn, stream, stops=lambda found: found.has_slack)
+        if tensors.has_slack:
+            stream = io.BytesIO()
+            pickler = type("_Moving", (_Pickler,), {"change": staticmethod(tensors.moved())})
+            torch.save(value, stream, pickle_module=_module(pickler))
+    return stream
+
+
+@contextlib.contextmanager
+def _main_script_as_main() -> Iterator[None]:
+    """Gives classes and functions of the main script their names in other processes.
+
+    In a process that ``multiprocessing`` has spawned, they are named after ``__mp_main__``, which
+    no other process has.
+    """
+    main = sys.modules.get(MAIN_OF_SPAWNED)
+    if main is None or sys.modules.get("__main__") is not main:
+        yield
+        return
+    renamed = list(_defined_in(main, set()))
+    try:
+        for value in renamed:
+            value.__module__ = "__main__"
+        yield
+    finally:
+        for value in renamed:
+            value.__module__ = MAIN_OF_SPAWNED
+
+
+def _defined_in(namespace: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the classes and functions of the main script, with those in its classes."""
+    for value in [*vars(namespace).values()]:
+        is_own = getattr(value, "__module__", None) == MAIN_OF_SPAWNED
+        if isinstance(value, type | types.FunctionType) and is_own and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            if isinstance(value, type):
+                yield from _defined_in(value, seen)
+
+
+def has_slack(value: Any, fqn: str) -> bool:
+    """Returns whether ``torch.save`` would write memory that no tensor in an object uses.
+
+    Raises ValueError if the storage of a tensor is too short for it.
+    """
+    if type(value) in _ATOMS:
+        return False
+    try:
+        return _save(value, fqn, io.BytesIO(), stops=lambda _: True).has_slack
+    except MemoryFaultError:
+        raise
+    except Exception:
+        return False  # Who pickles it gets the error.
+
+
+def _save(
+    value: Any, fqn: str, stream: io.BytesIO, *, stops: Callable[[_Tensors], bool]
+) -> _Tensors:
+    """Saves an object, unless ``stops`` returns ``True``. Returns the tensors in the object.
+
+    ``torch.save`` has then pickled the object, but has not written a storage.
+    """
+    tensors = _Tensors()
+
+    class Pickler(_Pickler):
+        change = tensors.add
+
+        def __init_subclass__(cls) -> None:
+            id_of: Any = cls.persistent_id  # Torch's.
+
+            def persistent_id(pickler: Any, value: Any) -> Any:
+                tensors.add_storage(value)
+                return id_of(pickler, value)
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+        def dump(self, value: Any) -> None:
+            super().dump(value)
+            if stops(tensors):
+                raise _StoppedError
+
+    with contextlib.suppress(_StoppedError):
+        try:
+            torch.save(value, stream, pickle_module=_module(Pickler))
+        except MemoryFaultError as fault:
+            raise in_object(fault, fqn, value) from None
+    return tensors
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _module(pickler: type[pickle.Pickler]) -> Any:
+    """Returns the ``pickle_module`` of ``torch.save``."""
+    return types.SimpleNamespace(__name__=__name__, Pickler=pickler)
+
+
+_Reduced = tuple[Any, ...]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles what ``change`` makes of the values that rebuild a tensor."""
+
+    change: Callable[[_Reduced], _Reduced]
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickles a tensor."""
+        if not isinstance(value, torch.Tensor) or type(value) in copyreg.dispatch_table:
+            return NotImplemented
+        reduced: Any = value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        return self.change(reduced) if isinstance(reduced, tuple) else reduced
+
+
+# Id of the storage; dtype; offset, sizes and strides in elements.
+_Key = tuple[int, torch.dtype, int, tuple[int, ...], tuple[int, ...]]
+
+
+class _Tensors:
+    """The tensors in an object, and the memory that they need."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[_Key, CopiedTensor]] = {}  # By the id of the storage.
+        self._storages: dict[int, UntypedStorage] = {}  # They stay alive, so no id is used twice.
+        self._kept: set[int] = set()
+        self._expected: dict[int, Any] = {}  # Storages of tensors, as the pickler will get them.
+
+    def add(self, reduced: _Reduced) -> _Reduced:
+        """Adds a tensor by what rebuilds it, which is returned.
+
+        Raises MemoryFaultError if the storage is too short.
+        """
+        where = _where(reduced)
+        if where is None:
+            return reduced
+        storage, key = where
+        self._storages[key[0]] = storage
+        named = _storage_in(reduced)
+        self._expected[id(named)] = named
+        of_storage = self._found.setdefault(key[0], {})
+        if key not in of_storage:
+            of_storage[key] = _tensor_at(storage, key)
+        return reduced
+
+    def add_storage(self, value: object) -> None:
+        """Adds a value that may be a storage. One that is not in a tensor stays whole."""
+        if self._expected.pop(id(value), None) is None:
+            untyped = value._untyped_storage if isinstance(value, TypedStorage) else value
+            if isinstance(untyped, UntypedStorage):
+                self._kept.add(untyped._cdata)
+
+    @functools.cached_property
+    def _runs(self) -> dict[int, list[MemoryRun]]:
+        """The runs of each storage that has more than these, by its id."""
+        out = {}
+        for number, tensors in self._found.items():
+            used = [tensor for tensor in tensors.values() if tensor.live.numel()]
+            runs = runs_of(used, keeps_sharing=True)
+            nbytes = self._storages[number].nbytes()
+            if number not in self._kept and sum(run.nbytes for run in runs) < nbytes:
+                out[number] = runs
+        return out
+
+    @property
+    def has_slack(self) -> bool:
+        """Whether a storage has memory that no tensor uses."""
+        return bool(self._runs)
+
+    def moved(self) -> Callable[[_Reduced], _Reduced]:
+        """Copies the memory that tensors use; returns what puts a tensor over its copy."""
+        copies: dict[_Key, torch.Tensor] = {}
+        for number, runs in self._runs.items():
+            for run in runs:
+                live = run.live()
+                memory = torch.empty(run.nbytes, dtype=torch.uint8, device=live.device)
+                copy_elements(live, memory)
+                run.set_memory(memory)
+            copies |= {key: copy for key, (_, copy) in self._found[number].items()}
+
+        def move(reduced: _Reduced) -> _Reduced:
+            where = _where(reduced)
+            copy = None if where is None else copies.get(where[1])
+            if copy is None:
+                return reduced
+            return _with_storage(reduced, copy)
+
+        return move
+
+
+def _tensor_at(storage: UntypedStorage, key: _Key) -> CopiedTensor:
+    """Returns a tensor of a storage, in an integer dtype, and its copy, which has no memory yet."""
+    _, dtype, offset, sizes, strides = key
+    plain, device = _BY_ITEMSIZE[dtype.itemsize], storage.device
+    if not all(sizes):
+        empty = torch.empty_strided(sizes, strides, dtype=plain, device=device)
+        return CopiedTensor(empty, empty)
+    steps = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    needed, found = (offset + steps + 1) * dtype.itemsize, storage.nbytes()
+    if needed > found:
+        raise memory_fault(dtype, sizes, needed, found)
+    live: Any = torch.empty(0, dtype=plain, device=device)
+    live.set_(storage, offset, sizes, strides)
+    return CopiedTensor(live, torch.empty(0, dtype=plain, device=device))
+
+
+def _storage_in(reduced: _Reduced) -> Any:
+    function, arguments, *_ = reduced
+    if function is torch._tensor._rebuild_from_type_v2:
+        return _storage_in((arguments[0], arguments[2]))
+    return arguments[0]
+
+
+def _where(reduced: _Reduced) -> tuple[UntypedStorage, _Key] | None:
+    """Returns the storage of a tensor, and the part that it uses; ``None`` if it has none."""
+    function, arguments, *_ = reduced
+    if function is torch._tensor._rebuild_from_type_v2:
+        return _where((arguments[0], arguments[2]))
+    if function not in _REBUILDS:
+        return None
+    storage, offset, sizes, strides = arguments[:4]
+    untyped = storage._untyped_storage if isinstance(storage, TypedStorage) else storage
+    dtype = storage.dtype if isinstance(storage, TypedStorage) else arguments[6]
+    if not isinstance(untyped, UntypedStorage) or dtype in _SEVERAL_TO_A_BYTE:
+        return None
+    if untyped.nbytes() and not untyped.data_ptr():
+        return None  # A wrapper subclass, whose values are in other tensors.
+    return untyped, (untyped._cdata, dtype, offset, tuple(sizes), tuple(strides))
+
+
+def _with_storage(reduced: _Reduced, copy: torch.Tensor) -> _Reduced:
+    """Returns what rebuilds a tensor over its copy."""
+    function, arguments, *more = reduced
+    if function is torch._tensor._rebuild_from_type_v2:
+        inner = _with_storage((arguments[0], arguments[2]), copy)
+        return (function, (arguments[0], arguments[1], inner[1], *arguments[3:]), *more)
+    storage, _, sizes, _ = arguments[:4]
+    moved: Any = copy.untyped_storage()
+    if isinstance(storage, TypedStorage):
+        typed: Any = TypedStorage
+        moved = typed(wrap_storage=moved, dtype=storage.dtype, _internal=True)
+    strides = copy.stride()
+    return (function, (moved, copy.storage_offset(), sizes, strides, *arguments[4:]), *more)
