@@ -33,6 +33,7 @@ from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.portable import (
+    drop_frames,
     pickled,
     pickled_values,
     portable,
@@ -594,9 +595,5 @@ def _attempted(function: Callable[[], Any], phase: str) -> Any:
             return function()
     except BaseException as error:
         wrapped = _wrap_exception(error)  # It has the stack as text.
-        chain: BaseException | None = error
-        while chain is not None and chain.__traceback__ is not None:
-            # The frames of a traceback refer to those of their callers, and so to the state.
-            chain.__traceback__ = None
-            chain = chain.__cause__ or chain.__context__
+        drop_frames(error)
         return wrapped

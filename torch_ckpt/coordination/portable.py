@@ -18,7 +18,15 @@ from typing_extensions import Buffer
 from torch_ckpt._core.unpickling import allow_in_messages, unpickle
 from torch_ckpt.errors import CheckpointError, UnsupportedError, pickles, portable_error
 
-__all__ = ["pickled", "pickled_values", "portable", "unpickled", "unpickled_error", "why"]
+__all__ = [
+    "drop_frames",
+    "pickled",
+    "pickled_values",
+    "portable",
+    "unpickled",
+    "unpickled_error",
+    "why",
+]
 
 T = TypeVar("T")
 
@@ -43,6 +51,17 @@ def unpickled(message: Buffer, rank: int) -> Any:
     except Exception as error:
         text = f"cannot unpickle what rank {rank} sent: {type(error).__qualname__}: {error}"
         return _wrap_exception(CheckpointError(text))
+
+
+def drop_frames(error: BaseException) -> None:
+    """Drops the tracebacks of an error and of its causes, which no other rank would get.
+
+    The frames of a traceback refer to those of their callers, and so to the state.
+    """
+    chain: BaseException | None = error
+    while chain is not None and chain.__traceback__ is not None:
+        chain.__traceback__ = None
+        chain = chain.__cause__ or chain.__context__
 
 
 def unpickled_error(message: Buffer, rank: int) -> WRAPPED_EXCEPTION:

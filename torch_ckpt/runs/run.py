@@ -8,7 +8,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -580,16 +579,11 @@ class Run(LastSaves):
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and self._backend is not None and not self._exclusive.is_forked:
-            self._backend.leave()  # The snapshots remain for the next process.
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._exclusive.is_forked:
-            self._saves.give_up_promotion()  # The next process goes on with it.
+            if self._backend is not None:
+                self._backend.leave()  # The snapshots remain for the next process.
+            self._saves.give_up_promotion()  # The next process continues it.
         try:
             self.close()
         except CheckpointError as save_error:
