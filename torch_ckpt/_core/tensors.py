@@ -6,7 +6,8 @@ import bisect
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -19,6 +20,7 @@ __all__ = [
     "MEMORY_FORMATS",
     "Destinations",
     "cpu_as_default",
+    "flat_values",
     "gc_paused",
     "is_temporary",
     "printable",
@@ -68,6 +70,12 @@ def printable(fqn: str) -> str:
     Lone surrogates have no UTF-8 encoding, which the engine requires.
     """
     return fqn if fqn.isascii() else fqn.encode(errors="backslashreplace").decode()
+
+
+def flat_values(state_dict: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Returns FQN and value of each value of a nested state dict, as DCP flattens it."""
+    flat: dict[str, Any] = _tensor_view.flatten(state_dict)[0]
+    return flat.items()
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor:
