@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
+from torch_ckpt.coordination.statefuls import state_dicts_of
 from torch_ckpt.coordination.waiting import OwnFuture
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.planning.load_planner import FastLoadPlanner
@@ -162,7 +163,7 @@ def async_save(
                 decide = functools.partial(call.decide, phase="staging")
                 stack.enter_context(writer.sharing(order.planner, decide, call.group.names))
             with call.current(), phase("stage"):  # The stager waits no longer than the call.
-                staged = stager.stage(orchestrate.state_dicts_of(state_dict))
+                staged = stager.stage(state_dicts_of(state_dict))
             if isinstance(writer, FastWriter):
                 writer.begin_in_background(checkpoint_id)
             begin = save_in_thread if by_thread else save_in_process
@@ -234,14 +235,7 @@ def load(
         if reader is None and checkpoint_id:
             reader = FastReader(checkpoint_id, trust_pickle=trust_pickle)
         reader = _storage_setup(reader, checkpoint_id, reader=True)
-        keys = sorted(state_dict, key=str)  # The same order on all ranks.
-        loaded = orchestrate.state_dicts_of({key: state_dict[key] for key in keys})
-        orchestrate.load(loaded, reader, planner, call)
-        for key, value in loaded.items():
-            if orchestrate.is_stateful(state_dict[key]):
-                state_dict[key].load_state_dict(value)
-            else:
-                state_dict[key] = value
+        orchestrate.load(state_dict, reader, planner, call)
 
 
 def _planner_for(writer: StorageWriter | None) -> FastSavePlanner:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno as _errno
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 __all__ = [
     "AlreadyExistsError",
@@ -22,6 +23,9 @@ __all__ = [
     "RankTimeoutError",
     "StorageError",
     "UnsupportedError",
+    "add_name",
+    "naming",
+    "naming_first",
     "pickles",
     "portable_error",
     "portable_errors",
@@ -143,6 +147,55 @@ def listed_ranks(ranks: Sequence[int], most: int = 8) -> str:
         return f"rank {ranks[0]} is"
     more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
     return f"ranks {', '.join(map(str, ranks[:most]))}{more} are"
+
+
+@contextlib.contextmanager
+def naming(action: str, fqn: str) -> Iterator[None]:
+    """Names a value in the error of the block: ``cannot save 'model.w': ...``.
+
+    The error stays the same object. It is unchanged if it has the name already.
+    """
+    try:
+        yield
+    except Exception as error:
+        add_name(error, action, fqn)
+        raise
+
+
+@contextlib.contextmanager
+def naming_first(
+    action: str, values: Callable[[], Iterable[tuple[str, Any]]], attempt: Callable[[Any], object]
+) -> Iterator[None]:
+    """Names a value in the error of a block that handles many values (FQN, value) at once.
+
+    It is the first value for which ``attempt`` raises, too. Only an error costs time. Errors of
+    this package are unchanged: they have a name, or concern no value.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        with contextlib.suppress(Exception):  # Of a state dict that cannot be flattened.
+            for fqn, value in values():
+                try:
+                    attempt(value)
+                except Exception:
+                    add_name(error, action, fqn)
+                    break
+        raise
+
+
+def add_name(error: Exception, action: str, fqn: str) -> None:
+    """Names a value in an error, as :func:`naming`."""
+    if repr(fqn) in str(error):
+        return
+    text, args = f"cannot {action} {fqn!r}", error.args
+    if not args or (len(args) == 1 and isinstance(args[0], str)):
+        error.args = (f"{text}: {args[0]}" if args else text,)
+    if text not in str(error):  # The class composes its message from other facts.
+        error.args = args
+        error.add_note(text)
 
 
 @contextlib.contextmanager

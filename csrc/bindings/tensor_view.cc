@@ -271,7 +271,8 @@ TensorView view_of(const at::Tensor& tensor, std::string name, bool writable,
                    CurrentStreams& streams) {
   const int64_t extent = tensor.numel() == 0 ? 0 : storage_end(tensor);
   if (extent > static_cast<int64_t>(tensor.storage().nbytes())) {
-    throw py::value_error("tensor '" + name + "' reaches beyond its storage of " +
+    throw py::value_error((name.empty() ? "the tensor" : "tensor '" + name + "'") +
+                          " reaches beyond its storage of " +
                           std::to_string(tensor.storage().nbytes()) + " bytes");
   }
   // The engine writes without autograd; the new version invalidates values saved for backward.

@@ -278,6 +278,45 @@ def test_states_below_the_top_are_found_through_a_stateful(
     assert [place for place, _ in loaded] == places_there
 
 
+def save_nested(path: Path, asynchronous: bool) -> None:
+    rank = dist.get_rank()
+    net = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(net.weight, 3.0)
+    state = {"loaders": [{"b": RankState(Position(rank)), "a": RankState(Position(-rank))}, (net,)]}
+    if asynchronous:
+        saved: Any = torch_ckpt.async_save(state, checkpoint_id=path)
+        saved.result(SAVE_TIMEOUT_S)
+    else:
+        torch_ckpt.save(state, checkpoint_id=path)
+
+
+def load_nested(path: Path) -> Any:
+    """Returns the loaded places, whether a getter was called, and a weight of the module."""
+    positions = Position(), Position()
+    asked = [0]
+
+    def get() -> Any:
+        asked[0] += 1
+        return positions[1].state_dict()
+
+    net = torch.nn.Linear(2, 2)
+    second = RankState(get, positions[1].load_state_dict, on_resize=places)
+    loaders = {"a": second, "b": RankState(positions[0], on_resize=places)}
+    torch_ckpt.load({"loaders": [loaders, (net,)]}, checkpoint_id=path)
+    return *(position.place for position in positions), asked[0], net.weight[0, 0].item()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_states_in_containers_are_of_each_rank(
+    asynchronous: bool, worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_nested, tmp_path, asynchronous)
+    assert worlds.run(2, load_nested, tmp_path) == [(0, 0, 0, 3.0), (1, -1, 0, 3.0)]
+    assert worlds.run(3, load_nested, tmp_path) == [
+        (([0, 1], rank, 3), ([0, -1], rank, 3), 0, 3.0) for rank in range(3)
+    ]
+
+
 def objects_read(path: Path, way: str, on_resize: Any) -> set[str]:
     """The names of the objects that one rank reads for its place in the data."""
     seen: set[str] = set()

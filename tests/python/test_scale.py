@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 
 from torch_ckpt import FastReader, FastWriter
-from torch_ckpt.coordination.orchestrate import state_dicts_of
+from torch_ckpt.coordination.statefuls import state_dicts_of
 from torch_ckpt.errors import CorruptionError
 
 COUNT = 100_000

@@ -6,7 +6,8 @@ import bisect
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -23,6 +24,7 @@ __all__ = [
     "bytes_of",
     "check_memory",
     "cpu_as_default",
+    "flat_values",
     "gc_paused",
     "is_temporary",
     "memory_fault",
@@ -129,6 +131,12 @@ _PARTS = {
     torch.sparse_bsc: _COMPRESSED_COLUMNS,
 }
 """Layout -> the methods of a sparse tensor that return the tensors in it."""
+
+
+def flat_values(state_dict: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Returns FQN and value of each value of a nested state dict, as DCP flattens it."""
+    flat: dict[str, Any] = _tensor_view.flatten(state_dict)[0]
+    return flat.items()
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor:

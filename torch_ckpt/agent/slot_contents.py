@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import check_memory, to_plain
-from torch_ckpt.coordination.orchestrate import state_dicts_of
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.coordination.statefuls import state_dicts_of
+from torch_ckpt.errors import UnsupportedError, naming, naming_first
 from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.planning.item_views import ColumnItems, to_write_item
 from torch_ckpt.planning.save_planner import FastSavePlanner, NoColumnsError
@@ -38,6 +38,14 @@ class Selection:
     items: _native.ItemTable
 
 
+def _inspected(*sources: object) -> _native.TensorBatch:
+    return _tensor_view.inspect(list(sources), writable=False, stages=True)
+
+
+def _named(work: _native.Work, sources: Sequence[object]) -> Iterator[tuple[str, object]]:
+    return ((to_write_item(work.describe(at)).index.fqn, one) for at, one in enumerate(sources))
+
+
 class SlotContents:
     """Items of a rank's state dict, and their offsets in a slot.
 
@@ -60,8 +68,9 @@ class SlotContents:
         self._planner = planner
         self._listed = listed
         self._sources = sources
-        self.batch = _tensor_view.inspect(sources, writable=False, stages=True)
         work = _native.Work(items)
+        with naming_first("save", lambda: _named(work, sources), _inspected):
+            self.batch = _inspected(*sources)
         planned = _native.PlannedFile(work, self.batch)
         nbytes = work.nbytes
         self._pickled = dict(pickled)
@@ -90,7 +99,8 @@ class SlotContents:
         values, fqn = self._planner.state_dict, item.index.fqn
         if item.type != WriteItemType.BYTE_IO or not tensors_in(value := values[fqn]):
             return pickle_item(item, self._planner)
-        values[fqn] = CopiedState({fqn: value}).state[fqn]
+        with naming("save", fqn):
+            values[fqn] = CopiedState({fqn: value}).state[fqn]
         try:
             return pickle_item(item, self._planner)
         finally:

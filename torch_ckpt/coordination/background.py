@@ -31,12 +31,13 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.distributed_c10d import _get_default_store
 
+from torch_ckpt._core.tensors import flat_values
 from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.addresses import own_addresses
 from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.coordination.portable import portable, why
 from torch_ckpt.coordination.waiting import GRACE_S, LongWait, OwnFuture, no_thread
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, naming_first
 from torch_ckpt.filesystems.location import refuse_unregistered, registered_schemes
 from torch_ckpt.process_state import PROCESS
 
@@ -128,11 +129,7 @@ class Order:
                 state = state.result()
             writer: Any = _storage_setup(self.writer, self.checkpoint_id, reader=False)
             return orchestrate.save(
-                orchestrate.state_dicts_of(state),
-                writer,
-                self.planner,
-                call,
-                use_collectives=self.use_collectives,
+                *(state, writer, self.planner, call), use_collectives=self.use_collectives
             )
 
 
@@ -319,7 +316,8 @@ class _SaveProcess:
         try:
             if isinstance(state, Future):
                 state = state.result()
-            message = ForkingPickler.dumps((order, state))
+            with naming_first("save", lambda: flat_values(state), ForkingPickler.dumps):
+                message = ForkingPickler.dumps((order, state))
         except BaseException as error:
             # The process must fail the call in its own group: the others wait for it there.
             with contextlib.suppress(CheckpointError):  # The first error counts.

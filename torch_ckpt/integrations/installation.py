@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.coordination.statefuls import state_dicts_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter
@@ -371,7 +372,7 @@ class _Replaced:
         def stage(given: FileSystemWriter, state_dict: dict[str, Any]) -> Any:
             ours = self.writer(given) if self.replaces(given) else given
             if isinstance(ours, FastWriter):
-                return ours.stage(state_dict)
+                return ours.stage(state_dicts_of(state_dict))
             return self._stage(given, state_dict)
 
         return stage
@@ -510,7 +511,7 @@ class _ProcessStager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
         """Copies a state dict into the staging memory of this process."""
-        return _StagedState(*PROCESS.stager.begin(state_dict))
+        return _StagedState(*PROCESS.stager.begin(state_dicts_of(state_dict)))
 
     def synchronize_staging(self) -> None:
         """Does nothing, because :meth:`stage` returns after the copy."""

@@ -8,7 +8,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 import ray.train
@@ -184,12 +183,7 @@ class RayTrainRun(Run):
         finally:
             super().close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._has_failed = error is not None  # The other workers may not report.
         super().__exit__(kind, error, trace)
 

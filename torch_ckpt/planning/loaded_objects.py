@@ -12,14 +12,21 @@ from typing import Any
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from torch_ckpt.coordination.statefuls import restore_pickled
+from torch_ckpt.errors import naming
+
 __all__ = ["own_keys", "store_object", "store_value"]
 
 
 def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
     """Stores a loaded object where ``DefaultLoadPlanner`` does, but under the existing keys.
 
-    Raises ValueError if a mapping of the state dict cannot be changed.
+    A ``Stateful`` there receives the state of a pickled one instead. Raises ValueError if a mapping
+    of the state dict cannot be changed.
     """
+    with naming("load", fqn):
+        if restore_pickled(planner.state_dict.get(fqn), value):
+            return
     path: Sequence[str | int] = (fqn,)
     if planner.flatten_state_dict:
         path = planner.mappings[fqn]

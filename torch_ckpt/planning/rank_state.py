@@ -8,6 +8,7 @@ finds in the checkpoint's metadata the FQNs that this rank must load.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal, Protocol, overload
@@ -15,7 +16,8 @@ from typing import Any, Literal, Protocol, overload
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt.errors import MismatchError
+from torch_ckpt.coordination.statefuls import StateOfRank, is_loading
+from torch_ckpt.errors import MismatchError, naming
 
 __all__ = ["OnResize", "RankState", "check_rank_states", "find_rank_states"]
 
@@ -48,9 +50,12 @@ class RankState:
 
     Requirements:
 
-    - Put a ``RankState`` at the top level of the state dict, because DCP calls ``state_dict()``
-      only there. A ``Stateful`` that contains a ``RankState`` must return the ``state_dict()`` of
-      the ``RankState`` as part of its own, and pass the loaded value to its ``load_state_dict()``.
+    - Put a ``RankState`` at the top level of the state dict if you call DCP's own functions, which
+      call ``state_dict()`` only there. :func:`torch_ckpt.save`, :func:`torch_ckpt.load`,
+      :class:`Run` and :func:`installed` find it in dicts and lists as well. A tuple or another
+      object with a ``RankState`` is refused. A ``Stateful`` that contains a ``RankState`` must
+      return the ``state_dict()`` of the ``RankState`` as part of its own, and pass the loaded value
+      to its ``load_state_dict()``.
     - Use planners that flatten state dicts, as all do by default. DCP's own planners do not report
       an error if they do not.
     - To load on another number of ranks, use :class:`FastLoadPlanner`, as
@@ -130,12 +135,13 @@ class RankState:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state, by its key.
 
-        In a load, the planner replaces the keys by those of the stored states to load.
+        In a load, it does not call the getter, which may change the state, as that of a data loader
+        does. The planner replaces the keys by those of the stored states to load.
         """
         rank, world_size = self._rank_and_world_size()
         resize = "merge" if callable(self.on_resize) else self.on_resize
         # No planner flattens a tuple, so tensors in the state are not saved separately.
-        self._current = (self._get_state(),)
+        self._current = None if is_loading() else (self._get_state(),)
         return _Entries({_key(rank, world_size): self._current}, rank, world_size, resize)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -148,6 +154,11 @@ class RankState:
             MismatchError: Another number of ranks saved the states, and ``on_resize="error"``. Or
                 the states of some ranks are missing.
         """
+        fqn = state_dict.fqn if isinstance(state_dict, _Entries) else ""
+        with naming("load", fqn) if fqn else contextlib.nullcontext():
+            self._load(state_dict)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         rank, world_size = self._rank_and_world_size()
         entries = {key: entry for key, entry in state_dict.items() if entry is not None}
         own = entries.get(_key(rank, world_size))
@@ -174,6 +185,12 @@ class RankState:
             raise ValueError(f"rank {dist.get_rank()} is not in the group of its RankState")
         return rank, dist.get_world_size(self.group)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a RankState in an object cannot be pickled, because its states on several ranks would "
+            "be treated as replicas: put it into a dict or list of the state dict"
+        )
+
     def __create_write_items__(self, fqn: str, _: object) -> Any:
         """Raises an error where DCP would save the ``RankState`` itself as an object."""
         raise ValueError(
@@ -183,17 +200,22 @@ class RankState:
         )
 
 
-class _Entries(dict[str, Any]):
-    """The entries of a ``RankState`` that a rank saves or loads: 1-tuples by key."""
+class _Entries(StateOfRank):
+    """The entries of a ``RankState`` that a rank saves or loads: 1-tuples by key.
+
+    ``fqn`` is that of the ``RankState``, empty if no planner of ours has loaded it.
+    """
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int, resize: str) -> None:
         super().__init__(entries)
         self.rank = rank
         self.world_size = world_size
         self.resize = resize
+        self.fqn = ""
 
     def find(self, fqn: str, stored: Collection[str]) -> None:
         """Replaces the entries by those of all ``stored`` FQNs that this rank must load."""
+        self.fqn = fqn
         own = _key(self.rank, self.world_size)
         keys = [own]
         if f"{fqn}.{own}" not in stored:

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt._core.tensors import flat_values, gc_paused
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.coordination.waiting import LongWait, OwnFuture, submitted
-from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, naming_first
 from torch_ckpt.filesystems.cgroups import memory_limit
 from torch_ckpt.planning.replicas import ranks_per_node
 from torch_ckpt.process_state import PROCESS
@@ -163,7 +163,8 @@ class SnapshotStager:
             StorageError: The memory cannot be allocated.
             ValueError: The storage of a tensor is too small for the tensor.
         """
-        placed = self._place(CopiedState(state_dict).tensors, can_leave_unstaged=True)
+        with naming_first("stage", lambda: flat_values(state_dict), self._try):
+            placed = self._place(CopiedState(state_dict).tensors, can_leave_unstaged=True)
         with self._changed:
             free, self._free = self._free, []
         if not free:
@@ -217,8 +218,16 @@ class SnapshotStager:
         """
         with contextlib.suppress(Exception):  # The earlier save reports its own error.
             self.wait_staged()
-        with self._exclusive.use("stage a state dict", time_limit_s()), gc_paused():
+        with (
+            self._exclusive.use("stage a state dict", time_limit_s()),
+            gc_paused(),
+            naming_first("stage", lambda: flat_values(state_dict), self._try),
+        ):
             return self._begin(state_dict, left_out, allow_unstaged, name)
+
+    def _try(self, value: Any) -> None:
+        """Raises if a value of a state dict cannot be copied, with the error of :meth:`_begin`."""
+        _Placed(self._copy_class({"": value}).tensors, None, False)
 
     def _begin(
         self, state_dict: dict[str, Any], left_out: Collection[int], allow_unstaged: bool, name: str

@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import check_memory, gc_paused, to_plain
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.errors import CheckpointError, UnsupportedError, add_name, naming_first
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.allowed_classes import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
@@ -96,7 +96,8 @@ def write_data_file(
     index, and the mode of the writes. Raises ValueError if the dtype or sizes of a tensor differ
     from the plan.
     """
-    batch = _tensor_view.inspect(list(work.sources), writable=False)
+    with naming_first("save", lambda: _named(work), _inspected):
+        batch = _inspected(*work.sources)
     unresolved = [n for n, source in enumerate(work.sources) if isinstance(source, Unresolved)]
     batch.defer(unresolved)
     planned = _native.PlannedFile(work.work, batch)
@@ -141,6 +142,14 @@ def write_data_file(
         results += pickled.values()
         cuts = [i.piece for i in work.items if isinstance(i, CutItem) and not i.is_listed]
     return results, replace(file, dtypes=dtypes, cuts=cuts), IoMode.of(job)
+
+
+def _inspected(*sources: object) -> _native.TensorBatch:
+    return _tensor_view.inspect(list(sources), writable=False)
+
+
+def _named(work: RankWork) -> Iterator[tuple[str, Any]]:
+    return ((work.item(at).index.fqn, source) for at, source in enumerate(work.sources))
 
 
 def _write_tensors(
@@ -296,13 +305,16 @@ def _append_item(
 
 @contextlib.contextmanager
 def _naming(item: WriteItem) -> Iterator[None]:
-    """Names the item in errors of torch.save for some dtypes."""
+    """Names the item in the error of pickling it."""
     try:
         yield
-    except UnsupportedError:
-        raise  # It has the name.
-    except (KeyError, NotImplementedError) as error:
+    except CheckpointError:
+        raise  # It has the name, or is the error of a disk.
+    except (KeyError, NotImplementedError) as error:  # Of torch.save, for some dtypes.
         raise UnsupportedError(f"cannot save {item.index.fqn!r}: {error}") from error
+    except Exception as error:
+        add_name(error, "save", item.index.fqn)
+        raise
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesIO:

@@ -15,13 +15,36 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused, is_temporary, printable
+from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.statefuls import refuse_statefuls
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.planning.columns import overrides
 from torch_ckpt.planning.item_views import PlannedItems, to_write_item
 from torch_ckpt.planning.replicas import CutItem, work_of
 from torch_ckpt.planning.save_planner import FastSavePlanner
 
-__all__ = ["LatePlanner", "RankWork", "Unresolved", "resolve_whole", "split", "work_for"]
+__all__ = [
+    "LatePlanner",
+    "RankWork",
+    "Unresolved",
+    "refuse_objects",
+    "resolve_whole",
+    "split",
+    "work_for",
+]
+
+_CHOOSES_OBJECTS = ("resolve_data", "lookup_object", "transform_object")
+
+
+def refuse_objects(planner: object) -> None:
+    """Raises UnsupportedError if a planner would pickle a ``Stateful``, as DCP's planners do.
+
+    Our own saves have replaced such objects by their state dicts.
+    """
+    kind = FastSavePlanner if isinstance(planner, FastSavePlanner) else DefaultSavePlanner
+    is_ours = current_call() is not None
+    if isinstance(planner, kind) and not is_ours and not overrides(planner, kind, _CHOOSES_OBJECTS):
+        refuse_statefuls(planner.state_dict)
 
 
 class LatePlanner(DefaultSavePlanner):

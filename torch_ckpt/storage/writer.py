@@ -67,7 +67,7 @@ from torch_ckpt.storage.directory_writer import Claim, DirectoryWriter
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
-from torch_ckpt.storage.rank_work import RankWork, split, work_for
+from torch_ckpt.storage.rank_work import RankWork, refuse_objects, split, work_for
 from torch_ckpt.storage.reuse import MAX_FILES
 
 __all__ = ["FastWriter"]
@@ -262,8 +262,10 @@ class FastWriter(DirectoryWriter):
 
         Raises:
             AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
+            UnsupportedError: DCP's own function would pickle a ``Stateful`` below the top level.
         """
         self._find_directory()
+        refuse_objects(calling_planner())
         if not isinstance(plan.items, PlannedItems):
             plan = save_plan_in_boxes(plan, calling_planner())
         items: Any = plan.items

@@ -1,0 +1,273 @@
+"""An error of one value names its FQN, whatever the value is, and however it is saved or loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import torch_ckpt
+from torch_ckpt import FastWriter, RankState, Run, SafetensorsWriter, SnapshotStager
+from torch_ckpt.planning.local_shards import LocalShards
+
+pytestmark = pytest.mark.timeout(180)
+
+FQN = "model.layers.1.x"
+SAVE_TIMEOUT_S = 50
+Save = Callable[[Any, Path], None]
+Ways = Callable[[], AbstractContextManager[Save]]
+
+
+def around(value: Any) -> dict[str, Any]:
+    """A state dict with a value deep inside, between others that can be saved."""
+    return {"a": torch.ones(3), "model": {"layers": [{"x": torch.ones(2)}, {"x": value}]}, "z": 1}
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(4)
+    return tensor
+
+
+class Raises:
+    """Raises wherever Python copies or pickles it."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("no")
+
+
+class Getter:
+    def state_dict(self) -> Any:
+        raise ValueError("no")
+
+    def load_state_dict(self, _: Any) -> None: ...
+
+
+def getter() -> Any:
+    raise ValueError("no")
+
+
+def local_object() -> Any:
+    class Local:
+        pass
+
+    return Local()
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "a storage too short": lambda: without_memory(torch.ones(64)),
+    "a storage too short with a stride": lambda: without_memory(torch.ones(8, 8).t()),
+    "a storage too short in a tuple": lambda: (1, without_memory(torch.ones(64))),
+    "a storage too short of a shard": lambda: LocalShards(
+        (64,), [((0,), without_memory(torch.ones(64)))]
+    ),
+    "a lambda": lambda: lambda: 1,
+    "a lambda in a tuple": lambda: (1, lambda: 1),
+    "a lambda in a list": lambda: [1, lambda: 1],
+    "a lock": threading.Lock,
+    "a lock in a tuple": lambda: (threading.Lock(),),
+    "a generator": lambda: (number for number in range(3)),
+    "an object of a local class": local_object,
+    "an object that raises": Raises,
+    "a getter that raises": Getter,
+    "a getter of a rank that raises": lambda: RankState(getter, print),
+    "a state of a rank with a lambda": lambda: RankState(lambda: {"f": lambda: 1}, print),
+    "a state of a rank with a lock": lambda: RankState(lambda: {"f": threading.Lock()}, print),
+    "quint4x2": lambda: torch.quantize_per_channel(
+        torch.ones(2, 4), torch.ones(2), torch.zeros(2), 0, torch.quint4x2
+    ),
+    "int4": lambda: torch.empty(2, dtype=torch.int4),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.ones(2, device="meta"),
+}
+
+
+MAY_BE_SAVED = {"a storage too short in a tuple"}
+"""Torch pickles it, in some ways of saving."""
+
+
+@contextlib.contextmanager
+def save_now() -> Iterator[Save]:
+    yield lambda state, path: torch_ckpt.save(state, checkpoint_id=path)
+
+
+@contextlib.contextmanager
+def save_by_dcp() -> Iterator[Save]:
+    yield lambda state, path: dcp.save(state, storage_writer=FastWriter(path), no_dist=True)
+
+
+def in_background(stager: SnapshotStager | None = None, **options: Any) -> Ways:
+    @contextlib.contextmanager
+    def saves() -> Iterator[Save]:
+        def save(state: Any, path: Path) -> None:
+            writer = FastWriter(path, stager=stager)
+            saved: Any = torch_ckpt.async_save(state, storage_writer=writer, **options)
+            getattr(saved, "upload_completion", saved).result(SAVE_TIMEOUT_S)
+
+        yield save
+
+    return saves
+
+
+@contextlib.contextmanager
+def save_by_dcps_async_save() -> Iterator[Save]:
+    def save(state: Any, path: Path) -> None:
+        saved: Any = dcp.async_save(state, storage_writer=FastWriter(path), no_dist=True)
+        saved.result(SAVE_TIMEOUT_S)
+
+    yield save
+
+
+@contextlib.contextmanager
+def save_installed() -> Iterator[Save]:
+    def save(state: Any, path: Path) -> None:
+        saved: Any = dcp.async_save(state, storage_writer=FileSystemWriter(path))
+        saved.result(SAVE_TIMEOUT_S)
+
+    with torch_ckpt.installed():
+        yield save
+
+
+@contextlib.contextmanager
+def save_by_agent() -> Iterator[Save]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Run(folder, asynchronous=True, agent=True) as run,
+    ):
+        steps = itertools.count(1)
+
+        def save(state: Any, _: Path) -> None:
+            run.save(next(steps), state)
+            run.wait()
+
+        yield save
+
+
+@contextlib.contextmanager
+def save_model() -> Iterator[Save]:
+    def save(state: Any, path: Path) -> None:
+        del state["z"]  # An object.
+        torch_ckpt.save(state, storage_writer=SafetensorsWriter(path))
+
+    yield save
+
+
+@contextlib.contextmanager
+def save_model_in_background() -> Iterator[Save]:
+    def save(state: Any, path: Path) -> None:
+        del state["z"]
+        saved: Any = torch_ckpt.async_save(state, storage_writer=SafetensorsWriter(path))
+        saved.result(SAVE_TIMEOUT_S)
+
+    yield save
+
+
+WAYS: dict[str, Ways] = {
+    "now": save_now,
+    "by DCP": save_by_dcp,
+    "in a thread": in_background(),
+    "staged in the background": in_background(SnapshotStager(blocking=False)),
+    "in a process": in_background(async_checkpointer_type=AsyncCheckpointerType.PROCESS),
+    "by DCP's async_save": save_by_dcps_async_save,
+    "installed": save_installed,
+    "by an agent": save_by_agent,
+    "safetensors": save_model,
+    "safetensors in a thread": save_model_in_background,
+}
+
+DCPS_OWN = {("nested", "by DCP"), ("nested", "by DCP's async_save")}
+"""DCP's planner raises before our writer is called."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_failed_save_names_the_value(way: str, tmp_path: Path) -> None:
+    wrong = {}
+    with WAYS[way]() as save:
+        for number, (value, make) in enumerate(VALUES.items()):
+            error: BaseException | None = None
+            try:
+                save(around(make()), tmp_path / str(number))
+            except BaseException as caught:
+                error = caught
+            if error is None and value not in MAY_BE_SAVED:
+                wrong[value] = "no error"
+            if error is not None and FQN not in str(error) and (value, way) not in DCPS_OWN:
+                wrong[value] = str(error)
+    assert wrong == {}
+
+
+# ---- Loads ----
+
+
+class Setter:
+    """Cannot load what it has saved."""
+
+    def state_dict(self) -> Any:
+        return {"x": 1}
+
+    def load_state_dict(self, _: Any) -> None:
+        raise ValueError("no")
+
+
+def merge(*_: Any) -> Any:
+    raise ValueError("no")
+
+
+class Custom:
+    """A class that no load allows."""
+
+
+LOADED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "a setter that raises": (Setter, Setter),
+    "a setter that raises, in a tuple": (lambda: (1, Setter()), lambda: (1, Setter())),
+    "a setter of a rank that raises": (
+        lambda: RankState(lambda: 1, print),
+        lambda: RankState(lambda: 1, merge),
+    ),
+    "a class that is not allowed": (Custom, Custom),
+    "a tensor for an object": (lambda: torch.ones(2), lambda: 7),
+    "another shape": (lambda: torch.ones(2), lambda: torch.ones(3)),
+    "a target without memory": (
+        lambda: torch.ones(64),
+        lambda: without_memory(torch.ones(64)),
+    ),
+    "an object with a state for a tensor": (lambda: torch.ones(2), Setter),
+    "a tuple of another length": (lambda: (Setter(),), lambda: (Setter(), Setter())),
+}
+
+
+def load(state: Any, path: Path) -> None:
+    torch_ckpt.load(state, checkpoint_id=path)
+
+
+def load_by_dcps_planner(state: Any, path: Path) -> None:
+    torch_ckpt.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner())
+
+
+def load_installed(state: Any, path: Path) -> None:
+    with torch_ckpt.installed():
+        dcp.load(state, checkpoint_id=path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("load", [load, load_by_dcps_planner, load_installed])
+@pytest.mark.parametrize("value", LOADED)
+def test_a_failed_load_names_the_value(
+    value: str, load: Callable[..., None], tmp_path: Path
+) -> None:
+    saved, loaded = LOADED[value]
+    torch_ckpt.save(around(saved()), checkpoint_id=tmp_path)
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        load(around(loaded()), tmp_path)
+    assert FQN in str(caught.value)

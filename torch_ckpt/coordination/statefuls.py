@@ -1,0 +1,294 @@
+"""``Stateful`` objects at any depth of a state dict: replaced by their state dicts, and restored.
+
+DCP's own functions do so for objects at the top level only. They pickle others as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torch_ckpt.errors import MismatchError, UnsupportedError, naming
+
+__all__ = [
+    "StateDicts",
+    "StateOfRank",
+    "is_loading",
+    "is_stateful",
+    "refuse_statefuls",
+    "restore_pickled",
+    "state_dicts_of",
+]
+
+_LEAVES = frozenset(
+    {bool, bytes, complex, float, int, str, type(None), torch.dtype, torch.Tensor}
+    | {torch.nn.Parameter}
+)
+
+_loading: ContextVar[bool] = ContextVar("torch_ckpt_loading", default=False)
+
+
+class StateOfRank(dict[str, Any]):
+    """A state dict of values that differ between ranks, each stored as it is under its own name."""
+
+
+def is_stateful(value: Any) -> bool:
+    """Returns whether a value is a ``Stateful``, without the 25 us of ``isinstance`` for others.
+
+    A class is none, though it has the methods of its objects.
+    """
+    try:
+        return (
+            hasattr(value, "state_dict")
+            and isinstance(value, Stateful)
+            and not isinstance(value, type)
+        )
+    except Exception:  # Of a property of the object.
+        return False
+
+
+def is_loading() -> bool:
+    """Returns whether a load calls this function, ours or ``torch.distributed.checkpoint.load``."""
+    if _loading.get():
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "load" and frame.f_globals is vars(state_dict_loader):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict in which ``Stateful`` objects are replaced by their state dicts.
+
+    Containers with such an object are copied. Objects in tuples are replaced as well, and stored
+    with the tuple.
+    """
+    return StateDicts(state_dict).state
+
+
+def refuse_statefuls(state_dict: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError if a flat state dict has a ``Stateful``, which DCP would pickle."""
+    finder = _Finder()
+    for fqn, value in state_dict.items():
+        if finder.holds(value):
+            path, found = finder.first(fqn, value)
+            raise UnsupportedError(
+                f"cannot save {path!r}: it is a Stateful ({type(found).__qualname__}) below the "
+                "top level of the state dict. torch.distributed.checkpoint.save would pickle it on "
+                "one rank, and a load would not restore it. Pass its state_dict(), move it to the "
+                "top level, or call torch_ckpt.save and torch_ckpt.load, or within installed()"
+            )
+
+
+def _is_object(value: Any) -> bool:
+    """Returns whether a value below the top level is a ``Stateful`` that DCP would pickle."""
+    return is_stateful(value) and not isinstance(value, Mapping | list | torch.Tensor)
+
+
+def restore_pickled(live: Any, loaded: Any) -> bool:
+    """Sets the state of an object from a pickled one of an older checkpoint, or of DCP's own.
+
+    Returns ``False``, and does nothing, unless both are ``Stateful``.
+    """
+    if not is_stateful(live) or not is_stateful(loaded):
+        return False
+    live.load_state_dict(loaded.state_dict())
+    return True
+
+
+@dataclass
+class _Replaced:
+    """A value of the program that is replaced: a ``Stateful``, or a container with one inside.
+
+    ``inner`` has the replaced values in the container, by key. Of a ``Stateful``, it has the
+    result of its ``state_dict()`` under ``None``, if something in this is replaced.
+    """
+
+    live: Any
+    fqn: str
+    inner: dict[Any, _Replaced] = field(default_factory=dict)
+    is_stateful: bool = False
+
+
+class StateDicts:
+    """A state dict whose ``Stateful`` objects are replaced by their state dicts, at any depth.
+
+    Args:
+        state_dict: The state dict of the program, which stays as it is until :meth:`restore`.
+        for_load: Whether the objects are to be loaded. Objects of the same container are then
+            called in the alphabetical order of their keys, as in DCP, so that all ranks call them
+            in the same order.
+
+    Attributes:
+        state: The state dict to save, or to load into.
+
+    Raises:
+        ValueError: A tuple has a ``RankState``.
+        Exception: A ``state_dict()`` raised. The message names its FQN.
+    """
+
+    def __init__(self, state_dict: dict[str, Any], *, for_load: bool = False) -> None:
+        self._finder = _Finder()
+        self._for_load = for_load
+        self.state: dict[str, Any]
+        self._objects: list[tuple[Any, Any, str]] = []  # Container, key and FQN below the top.
+        token = _loading.set(for_load)
+        try:
+            self.state, self._root = self._replaced_in(state_dict, None, in_tuple=False)
+        finally:
+            _loading.reset(token)
+
+    def use_stored(self, metadata: Metadata) -> None:
+        """Loads objects as such that the checkpoint has pickled, as older versions and DCP do."""
+        for container, key, fqn in self._objects:
+            stored = metadata.state_dict_metadata.get(fqn)
+            if isinstance(stored, BytesStorageMetadata) and isinstance(container[key], Mapping):
+                container[key] = None
+
+    def restore(self) -> None:
+        """Sets the loaded states of all objects, and puts other values into the state dict.
+
+        Raises:
+            Exception: A ``load_state_dict()`` raised. The message names its FQN.
+            MismatchError: A stored tuple has another length.
+            ValueError: A container cannot be changed.
+        """
+        _restore(self._root, self.state)
+
+    def _replace(self, value: Any, fqn: str, *, in_tuple: bool) -> tuple[Any, _Replaced]:
+        """Returns the state dict of an object, and what was replaced."""
+        with naming("load" if self._for_load else "save", fqn):
+            state = value.state_dict()
+        if in_tuple:
+            _refuse_rank_state(state, fqn)
+        node = _Replaced(value, fqn, is_stateful=True)
+        is_container = _entries_of(state) is not None and not isinstance(state, StateOfRank)
+        if is_container and self._finder.holds(state):
+            state, node.inner[None] = self._replaced_in(state, fqn, in_tuple=in_tuple)
+        return state, node
+
+    def _replaced_in(self, live: Any, fqn: str | None, *, in_tuple: bool) -> tuple[Any, _Replaced]:
+        """Returns a copy of a container, and what was replaced. The top level has no FQN."""
+        node = _Replaced(live, fqn or "")
+        is_mapping = isinstance(live, Mapping)
+        copy: Any = dict(live.items()) if is_mapping else list(live)
+        if is_mapping and self._for_load:
+            copy = {key: copy[key] for key in sorted(copy, key=str)}
+        keys: Iterable[Any] = list(copy) if is_mapping else range(len(copy))
+        in_tuple = in_tuple or isinstance(live, tuple)
+        for key in keys:
+            value, inner = copy[key], str(key) if fqn is None else f"{fqn}.{key}"
+            if type(value) in _LEAVES:
+                continue
+            if _is_object(value) or (fqn is None and is_stateful(value)):
+                copy[key], node.inner[key] = self._replace(value, inner, in_tuple=in_tuple)
+                if fqn is not None and not in_tuple:
+                    self._objects.append((copy, key, inner))
+            elif isinstance(value, StateOfRank):
+                if in_tuple:
+                    _refuse_rank_state(value, inner)
+            elif self._finder.holds(value):
+                copy[key], node.inner[key] = self._replaced_in(value, inner, in_tuple=in_tuple)
+        if isinstance(live, tuple):
+            copy = live._make(copy) if hasattr(live, "_make") else tuple(copy)
+        return copy, node
+
+
+class _Finder:
+    """Finds out which containers have a ``Stateful`` inside. Looks at each container once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, bool]] = {}
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether a value is a ``Stateful``, the state of one, or a container with one."""
+        if type(value) in _LEAVES:
+            return False
+        if isinstance(value, StateOfRank) or _is_object(value):
+            return True
+        entries = _entries_of(value)
+        if entries is None or _LEAVES.issuperset(map(type, entries)):
+            return False
+        if id(value) not in self._known:
+            self._known[id(value)] = value, False  # If the container contains itself.
+            self._known[id(value)] = value, any(map(self.holds, entries))
+        return self._known[id(value)][1]
+
+    def first(self, fqn: str, value: Any) -> tuple[str, Any]:
+        """Returns FQN and object of the first ``Stateful`` in a value that holds one."""
+        while not isinstance(value, StateOfRank) and not _is_object(value):
+            pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+            key, value = next((key, entry) for key, entry in pairs if self.holds(entry))
+            fqn = f"{fqn}.{key}"
+        return fqn, value
+
+
+def _entries_of(value: Any) -> Any:
+    """Returns the values in a container; ``None`` if it is none."""
+    if isinstance(value, list | tuple):
+        return value
+    return value.values() if isinstance(value, Mapping) else None
+
+
+def _refuse_rank_state(state: object, fqn: str) -> None:
+    if isinstance(state, StateOfRank):
+        raise ValueError(
+            f"{fqn!r} is a RankState in a tuple, which is stored as one object for all ranks: use "
+            "a list or a dict"
+        )
+
+
+def _restore(node: _Replaced, loaded: Any) -> Any:
+    """Sets the states of the objects in a value. Returns the value for the program's state dict."""
+    if node.is_stateful:
+        if None in node.inner:
+            loaded = _restore(node.inner[None], loaded)
+        with naming("load", node.fqn):
+            if not restore_pickled(node.live, loaded):
+                node.live.load_state_dict(loaded)
+        return node.live
+    _check_matches(node, loaded)
+    live: Any = node.live
+    values = dict(loaded.items() if isinstance(live, Mapping) else enumerate(loaded))
+    for key, inner in node.inner.items():
+        values[key] = _restore(inner, values[key])
+    if isinstance(live, tuple):
+        entries = values.values()
+        return live._make(entries) if hasattr(live, "_make") else tuple(entries)
+    present = live if isinstance(live, Mapping) else range(len(live))
+    changed = {
+        key: value for key, value in values.items() if key not in present or live[key] is not value
+    }
+    try:
+        for key, value in changed.items():
+            live[key] = value
+    except TypeError as error:
+        raise ValueError(
+            f"cannot load {node.fqn!r}: its container cannot be changed ({error}); pass a dict or "
+            "list"
+        ) from error
+    return live
+
+
+def _check_matches(node: _Replaced, loaded: Any) -> None:
+    """Raises MismatchError if a loaded value is not a container like the program's."""
+    if isinstance(node.live, Mapping):
+        matches = isinstance(loaded, Mapping) and node.inner.keys() <= loaded.keys()
+    else:
+        matches = isinstance(loaded, list | tuple) and len(loaded) == len(node.live)
+    if not matches:
+        count = f" of {len(loaded)} values" if isinstance(loaded, Mapping | list | tuple) else ""
+        raise MismatchError(
+            f"cannot load {node.fqn!r}: the checkpoint has a {type(loaded).__qualname__}{count}, "
+            f"expected a {type(node.live).__qualname__} of {len(node.live)} values"
+        )
