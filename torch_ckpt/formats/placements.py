@@ -105,8 +105,14 @@ def _reordered(
     """Returns cuts of one piece each, of which split factors state the order; ``None`` if not.
 
     A split factor that is the number of chunks of later mesh dimensions says that these cut first,
-    as under FSDP over tensor parallelism. That differs from cuts of pieces if sizes are uneven.
-    Source: ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``, for ``full_tensor()``.
+    as under FSDP over tensor parallelism. That differs from cuts of pieces, in the order of the
+    mesh dimensions, if sizes are uneven. Torch has both: ``full_tensor()`` joins shards in this
+    order (``DTensorSpec._maybe_convert_StridedShard_to_shard_order``), and refuses those that
+    ``distribute_tensor`` and the offsets of DCP cut in the other order.
+
+    A local tensor does not state its order. If a rank has other elements in the other order, then
+    it or a rank before it in the last mesh dimension has fewer or more, and refuses its local
+    tensor by its sizes: both orders cut the same pieces, and sizes alone place them.
     """
     orders: dict[int, list[int]] = {}
     for mesh_dim, dim, pieces in reversed(cuts):
