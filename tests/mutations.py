@@ -68,6 +68,13 @@ MUTATIONS = {
             "constexpr int64_t kPackChunk = (int64_t{128} << 10) - 4;",
         )
     ],
+    "a box is its offsets alone": [
+        Mutation(
+            "csrc/plan/check_boxes.cc",
+            "{ return slots_->words(slot); };",
+            "{ return slots_->words(slot).first(slots_->words(slot).size() / 2); };",
+        )
+    ],
     "a plan is stale": [
         Mutation(
             "torch_ckpt/planning/save_planner.py",

@@ -1,7 +1,10 @@
 #include "bindings/plan.h"
 
+#include <limits>
+
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "geometry/cover.h"
 #include "geometry/flat_range.h"
 #include "plan/balance.h"
 #include "plan/global_plan.h"
@@ -51,6 +54,42 @@ std::vector<std::pair<Dims, Dims>> boxes_of_range(const Dims& sizes, int64_t beg
     boxes.emplace_back(std::move(box.offsets), std::move(box.sizes));
   }
   return boxes;
+}
+
+// Offsets and sizes.
+using PyBox = std::pair<Dims, Dims>;
+
+Box to_box(const PyBox& box, size_t ndim) {
+  const auto& [offsets, sizes] = box;
+  bool is_box = offsets.size() == ndim && sizes.size() == ndim;
+  for (size_t d = 0; is_box && d < ndim; ++d) {
+    is_box = range_within(offsets[d], sizes[d], std::numeric_limits<int64_t>::max());
+  }
+  if (!is_box) throw py::value_error("boxes differ in dimensions, or have wrong numbers");
+  return {offsets, sizes};
+}
+
+std::vector<Box> to_boxes(const std::vector<PyBox>& boxes, size_t ndim) {
+  std::vector<Box> out;
+  out.reserve(boxes.size());
+  for (const PyBox& box : boxes) out.push_back(to_box(box, ndim));
+  return out;
+}
+
+void check_cover_of(const std::string& fqn, const PyBox& wanted, const std::vector<PyBox>& stored) {
+  const Box whole = to_box(wanted, wanted.first.size());
+  std::vector<Box> boxes = to_boxes(stored, wanted.first.size());
+  raise_if_error(without_gil([&] { return check_cover(fqn, whole, std::move(boxes)); }));
+}
+
+// Returns whether no box has a part of `wanted`, and the part; None if each element is in one box.
+std::optional<std::pair<bool, PyBox>> fault_of(const PyBox& wanted,
+                                               const std::vector<PyBox>& listed) {
+  const Box whole = to_box(wanted, wanted.first.size());
+  std::vector<Box> boxes = to_boxes(listed, wanted.first.size());
+  const auto fault = without_gil([&] { return cover_fault(whole, std::move(boxes)); });
+  if (!fault) return std::nullopt;
+  return std::pair(fault->is_missing, PyBox(fault->at.offsets, fault->at.sizes));
 }
 
 std::vector<Bytes> views_of(const std::vector<py::bytes>& all) {
@@ -274,6 +313,8 @@ void bind_plan(py::module_& module) {
       py::arg("nbytes"), py::arg("count"));
   module.def("flat_range_to_boxes", &boxes_of_range, py::arg("sizes"), py::arg("begin"),
              py::arg("end"));
+  module.def("check_cover", &check_cover_of, py::arg("fqn"), py::arg("wanted"), py::arg("stored"));
+  module.def("cover_fault", &fault_of, py::arg("wanted"), py::arg("boxes"));
 }
 
 }  // namespace torch_ckpt

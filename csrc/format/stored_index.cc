@@ -346,15 +346,22 @@ Result<std::optional<int64_t>> StoredIndex::find_box(const StoredEntry& entry, c
   std::optional<int64_t> number;
   const auto ndim = static_cast<int64_t>(entry.facts.sizes.size());
   if (std::ssize(offsets) != ndim) return number;
+  const auto has_elements = [ndim](const int64_t* sizes) {
+    return std::find(sizes, sizes + ndim, 0) == sizes + ndim;
+  };
   if (guess.has_value() && *guess >= 0 && *guess < entry.box_count) {
-    Dims there(offsets.size());
+    Dims there(2 * offsets.size());
     RETURN_IF_ERROR(read_records(records::kDimSection, entry.first_dim + ndim * (1 + 2 * *guess),
-                                 there.data(), ndim));
-    if (there == offsets) return guess;
+                                 there.data(), 2 * ndim));
+    if (std::equal(offsets.begin(), offsets.end(), there.begin()) &&
+        has_elements(there.data() + ndim)) {
+      return guess;
+    }
   }
-  RETURN_IF_ERROR(visit_dims(entry, [&](int64_t box, const int64_t* begin, const int64_t*) {
-    if (std::equal(offsets.begin(), offsets.end(), begin)) number = box;
-    return !number.has_value();
+  RETURN_IF_ERROR(visit_dims(entry, [&](int64_t box, const int64_t* begin, const int64_t* size) {
+    if (!std::equal(offsets.begin(), offsets.end(), begin)) return true;
+    number = box;
+    return !has_elements(size);
   }));
   return number;
 }

@@ -108,7 +108,8 @@ class StoredIndex {
   Result<std::vector<StoredPlace>> places(const StoredEntry& entry) const;
 
   // Returns the number of a box with these offsets, or nullopt if there is none. Box `guess` is
-  // compared first, then all boxes in order.
+  // compared first, then all boxes in order. An empty box is returned only if no other one has
+  // these offsets.
   Result<std::optional<int64_t>> find_box(const StoredEntry& entry, const Dims& offsets,
                                           std::optional<int64_t> guess) const;
 

@@ -3,8 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -98,6 +100,17 @@ void tile(std::mt19937& random, const Dims& offsets, const Dims& sizes,
   tile(random, begin, upper, out);
 }
 
+std::pair<Dims, Dims> random_box(std::mt19937& random, const Dims& within) {
+  Dims offsets(within.size());
+  Dims sizes = within;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (pick(random, 3) == 0) continue;
+    offsets[d] = pick(random, sizes[d] + 1);
+    sizes[d] = pick(random, sizes[d] - offsets[d] + 1);
+  }
+  return {offsets, sizes};
+}
+
 Index random_index(std::mt19937& random) {
   IndexMaker maker;
   for (int64_t t = 0; t < 1 + pick(random, 5); ++t) {
@@ -110,12 +123,14 @@ Index random_index(std::mt19937& random) {
     for (int64_t& size : sizes) size = pick(random, 12) == 0 ? 0 : 1 + pick(random, 6);
     std::vector<std::pair<Dims, Dims>> boxes;
     tile(random, Dims(sizes.size()), sizes, &boxes);
-    if (pick(random, 4) == 0 && !boxes.empty()) boxes.pop_back();
+    if (pick(random, 6) == 0 && !boxes.empty()) boxes.pop_back();
     if (pick(random, 4) == 0 && !sizes.empty()) {
-      Dims empty = sizes;
+      auto [at, empty] = boxes.empty() ? std::pair(Dims(sizes.size()), sizes) : boxes.front();
       empty[static_cast<size_t>(pick(random, std::ssize(sizes)))] = 0;
-      boxes.push_back({Dims(sizes.size()), empty});
+      boxes.push_back({at, empty});
     }
+    if (pick(random, 4) == 0 && !boxes.empty()) boxes.push_back(boxes.front());
+    if (pick(random, 6) == 0) boxes.push_back(random_box(random, sizes));
     for (size_t i = boxes.size(); i > 1; --i) {
       std::swap(boxes[i - 1], boxes[static_cast<size_t>(pick(random, static_cast<int64_t>(i)))]);
     }
@@ -142,14 +157,10 @@ std::vector<PlanItem> random_wanted(std::mt19937& random, const Index& index) {
       out.push_back(object_item(entry.fqn, 5));
       continue;
     }
-    Dims offsets(entry.sizes.size());
-    Dims sizes = entry.sizes;
+    auto [offsets, sizes] = random_box(random, entry.sizes);
     const bool is_empty = pick(random, 8) == 0;
-    for (size_t d = 0; d < sizes.size(); ++d) {
-      if (pick(random, 3) == 0) continue;
-      offsets[d] = pick(random, sizes[d] + 1);
-      sizes[d] = pick(random, sizes[d] - offsets[d] + 1);
-      if (is_empty) sizes[d] = 0, offsets[d] = pick(random, 20);
+    for (size_t d = 0; is_empty && d < sizes.size(); ++d) {
+      if (pick(random, 3) != 0) sizes[d] = 0, offsets[d] = pick(random, 20);
     }
     out.push_back(float_shard(entry.fqn, entry.sizes, offsets, sizes));
   }
@@ -163,8 +174,32 @@ const IndexedEntry* find(const Index& index, const std::string& fqn) {
   return nullptr;
 }
 
-// Whether the reads of one item fill what is stored of it, each element once and from its place.
-// Returns how many elements there were.
+// How the stored boxes of an item's tensor fill it. Equal boxes count once.
+struct Filled {
+  bool has_hole = false;
+  bool has_overlap = false;
+
+  bool is_exact() const { return !has_hole && !has_overlap; }
+};
+
+Filled filled(const Index& index, const PlanItem& item) {
+  Filled out;
+  const IndexedEntry* entry = find(index, item.fqn);
+  if (entry == nullptr || !entry->is_tensor) return out;
+  std::set<std::pair<Dims, Dims>> boxes;
+  for (const IndexedBox& box : entry->boxes) boxes.emplace(box.offsets, box.sizes);
+  for_each_index(item.box.sizes, [&](const Dims& at) {
+    const auto count = std::count_if(boxes.begin(), boxes.end(), [&](const auto& box) {
+      return lies_in(sum(item.box.offsets, at), box.first, box.second);
+    });
+    out.has_hole = out.has_hole || count == 0;
+    out.has_overlap = out.has_overlap || count > 1;
+  });
+  return out;
+}
+
+// Whether the reads of one item fill it, each element once and from its place. Adds the number of
+// elements.
 void expect_painted(const Index& index, const PlanItem& item, const ReadPlan& plan, int64_t number,
                     int64_t* painted) {
   const IndexedEntry* entry = find(index, item.fqn);
@@ -198,23 +233,48 @@ void expect_painted(const Index& index, const PlanItem& item, const ReadPlan& pl
   ASSERT_EQ(objects, entry->is_tensor ? 0 : 1);
   if (!entry->is_tensor) return;
   for_each_index(item.box.sizes, [&](const Dims& at) {
-    int stored = 0;
-    for (const IndexedBox& box : entry->boxes) {
-      stored += lies_in(sum(item.box.offsets, at), box.offsets, box.sizes) ? 1 : 0;
-    }
-    ASSERT_EQ(times[at], stored) << ::testing::PrintToString(at);
-    *painted += stored;
+    ASSERT_EQ(times[at], 1) << ::testing::PrintToString(at);
+    ++*painted;
   });
 }
 
-TEST(ReadPlanTest, EveryWantedElementIsReadOnceFromItsPlace) {
+// Expects the error of an item whose stored boxes have a hole or an overlap.
+void expect_refused(const StoredIndex& stored, const PlanItem& item, const Filled& boxes) {
+  const auto refused = ReadPlan::make(stored, table_of({item}), true);
+  ASSERT_FALSE(refused.ok());
+  const std::string& message = refused.status().message();
+  EXPECT_THAT(message,
+              HasSubstr("cannot load " + to_string(item.box) + " of '" + item.fqn + "': "));
+  if (refused.status().code() == StatusCode::kMismatch) {
+    EXPECT_TRUE(boxes.has_hole);
+    EXPECT_THAT(message, HasSubstr(": no stored box contains ["));
+  } else {
+    EXPECT_CODE(refused, StatusCode::kCorruption);
+    EXPECT_TRUE(boxes.has_overlap);
+    EXPECT_THAT(message, HasSubstr(": different stored boxes contain ["));
+  }
+}
+
+TEST(ReadPlanTest, EveryWantedElementIsReadOnceFromItsPlaceOrIsAnError) {
   int64_t painted = 0;
-  for (uint32_t seed = 0; seed < 4000; ++seed) {
+  int64_t holes = 0;
+  int64_t overlaps = 0;
+  for (uint32_t seed = 0; seed < 6000; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
     const Index index = random_index(random);
-    const std::vector<PlanItem> wanted = random_wanted(random, index);
     const auto stored = opened(index);
+    std::vector<PlanItem> wanted;
+    for (PlanItem& item : random_wanted(random, index)) {
+      const Filled boxes = filled(index, item);
+      if (boxes.is_exact()) {
+        wanted.push_back(std::move(item));
+        continue;
+      }
+      holes += boxes.has_hole ? 1 : 0;
+      overlaps += boxes.has_overlap ? 1 : 0;
+      ASSERT_NO_FATAL_FAILURE(expect_refused(*stored, item, boxes));
+    }
     const ItemTable table = table_of(wanted);
     ASSERT_OK_AND_ASSIGN(const ReadPlan plan, ReadPlan::make(*stored, table, true));
     int64_t former = 0;
@@ -232,6 +292,8 @@ TEST(ReadPlanTest, EveryWantedElementIsReadOnceFromItsPlace) {
                 all_stored ? StatusCode::kOk : StatusCode::kNotFound);
   }
   EXPECT_GT(painted, 20000);
+  EXPECT_GT(holes, 500);
+  EXPECT_GT(overlaps, 200);
 }
 
 Result<ReadPlan> planned(IndexMaker& maker, const std::vector<PlanItem>& wanted,
@@ -295,9 +357,39 @@ TEST(ReadPlanTest, ABoxOutsideItsTensorIsRefusedUnlessItIsEmpty) {
 
 TEST(ReadPlanTest, AnEmptyBoxIsNotReadThoughItsOffsetsAreInside) {
   IndexMaker maker;
-  maker.add_box(maker.add("a", float_facts({4})), {1}, {0});
+  IndexedEntry& entry = maker.add("a", float_facts({4}));
+  maker.add_box(entry, {0}, {0});
+  maker.add_box(entry, {0}, {4});
   ASSERT_OK_AND_ASSIGN(const ReadPlan plan, planned(maker, {float_shard("a", {4}, {0}, {4})}));
-  EXPECT_TRUE(plan.reads().empty());
+  ASSERT_EQ(plan.reads().size(), 1u);
+  EXPECT_EQ(plan.reads()[0].box, 1);
+}
+
+TEST(ReadPlanTest, AHoleThatAnOverlapMakesUpForIsFound) {
+  IndexMaker maker;
+  IndexedEntry& entry = maker.add("a", float_facts({6}));
+  maker.add_box(entry, {0}, {3});
+  maker.add_box(entry, {2}, {2});
+  maker.add_box(entry, {5}, {1});
+  const auto overlap = planned(maker, {whole_item("a", float_facts({6}))});
+  EXPECT_CODE(overlap, StatusCode::kCorruption);
+  EXPECT_EQ(overlap.status().message(),
+            "cannot load [0:6] of 'a': different stored boxes contain [2:3]");
+  const auto hole = planned(maker, {float_shard("a", {6}, {3}, {3})});
+  EXPECT_CODE(hole, StatusCode::kMismatch);
+  EXPECT_EQ(hole.status().message(), "cannot load [3:6] of 'a': no stored box contains [4:5]");
+}
+
+TEST(ReadPlanTest, OfEqualBoxesTheFirstOneIsRead) {
+  IndexMaker maker;
+  IndexedEntry& entry = maker.add("a", float_facts({6}));
+  maker.add_box(entry, {0}, {3});
+  maker.add_box(entry, {0}, {3});
+  maker.add_box(entry, {3}, {3});
+  ASSERT_OK_AND_ASSIGN(const ReadPlan plan, planned(maker, {whole_item("a", float_facts({6}))}));
+  ASSERT_EQ(plan.reads().size(), 2u);
+  EXPECT_EQ(plan.reads()[0].box, 0);
+  EXPECT_EQ(plan.reads()[1].box, 2);
 }
 
 TEST(ReadPlanTest, ADamagedIndexIsCorruption) {

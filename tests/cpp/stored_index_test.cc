@@ -173,6 +173,19 @@ TEST(StoredIndexTest, BoxesAreFoundByTheirOffsetsAndByWhatTheyShare) {
   EXPECT_EQ(*stored->find_box(entry, {0}, 0), std::nullopt);
 }
 
+TEST(StoredIndexTest, AnEmptyBoxDoesNotHideAnotherOneAtItsOffsets) {
+  Index index = large_index(3, 4);
+  std::vector<IndexedBox>& boxes = index.entries[1].boxes;
+  boxes[0].offsets = boxes[3].offsets = boxes[2].offsets;
+  boxes[0].sizes = boxes[3].sizes = Dims(boxes[2].sizes.size());
+  const Dims at = boxes[2].offsets;
+  const auto stored = opened(index);
+  ASSERT_OK_AND_ASSIGN(const StoredEntry entry, stored->entry(1));
+  for (const std::optional<int64_t> guess : {std::optional<int64_t>(), {0}, {1}, {2}, {3}}) {
+    EXPECT_EQ(*stored->find_box(entry, at, guess), 2);
+  }
+}
+
 TEST(StoredIndexTest, SumsOfAnyPartOfAFileComeBack) {
   const Index index = large_index(2000, 3);
   const auto stored = opened(index);

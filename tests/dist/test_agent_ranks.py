@@ -21,14 +21,16 @@ from part_saves import before_slot, stage_on
 from ranks import Ranks, on_ranks
 from states import assert_same
 from support.agents import kill_agent
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from waits import until, until_committed
 
-from torch_ckpt import FastReader, RankState, Run
+from torch_ckpt import FastLoadPlanner, FastReader, RankState, Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, trainer
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.coordination import addresses
 from torch_ckpt.errors import CancelledError, UnsupportedError
+from torch_ckpt.planning.local_shards import LocalShards
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("memory")]
 
@@ -99,6 +101,32 @@ def test_a_step_that_some_ranks_have_completed_is_none(run: Path) -> None:
         world.kill()
     until_committed(run / "step-1")  # Which was for memory alone.
     assert not (run / "step-2").exists()
+
+
+ROWS = torch.arange(16.0).view(8, 2)
+BOXES = [[(0, 3), (5, 0)], [(3, 2), (5, 3)]]  # First row and rows of each rank.
+
+
+def save_with_empty_shard(run: Path) -> None:
+    boxes = [((at, 0), ROWS[at : at + rows].clone()) for at, rows in BOXES[dist.get_rank()]]
+    state = {"x": LocalShards((8, 2), boxes)}
+    agent_of(run).async_save(state, run / "step-1", step=1).result(SOON_S)
+
+
+def restored_whole(run: Path) -> None:
+    found = agent_of(run).newest()
+    assert found is not None
+    for reader in (SnapshotReader(found), FastReader(run / "step-1")):
+        for planner in (FastLoadPlanner(), DefaultLoadPlanner()):
+            state = {"x": torch.full((8, 2), -1.0)}
+            dcp.load(state, storage_reader=reader, planner=planner)
+            assert torch.equal(state["x"], ROWS)
+
+
+def test_an_empty_shard_does_not_hide_another_one_at_its_offsets(run: Path) -> None:
+    with Ranks(2) as world:
+        world.run(save_with_empty_shard, run)
+        world.run(restored_whole, run)
 
 
 @pytest.mark.thin("2-3", "3-1")

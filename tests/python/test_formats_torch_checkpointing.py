@@ -75,6 +75,49 @@ def test_a_strided_shard_may_be_several_ranges(tmp_path: Path) -> None:
     )
 
 
+def strided(path: Path, factor: int, *, expanded: bool, names: int = 1) -> torch.Tensor:
+    """Two ranks with every second element of each tensor; returns its values.
+
+    The tensors of the files are of one element each, if they are ``expanded``.
+    """
+    whole = torch.zeros(2 * factor, 1) if expanded else torch.arange(2.0 * factor)[:, None]
+    placements = [{"type": ALIEN, "dim": 0, "split_factor": factor}]
+    stated = dtensor_sharding(global_shape=[2 * factor, 1], stride=[1, 1], placements=placements)
+    path.mkdir()
+    for rank in range(2):
+        part = torch.zeros(1, 1).expand(factor, 1) if expanded else whole[rank::2].clone()
+        torch.save({f"{i}": part for i in range(names)}, path / f"model_{rank}.pt")
+    groups = [{"sharding_metadata": stated, "ranks": (0, 1)}]
+    item = {
+        "nested_path_to_metadata": {f'["{i}"]': groups for i in range(names)},
+        "rank_to_layout_info": {0: None, 1: None},
+    }
+    metadata = {"metadata": {"model": item}, "world_size": 2, "version": "2.0"}
+    (path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    return whole
+
+
+@pytest.mark.timeout(60)
+def test_a_strided_shard_of_very_many_ranges_is_read_in_little_time(tmp_path: Path) -> None:
+    whole = strided(tmp_path / "c", 20_000, expanded=False)
+    state = {"model": {"0": torch.zeros_like(whole)}}
+    dcp.load(state, storage_reader=FastReader(tmp_path / "c"), no_dist=True)
+    assert torch.equal(state["model"]["0"], whole)
+    assert box_count(tmp_path / "c", "model.0") == 40_000
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("names", [1, 200])
+def test_a_few_bytes_do_not_state_very_many_boxes(names: int, tmp_path: Path) -> None:
+    strided(tmp_path / "c", 1 << 16, expanded=True, names=names)
+    assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 4000 + 250 * names
+    with pytest.raises(dcp.CheckpointException) as caught:
+        loaded_at(tmp_path / "c", f"model.{names - 1}")
+    (error, _) = caught.value.failures[0]
+    assert type(error) is CorruptionError
+    assert "a split factor of 65536 makes more than " in str(error)
+
+
 def test_a_box_that_several_ranks_have_is_read_once(tmp_path: Path) -> None:
     replicated = boxes([(0, 0)], [(6, 4)])
     write(tmp_path, replicated, replicated, parts=(WHOLE, WHOLE))
@@ -92,8 +135,8 @@ def test_a_box_that_several_ranks_have_is_read_once(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-def box_count(path: Path) -> int:
-    return len(FastReader(path).read_metadata().state_dict_metadata["model.w"].chunks)
+def box_count(path: Path, fqn: str = "model.w") -> int:
+    return len(FastReader(path).read_metadata().state_dict_metadata[fqn].chunks)
 
 
 def test_a_box_in_a_larger_local_tensor(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -14,11 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import bits, differences, failure_of
 from forks import run_python
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.nn import Parameter
 
 import torch_ckpt
-from torch_ckpt import FastLoadPlanner, FastReader, FlatShard, Run
+from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, FlatShard, Run
 from torch_ckpt.planning.local_shards import LocalShards
 
 SAVED = {"a": torch.ones(5), "w": torch.arange(12.0).view(4, 3), "z": torch.ones(5)}
@@ -218,6 +219,56 @@ def test_windows_with_nans_are_loaded(tmp_path: Path) -> None:
     target = torch.zeros(9)
     torch_ckpt.load({"w": windows(target)}, checkpoint_id=tmp_path)
     assert target.isnan().all()
+
+
+# ---- Targets that share memory ----
+
+STORAGES: list[Callable[[Any, int, int], torch.Tensor]] = [
+    lambda array, begin, end: torch.from_numpy(array[begin:end]),
+    lambda array, begin, end: torch.from_dlpack(array[begin:end]),
+    lambda array, begin, end: torch.from_numpy(array)[begin:end],
+]
+"""Tensors of a part of an array. Each has a storage of its own."""
+
+
+def overlapping_targets(rng: random.Random, array: Any) -> dict[str, torch.Tensor]:
+    """Matrices in one array, of which a longer one may contain others."""
+    state = {}
+    for number in range(rng.randint(2, 6)):
+        rows, columns = rng.randint(1, 6), rng.choice([2, 4, 8])
+        begin = rng.randrange(len(array) - rows * columns + 1)
+        found = rng.choice(STORAGES)(array, begin, begin + rows * columns)
+        state[f"{number}"] = found.view(rows, columns)
+    return state
+
+
+@pytest.mark.parametrize("way", LOADS)
+@pytest.mark.parametrize("seed", range(0, 40, 10))
+def test_targets_that_overlap_in_memory_get_the_values_that_stock_gives(
+    seed: int, way: str, tmp_path: Path
+) -> None:
+    for number in range(seed, seed + 10):
+        rng = random.Random(number)
+        dtype = rng.choice([np.float32, np.float64])  # The other one needs a cast.
+        array = np.zeros(64, dtype)
+        state = overlapping_targets(rng, array)
+        saved: dict[str, Any] = {}
+        for key, target in rng.sample(list(state.items()), len(state)):  # Their order in the file.
+            value = torch.rand(target.shape)
+            half = target.shape[1] // 2  # Columns of a target are interleaved in memory.
+            halves = [((0, 0), value[:, :half].clone()), ((0, half), value[:, half:].clone())]
+            is_cut = way != "a file of torch.save" and rng.random() < 0.7
+            saved[key] = LocalShards(target.shape, halves) if is_cut else value
+        path = tmp_path / f"{number}"
+        dcp.save(saved, storage_writer=FileSystemWriter(path / "stock"))
+        dcp.save(saved, storage_writer=FastWriter(path / "ours"))
+        if way == "a file of torch.save":
+            torch.save(saved, path / "file.pt")
+        dcp.load(state, storage_reader=FileSystemReader(path / "stock"))
+        expected = array.copy()
+        array[:] = 0
+        LOADS[way](state, path)
+        assert np.array_equal(array, expected), f"seed {number}"
 
 
 # ---- Targets without memory ----

@@ -195,7 +195,8 @@ def carry_out(case: Case, place: Place) -> list[str]:
     rng = random.Random(f"way {case.seed}")
     is_alone = not case.ranks
     evolving = Evolving(case.seed, case.content)
-    placing = None if is_alone else Placing(case.seed, owners=rng.choice([0, 6]))
+    owners, may_be_empty = rng.choice([0, 6]), not ways.is_planned_by_stock(case.way)
+    placing = None if is_alone else Placing(case.seed, owners=owners, may_be_empty=may_be_empty)
     saving = ways.Saving(case.way, place, is_alone, rng)
     begun: list[tuple[ways.Wait, Location, int, Any]] = []
     with _fresh_process(case, place), saving.stack:

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from torch_ckpt.planning.local_shards import LocalShards
+
 
 class Placing:
     """Spreads states of whole tensors, which are the same on every rank, over the ranks.
@@ -24,11 +26,14 @@ class Placing:
     Args:
         seed: The same on every rank.
         owners: One in so many values is held by one rank only; none if 0.
+        may_be_empty: Whether a rank may have an empty shard at the offsets of another one. Stock's
+            planner takes them for the same.
     """
 
-    def __init__(self, seed: int, *, owners: int = 0) -> None:
+    def __init__(self, seed: int, *, owners: int = 0, may_be_empty: bool = True) -> None:
         self.seed = seed
         self.owners = owners
+        self.may_be_empty = may_be_empty
         self._made: dict[tuple[Any, ...], DTensor] = {}
         self._meshes = meshes_of(dist.get_world_size())  # No group is made beside a save.
 
@@ -44,6 +49,10 @@ class Placing:
         is_plain = type(value) is torch.Tensor and not value.requires_grad
         if not is_plain or value.dtype in PACKED or rng.random() < 0.4:
             return value
+        world = dist.get_world_size()
+        has_rows = value.dim() > 0 and (self.may_be_empty or len(value) >= world)
+        if world > 1 and has_rows and rng.random() < 0.2:
+            return rows_of(rng, value, may_be_empty=self.may_be_empty)
         # DTensor.from_local forgets on ranks off the mesh that a tensor has no dimensions.
         mesh = rng.choice(self._meshes if value.dim() else self._meshes[:1])
         placements = random_placements(rng, mesh, value.shape)
@@ -54,6 +63,20 @@ class Placing:
         else:
             before._local_tensor.copy_(made._local_tensor)
         return self._made[path]
+
+
+def rows_of(rng: random.Random, full: torch.Tensor, *, may_be_empty: bool) -> LocalShards:
+    """Rows of this rank, in one box or two. Without rows, it has an empty one before another's."""
+    world, rank, rows = dist.get_world_size(), dist.get_rank(), len(full)
+    if may_be_empty:
+        cuts = sorted(rng.randint(0, rows) for _ in range(world - 1))
+    else:
+        cuts = sorted(rng.sample(range(1, rows), world - 1))
+    begin, end = [0, *cuts][rank], [*cuts, rows][rank]
+    middle = random.Random(f"{rng.random()} {rank}").randint(begin, end)
+    parts = [(begin, middle), (middle, end)] if begin < middle < end else [(begin, end)]
+    zeros = (0,) * (full.dim() - 1)
+    return LocalShards(full.shape, [((at, *zeros), full[at:last].clone()) for at, last in parts])
 
 
 @functools.cache  # Each has groups, and threads, for as long as the process lives.
@@ -119,7 +142,13 @@ def as_box(
 
 def local(state: Any) -> Any:
     """The same structure, of what this rank holds."""
-    return mapped(lambda _, v: v._local_tensor if isinstance(v, DTensor) else v, state)
+
+    def part(_: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, LocalShards):
+            return [tensor for _, tensor in value.boxes]
+        return value._local_tensor if isinstance(value, DTensor) else value
+
+    return mapped(part, state)
 
 
 def boxes_like(state: Any, full: Any) -> Any:
@@ -127,6 +156,8 @@ def boxes_like(state: Any, full: Any) -> Any:
 
     def box(path: tuple[Any, ...], value: Any) -> Any:
         whole = functools.reduce(lambda container, key: container[key], path, full)
+        if isinstance(value, LocalShards):
+            return [whole[at[0] : at[0] + len(tensor)] for at, tensor in value.boxes]
         return (
             local_part(whole, value.device_mesh, value.placements)
             if isinstance(value, DTensor)

@@ -411,6 +411,12 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
     )
 
 
+def is_planned_by_stock(way: Way) -> bool:
+    """Whether DCP's functions plan the saves."""
+    uses_planner = "planner" in CALLS[way["call"]].uses.split()
+    return uses_planner and not way["planner"].startswith("fast")
+
+
 def is_refused(way: Way) -> bool:
     """Whether the product refuses a way in at its place."""
     is_replaced = way["directory"] == "the same" and way["then"] == "convert to torch"

@@ -183,13 +183,16 @@ def is_temporary(tensor: torch.Tensor) -> bool:
 class Destinations:
     """The destination memory of a batch of reads. It detects reads that would overlap there.
 
-    A state dict may refer to the same memory twice. A planner may return one scratch tensor for
-    several items, and rely on each item being read and committed before the next is resolved.
+    A state dict may refer to the same memory twice, even by two storages. A planner may return one
+    scratch tensor for several items, and rely on each item being read and committed before the next
+    is resolved.
     """
 
     def __init__(self) -> None:
-        # By storage: the byte range [begin, end) and FQN of each tensor, in ascending order.
-        self._extents: dict[int, list[tuple[int, int, str]]] = {}
+        # Disjoint ranges [begin, end) of addresses in ascending order, each the union of
+        # destinations that overlap, and their FQN; None if they have several.
+        self._ranges: list[tuple[int, int, str | None]] = []
+        self._begins: set[int] = set()  # Of all destinations.
 
     def overlaps(self, tensor: torch.Tensor, fqn: str) -> bool:
         """Returns whether the tensor overlaps a destination that was added before.
@@ -197,24 +200,40 @@ class Destinations:
         Destinations of the same FQN are disjoint boxes of one tensor. They overlap only if they
         begin at the same address.
         """
-        storage, begin, end = _tensor_view.extent(tensor)
+        begin, end = _addresses(tensor)
         if begin == end:
             return False
-        extents = self._extents.get(storage, [])
-        at = bisect.bisect_left(extents, (begin,))
-        if at > 0 and extents[at - 1][1] > begin and extents[at - 1][2] != fqn:
-            return True
-        for other_begin, _, other in extents[at:]:
-            if other_begin >= end:
-                break
-            if other != fqn or other_begin == begin:
-                return True
-        return False
+        first, last = self._overlapping(begin, end)
+        return any(other != fqn for _, _, other in self._ranges[first:last]) or (
+            first < last and begin in self._begins
+        )
 
     def add(self, tensor: torch.Tensor, fqn: str) -> None:
-        storage, begin, end = _tensor_view.extent(tensor)
-        if begin < end:
-            bisect.insort(self._extents.setdefault(storage, []), (begin, end, fqn))
+        """Adds a tensor."""
+        begin, end = _addresses(tensor)
+        if begin == end:
+            return
+        self._begins.add(begin)
+        first, last = self._overlapping(begin, end)
+        others = self._ranges[first:last]
+        for other_begin, other_end, _ in others:
+            begin, end = min(begin, other_begin), max(end, other_end)
+        is_one = all(other == fqn for _, _, other in others)
+        self._ranges[first:last] = [(begin, end, fqn if is_one else None)]
+
+    def _overlapping(self, begin: int, end: int) -> tuple[int, int]:
+        """Returns the first of the ranges that overlap another one, and the end."""
+        first = bisect.bisect_left(self._ranges, (begin,))
+        if first > 0 and self._ranges[first - 1][1] > begin:
+            first -= 1
+        return first, bisect.bisect_left(self._ranges, (end,), first)
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the range of addresses of a tensor; an empty one without elements or a storage."""
+    _, begin, end = _tensor_view.extent(tensor)
+    base = tensor.untyped_storage().data_ptr() if begin < end else 0
+    return base + begin, base + end
 
 
 def cpu_as_default() -> contextlib.AbstractContextManager[object]:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["ShardBox", "shard_boxes"]
+__all__ = ["MAX_BOXES", "ShardBox", "shard_boxes"]
 
-_MAX_PIECES = 1 << 16
-"""A split factor is a number of ranks of a mesh dimension."""
+MAX_BOXES = 1 << 16
+"""Of one shard, by default. A split factor is a number of ranks of a mesh dimension."""
 
 _Ranges = list[tuple[int, int]]
 
@@ -31,22 +31,23 @@ def shard_boxes(
     mesh_sizes: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
+    limit: int = MAX_BOXES,
 ) -> list[ShardBox]:
     """Returns the boxes of a tensor that make up the local tensor of the rank of a coordinate.
 
     There is one, unless strided shards give the rank several ranges of a dimension. A rank without
     elements has an empty box, which begins where DCP lets it begin. Raises ValueError if the split
-    factor of a strided shard is not a number of ranks.
+    factor of a strided shard is not a number of ranks, or if there are more boxes than ``limit``.
     """
-    ranges = _ranges(sizes, mesh_sizes, coordinate, placements)
+    ranges = _ranges(sizes, mesh_sizes, coordinate, placements, limit)
     local_sizes = tuple(sum(end - begin for begin, end in of_dim) for of_dim in ranges)
     if not math.prod(local_sizes):
         first = (
             of_dim[0][0] if of_dim else size for of_dim, size in zip(ranges, sizes, strict=True)
         )
         return [ShardBox(tuple(first), local_sizes, (0,) * len(sizes))]
-    if math.prod(map(len, ranges)) > _MAX_PIECES:
-        raise ValueError(f"more than {_MAX_PIECES} boxes of one shard")
+    if math.prod(map(len, ranges)) > limit:
+        raise ValueError(f"more than {limit} boxes")
     boxes = []
     for box in itertools.product(*map(_placed, ranges)):
         offsets, box_sizes, local = zip(*box, strict=True) if box else ((), (), ())
@@ -67,14 +68,15 @@ def _ranges(
     mesh_sizes: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
+    limit: int,
 ) -> list[_Ranges]:
     """Returns the ranges ``[begin, end)`` of each dimension, none of an empty one."""
     ranges: list[_Ranges] = [[(0, size)] if size else [] for size in sizes]
     for mesh_dim, dim, pieces in _cuts(mesh_sizes, placements):
         count, rank = mesh_sizes[mesh_dim], coordinate[mesh_dim]
         whole, out = ranges[dim], _Joined()
-        if len(whole) * pieces > _MAX_PIECES:
-            raise ValueError(f"a split factor of {pieces} after others")
+        if len(whole) * pieces > limit:
+            raise ValueError(f"a split factor of {pieces} makes more than {limit} boxes")
         for piece in range(pieces):
             for one in _chunk(_chunk(whole, pieces, piece), count, rank):
                 out.add(*one)
@@ -91,7 +93,7 @@ def _cuts(mesh_sizes: Sequence[int], placements: Sequence[Placement]) -> list[tu
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, (Shard, _StridedShard)):
             pieces = int(getattr(placement, "split_factor", 1))
-            if not 0 < pieces <= _MAX_PIECES:
+            if not 0 < pieces <= MAX_BOXES:
                 raise ValueError(f"a split factor of {pieces}")
             cuts.append((mesh_dim, placement.dim, pieces))
     return _reordered(mesh_sizes, cuts) or cuts
@@ -103,8 +105,14 @@ def _reordered(
     """Returns cuts of one piece each, of which split factors state the order; ``None`` if not.
 
     A split factor that is the number of chunks of later mesh dimensions says that these cut first,
-    as under FSDP over tensor parallelism. That differs from cuts of pieces if sizes are uneven.
-    Source: ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``, for ``full_tensor()``.
+    as under FSDP over tensor parallelism. That differs from cuts of pieces, in the order of the
+    mesh dimensions, if sizes are uneven. Torch has both: ``full_tensor()`` joins shards in this
+    order (``DTensorSpec._maybe_convert_StridedShard_to_shard_order``), and refuses those that
+    ``distribute_tensor`` and the offsets of DCP cut in the other order.
+
+    A local tensor does not state its order. If a rank has other elements in the other order, then
+    it or a rank before it in the last mesh dimension has fewer or more, and refuses its local
+    tensor by its sizes: both orders cut the same pieces, and sizes alone place them.
     """
     orders: dict[int, list[int]] = {}
     for mesh_dim, dim, pieces in reversed(cuts):

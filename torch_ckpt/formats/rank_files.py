@@ -21,6 +21,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.allowed_classes import NO_STAND_INS, StandIns
 from torch_ckpt.formats.object_pickles import Refused
 from torch_ckpt.formats.opened import ForeignFiles
+from torch_ckpt.formats.placements import MAX_BOXES
 from torch_ckpt.formats.reading import now_reading, reading
 from torch_ckpt.formats.torch_save import Archive, Objects, check_allowed, check_tree
 from torch_ckpt.formats.unions import Placed
@@ -50,6 +51,9 @@ INVALID = (
 """What the use of a value of another type or form raises."""
 
 _MAX_RANKS = 1 << 20
+
+_FREE_BOXES = 1 << 14
+"""Boxes of shards that the files of a checkpoint may state in addition to one for each byte."""
 
 
 class Fragment(NamedTuple):
@@ -267,6 +271,7 @@ class Files:
         self.foreign = ForeignFiles(folder, folder, format)
         self.versions: list[bytes] = []
         self._archives: dict[int, Archive] = {}  # Number of the file -> its records.
+        self._boxes = _FREE_BOXES  # That the files may still state.
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._stand_ins = stand_ins
@@ -297,7 +302,21 @@ class Files:
         """
         self.versions.append(version)
         self.foreign.files.append((name, nbytes))
+        self._boxes += nbytes
         return len(self.foreign.files) - 1
+
+    @property
+    def box_limit(self) -> int:
+        """The number of boxes that a further shard may have.
+
+        A few bytes can state very many boxes: by a split factor, or a pickle that refers to one
+        list again and again. Each box with elements has a byte of a file.
+        """
+        return MAX_BOXES if self._trust_pickle else max(min(self._boxes, MAX_BOXES), 0)
+
+    def add_boxes(self, count: int) -> None:
+        """Counts the boxes of a shard."""
+        self._boxes -= count
 
     def read_value(self, value: Boxed | Stored | Loaded) -> Any:
         """Reads a value, whatever its kind."""

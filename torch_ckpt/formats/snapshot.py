@@ -11,6 +11,7 @@ Other boxes are in files of other machines, which the ranks there read.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch_ckpt.formats.pickles import ForbiddenPickleError
 
 __all__ = ["SlotTable", "merged_index", "open_snapshot"]
 
+_Region = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and sizes of a box.
 _Place = tuple[_native.StoredSnapshot, int]  # Snapshot and number of the item.
 
 
@@ -134,7 +136,7 @@ class _Merged:
     facts: dict[str, tuple[str, str, bool, bool, Sequence[int]] | None] = field(
         default_factory=dict
     )
-    boxes: dict[str, dict[tuple[int, ...], _native.IndexBox]] = field(default_factory=dict)
+    boxes: dict[str, dict[_Region, _native.IndexBox]] = field(default_factory=dict)
     paths: dict[str, Sequence[str | int]] = field(default_factory=dict)
 
     def add(self, table: SlotTable, snapshot: _native.StoredSnapshot | None = None) -> None:
@@ -165,13 +167,19 @@ class _Merged:
             self.paths.setdefault(fqn, keys)
 
     def _add_box(self, fqn: str, facts: _native.TensorFacts | None, box: _native.IndexBox) -> bool:
-        """Adds a box, unless there is one at its place; returns whether it was added."""
+        """Adds a box, unless an equal one is there; returns whether it was added.
+
+        As on disk, an empty box is added only if its tensor has no elements, and then once.
+        """
         boxes = self.boxes.setdefault(fqn, {})
         if not _agree(self.facts.setdefault(fqn, facts), facts):
             raise CorruptionError(
                 f"cannot load {fqn!r} of {self.foreign.path}: ranks disagree on its dtype or sizes"
             )
-        return boxes.setdefault(tuple(box[0]), box) is box
+        offsets, sizes = box[:2]
+        if facts is not None and not math.prod(sizes) and (boxes or math.prod(facts[4])):
+            return False
+        return boxes.setdefault((tuple(offsets), tuple(sizes)), box) is box
 
     def entries(self) -> list[_native.IndexEntry]:
         """Returns the entries of an index, in the same order on all ranks."""

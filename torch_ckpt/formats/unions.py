@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from torch_ckpt._core import _native
 from torch_ckpt.errors import MismatchError
 
 __all__ = [
@@ -233,31 +234,29 @@ class Boxes(Union):
 
 def check_cover(fqn: str, sizes: Sizes, placed: Sequence[Placed]) -> None:
     """Raises MismatchError unless boxes cover each element of a parameter once."""
-    boxes = [one for one in placed if math.prod(one.sizes)]
-    # Along the dimension with the most offsets, few boxes begin before another one ends.
-    dims = range(len(sizes))
-    dim = max(dims, key=lambda dim: len({one.at[dim] for one in boxes}), default=None)
-    if dim is not None:
-        boxes.sort(key=lambda one: one.at[dim])
-    for number, one in enumerate(boxes):
-        for other in boxes[number + 1 :]:
-            if dim is not None and other.at[dim] >= one.at[dim] + one.sizes[dim]:
-                break
-            apart = [
-                a + n <= b or b + m <= a
-                for a, n, b, m in zip(one.at, one.sizes, other.at, other.sizes, strict=True)
-            ]
-            if not any(apart):
-                raise MismatchError(
-                    f"{fqn!r} has elements of both rank {one.rank} and rank {other.rank}: boxes at "
-                    f"{one.at} of {one.sizes} and at {other.at} of {other.sizes}"
-                )
-    covered = sum(math.prod(one.sizes) for one in boxes)
-    if covered != math.prod(sizes):
+    boxes = [(one.at, one.sizes) for one in placed]
+    fault = _native.cover_fault(((0,) * len(sizes), sizes), boxes)
+    if fault is None:
+        return
+    is_missing, (at, part) = fault
+    if is_missing:
+        covered = sum(math.prod(one.sizes) for one in placed)
         raise MismatchError(
             f"{fqn!r} of sizes {sizes} has {math.prod(sizes)} elements, and its ranks have "
-            f"{covered} of them"
+            f"{covered} of them, and not the box at {tuple(at)} of {tuple(part)}"
         )
+    one, other = [
+        one
+        for one in placed
+        if all(
+            first <= a and a + n <= first + size
+            for first, size, a, n in zip(one.at, one.sizes, at, part, strict=True)
+        )
+    ][:2]
+    raise MismatchError(
+        f"{fqn!r} has elements of both rank {one.rank} and rank {other.rank}: boxes at "
+        f"{one.at} of {one.sizes} and at {other.at} of {other.sizes}"
+    )
 
 
 def _is_of(value: Any, kind: str) -> bool:

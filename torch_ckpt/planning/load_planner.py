@@ -21,6 +21,7 @@ from torch_ckpt._core.unpickling import allow_in_messages
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
+from torch_ckpt.planning.cover import check_reads
 from torch_ckpt.planning.differences import with_differences
 from torch_ckpt.planning.dtensor_boxes import lookup_box, with_boxes
 from torch_ckpt.planning.loaded_objects import store_object, store_value
@@ -250,7 +251,10 @@ class FastLoadPlanner(DefaultLoadPlanner):
         state_dict = self.state_dict
         self.state_dict = with_boxes(state_dict)
         try:
-            return super().create_local_plan()
+            plan = super().create_local_plan()
+            if self.metadata is not None:
+                check_reads(plan.items, self.state_dict, self.metadata.state_dict_metadata)
+            return plan
         except BaseException:  # Ties of names are found in the tensors of the program.
             self.state_dict = state_dict
             raise

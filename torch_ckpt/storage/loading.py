@@ -300,7 +300,7 @@ class _LoadByItem:
         batch: list[_Destination] = []
         postponed: list[StoredTensor] = []
         destinations = Destinations()
-        postponed_storages: set[int] = set()
+        later = Destinations()  # Those of postponed tensors.
         retained_nbytes = 0
         for number, tensor in enumerate(waiting):
             item, stored, dtype = tensor
@@ -319,11 +319,10 @@ class _LoadByItem:
                     return batch, waiting[number:]
                 return [(item, stored, target, dtype)], waiting[number + 1 :]
             fqn = item.dest_index.fqn
-            storage = target.untyped_storage().data_ptr()
-            if storage in postponed_storages or destinations.overlaps(target, fqn):
+            if later.overlaps(target, fqn) or destinations.overlaps(target, fqn):
                 if not skip_conflicts:
                     return batch, waiting[number:]
-                postponed_storages.add(storage)
+                later.add(target, fqn)
                 postponed.append(tensor)
                 continue
             destinations.add(target, fqn)

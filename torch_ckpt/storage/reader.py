@@ -35,6 +35,7 @@ from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.formats.rules import Rules
 from torch_ckpt.options import IoOptions, Verification
+from torch_ckpt.planning.cover import check_plan
 from torch_ckpt.planning.dtensor_boxes import load_plan_in_boxes
 from torch_ckpt.planning.load_planner import (
     FastLoadPlanner,
@@ -320,6 +321,7 @@ class FastReader(StorageReader):
         """
         if not isinstance(plan.items, PlannedReads):
             plan = load_plan_in_boxes(plan, calling_planner())
+            check_plan(plan, calling_planner())
         items: Any = plan.items
         self._set_files()
         wanted = Wanted(self._shared_save_id, str(self.path))

@@ -1,7 +1,10 @@
 #include "engine/load/read_plan.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
+
+#include "geometry/cover.h"
 
 namespace torch_ckpt {
 namespace {
@@ -26,6 +29,37 @@ PlannedRead to_read(int64_t item, int64_t number, const IndexedBox& box) {
   out.is_transformed = !box.transforms.empty();
   out.box_offsets = box.offsets;
   return out;
+}
+
+// Drops all but the first of equal boxes, which are replicas. Returns whether there are some.
+bool drop_replicas(const std::vector<IndexedBox>& boxes, std::vector<PlannedRead>* reads,
+                   size_t first) {
+  std::set<std::pair<Dims, Dims>> seen;
+  size_t end = first;
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    if (!seen.emplace(boxes[i].offsets, boxes[i].sizes).second) continue;
+    if (end != first + i) (*reads)[end] = std::move((*reads)[first + i]);
+    ++end;
+  }
+  const bool found = end != reads->size();
+  reads->resize(end);
+  return found;
+}
+
+// Checks that the reads from `first` on fill the wanted box.
+Status check_reads(const StoredEntry& entry, const BoxView& wanted,
+                   const std::vector<PlannedRead>& reads, size_t first) {
+  const bool is_filled_by_one =
+      reads.size() == first + 1 &&
+      std::equal(wanted.sizes.begin(), wanted.sizes.end(), reads[first].lengths.begin());
+  if (is_filled_by_one) return ok_status();
+  std::vector<Box> filled;
+  filled.reserve(reads.size() - first);
+  for (size_t i = first; i < reads.size(); ++i) {
+    Box& box = filled.emplace_back(Box{reads[i].dest_offsets, reads[i].lengths});
+    for (size_t d = 0; d < wanted.offsets.size(); ++d) box.offsets[d] += wanted.offsets[d];
+  }
+  return check_cover(entry.facts.fqn, to_box(wanted), std::move(filled));
 }
 
 Status plan_item(const StoredIndex& index, const StoredEntry& entry, const ItemTable& items,
@@ -55,8 +89,10 @@ Status plan_item(const StoredIndex& index, const StoredEntry& entry, const ItemT
     ASSIGN_OR_RETURN(numbers,
                      index.overlapping(entry, to_dims(wanted.offsets), to_dims(wanted.sizes)));
   }
+  const size_t first = out->size();
+  std::vector<IndexedBox> stored;
   for (const int64_t number : numbers) {
-    ASSIGN_OR_RETURN(const auto boxes, index.boxes(entry, number, number + 1));
+    ASSIGN_OR_RETURN(auto boxes, index.boxes(entry, number, number + 1));
     const IndexedBox& box = boxes.front();
     // For several boxes, `overlapping` has already filtered them.
     if (entry.box_count == 1 &&
@@ -65,8 +101,13 @@ Status plan_item(const StoredIndex& index, const StoredEntry& entry, const ItemT
     }
     out->push_back(to_read(item, number, box));
     intersect_into(box, wanted, &out->back());
+    stored.push_back(std::move(boxes.front()));
   }
-  return ok_status();
+  Status status = check_reads(entry, wanted, *out, first);
+  if (status.code() == StatusCode::kCorruption && drop_replicas(stored, out, first)) {
+    status = check_reads(entry, wanted, *out, first);
+  }
+  return status;
 }
 
 }  // namespace

@@ -246,10 +246,14 @@ class _Merged:
                     f"cannot load {self.foreign.path}: {fqn!r} is in {seen[tuple(offsets)]} and in "
                     f"{name}; load one of the files, or add a model{_INDEX_SUFFIX}"
                 )
-        if sum(math.prod(box_sizes) for _, box_sizes, *_ in boxes) != math.prod(sizes):
+        fault = _native.cover_fault(([0] * ndim, sizes), [box[:2] for box in boxes])
+        if fault is not None:
+            is_missing, (at, part) = fault
             raise CorruptionError(
                 f"cannot load {self.foreign.path}: its files do not contain every element of "
-                f"{fqn!r} of sizes {sizes} exactly once; is a file missing?"
+                f"{fqn!r} of sizes {sizes} exactly once: {'none' if is_missing else 'several'} of "
+                f"their boxes have the box at {at} of {part}; is a file missing, or of another "
+                "save?"
             )
         return sizes
 

@@ -100,18 +100,20 @@ class _Sharding:
     def __init__(self, stated: Mapping[str, Any]) -> None:
         self._kind, self._facts = stated["type"], stated["data"]
 
-    def of(self, rank: int) -> RankShard:
+    def of(self, rank: int, limit: int) -> RankShard:
         """Returns the shard of a rank.
 
         Raises UnsupportedError if the kind of the sharding is unknown, and one of ``INVALID`` if it
-        is invalid.
+        is invalid, or has more boxes than ``limit``.
         """
         facts = self._facts
         if self._kind == "DTensorShardingMetadata":
             of_mesh, coordinate = self._mesh[0], self._mesh[1][rank]
-            return _shard(rank, self._sizes, of_mesh, coordinate, self._placements)
+            return _shard(rank, self._sizes, of_mesh, coordinate, self._placements, limit)
         if self._kind == "default_tensor_v1":
             parts = (facts["local_offsets"], facts["local_sizes"], facts["global_offsets"])
+            if len(parts[0]) > limit:
+                raise ValueError(f"more than {limit} boxes")
             boxes = tuple(
                 Placed(rank, _ints(local), _ints(sizes), _ints(at))
                 for local, sizes, at in zip(*parts, strict=True)
@@ -293,18 +295,18 @@ def path_of(keys: Iterable[str | int]) -> str:
 # ---- Shards ----
 
 
-def shard_of_tensor(rank: int, tensor: DTensor) -> RankShard:
+def shard_of_tensor(rank: int, tensor: DTensor, limit: int) -> RankShard:
     """Returns the shard that a DTensor of a file has.
 
     Raises UnsupportedError if it has a placement other than a shard or a replica, and one of
-    ``INVALID`` if it is damaged.
+    ``INVALID`` if it is damaged, or has more boxes than ``limit``.
     """
     mesh: DeviceMesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     sizes = tuple(tensor.shape)
     if coordinate is None:
         return RankShard(sizes, ())
-    return _shard(rank, sizes, mesh_sizes(mesh), coordinate, tensor.placements)
+    return _shard(rank, sizes, mesh_sizes(mesh), coordinate, tensor.placements, limit)
 
 
 def mesh_sizes(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -319,11 +321,12 @@ def _shard(
     of_mesh: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
+    limit: int,
 ) -> RankShard:
     for placement in placements:
         if not isinstance(placement, Shard | _StridedShard | Replicate):
             raise UnsupportedError(f"it has the placement {placement}")
-    boxes = shard_boxes(sizes, of_mesh, coordinate, placements)
+    boxes = shard_boxes(sizes, of_mesh, coordinate, placements, limit)
     return RankShard(
         sizes, tuple(Placed(rank, box.local_offsets, box.sizes, box.offsets) for box in boxes)
     )

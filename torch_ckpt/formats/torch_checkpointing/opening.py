@@ -268,8 +268,9 @@ class _Reader:
             if isinstance(value, Loaded) or not (isinstance(value, Boxed) or has_boxes(tensor)):
                 continue
             try:
-                shard = shardings[rank].of(rank) if rank in shardings else None
-                own = _own_shard(rank, tensor, is_needed=shard is None)
+                limit = self.files.box_limit
+                shard = shardings[rank].of(rank, limit) if rank in shardings else None
+                own = _own_shard(rank, tensor, limit, is_needed=shard is None)
                 sizes = (_local(value) if isinstance(value, Stored) else value).sizes
             except UnsupportedError as error:
                 raise UnsupportedError(f"cannot load {self._named(path)}: {error}") from None
@@ -281,6 +282,7 @@ class _Reader:
             shard, stated = shard or own, shard
             if shard is None:
                 continue
+            self.files.add_boxes(len(shard.boxes))
             if own is not None and stated is not None and own != stated:
                 raise CorruptionError(
                     f"cannot load {self._named(path)}: rank {rank} has {stated} by the metadata, "
@@ -449,14 +451,14 @@ def _mesh_of(value: object) -> tuple[int, ...]:
     return mesh_sizes(value.device_mesh)
 
 
-def _own_shard(rank: int, tensor: object, *, is_needed: bool) -> RankShard | None:
+def _own_shard(rank: int, tensor: object, limit: int, *, is_needed: bool) -> RankShard | None:
     """Returns the shard by the tensor in the file, if it is one that this torch can read."""
     if isinstance(tensor, ShardedParts):
         return _shard_of_parts(rank, tensor)
     if not isinstance(tensor, DTensor):
         return None
     try:
-        return shard_of_tensor(rank, tensor)
+        return shard_of_tensor(rank, tensor, limit)
     except INVALID:
         if is_needed:
             raise
