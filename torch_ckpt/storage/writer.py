@@ -111,7 +111,7 @@ class FastWriter(DirectoryWriter):
             has ``dedup_save_to_lowest_rank``.
         check_replicas: How the ranks find out whether their replicas are equal: by a ``"sample"``
             of up to 8 KiB of each tensor, by the ``"full"`` tensors, or ``"off"``. A tensor whose
-            values differ is stored whole from one rank, and the coordinator warns of it once.
+            values differ is stored whole from one replica, and the coordinator warns of it once.
             Values that a planner creates when they are written are not compared, and not cut. With
             ``"off"``, the stored tensor may mix the rows of the ranks. A
             :class:`FastSavePlanner` that you pass has an option of its own.
@@ -257,12 +257,7 @@ class FastWriter(DirectoryWriter):
         self._phases = Phases("planning")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Adds the rank's items to the plan for the coordinator.
-
-        Raises:
-            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
-        """
-        self._find_directory()
+        """Adds the rank's items to the plan for the coordinator."""
         if not isinstance(plan.items, PlannedItems):
             plan = save_plan_in_boxes(plan, calling_planner())
         items: Any = plan.items
@@ -296,6 +291,7 @@ class FastWriter(DirectoryWriter):
         """Assigns replicas to ranks, and adds each rank's file name prefix to its plan.
 
         Raises:
+            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
             MismatchError: Ranks disagree on the dtype or sizes of a tensor.
         """
         self._ranks = len(plans)
