@@ -195,7 +195,8 @@ def carry_out(case: Case, place: Place) -> list[str]:
     rng = random.Random(f"way {case.seed}")
     is_alone = not case.ranks
     evolving = Evolving(case.seed, case.content)
-    placing = None if is_alone else Placing(case.seed, owners=rng.choice([0, 6]))
+    owners, drifts = rng.choice([0, 6]), rng.random() < 0.3 and ways.stores_one_replica(case.way)
+    placing = None if is_alone else Placing(case.seed, owners=owners, drifts=drifts)
     saving = ways.Saving(case.way, place, is_alone, rng)
     begun: list[tuple[ways.Wait, Location, int, Any]] = []
     with _fresh_process(case, place), saving.stack:

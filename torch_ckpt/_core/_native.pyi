@@ -224,6 +224,8 @@ class Index:
     @property
     def save_id(self) -> str: ...
     @property
+    def stored_save_id(self) -> str: ...
+    @property
     def version(self) -> str: ...
     @property
     def writer_revision(self) -> int: ...
@@ -268,6 +270,7 @@ def make_index(
     version: str,
     entries: Sequence[IndexEntry] | None,
     paths: Sequence[IndexPath] | None,
+    stored_save_id: str = "",
 ) -> tuple[bytes, bytes]: ...
 def commit_files(
     save_id: str,

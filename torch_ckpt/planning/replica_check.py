@@ -117,7 +117,7 @@ def warn_of(differences: Sequence[Difference]) -> None:
 
 
 def _names_of(pairs: Sequence[tuple[int, int]], count: int) -> str:
-    """Returns the ranks whose values differ: "ranks 2, 4 differ from rank 0, rank 3 from rank 1"."""
+    """Returns the ranks that differ: "ranks 2, 4 differ from rank 0, rank 3 from rank 1"."""
     others: dict[int, list[int]] = {}
     for lowest, other in pairs:
         others.setdefault(lowest, []).append(other)

@@ -83,7 +83,7 @@ class DirectoryWriter(StagingWriter):
     """A storage writer that knows where one save writes its files."""
 
     overwrite: bool
-    save_id: str
+    file_id: str  # Id of the present save, which names of its files have.
     sync_files: bool
 
     def __init__(self, path: str | os.PathLike[str], stager: SnapshotStager | None) -> None:
@@ -175,7 +175,7 @@ class DirectoryWriter(StagingWriter):
         self._pending = self._create_pending()
 
     def _create_pending(self) -> Location:
-        pending = self.location / self._own_name(pending_name(self.save_id))
+        pending = self.location / self._own_name(pending_name(self.file_id))
         pending.write(b"", sync=False)
         return pending
 
@@ -343,14 +343,14 @@ class DirectoryWriter(StagingWriter):
             self._found,
             referenced=files,
             rank=None if self.use_collectives else self.rank,
-            is_committed=lambda: is_committed(self.location, self.save_id, self._own_name("")),
+            is_committed=lambda: is_committed(self.location, self.file_id, self._own_name("")),
         )
 
     def _commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
         directory, self._pending = self._write_directory, None
         try:
             commit(
-                *(directory, metadata, index, self.save_id),
+                *(directory, metadata, index, self.file_id),
                 files=sorted(files),
                 sync=self.sync_files,
                 version=self._found.version,
