@@ -6,7 +6,6 @@ import io
 import pickle
 import pickletools
 import random
-import re
 import struct
 import uuid
 import zipfile
