@@ -110,6 +110,7 @@ void query_index(Bytes bytes) {
   }
   (void)index.find_entry("model.weight");
   (void)index.version();
+  (void)index.stored_save_id();
   (void)index.damage();
   const bool sound = index.check().ok();
   require(sound == index.read_all().ok(), "an index is readable exactly if it passes the check");

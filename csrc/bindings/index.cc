@@ -118,8 +118,10 @@ std::pair<py::bytes, py::bytes> make_index(const std::string& save_id, const py:
                                            const std::vector<PyFile>& files,
                                            const std::string& version,
                                            const std::optional<std::vector<PyEntry>>& entries,
-                                           const std::optional<std::vector<PyPath>>& paths) {
+                                           const std::optional<std::vector<PyPath>>& paths,
+                                           const std::string& stored_save_id) {
   Index index = to_index(save_id, files, version, entries, paths);
+  index.stored_save_id = stored_save_id;
   raise_if_error(add_digests(index, digests_of(files)));
   index.metadata = FileDigest::of(as_bytes(static_cast<std::string_view>(metadata)));
   const auto trailer = value_or_raise(write_metadata_trailer({save_id, index.metadata}));
@@ -417,6 +419,9 @@ void bind_index(py::module_& module) {
       });
   py::class_<StoredIndex, std::shared_ptr<StoredIndex>>(module, "Index")
       .def_property_readonly("save_id", [](const StoredIndex& i) { return to_text(i.save_id()); })
+      .def_property_readonly(
+          "stored_save_id",
+          [](const StoredIndex& i) { return to_text(value_or_raise(i.stored_save_id())); })
       .def_property_readonly("version",
                              [](const StoredIndex& i) { return value_or_raise(i.version()); })
       .def_property_readonly("writer_revision", &StoredIndex::writer_revision)
@@ -457,7 +462,8 @@ void bind_index(py::module_& module) {
       .def("check",
            [](const StoredIndex& i) { raise_if_error(without_gil([&] { return i.check(); })); });
   module.def("make_index", &make_index, py::arg("save_id"), py::arg("metadata"), py::arg("files"),
-             py::arg("version"), py::arg("entries"), py::arg("paths"));
+             py::arg("version"), py::arg("entries"), py::arg("paths"),
+             py::arg("stored_save_id") = "");
   module.def("commit_files", &commit_files, py::arg("save_id"), py::arg("files"),
              py::arg("version"), py::arg("entries"), py::arg("paths"), py::arg("storage_meta"));
   module.def("planned_commit_files", &planned_commit_files, py::arg("plan"), py::arg("save_id"),

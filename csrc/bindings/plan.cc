@@ -109,13 +109,15 @@ GlobalPlan make_plan(const std::vector<py::bytes>& plans, int64_t ranks_per_node
       without_gil([&] { return GlobalPlan::make(plan_views, options, digest_views); }));
 }
 
-// FQN, the lowest rank that has it, a few ranks that have other values, number of such ranks.
-using PyDifference = std::tuple<py::str, int32_t, std::vector<int32_t>, int64_t>;
+// FQN, a few pairs of ranks whose values differ, number of such pairs.
+using PyDifference = std::tuple<py::str, std::vector<std::pair<int32_t, int32_t>>, int64_t>;
 
 std::vector<PyDifference> differences(const GlobalPlan& global) {
   std::vector<PyDifference> out;
   for (const Difference& found : global.differences()) {
-    out.emplace_back(py::str(found.fqn), found.rank, found.others, found.other_count);
+    std::vector<std::pair<int32_t, int32_t>> pairs;
+    for (const RankPair& pair : found.pairs) pairs.emplace_back(pair.lowest, pair.other);
+    out.emplace_back(py::str(found.fqn), std::move(pairs), found.pair_count);
   }
   return out;
 }

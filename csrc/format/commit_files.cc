@@ -8,6 +8,7 @@ Result<CommitFiles> encode_commit_files(Index index, const StorageMeta& storage)
   if (!index.has_entries) {
     return invalid_argument("cannot encode metadata from an index without entries");
   }
+  if (storage.save_id && *storage.save_id != index.save_id) index.stored_save_id = *storage.save_id;
   CommitFiles out;
   ASSIGN_OR_RETURN(out.metadata, pickle_metadata(index, storage));
   index.metadata = FileDigest::of(out.metadata);

@@ -36,6 +36,7 @@ class IndexWriter {
     if (index.has_entries) {
       header_.flags |= records::kHasEntries;
       header_.metadata_version = text(index.version);
+      if (!index.stored_save_id.empty()) header_.stored_save_id = text(index.stored_save_id);
       for (const IndexedEntry& entry : index.entries) add_entry(entry);
     }
     if (index.has_paths) {

@@ -84,7 +84,8 @@ struct Header {
   // values are undefined.
   Section digests;
   Section origins;
-  std::array<uint64_t, 2> zeros;
+  Text stored_save_id;  // `storage_meta.save_id` of the metadata; if empty, it is `save_id`.
+  uint64_t zero;
   uint64_t header_sum;  // XXH3 of the header bytes before this field.
 };
 

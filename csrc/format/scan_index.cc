@@ -38,12 +38,14 @@ class StoredIndex::Scan {
 
   Status run() {
     ASSIGN_OR_RETURN(std::string version, index_.version());
+    ASSIGN_OR_RETURN(std::string stored_save_id, index_.stored_save_id());
     if (out_ != nullptr) {
       out_->save_id = index_.save_id_;
       out_->metadata = index_.metadata_;
       out_->has_entries = index_.has_entries();
       out_->has_paths = index_.has_paths();
       out_->version = std::move(version);
+      if (stored_save_id != index_.save_id_) out_->stored_save_id = std::move(stored_save_id);
       out_->is_foreign = index_.is_foreign();
       out_->writer_revision = index_.writer_revision();
     }

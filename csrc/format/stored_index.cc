@@ -81,6 +81,14 @@ Result<std::string> StoredIndex::version() const {
   return out;
 }
 
+Result<std::string> StoredIndex::stored_save_id() const {
+  const records::Text& at = header_.stored_save_id;
+  if (!has_entries() || at.nbytes == 0) return save_id_;
+  std::string out;
+  RETURN_IF_ERROR(text(at, records::kMaxTextNbytes, &out));
+  return out;
+}
+
 Result<StoredFile> StoredIndex::file(int64_t number) const {
   records::File from;
   RETURN_IF_ERROR(read_records(records::kFileSection, number, &from, 1));

@@ -86,7 +86,8 @@ class StoredIndex {
   int64_t entry_count() const { return count(index_records::kEntrySection); }
   int64_t box_count() const { return count(index_records::kBoxSection); }
 
-  Result<std::string> version() const;  // Metadata.version.
+  Result<std::string> version() const;         // Metadata.version.
+  Result<std::string> stored_save_id() const;  // StorageMeta.save_id.
 
   // Requires: 0 <= number < file_count() or entry_count().
   Result<StoredFile> file(int64_t number) const;

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int32_t kNoRank = -1;
 constexpr int64_t kDigestNbytes = 8;
+constexpr int64_t kMaxPairs = 8;  // Of a `Difference`.
 
 // Distinct sets of ranks that have the same replicas, each identified by the plans of its ranks.
 class ReplicaSets {
@@ -60,9 +61,12 @@ class ValueDigests {
   // Whether values are compared at all.
   bool empty() const { return digests_.empty(); }
 
-  // Compares the replicas in these slots. Adds ranks that differ from the lowest one to `out`.
-  Outcome compare(std::span<const int32_t> slots, Difference* out) const {
+  // Compares the replicas in these slots. Adds a pair for each rank that differs from the lowest
+  // one with known values.
+  Outcome compare(std::span<const int32_t> slots, std::vector<RankPair>* out) const {
+    const size_t before = out->size();
     bool all_known = true;
+    int32_t lowest = kNoRank;
     uint64_t first = 0;
     for (const int32_t slot : slots) {
       for (const int32_t rank : plans_.ranks_of(slot)) {
@@ -70,20 +74,17 @@ class ValueDigests {
         all_known = all_known && digest != 0;
         if (first == 0) {
           first = digest;
-          out->rank = rank;
+          lowest = rank;
         } else if (digest != 0 && digest != first) {
-          if (out->others.size() < kMaxOthers) out->others.push_back(rank);
-          ++out->other_count;
+          out->push_back({lowest, rank});
         }
       }
     }
-    if (out->other_count > 0) return Outcome::kDifferent;
+    if (out->size() > before) return Outcome::kDifferent;
     return all_known ? Outcome::kEqual : Outcome::kUnknown;
   }
 
  private:
-  static constexpr size_t kMaxOthers = 8;
-
   uint64_t at(int32_t rank, int32_t item) const {
     uint64_t digest;
     const size_t begin = static_cast<size_t>(item) * sizeof(digest);
@@ -155,8 +156,8 @@ class GlobalPlanner {
     int64_t slot;
   };
 
-  // Validates all plans. Assigns each box that only one rank has to that rank, and makes a group of
-  // every other box.
+  // Validates all plans. Assigns each box that only one rank has to that rank, and each tensor
+  // whose replicas may differ to one of them. Makes a group of every other box.
   Status find_writers() {
     const size_t rank_count = plans_.plan_of_rank.size();
     input_.ranks_per_node = options_.ranks_per_node;
@@ -168,27 +169,49 @@ class GlobalPlanner {
       boxes.check(entry, &problems);
       if (problems.full()) break;
       if (!problems.empty()) continue;
-      for (int64_t i = 0; i < boxes.box_count(); ++i) find_writer(entry, boxes.replicas(i));
+      find_writers_of(entry, boxes);
     }
     input_.replica_sets = replica_sets_.release();
     return problems.status(StatusCode::kInvalidArgument);
   }
 
-  void find_writer(int64_t entry, std::span<const int32_t> slots) {
+  void find_writers_of(int64_t entry, const BoxCheck& boxes) {
+    stored_.clear();
+    is_equal_.clear();
+    pairs_.clear();
+    bool all_equal = true;
+    for (int64_t i = 0; i < boxes.box_count(); ++i) {
+      const auto slots = boxes.replicas(i);
+      if (!is_stored(entry, slots)) continue;
+      stored_.push_back(slots);
+      is_equal_.push_back(compare(entry, slots));
+      all_equal = all_equal && is_equal_.back();
+    }
+    if (!pairs_.empty()) add_difference(entry);
+    const bool from_one = !all_equal && options_.dedup && (!pairs_.empty() || stored_.size() > 1);
+    if (from_one) return write_one_replica(entry);
+    for (size_t i = 0; i < stored_.size(); ++i) find_writer(entry, stored_[i], is_equal_[i]);
+  }
+
+  // Whether a box is in the table of stored boxes.
+  bool is_stored(int64_t entry, std::span<const int32_t> slots) const {
+    const SlotsOfEntry of_entry = plans_.slots_of(entry);
+    const Facts& facts = plans_.entries.facts(entry);
+    const bool is_empty = facts.is_tensor && of_entry.nbytes(slots[0]) == 0;
+    return !is_empty || (slots[0] == of_entry.first && *checked_volume(facts.sizes) == 0);
+  }
+
+  bool is_alone(std::span<const int32_t> slots) const {
+    return slots.size() == 1 && plans_.ranks_of(slots[0]).size() == 1;
+  }
+
+  void find_writer(int64_t entry, std::span<const int32_t> slots, bool are_equal) {
+    if (is_alone(slots) || !options_.dedup) {
+      return write_on(plans_.first_rank(slots[0]), entry, slots);
+    }
     const SlotsOfEntry of_entry = plans_.slots_of(entry);
     const int64_t nbytes = of_entry.nbytes(slots[0]);
     const Facts& facts = plans_.entries.facts(entry);
-    const bool is_first = slots[0] == of_entry.first;
-    if (facts.is_tensor && nbytes == 0 && !(is_first && *checked_volume(facts.sizes) == 0)) return;
-    const bool is_alone = slots.size() == 1 && plans_.ranks_of(slots[0]).size() == 1;
-    const bool has_values = facts.is_tensor && nbytes > 0;
-    const bool are_equal = is_alone || !has_values || compare(entry, slots);
-    if (is_alone || !options_.dedup) {
-      const int32_t rank = plans_.first_rank(slots[0]);
-      writer_[static_cast<size_t>(slots[0])] = rank;
-      input_.load[static_cast<size_t>(rank)] += nbytes;
-      return;
-    }
     // A box without bytes counts as one byte, so that one rank does not get all of them.
     BalanceGroup group = {std::max<int64_t>(nbytes, 1), replica_sets_.number(slots)};
     const bool may_cut = options_.split && facts.is_tensor && !facts.is_opaque && are_equal;
@@ -204,19 +227,76 @@ class GlobalPlanner {
     group_slots_.insert(group_slots_.end(), slots.begin(), slots.end());
   }
 
-  // Returns whether the replicas of a tensor are known to be equal, or are not compared.
-  bool compare(int64_t entry, std::span<const int32_t> slots) {
-    if (digests_.empty()) return true;
-    Difference found;
-    switch (digests_.compare(slots, &found)) {
-      case ValueDigests::Outcome::kUnknown:
-        return false;
-      case ValueDigests::Outcome::kDifferent:
-        add_difference(entry, std::move(found));
-        return false;
-      case ValueDigests::Outcome::kEqual:
-        break;
+  // Assigns a box to one of the ranks that have it.
+  void write_on(int32_t rank, int64_t entry, std::span<const int32_t> slots) {
+    const int32_t slot = slot_on(rank, slots);
+    writer_[static_cast<size_t>(slot)] = rank;
+    input_.load[static_cast<size_t>(rank)] += plans_.slots_of(entry).nbytes(slot);
+  }
+
+  // Returns the slot of a rank among the slots of a box.
+  int32_t slot_on(int32_t rank, std::span<const int32_t> slots) const {
+    const int32_t plan = plans_.plan_of_rank[static_cast<size_t>(rank)];
+    return *std::lower_bound(
+        slots.begin(), slots.end(), plan,
+        [this](int32_t slot, int32_t wanted) { return plans_.plan_of(slot) < wanted; });
+  }
+
+  // Assigns all boxes of a tensor to one of its replicas, since they may have different values.
+  // Differing tensors are all written from the first replica: together they are the state of its
+  // ranks. If values are unknown, the replica with the least load is chosen.
+  void write_one_replica(int64_t entry) {
+    const std::vector<std::vector<int32_t>> ranks = replica_ranks();
+    const auto load_of = [&](size_t replica) {
+      int64_t load = 0;
+      for (const auto& of_box : ranks) {
+        load = std::max(load, input_.load[static_cast<size_t>(of_box[replica])]);
+      }
+      return load;
+    };
+    size_t chosen = 0;
+    for (size_t i = 1; pairs_.empty() && i < ranks[0].size(); ++i) {
+      if (load_of(i) < load_of(chosen)) chosen = i;
     }
+    for (size_t i = 0; i < stored_.size(); ++i) write_on(ranks[i][chosen], entry, stored_[i]);
+  }
+
+  // Returns the ranks of each box in `stored_`, of which those at the same place form a replica:
+  // each rank that has all boxes, or else the k-th rank of every box. On a mesh, these have the
+  // same coordinates in all dimensions that replicate, unless its ranks are in an irregular order.
+  std::vector<std::vector<int32_t>> replica_ranks() const {
+    std::vector<std::vector<int32_t>> ranks;
+    std::vector<int32_t> common;
+    size_t count = plans_.plan_of_rank.size();
+    for (const auto slots : stored_) {
+      std::vector<int32_t>& of_box = ranks.emplace_back();
+      for (const int32_t slot : slots) {
+        of_box.insert(of_box.end(), plans_.ranks_of(slot).begin(), plans_.ranks_of(slot).end());
+      }
+      std::sort(of_box.begin(), of_box.end());
+      count = std::min(count, of_box.size());
+      if (ranks.size() == 1) common = of_box;
+      std::erase_if(common, [&](int32_t rank) {
+        return !std::binary_search(of_box.begin(), of_box.end(), rank);
+      });
+    }
+    for (auto& of_box : ranks) {
+      if (common.empty()) {
+        of_box.resize(count);
+      } else {
+        of_box = common;
+      }
+    }
+    return ranks;
+  }
+
+  // Returns whether the replicas of a box are known to be equal, or are not compared. Adds pairs of
+  // ranks with different values to `pairs_`.
+  bool compare(int64_t entry, std::span<const int32_t> slots) {
+    const bool has_values =
+        plans_.entries.facts(entry).is_tensor && plans_.slots_of(entry).nbytes(slots[0]) > 0;
+    if (is_alone(slots) || !has_values || digests_.empty()) return true;
+    if (digests_.compare(slots, &pairs_) != ValueDigests::Outcome::kEqual) return false;
     const int32_t set = replica_sets_.number(slots);
     for (const int32_t slot : slots) {
       std::vector<EqualReplicas>& equal = out_.equal_[static_cast<size_t>(plans_.plan_of(slot))];
@@ -230,11 +310,14 @@ class GlobalPlanner {
     return true;
   }
 
-  void add_difference(int64_t entry, Difference found) {
+  void add_difference(int64_t entry) {
+    // Two ranks may have several boxes in common.
+    std::sort(pairs_.begin(), pairs_.end());
+    pairs_.erase(std::unique(pairs_.begin(), pairs_.end()), pairs_.end());
+    Difference& found = out_.differences_.emplace_back();
     found.fqn = plans_.entries.fqn(entry);
-    // Boxes of one tensor follow each other; one of them stands for all.
-    std::vector<Difference>& all = out_.differences_;
-    if (all.empty() || all.back().fqn != found.fqn) all.push_back(std::move(found));
+    found.pair_count = std::ssize(pairs_);
+    found.pairs.assign(pairs_.begin(), pairs_.begin() + std::min(found.pair_count, kMaxPairs));
   }
 
   void make_room() {
@@ -279,12 +362,9 @@ class GlobalPlanner {
     const auto last = static_cast<size_t>(balanced_.first_piece[group + 1]);
     for (size_t i = first; i < last; ++i) {
       const Piece& piece = balanced_.pieces[i];
-      const int32_t plan = plans_.plan_of_rank[static_cast<size_t>(piece.rank)];
-      const auto begin = group_slots_.begin() + static_cast<ptrdiff_t>(replicas.first);
-      const auto end = group_slots_.begin() + static_cast<ptrdiff_t>(replicas.last);
-      const int32_t slot = *std::lower_bound(begin, end, plan, [this](int32_t a, int32_t wanted) {
-        return plans_.plan_of(a) < wanted;
-      });
+      const auto slots =
+          std::span(group_slots_).subspan(replicas.first, replicas.last - replicas.first);
+      const int32_t slot = slot_on(piece.rank, slots);
       const bool is_whole = last - first == 1;
       boxes_.push_back({piece.rank, plans_.item_of(slot), is_whole ? 0 : piece.first_row,
                         is_whole ? 0 : piece.rows, slot});
@@ -319,7 +399,12 @@ class GlobalPlanner {
   const ValueDigests digests_;
   BalanceInput input_;
   Balanced balanced_;
-  std::vector<int32_t> writer_;  // Per slot: the rank that alone has it, or kNoRank.
+  // Of the present entry: the slots of each box to store, whether its replicas are known to be
+  // equal, and the pairs of ranks whose values differ.
+  std::vector<std::span<const int32_t>> stored_;
+  std::vector<bool> is_equal_;
+  std::vector<RankPair> pairs_;
+  std::vector<int32_t> writer_;  // Per slot: the rank that writes it whole, or kNoRank.
   std::vector<Replicas> replicas_;
   std::vector<int32_t> group_slots_;
   size_t next_group_ = 0;

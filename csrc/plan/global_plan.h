@@ -26,12 +26,19 @@ struct GlobalPlanOptions {
   bool whole = true;  // The plans cover all ranks of the save: missing elements are an error.
 };
 
+// Two ranks that have the same box: the lowest rank of the box, and one with other values.
+struct RankPair {
+  int32_t lowest = 0;
+  int32_t other = 0;
+
+  auto operator<=>(const RankPair&) const = default;
+};
+
 // A tensor whose replicas have different values, although FQN, dtype and box are equal.
 struct Difference {
   std::string fqn;
-  int32_t rank = 0;             // The lowest rank that has it.
-  std::vector<int32_t> others;  // The first few ranks whose values differ from those of `rank`.
-  int64_t other_count = 0;      // Number of all such ranks.
+  std::vector<RankPair> pairs;  // The first few, ascending.
+  int64_t pair_count = 0;       // Number of all pairs, of all boxes.
 };
 
 // Items [first, first + count) of one rank, whose replicas were equal. Ranks with the same items
@@ -97,7 +104,9 @@ class GlobalPlan {
   //
   // `digests` has the digest of the values of each item of each rank, 8 bytes each; eight zeros if
   // the digest is unknown. A tensor is then cut only if the digests of all its replicas are known
-  // and equal. Empty if the values of replicas are not compared.
+  // and equal. If they are not, all boxes of the tensor are written from one replica: by one rank
+  // that has all of them, or by the k-th rank of each box, for one k. Empty if the values of
+  // replicas are not compared.
   static Result<GlobalPlan> make(const std::vector<Bytes>& plans, const GlobalPlanOptions& options,
                                  const std::vector<Bytes>& digests = {});
 

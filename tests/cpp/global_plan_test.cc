@@ -158,11 +158,65 @@ TEST(GlobalPlanTest, OnlyReplicasThatAreKnownToBeEqualAreCut) {
       ASSERT_EQ(global.differences().size(), others.empty() ? 0u : 1u);
       if (others.empty()) continue;
       EXPECT_EQ(global.differences()[0].fqn, "big");
-      EXPECT_EQ(global.differences()[0].rank, digests[0][1] == 0 ? 1 : 0);
-      EXPECT_EQ(global.differences()[0].others, others);
-      EXPECT_EQ(global.differences()[0].other_count, std::ssize(others));
+      std::vector<RankPair> pairs;
+      for (const int32_t other : others) pairs.push_back({digests[0][1] == 0 ? 1 : 0, other});
+      EXPECT_EQ(global.differences()[0].pairs, pairs);
+      EXPECT_EQ(global.differences()[0].pair_count, std::ssize(others));
     }
   }
+}
+
+// Ranks that write the boxes of a tensor, in the order of StoredTable.
+std::vector<int32_t> writers_of(const GlobalPlan& global, const std::string& fqn) {
+  const StoredTable& stored = global.stored();
+  std::vector<int32_t> out;
+  for (int64_t entry = 0; entry < stored.entries().size(); ++entry) {
+    if (stored.entries().fqn(entry) != fqn) continue;
+    for (int64_t i = stored.first_box(entry); i < stored.first_box(entry + 1); ++i) {
+      out.push_back(stored.rank(i));
+    }
+  }
+  return out;
+}
+
+TEST(GlobalPlanTest, ATensorWhoseReplicasMayDifferIsWrittenFromOneReplica) {
+  const Facts facts = float_facts({4096, 1024});
+  const auto half = [&](int64_t first) { return shard_item("w", facts, {first, 0}, {2048, 1024}); };
+  const PlanItem more = whole_item("more", float_facts({8192, 1024}));
+  // Replicas {0, 1} and {2, 3}. Rank 0 has more to write, so rank 2 would write its box.
+  const World shards = {{more, half(0)}, {half(2048)}, {half(0)}, {half(2048)}};
+  // Rank 1 has both boxes.
+  const World alone = {{half(0)}, {half(0), half(2048)}, {half(2048)}};
+  const struct {
+    const World& world;
+    Digests digests;
+    std::vector<int32_t> writers;
+    std::vector<RankPair> pairs;
+  } cases[] = {{shards, {{9, 1}, {2}, {5}, {6}}, {0, 1}, {{0, 2}, {1, 3}}},
+               {shards, {{9, 1}, {2}, {1}, {6}}, {0, 1}, {{1, 3}}},
+               {shards, {{9, 0}, {0}, {0}, {0}}, {2, 3}, {}},
+               {shards, {{9, 0}, {2}, {5}, {2}}, {2, 3}, {}},
+               {alone, {{1}, {5, 2}, {2}}, {1, 1}, {{0, 1}}}};
+  for (const auto& [world, digests, writers, pairs] : cases) {
+    ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, {}, digests));
+    ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
+    EXPECT_EQ(writers_of(global, "w"), writers);
+    ASSERT_EQ(global.differences().size(), pairs.empty() ? 0u : 1u);
+    if (!pairs.empty()) EXPECT_EQ(global.differences()[0].pairs, pairs);
+  }
+}
+
+TEST(GlobalPlanTest, TwoRanksThatDifferInSeveralBoxesAreOnePair) {
+  const Facts facts = float_facts({4, 3});
+  const std::vector<PlanItem> items = {shard_item("w", facts, {0, 0}, {2, 3}),
+                                       shard_item("w", facts, {2, 0}, {2, 3})};
+  const World world(12, items);
+  Digests digests;
+  for (uint64_t rank = 0; rank < 12; ++rank) digests.push_back({rank + 1, rank + 1});
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, {}, digests));
+  ASSERT_EQ(global.differences().size(), 1u);
+  EXPECT_EQ(global.differences()[0].pair_count, 11);
+  EXPECT_EQ(global.differences()[0].pairs.size(), 8u);
 }
 
 // What is compared, found by looking at every box of every rank.

@@ -198,8 +198,11 @@ TEST(StoredIndexTest, SumsOfAnyPartOfAFileComeBack) {
 }
 
 TEST(StoredIndexTest, AllThatWasWrittenIsListed) {
-  const Index index = large_index(500, 3);
+  Index index = large_index(500, 3);
+  EXPECT_EQ(*opened(index)->stored_save_id(), index.save_id);
+  index.stored_save_id = "1b4e28ba-2fa1-4d2b-883f-0016d3cca427";
   const auto stored = opened(index);
+  EXPECT_EQ(*stored->stored_save_id(), index.stored_save_id);
   ASSERT_OK_AND_ASSIGN(const Index all, stored->read_all());
   EXPECT_EQ(all, index);
   ASSERT_OK_AND_ASSIGN(const std::vector<std::string> fqns, stored->fqns());

@@ -60,7 +60,10 @@ def sharded_state() -> dict[str, Any]:
 def _write(rank: int, store: str) -> None:
     store = dist.FileStore(store, RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    with mock.patch("secrets.token_hex", side_effect=lambda nbytes: "5a" * nbytes):
+    with (
+        mock.patch("secrets.token_hex", side_effect=lambda nbytes: "5a" * nbytes),
+        mock.patch("torch_ckpt.storage.writer.uuid_of", side_effect=str),  # Ids were no UUIDs.
+    ):
         state = sharded_state()
         torch_ckpt.save(state, storage_writer=FastWriter("ours"))
         dcp.save(state, storage_writer=FastWriter("under-dcp", thread_count=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from forks import run_python
 from support.commit_files import index_file
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from torch_ckpt import FastLoadPlanner, FastReader
+from torch_ckpt import FastLoadPlanner, FastReader, FastWriter
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.verify import examine
 
@@ -61,6 +62,25 @@ def test_a_checkpoint_of_a_former_version_verifies(name: str) -> None:
     assert not report.doubts
     loaded = _load_state_dict_from_keys("step", storage_reader=FastReader(GOLDEN / name))
     assert loaded == {"step": 7}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_a_former_version_has_the_id_that_it_was_saved_with(name: str) -> None:
+    found = [
+        reader(GOLDEN / name).read_metadata().storage_meta.save_id
+        for reader in (FastReader, dcp.FileSystemReader)
+    ]
+    assert found == ["5a" * 8] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_a_former_version_is_replaced_whole(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    shutil.copytree(GOLDEN / name, path)
+    dcp.save({"new": torch.ones(3)}, storage_writer=FastWriter(path), no_dist=True)
+    assert not [file.name for file in path.iterdir() if "5a" * 8 in file.name]
+    assert len(list(path.iterdir())) == 3  # .metadata, its index, and a data file.
+    assert not examine(Location(path)).damage
 
 
 def without_mark(index: bytes) -> bytes:

@@ -247,20 +247,123 @@ def hsdp(rank_value: bool) -> dict[str, Any]:
     return {"w": sharded(full, mesh, (Replicate(), Shard(0)))}
 
 
-@pytest.mark.parametrize("way", ["by_stock", "by_this_package"])
-@on_ranks(4)
-def test_a_shard_is_stored_whole_from_one_of_its_ranks(path: Path, way: str) -> None:
+def with_more_on_the_first_rank(state: dict[str, Any]) -> dict[str, Any]:
+    """The first rank has so much to write alone that others would write its replicas."""
+    return state | ({} if dist.get_rank() else {"own": torch.zeros(SIZES)})
+
+
+def check_one_replica(path: Path, allowed: list[float], readers: Any = READERS) -> None:
+    """The shards are those of one replica."""
+    dist.barrier()
+    for reader in readers.values():
+        loaded = {"w": torch.full(SIZES, -1.0)}
+        dcp.load(loaded, storage_reader=reader(path), no_dist=True)
+        assert extremes(loaded["w"]) in [{value} for value in allowed]
+    dist.barrier()
+
+
+PAIRS = "'w' (rank 2 differs from rank 0, rank 3 from rank 1)"
+
+
+def save_hsdp(path: Path, way: Callable[[dict[str, Any], Path], None], has_warned: bool) -> None:
     fresh()
     with logged(logging.WARNING) as lines:
         for number, differ in enumerate([True, False, True]):
-            WAYS[way](hsdp(differ), path / str(number))
-            assert chunks_of(path / str(number), "w") >= 2
-            for reader in READERS.values():
-                loaded = {"w": torch.full(SIZES, -1.0)}
-                dcp.load(loaded, storage_reader=reader(path / str(number)), no_dist=True)
-                for half in loaded["w"].chunk(2):
-                    assert extremes(half) in ([{0.0}, {1.0}] if differ else [{0.0}])
+            way(with_more_on_the_first_rank(hsdp(differ)), path / str(number))
+            check_one_replica(path / str(number), [0.0, 1.0] if differ else [0.0])
+    if has_warned:
+        assert_warned(lines, 1, "w")
+        assert all(PAIRS in line for line in lines), lines
+
+
+@pytest.mark.thin("by_stock", "by_this_package")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_in_shards_is_stored_from_one_replica(
+    worlds: Worlds, tmp_path: Path, way: str
+) -> None:
+    worlds.run(4, save_hsdp, tmp_path, WAYS[way], way != "by_a_process")
+
+
+def by_a_run_with_an_agent(state: dict[str, Any], path: Path) -> None:
+    by_an_agent_with("sample", state, path)
+
+
+@pytest.mark.usefixtures("memory")
+@on_ranks(4)
+def test_agents_store_a_tensor_in_shards_from_one_replica(path: Path) -> None:
+    save_hsdp(path, by_a_run_with_an_agent, True)
+
+
+@pytest.mark.usefixtures("memory")
+@on_ranks(4)
+def test_agents_store_a_tensor_in_shards_from_one_replica_when_they_copy_shares(path: Path) -> None:
+    fresh()
+    differ = [True, True, False, False, True, True]
+    with (
+        logged(logging.WARNING) as lines,
+        Run(path, asynchronous=True, agent=True, timeout_s=60) as run,
+    ):
+        for step, what in enumerate(differ, 1):
+            run.save(step, with_more_on_the_first_rank(hsdp(what)))
+            run.wait()
+            check_one_replica(path / f"step-{step}", [0.0, 1.0] if what else [0.0])
     assert_warned(lines, 1, "w")
+    assert all(PAIRS in line for line in lines), lines
+
+
+@on_ranks(4)
+def test_staged_shares_of_a_tensor_in_shards_are_of_one_replica(path: Path) -> None:
+    fresh()
+    stager = SnapshotStager()
+    group = dist.new_group(backend="gloo")
+    for step, differ in enumerate([True, True, False, False, True, True]):
+        state = with_more_on_the_first_rank(hsdp(differ))
+        writer = FastWriter(path / str(step), stager=stager)
+        torch_ckpt.async_save(state, storage_writer=writer, process_group=group).result(60)
+        check_one_replica(path / str(step), [0.0, 1.0] if differ else [0.0])
+
+
+@pytest.mark.parametrize("planner", [None, FastSavePlanner], ids=["stock", "fast"])
+@on_ranks(4)
+def test_safetensors_have_a_tensor_in_shards_of_one_replica(path: Path, planner: Any) -> None:
+    from safetensors.torch import load_file
+
+    fresh()
+    with logged(logging.WARNING) as lines:
+        for step in range(2):
+            writer = SafetensorsWriter(path / str(step))
+            state = with_more_on_the_first_rank(hsdp(True))
+            dcp.save(state, storage_writer=writer, planner=planner and planner())
+            dist.barrier()
+            values = extremes(load_file(path / str(step) / "model.safetensors")["w"])
+            assert values in [{0.0}, {1.0}]
+    assert_warned(lines, 1, "w")
+
+
+@on_ranks(4)
+def test_shards_that_a_planner_finds_elsewhere_are_of_one_replica(path: Path) -> None:
+    """Their values are not compared, so nobody is warned."""
+    fresh()
+    with logged(logging.WARNING) as lines:
+        for number in range(2):
+            state = with_more_on_the_first_rank(hsdp(True))
+            dcp.save(state, storage_writer=FastWriter(path / str(number)), planner=FindingPlanner())
+            check_one_replica(path / str(number), [0.0, 1.0])
+    assert lines == []
+
+
+@on_ranks(4)
+def test_all_tensors_whose_replicas_differ_are_of_the_same_replica(path: Path) -> None:
+    fresh()
+    rank = float(dist.get_rank())
+    for way in (by_stock, by_this_package):
+        state = {f"layer.{i}": torch.full((512, 1024), rank) for i in range(8)}
+        way(state, path / way.__name__)
+        dist.barrier()
+        loaded = {fqn: torch.full_like(tensor, -1) for fqn, tensor in state.items()}
+        dcp.load(loaded, storage_reader=FastReader(path / way.__name__), no_dist=True)
+        assert {value for tensor in loaded.values() for value in extremes(tensor)} == {0.0}
+        dist.barrier()
 
 
 @pytest.mark.parametrize("planner", [None, FastSavePlanner], ids=["stock", "fast"])

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ def test_a_future_is_done_when_the_checkpoint_is_there(agent: SnapshotAgent, run
     second = agent.async_save(state_of(2), run / "2", step=2, persist=False)
     assert second.done()
     first.result(SOON_S)
-    assert (run / "1" / ".metadata").exists()
+    save_id = FastReader(run / "1").read_metadata().storage_meta.save_id
+    assert str(uuid.UUID(save_id)) == save_id
     assert not (run / "2").exists()
 
 

@@ -438,7 +438,7 @@ from torch_ckpt.formats.committed import index_name
 path, alone = Path(sys.argv[1]), sys.argv[2] == "alone"
 
 def commit(self, metadata, index, files):
-    (path / self._own_name(index_name(self.save_id))).write_bytes(index)
+    (path / self._own_name(index_name(self.file_id))).write_bytes(index)
     os._exit(9)
 
 FastWriter._commit = commit

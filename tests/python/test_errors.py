@@ -536,7 +536,7 @@ def test_data_files_that_vanish_before_the_commit_fail_it(
     class Robbed(FastWriter):
         def finish(self, **arguments: Any) -> None:
             for file in data_files(saved):
-                if self.save_id in file.name:
+                if self.file_id in file.name:
                     file.unlink()
             super().finish(**arguments)
 

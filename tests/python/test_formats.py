@@ -6,8 +6,8 @@ import io
 import pickle
 import pickletools
 import random
-import re
 import struct
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoints import (
     PAIRS,
     READERS,
@@ -33,11 +34,14 @@ from checkpoints import (
 from support.commit_files import index_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.utils.serialization import config as serialization_config
 
-from torch_ckpt import FastReader, FastWriter, IoOptions
+from torch_ckpt import FastReader, FastSavePlanner, FastWriter, IoOptions
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import open_committed, uuid_of
 
 SMALL_ALIGNMENT = 64  # csrc/plan/layout.h
 LARGE_ALIGNMENT = 4096
@@ -198,7 +202,42 @@ def test_save_returns_the_metadata_it_published(saved: tuple[Path, Metadata]) ->
 
     assert returned == published
     assert returned.storage_meta.checkpoint_id == path
-    assert re.fullmatch(r"[0-9a-f]{16}", returned.storage_meta.save_id)
+    assert str(uuid.UUID(returned.storage_meta.save_id)) == returned.storage_meta.save_id
+
+
+class OddWriter(FastWriter):
+    """States what only Python can pickle."""
+
+    def storage_meta(self) -> StorageMeta:
+        meta = super().storage_meta()
+        meta.modules = tuple(meta.modules)  # type: ignore[assignment]
+        return meta
+
+
+@pytest.mark.parametrize(
+    ("writer", "planner"),
+    [
+        (FastWriter, DefaultSavePlanner),
+        (FastWriter, FastSavePlanner),
+        (OddWriter, DefaultSavePlanner),
+    ],
+)
+def test_the_id_of_a_save_is_a_uuid_for_every_reader(
+    writer: Any, planner: Any, state: dict[str, Any], tmp_path: Path
+) -> None:
+    writer = writer(tmp_path)
+    returned = dcp.save(state, storage_writer=writer, planner=planner(), no_dist=True)
+
+    found = {
+        reader(tmp_path).read_metadata().storage_meta.save_id
+        for reader in (FastReader, FileSystemReader)
+    }
+    assert found == {returned.storage_meta.save_id, writer.save_id}
+    assert uuid.UUID(writer.save_id).version == 4
+    _, index = open_committed(Location(tmp_path), "")
+    assert index is not None
+    assert index.has_entries
+    assert uuid.UUID(writer.save_id).hex[:12] == index.save_id[:12]
 
 
 @pytest.mark.parametrize("thread_count", [1, 3])
@@ -208,8 +247,9 @@ def test_data_files_are_named_with_rank_number_and_save_id(
     metadata = save(state, FastWriter(tmp_path, thread_count=thread_count))
 
     names = {file.name for file in data_files(tmp_path)}
-    save_id = metadata.storage_meta.save_id
+    save_id = index_file(tmp_path).name.removeprefix(".index.")
 
+    assert uuid_of(save_id) == metadata.storage_meta.save_id
     assert names == {f"__0_{number}_{save_id}.distcp" for number in range(thread_count)}
     assert names == {info.relative_path for info in metadata.storage_data.values()}
     found = {path.name for path in tmp_path.iterdir()}
@@ -295,7 +335,7 @@ def test_settings_of_torch_save_do_not_change_what_we_write(
 def store_anew(path: Path, state: dict[str, Any], rewrite: Callable[[bytes], bytes]) -> None:
     """Saves, and has what torch.save makes of each tensor, rewritten, in place of our slices."""
     metadata = save(state, FastWriter(path))
-    name = f"__0_1_{metadata.storage_meta.save_id}.distcp"
+    name = f"__0_1_{index_file(path).name.removeprefix('.index.')}.distcp"
     with open(path / name, "wb") as file:
         for index, info in metadata.storage_data.items():
             info.relative_path, info.offset = name, file.tell()

@@ -103,10 +103,11 @@ def test_the_programs_own_objects_have_what_stock_leaves_in_them(
         with contextlib.nullcontext() if name == "stock" else torch_ckpt.installed():
             path = tmp_path / name
             writer, save_planner = FileSystemWriter(path), DefaultSavePlanner()
+            given_id = writer.save_id
             metadata = dcp.save(state, storage_writer=writer, planner=save_planner)
             if name == "stock" and metadata.storage_meta is None:  # As torch 2.11 returns it.
                 metadata = FileSystemReader(path).read_metadata()
-            assert writer.save_id == metadata.storage_meta.save_id
+            assert given_id == writer.save_id == metadata.storage_meta.save_id
             assert save_planner.metadata.state_dict_metadata.keys() == {
                 item.index.fqn for item in save_planner.plan.items
             }
@@ -139,14 +140,35 @@ def test_they_have_it_after_an_asynchronous_save(
     kind: AsyncCheckpointerType, state: dict[str, Any], tmp_path: Path
 ) -> None:
     writer, planner = FileSystemWriter(tmp_path), DefaultSavePlanner()
+    given_id = writer.save_id
     with torch_ckpt.installed():
         future = dcp.async_save(
             state, storage_writer=writer, planner=planner, async_checkpointer_type=kind
         )
         meta = future.result(ASYNC_TIMEOUT_S).storage_meta
-        until(lambda: writer.save_id == meta.save_id)
+        assert given_id == writer.save_id == meta.save_id
+        assert FastReader(tmp_path).read_metadata().storage_meta.save_id == given_id
         if kind == AsyncCheckpointerType.THREAD:
+            until(lambda: getattr(planner, "metadata", None) is not None)
             assert len(planner.plan.items) == len(planner.metadata.state_dict_metadata)
+
+
+def test_a_writer_that_saves_again_has_the_same_id_and_other_files(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    writer = FileSystemWriter(tmp_path)
+    given_id, names = writer.save_id, []
+    for _ in range(2):
+        with torch_ckpt.installed():
+            dcp.save(state, storage_writer=writer, no_dist=True)
+        names.append({file.name for file in tmp_path.iterdir()} - {".metadata"})
+        found = FastReader(tmp_path).read_metadata().storage_meta.save_id
+        assert found == writer.save_id == given_id
+    assert names[0].isdisjoint(names[1])
+    with torch_ckpt.installed():
+        dcp.save(state, storage_writer=writer, checkpoint_id=tmp_path / "other", no_dist=True)
+    found = FastReader(tmp_path / "other").read_metadata().storage_meta.save_id
+    assert found == writer.save_id != given_id  # DCP has reset the writer.
 
 
 def test_an_asynchronous_save_stages_and_writes_with_one_replacement(

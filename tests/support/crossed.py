@@ -196,7 +196,11 @@ def carry_out(case: Case, place: Place) -> list[str]:
     is_alone = not case.ranks
     evolving = Evolving(case.seed, case.content)
     owners, may_be_empty = rng.choice([0, 6]), not ways.is_planned_by_stock(case.way)
-    placing = None if is_alone else Placing(case.seed, owners=owners, may_be_empty=may_be_empty)
+    options = {
+        "may_be_empty": may_be_empty,
+        "drifts": rng.random() < 0.3 and ways.stores_one_replica(case.way),
+    }
+    placing = None if is_alone else Placing(case.seed, owners=owners, **options)
     saving = ways.Saving(case.way, place, is_alone, rng)
     begun: list[tuple[ways.Wait, Location, int, Any]] = []
     with _fresh_process(case, place), saving.stack:

@@ -28,12 +28,16 @@ class Placing:
         owners: One in so many values is held by one rank only; none if 0.
         may_be_empty: Whether a rank may have an empty shard at the offsets of another one. Stock's
             planner takes them for the same.
+        drifts: Whether all replicas of a DTensor but the first have other values.
     """
 
-    def __init__(self, seed: int, *, owners: int = 0, may_be_empty: bool = True) -> None:
+    def __init__(
+        self, seed: int, *, owners: int = 0, may_be_empty: bool = True, drifts: bool = False
+    ) -> None:
         self.seed = seed
         self.owners = owners
         self.may_be_empty = may_be_empty
+        self.drifts = drifts
         self._made: dict[tuple[Any, ...], DTensor] = {}
         self._meshes = meshes_of(dist.get_world_size())  # No group is made beside a save.
 
@@ -57,6 +61,8 @@ class Placing:
         mesh = rng.choice(self._meshes if value.dim() else self._meshes[:1])
         placements = random_placements(rng, mesh, value.shape)
         made = as_box(value, mesh, placements, layout=rng.choice(list(LAYOUTS)))
+        if self.drifts and not is_first_replica(mesh, placements):
+            made._local_tensor.copy_(drifted(made._local_tensor))
         before = self._made.get(path)
         if before is None or (before.shape, before.dtype) != (made.shape, made.dtype):
             self._made[path] = made
@@ -103,6 +109,20 @@ def random_placements(
         # FSDP over tensor parallelism. Where sizes are uneven, DCP takes it for other rows.
         return [_StridedShard(dim, split_factor=mesh.size(1)), Shard(dim)]
     return [rng.choice([Replicate(), Shard(rng.randrange(dims))]) for _ in range(mesh.ndim)]
+
+
+def is_first_replica(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Whether this rank is the lowest of those that hold its box."""
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    return not any(
+        at for at, place in zip(coordinate, placements, strict=True) if place == Replicate()
+    )
+
+
+def drifted(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of which every byte has another lowest bit."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).bitwise_xor(1).view(tensor.dtype).reshape(tensor.shape)
 
 
 def local_part(

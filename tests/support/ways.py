@@ -417,6 +417,16 @@ def is_planned_by_stock(way: Way) -> bool:
     return uses_planner and not way["planner"].startswith("fast")
 
 
+def stores_one_replica(way: Way) -> bool:
+    """Whether the first replica of a tensor is stored, and read, if the replicas differ."""
+    return (
+        way["writer"] != "stock"
+        and way["files"] != "replicas where the planner puts them"
+        and way["planner"] in ("stock", "fast", "stock, lowest rank", "fast, lowest rank")
+        and "agent" not in way["call"]  # A restore from memory loads the rank's own replica.
+    )
+
+
 def is_refused(way: Way) -> bool:
     """Whether the product refuses a way in at its place."""
     is_replaced = way["directory"] == "the same" and way["then"] == "convert to torch"

@@ -7,6 +7,7 @@ values. The ranks compare them before each save, while the tensors are those of 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,10 +66,19 @@ def decided(answers: Sequence[Answer]) -> Decision:
     by_machine: dict[int, list[bytes]] = {}
     for answer in answers:
         by_machine.setdefault(answer.node, []).append(answer.values)
-    found = {difference[0]: difference for answer in answers for difference in answer.differences}
-    warn_of(list(found.values()))
+    warn_of(_of_all_machines(answers))
     is_valid = are_assigned == {True} and all(map(agree, by_machine.values()))
     return "shares" if is_valid else "all"
+
+
+def _of_all_machines(answers: Sequence[Answer]) -> list[Difference]:
+    """Returns the differences of all machines. Each rank of a machine has answered the same."""
+    machines = {answer.node: answer.differences for answer in answers}
+    found: dict[str, Difference] = {}
+    for fqn, pairs, count in itertools.chain.from_iterable(machines.values()):
+        _, before, count_before = found.get(fqn, (fqn, [], 0))
+        found[fqn] = fqn, [*before, *pairs], count_before + count
+    return list(found.values())
 
 
 class MachineShare:
@@ -170,8 +180,8 @@ class MachineShare:
         self._assigned = plan.assignment(own)
         self._equal = plan.equal_replicas(own)
         self._differences = [
-            (fqn, ranks[lowest], [ranks[other] for other in others], count)
-            for fqn, lowest, others, count in plan.differences
+            (fqn, [(ranks[lowest], ranks[other]) for lowest, other in pairs], count)
+            for fqn, pairs, count in plan.differences
         ]
         self.sharing = sharing_of(headers)
 

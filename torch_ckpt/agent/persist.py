@@ -25,6 +25,7 @@ from torch_ckpt.formats.committed import (
     committed_id,
     is_committed,
     pending_name,
+    uuid_of,
 )
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
@@ -77,11 +78,11 @@ def persist(
 ) -> list[Difference]:
     """Writes and commits a checkpoint of one snapshot of every rank, in order of rank.
 
-    Warns of replicas with different values, each of which is stored whole from one rank, and
-    returns them. ``is_current`` is called before the
-    commit: it returns whether the slots still contain these snapshots. Raises StorageError if a
-    write failed: the new data files are removed, and the previous checkpoint is unchanged. Raises
-    CheckpointError if the snapshots do not form one save, or do not cover whole tensors.
+    Warns of tensors whose replicas have different values, each of which is stored from one replica,
+    and returns them. ``is_current`` is called before the commit: it returns whether the slots still
+    contain these snapshots. Raises StorageError if a write failed: the new data files are removed,
+    and the previous checkpoint is unchanged. Raises CheckpointError if the snapshots do not form
+    one save, or do not cover whole tensors.
     """
     _check_one_save(snapshots)
     first = snapshots[0]
@@ -202,7 +203,7 @@ def snapshot_commit_files(
     """
     directory = str(directory_of(first))
     unique_paths = None if first.paths is None else _unique(paths)
-    storage_meta = (directory, True, save_id, None, [INDEX_MARK])
+    storage_meta = (directory, True, uuid_of(save_id), None, [INDEX_MARK])
     return _native.planned_commit_files(
         plan, save_id, reports, first.version, unique_paths, storage_meta
     )

@@ -11,7 +11,9 @@ of memory.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
+import uuid
 from collections.abc import Iterable, Sequence
 from errno import EEXIST
 
@@ -40,6 +42,7 @@ __all__ = [
     "open_committed",
     "pending_name",
     "prefixes_among",
+    "uuid_of",
 ]
 
 INDEX_MARK = "torch_ckpt: sealed by an index"
@@ -57,6 +60,16 @@ _COMMIT_FILE = re.compile(rf"((?:__\d+)?)(?:\.metadata|{INDEX})")
 _PICKLED_MARK = re.compile(
     rb"(\x8c%c|X%c\0\0\0)%s" % (len(INDEX_MARK), len(INDEX_MARK), re.escape(INDEX_MARK.encode()))
 )
+
+
+def uuid_of(save_id: str) -> str:
+    """Returns the UUID of a save, which DCP's metadata states. It begins with 12 digits of the id.
+
+    Names of files and the index have the id itself. DCP's own ids are UUIDs, and programs parse
+    them.
+    """
+    others = hashlib.sha256(save_id.encode()).hexdigest()[: 32 - len(save_id)]
+    return str(uuid.UUID(hex=save_id + others, version=4))
 
 
 def pending_name(save_id: str) -> str:

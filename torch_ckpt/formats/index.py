@@ -53,7 +53,7 @@ def to_metadata(index: _native.Index, *, checkpoint_id: str | os.PathLike[str]) 
         planner_data=_PlannerData(index) if index.has_paths else None,
         storage_data=_StorageData(index),
         storage_meta=StorageMeta(
-            checkpoint_id=checkpoint_id, save_id=index.save_id, modules=[INDEX_MARK]
+            checkpoint_id=checkpoint_id, save_id=index.stored_save_id, modules=[INDEX_MARK]
         ),
         version=index.version or None,
     )

@@ -133,11 +133,11 @@ class ModelWriter(SafetensorsWriter):
     def _create_pending(self) -> Location:
         assert self._layout is not None
         return begin_model(
-            self.location, len(self._layout.files), self.save_id, has_index=not self.has_boxes
+            self.location, len(self._layout.files), self.file_id, has_index=not self.has_boxes
         )
 
     def _publish(self, layout: ModelLayout) -> list[str]:
-        names, arguments = self._final_names, (self.save_id, self._found)
+        names, arguments = self._final_names, (self.file_id, self._found)
         if self.has_boxes:
             return publish_boxes(self.location, names, *arguments, sync=self.sync_files)
         return publish_model(

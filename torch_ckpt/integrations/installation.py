@@ -93,7 +93,7 @@ _FOUND_BY_LOAD_PLANNER = (
     *("original_state_dict", "state_dict", "mappings", "is_coordinator", "metadata"),
 )
 _FOUND_BY_READER = ("storage_data", "load_id")
-_FOUND_BY_WRITER = ("save_id", "rank", "use_collectives")
+_FOUND_BY_WRITER = ("rank", "use_collectives")
 
 
 @contextlib.contextmanager
@@ -126,7 +126,8 @@ def installed(
       :mod:`torch_ckpt.integrations.megatron`.
 
     After a call, the program's own planner, reader or writer has what the one in its place has
-    found: attributes such as ``plan``, ``metadata``, ``storage_data`` and ``save_id``.
+    found: attributes such as ``plan``, ``metadata`` and ``storage_data``. The ``save_id`` of the
+    program's writer is that of the checkpoint.
 
     Objects of subclasses and of other classes work as before. The first use of such a writer or
     reader in a process is logged as a warning; each replacement is logged at level DEBUG (logger
@@ -322,6 +323,7 @@ class _Replaced:
             _log_replaced(given, ours)
         elif ours.path != Location(path).checkpoint_id:
             ours.reset(path)
+        ours.given_save_id = given.save_id
         return ours
 
     def reader(self, given: Any) -> Any:
@@ -486,9 +488,6 @@ class _Executor:
             def give_back(done: Future[Metadata]) -> None:
                 _give_back(writer, storage_writer, _FOUND_BY_WRITER)
                 _give_back(planner, given, _FOUND_BY_SAVE_PLANNER)
-                if not done.exception(0) and writer is not storage_writer is not None:
-                    meta = done.result(0).storage_meta  # Another process may have saved.
-                    cast(Any, storage_writer).save_id = meta and meta.save_id
 
             saved.add_done_callback(give_back)
             return saved

@@ -33,8 +33,10 @@ __all__ = [
 CheckReplicas = Literal["sample", "full", "off"]
 """Whether ranks compare their replicas: by a sample of each tensor, by all bytes, or not at all."""
 
-Difference = tuple[str, int, list[int], int]
-"""FQN of a tensor, the lowest rank that has it, a few ranks with other values, number of those."""
+Difference = tuple[str, list[tuple[int, int]], int]
+"""FQN of a tensor, a few pairs of ranks with different values of a box, number of all such pairs.
+
+The first rank of a pair is the lowest one that has the box."""
 
 EqualReplicas = tuple[int, int, int]
 """Number of a set of ranks with the same replicas; first item and number of items of one rank."""
@@ -98,14 +100,13 @@ def warn_of(differences: Sequence[Difference]) -> None:
         return
     PROCESS.warned_replicas.add(fqns)
     named = [
-        f"{fqn!r} ({_names_of(rank, others, count)})"
-        for fqn, rank, others, count in differences[:_MAX_NAMED]
+        f"{fqn!r} ({_names_of(pairs, count)})" for fqn, pairs, count in differences[:_MAX_NAMED]
     ]
     if len(fqns) > _MAX_NAMED:
         named.append(f"and {len(fqns) - _MAX_NAMED} more")
     _LOG.warning(
         "%d %s different values on ranks that have the same box of %s: %s. Each is stored whole "
-        "from one rank, and the values of the other ranks are not stored. If the value of each "
+        "from one replica, and the values of the others are not stored. If the value of each "
         "rank is meant, wrap it in torch_ckpt.RankState. If the values should be equal, "
         "synchronize them before the save.",
         len(fqns),
@@ -115,9 +116,16 @@ def warn_of(differences: Sequence[Difference]) -> None:
     )
 
 
-def _names_of(rank: int, others: Sequence[int], count: int) -> str:
-    """Returns the ranks whose values differ: "ranks 1, 3 differ from rank 0"."""
-    named = ", ".join(map(str, sorted(others)))
-    if count > len(others):
-        named += f" and {count - len(others)} more"
-    return f"rank{'s' * (count > 1)} {named} differ{'s' * (count == 1)} from rank {rank}"
+def _names_of(pairs: Sequence[tuple[int, int]], count: int) -> str:
+    """Returns the ranks that differ: "ranks 2, 4 differ from rank 0, rank 3 from rank 1"."""
+    others: dict[int, list[int]] = {}
+    for lowest, other in pairs:
+        others.setdefault(lowest, []).append(other)
+    named = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+        f"{'' if at else ' differ' if len(ranks) > 1 else ' differs'} from rank {lowest}"
+        for at, (lowest, ranks) in enumerate(sorted(others.items()))
+    ]
+    if count > len(pairs):
+        named.append(f"and {count - len(pairs)} more")
+    return ", ".join(named)

@@ -86,8 +86,8 @@ class FastSavePlanner(DefaultSavePlanner):
             the same replicas, except within DCP's own functions. DCP's own plan cache is not used.
         check_replicas: How the ranks find out whether their replicas are equal: by a ``"sample"``
             of up to 8 KiB of each tensor, by the ``"full"`` tensors, or ``"off"``. A tensor whose
-            values differ is stored whole from one rank, and the coordinator warns of it once. With
-            ``"off"``, the stored tensor may mix the rows of the ranks.
+            values differ is stored whole from one replica, and the coordinator warns of it once.
+            With ``"off"``, the stored tensor may mix the rows of the ranks.
 
     Attributes:
         plan_cache: The plan cache of this process. It counts hits and misses.
@@ -230,7 +230,6 @@ class FastSavePlanner(DefaultSavePlanner):
         their values combined, for another plan.
         """
         values: list[bytes] = []
-        is_unknown = False  # Replicas whose values are not known are not cut.
         if self._compares(sent):
             others = [rank for rank, items in enumerate(sent) if items.combined_values is not None]
             if others:
@@ -238,14 +237,12 @@ class FastSavePlanner(DefaultSavePlanner):
                     f"cannot plan: ranks {others[:8]} combined the values of their replicas as for "
                     "an earlier plan, which is not valid any more"
                 )
-            is_unknown = all(items.values is None for items in sent)
-            if not is_unknown:
-                values = [_values_of(*items) for items in zip(listed, sent, strict=True)]
+            values = [_values_of(*items) for items in zip(listed, sent, strict=True)]
         balance = not self.dedup_save_to_lowest_rank
         encoded = [items.encoded or b"" for items in listed]
         made = _native.GlobalPlan(
             *(encoded, ranks_per_node()),
-            split=balance and not is_unknown,
+            split=balance,
             dedup=balance,
             digests=values,
         )

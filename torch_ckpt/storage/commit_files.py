@@ -67,7 +67,7 @@ def commit_files(
     Args:
         metadata: The complete metadata of the save.
         files: The data files of the save.
-        save_id: Id of the save.
+        save_id: Id of the save in the names of its files.
 
     Returns:
         The contents of ``.metadata`` and of its index.
@@ -89,8 +89,10 @@ def commit_files(
         pickled = dump_metadata(metadata)
         if entries is not None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
+                stored_id = getattr(metadata.storage_meta, "save_id", None)
                 trailer, index = _native.make_index(
-                    save_id, pickled, file_columns, version, entries, paths
+                    *(save_id, pickled, file_columns, version, entries, paths),
+                    stored_save_id=stored_id or "",
                 )
                 return pickled + trailer, index
         trailer, index = _native.make_index(save_id, pickled, file_columns, "", None, None)
@@ -112,7 +114,7 @@ def planned_commit_files(
         metadata: The metadata of ``FastSavePlanner``.
         plan: The global plan of all ranks.
         files: The data files of the save, each with the rank that wrote it.
-        save_id: Id of the save.
+        save_id: Id of the save in the names of its files.
 
     Returns:
         The contents of ``.metadata`` and of its index.

@@ -83,7 +83,7 @@ class DirectoryWriter(StagingWriter):
     """A storage writer that knows where one save writes its files."""
 
     overwrite: bool
-    save_id: str
+    file_id: str  # Id of the present save, which names of its files have.
     sync_files: bool
 
     def __init__(self, path: str | os.PathLike[str], stager: SnapshotStager | None) -> None:
@@ -96,7 +96,6 @@ class DirectoryWriter(StagingWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._commits = False  # Whether this rank commits the present save.
-        self._may_hide = False  # On that rank: whether a commit may rename a directory.
         self._hidden: Location | None = None  # Where this save writes, if not to `location`.
         self._pending: Location | None = None  # The pending file, on the rank that commits.
         self._claimed: Claim | None = None  # What that rank has created, on the others.
@@ -122,23 +121,13 @@ class DirectoryWriter(StagingWriter):
         """Whether nobody but this class writes to the directory before the commit."""
         return False
 
-    def _find_directory(self) -> None:
-        """Finds out where the save may write, on the rank that commits.
+    def _open_directory(self) -> None:
+        """Creates and lists the directory of the checkpoint, on the rank that commits.
 
         Other ranks do not look up a directory that is not there yet: the client of a network file
         system would remember that it is missing, after the commit on another machine. Raises
         AlreadyExistsError if a checkpoint is there that the save may not overwrite.
         """
-        if not self._commits:
-            return
-        self.location.parent.create_directories()
-        is_coordinated = self.use_collectives or self.rank is None
-        self._may_hide = self._hides and is_coordinated and can_be_renamed_to(self.location)
-        if not self._may_hide:
-            self._open_directory()
-
-    def _open_directory(self) -> None:
-        """Creates and lists the directory of the checkpoint. Raises as :meth:`_find_directory`."""
         if self.location.file_system.has_folders and self.location.is_missing():
             self._created = self.location
         self.location.create_directories()
@@ -165,25 +154,28 @@ class DirectoryWriter(StagingWriter):
     def _claim_directory(self, can_hide: bool) -> None:
         """Begins the save on the rank that commits, before any rank writes.
 
-        Creates the pending file, or for a new checkpoint the hidden directory that the commit
-        renames, if all ranks receive its name (``can_hide``). Removes hidden directories of dead
-        saves, which may have filled the disk.
+        Called once the plans of all ranks have arrived: each rank has then removed what a former
+        save that failed has left, which may include the directory. Creates the pending file, or for
+        a new checkpoint the hidden directory that the commit renames, if all ranks receive its name
+        (``can_hide``). Removes hidden directories of dead saves, which may have filled the disk.
+        Raises as :meth:`_open_directory`.
         """
         parent = self.location.parent
+        parent.create_directories()
         if parent.file_system.renames_directories(parent.path):
             self._found_beside = remove_abandoned(parent)
-        if self._may_hide and can_hide:
+        is_coordinated = self.use_collectives or self.rank is None
+        if can_hide and self._hides and is_coordinated and can_be_renamed_to(self.location):
             self._hidden = temporary(self.location, PARTIAL)
             self._hidden.create_directories()
             for name, contents in self.small_files.items():
                 (self._hidden / name).write(contents, sync=self.sync_files)
             return
-        if self._may_hide:
-            self._open_directory()
+        self._open_directory()
         self._pending = self._create_pending()
 
     def _create_pending(self) -> Location:
-        pending = self.location / self._own_name(pending_name(self.save_id))
+        pending = self.location / self._own_name(pending_name(self.file_id))
         pending.write(b"", sync=False)
         return pending
 
@@ -205,6 +197,8 @@ class DirectoryWriter(StagingWriter):
         rank cannot find it by its name.
         """
         if self._commits:
+            if self._pending is None and self._hidden is None:
+                self._claim_directory(can_hide=False)  # A subclass replaced `prepare_global_plan`.
             return
         if claim is None:
             self.location.create_directories()
@@ -349,14 +343,14 @@ class DirectoryWriter(StagingWriter):
             self._found,
             referenced=files,
             rank=None if self.use_collectives else self.rank,
-            is_committed=lambda: is_committed(self.location, self.save_id, self._own_name("")),
+            is_committed=lambda: is_committed(self.location, self.file_id, self._own_name("")),
         )
 
     def _commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
         directory, self._pending = self._write_directory, None
         try:
             commit(
-                *(directory, metadata, index, self.save_id),
+                *(directory, metadata, index, self.file_id),
                 files=sorted(files),
                 sync=self.sync_files,
                 version=self._found.version,

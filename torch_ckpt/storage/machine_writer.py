@@ -23,7 +23,7 @@ __all__ = ["MachineWriter"]
 class _CommitFiles:
     """What every machine commits: the contents of ``.metadata`` and of its index."""
 
-    save_id: str
+    file_id: str
     metadata: bytes
     index: bytes
     files: Collection[str]
@@ -68,7 +68,7 @@ class MachineWriter(FastWriter):
 
     def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
         super()._publish_files(metadata, index, files)
-        self._committed = _CommitFiles(self.save_id, metadata, index, files)
+        self._committed = _CommitFiles(self.file_id, metadata, index, files)
 
     def commit_here(self, metadata: Metadata) -> None:
         """Commits on this machine, after the coordinator has. Called on all ranks."""
@@ -76,7 +76,7 @@ class MachineWriter(FastWriter):
         if committed is None or self._commits or not self._is_first:
             return
         own = self._pending
-        self.save_id = committed.save_id  # Every rank has an id of its own until then.
+        self.file_id = committed.file_id  # Every rank has an id of its own until then.
         self._pending = self._create_pending()
         if own is not None:
             own.discard()

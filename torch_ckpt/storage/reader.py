@@ -30,6 +30,7 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.filesystems.location import Location, can_reach
+from torch_ckpt.formats.index import index_of
 from torch_ckpt.formats.metadata import UnreadableMetadata
 from torch_ckpt.formats.opened import Contents, Opened
 from torch_ckpt.formats.recognise import open_stored
@@ -249,7 +250,8 @@ class FastReader(StorageReader):
         metadata.storage_meta.load_id = self.load_id
         metadata.storage_meta.checkpoint_id = self.path  # The directory may have been moved.
         if rank is None:
-            self._shared_save_id = metadata.storage_meta.save_id
+            index = index_of(metadata)  # DCP's id is that of a writer, which may save again.
+            self._shared_save_id = metadata.storage_meta.save_id if index is None else index.save_id
         return metadata
 
     def show_planning(self, ranks: int) -> contextlib.AbstractContextManager[None]:

@@ -97,13 +97,13 @@ class _ModelPlan:
     """``SavePlan.storage_data`` of one rank.
 
     ``layout`` is the encoded layout of all files. The first ``taken`` files are not written. The
-    names of the files have the coordinator's ``save_id``. ``share`` is the ``storage_data`` that
+    names of the files have the coordinator's ``file_id``. ``share`` is the ``storage_data`` that
     reassigns replicas to ranks.
     """
 
     layout: bytes
     taken: int
-    save_id: str
+    file_id: str
     rank: int
     world_size: int
     share: Any
@@ -222,25 +222,25 @@ class SafetensorsWriter(FastWriter):
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, RankFacts) else share for share in shares]
         self._claim_directory(can_hide=False)
-        self._names = pending_names(len(self._layout.files), self.save_id)
+        self._names = pending_names(len(self._layout.files), self.file_id)
         self._taken = take_files(taken, self.location, self._names, sync=self.sync_files)
         encoded = self._layout.encode()
         if self._writes_streams:
-            self._names = stream_names(len(self._layout.files), self.save_id, self._found.names)
+            self._names = stream_names(len(self._layout.files), self.file_id, self._found.names)
             plans = [
                 dataclasses.replace(plan, storage_data=share)
                 for plan, share in zip(plans, shares, strict=True)
             ]
             if len(plans) > 1 or not is_sequence(pieces_of(plans[0], self._layout)):
                 shares = [
-                    plan.storage_data for plan in self._begin_relay(self.save_id)._place(plans)
+                    plan.storage_data for plan in self._begin_relay(self.file_id)._place(plans)
                 ]
                 encoded = b""
         return [
             dataclasses.replace(
                 plan,
                 storage_data=_ModelPlan(
-                    encoded, self._taken, self.save_id, rank, len(plans), share
+                    encoded, self._taken, self.file_id, rank, len(plans), share
                 ),
             )
             for rank, (plan, share) in enumerate(zip(plans, shares, strict=True))
@@ -264,7 +264,7 @@ class SafetensorsWriter(FastWriter):
         model_plan = plan.storage_data
         plan = dataclasses.replace(plan, storage_data=model_plan.share)
         if not model_plan.layout:
-            return self._begin_relay(model_plan.save_id)._write(plan, planner)
+            return self._begin_relay(model_plan.file_id)._write(plan, planner)
         with gc_paused():
             layout = ModelLayout.decode(model_plan.layout)
             pieces = pieces_of(plan, layout)
@@ -276,7 +276,7 @@ class SafetensorsWriter(FastWriter):
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
         groups = group_pieces(pieces, self.thread_count, whole_files=self._writes_streams)
         pools = self._prepare_pools(len(groups), sum(piece.nbytes for piece in pieces))
-        names = self._names or pending_names(len(layout.files), model_plan.save_id)
+        names = self._names or pending_names(len(layout.files), model_plan.file_id)
 
         def write_group(number: int) -> list[WriteResult]:
             writer = _PieceWriter(self, planner, layout, names, pools[number], jobs)
@@ -315,26 +315,26 @@ class SafetensorsWriter(FastWriter):
     def _writes_streams(self) -> bool:
         return not self.location.file_system.writes_at_offsets
 
-    def _begin_relay(self, save_id: str) -> FastWriter:
+    def _begin_relay(self, file_id: str) -> FastWriter:
         """Returns the writer of the checkpoint that several ranks save, and that becomes a model.
 
         It has the options of this one, the tensors that were staged, and a hidden folder.
         """
         if self._relay is None:
             relay = FastWriter.__new__(FastWriter)
-            relay.__dict__.update(self.__dict__, _found=Found(), _pending=None, save_id=save_id)
+            relay.__dict__.update(self.__dict__, _found=Found(), _pending=None, file_id=file_id)
             relay._phases = Phases("planning")
-            relay.location = self.location / RELAY.format(save_id)
+            relay.location = self.location / RELAY.format(file_id)
             self._relay = relay
         return self._relay
 
     def _create_pending(self) -> Location:
         assert self._layout is not None
         if self._writes_streams:
-            pending = self.location / pending_index(self.save_id)
+            pending = self.location / pending_index(self.file_id)
             pending.write(b"", sync=False)
             return pending
-        return begin_model(self.location, len(self._layout.files), self.save_id)
+        return begin_model(self.location, len(self._layout.files), self.file_id)
 
     def _check_files(self, files: Collection[str]) -> None:
         if files != [MODEL]:
@@ -386,7 +386,7 @@ class SafetensorsWriter(FastWriter):
 
     def _publish(self, layout: ModelLayout) -> list[str]:
         """Publishes the files on a file system, and returns their names."""
-        return publish_model(self.location, layout, self.save_id, self._found, sync=self.sync_files)
+        return publish_model(self.location, layout, self.file_id, self._found, sync=self.sync_files)
 
     def _finish_relay(
         self,

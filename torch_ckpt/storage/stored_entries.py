@@ -47,7 +47,7 @@ def open_checkpoint(directory: Location, prefix: str, *, trust_pickle: bool = Fa
         checkpoint = Checkpoint(path, directory, metadata, None, [], None, None)
         return described(checkpoint, trust_pickle=trust_pickle)
     entries = index if index.has_entries else None
-    return Checkpoint(path, directory, metadata, index, index.files, entries, index.save_id)
+    return Checkpoint(path, directory, metadata, index, index.files, entries, index.stored_save_id)
 
 
 def open_checkpoints(
@@ -98,7 +98,7 @@ def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoi
         raise UnsupportedError(
             f"cannot list {checkpoint.path}: a planner wrote it in a custom form"
         )
-    save_id = checkpoint.save_id or getattr(metadata.storage_meta, "save_id", None)
+    save_id = getattr(metadata.storage_meta, "save_id", None) or checkpoint.save_id
     return dataclasses.replace(
         checkpoint, files=files, entries=entries, save_id=save_id, unreadable=errors
     )

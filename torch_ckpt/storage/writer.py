@@ -36,7 +36,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location, can_reach, name_of
 from torch_ckpt.formats.allowed_classes import warn_of_refused
-from torch_ckpt.formats.committed import INDEX_MARK
+from torch_ckpt.formats.committed import INDEX_MARK, uuid_of
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.dtensor_boxes import save_plan_in_boxes
 from torch_ckpt.planning.item_views import (
@@ -112,7 +112,7 @@ class FastWriter(DirectoryWriter):
             has ``dedup_save_to_lowest_rank``.
         check_replicas: How the ranks find out whether their replicas are equal: by a ``"sample"``
             of up to 8 KiB of each tensor, by the ``"full"`` tensors, or ``"off"``. A tensor whose
-            values differ is stored whole from one rank, and the coordinator warns of it once.
+            values differ is stored whole from one replica, and the coordinator warns of it once.
             Values that a planner creates when they are written are not compared, and not cut. With
             ``"off"``, the stored tensor may mix the rows of the ranks. A
             :class:`FastSavePlanner` that you pass has an option of its own.
@@ -187,7 +187,9 @@ class FastWriter(DirectoryWriter):
         """Directory of the older checkpoint, if there is one."""
         self.io_mode: IoMode | None = None
         """I/O mode of the last file that this process wrote; ``None`` before the first file."""
-        self.save_id = _new_save_id()
+        self.given_save_id: str | None = None
+        """The id of DCP's writer, if this one replaces one: it becomes that of each checkpoint."""
+        self.file_id = secrets.token_hex(8)
         self._began = False  # Whether a save has begun under this id.
         self._writing = threading.Lock()
         self._ranks = 0  # Number of ranks that save together; 0 except on the coordinator.
@@ -207,7 +209,7 @@ class FastWriter(DirectoryWriter):
         # The new id gives the copy's data files names that no other writer uses.
         super().__setstate__(state)
         self._writing = threading.Lock()
-        self.save_id = _new_save_id()
+        self.file_id = secrets.token_hex(8)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -220,6 +222,11 @@ class FastWriter(DirectoryWriter):
         return self.path
 
     @property
+    def save_id(self) -> str:
+        """The id of the present save, a UUID, as ``storage_meta`` of the checkpoint states it."""
+        return self.given_save_id or uuid_of(self.file_id)
+
+    @property
     def fs(self) -> FileSystem:
         """Stock's access to local files, for programs that use that of ``FileSystemWriter``."""
         return FileSystem()
@@ -230,7 +237,7 @@ class FastWriter(DirectoryWriter):
         if checkpoint_id:
             self._directory.change(checkpoint_id)
             self.location = self._directory.absolute
-        self.save_id = _new_save_id()
+        self.file_id = secrets.token_hex(8)
         self._began = False
 
     def storage_meta(self) -> StorageMeta:
@@ -253,7 +260,7 @@ class FastWriter(DirectoryWriter):
         if self._began:
             # DCP calls reset only if it also has a checkpoint id. Each save needs an id of its own,
             # since the names of data files must be unique.
-            self.save_id = _new_save_id()
+            self.file_id = secrets.token_hex(8)
         self._began = True
         self._phases = Phases("planning")
 
@@ -261,10 +268,8 @@ class FastWriter(DirectoryWriter):
         """Adds the rank's items to the plan for the coordinator.
 
         Raises:
-            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
             UnsupportedError: DCP's own function would pickle a ``Stateful`` below the top level.
         """
-        self._find_directory()
         refuse_objects(calling_planner())
         if not isinstance(plan.items, PlannedItems):
             plan = save_plan_in_boxes(plan, calling_planner())
@@ -300,6 +305,7 @@ class FastWriter(DirectoryWriter):
         """Assigns replicas to ranks, and adds each rank's file name prefix to its plan.
 
         Raises:
+            AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
             MismatchError: Ranks disagree on the dtype or sizes of a tensor.
         """
         self._ranks = len(plans)
@@ -427,7 +433,7 @@ class FastWriter(DirectoryWriter):
 
     def _next_name(self, prefix: str) -> str:
         number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
-        return f"{prefix}{number}_{self.save_id}.distcp"
+        return f"{prefix}{number}_{self.file_id}.distcp"
 
     def _files_of(self, groups: Sequence[RankWork], prefix: str) -> dict[str, RankWork]:
         """Returns files to write: name -> work. Groups go to different files."""
@@ -454,7 +460,7 @@ class FastWriter(DirectoryWriter):
             plan, self._plan = self._plan, None
             if plan is not None and any(file.extents is not None for _, file in written):
                 metadata_bytes, index = planned_commit_files(
-                    metadata, plan, written, save_id=self.save_id
+                    metadata, plan, written, save_id=self.file_id
                 )
             else:
                 if isinstance(metadata.planner_data, PlannedPaths):
@@ -462,7 +468,7 @@ class FastWriter(DirectoryWriter):
                 merge_cuts(metadata, [cut for _, file in written for cut in file.cuts])
                 check_complete(metadata)
                 metadata_bytes, index = commit_files(
-                    metadata, [file for _, file in written], save_id=self.save_id
+                    metadata, [file for _, file in written], save_id=self.file_id
                 )
             warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
             claim_commit()
@@ -538,7 +544,3 @@ class FastWriter(DirectoryWriter):
             self.location.file_system,
         )
         return self._pools
-
-
-def _new_save_id() -> str:
-    return secrets.token_hex(8)
