@@ -542,6 +542,7 @@ class Reads:
         bool,
         Sequence[int],
         int,
+        int,
         Sequence[int],
         Sequence[int],
         Sequence[int],

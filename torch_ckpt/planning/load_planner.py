@@ -80,7 +80,7 @@ class LocalReads(Sequence[ReadItem]):
 
 
 def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
-    fqn, is_object, offsets, number, box_offsets, dest, storage, lengths = described
+    fqn, is_object, offsets, hint, number, box_offsets, dest, storage, lengths = described
     if is_object:
         return ReadItem(
             type=LoadItemType.BYTE_IO,
@@ -92,7 +92,7 @@ def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
         )
     return ReadItem(
         type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(fqn, torch.Size(offsets)),
+        dest_index=MetadataIndex(fqn, torch.Size(offsets), hint),
         dest_offsets=torch.Size(dest),
         storage_index=MetadataIndex(fqn, torch.Size(box_offsets), number),
         storage_offsets=torch.Size(storage),
