@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import blank, differences, failure_of
-from safetensors import safe_open
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from support.safetensors_files import INDEX, load_model
 from torch.distributed.checkpoint import (

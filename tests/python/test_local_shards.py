@@ -109,9 +109,7 @@ class Listing(torch.Tensor):
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk, TensorProperties(dtype=self.dtype), self.size()
-                ),
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]

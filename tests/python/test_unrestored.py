@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import dataclasses
+import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path

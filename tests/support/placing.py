@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import functools
 import random
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.states import State, is_in_list, mapped
-from support.tensors import LAYOUTS, ONES, TORCHS_OWN, laid_out, mask_of
+from support.tensors import LAYOUTS, ONES, TORCHS_OWN, copied, laid_out, mask_of, random_tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from torch_ckpt.planning.local_shards import LocalShards
 
 
 class Placing:
@@ -29,7 +39,7 @@ class Placing:
     def __init__(self, seed: int, *, owners: int = 0) -> None:
         self.seed = seed
         self.owners = owners
-        self._made: dict[tuple[Any, ...], DTensor] = {}
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self._meshes = meshes_of(dist.get_world_size())  # No group is made beside a save.
 
     def place(self, state: State) -> State:
@@ -44,15 +54,23 @@ class Placing:
         is_plain = type(value) is torch.Tensor and not value.requires_grad
         if not is_plain or value.dtype in TORCHS_OWN or rng.random() < 0.4:
             return value
+        if value.dim() and value.numel() and rng.random() < 0.2:
+            cuts = sorted(rng.randint(0, len(value)) for _ in range(dist.get_world_size() - 1))
+            rows = [0, *cuts, len(value)][dist.get_rank() :][:2]
+            return self._in_place(path, PARTS[rng.choice(list(PARTS))](value, *rows))
         # DTensor.from_local forgets on ranks off the mesh that a tensor has no dimensions.
         mesh = rng.choice(self._meshes if value.dim() else self._meshes[:1])
         placements = random_placements(rng, mesh, value.shape)
-        made = as_box(value, mesh, placements, layout=rng.choice(list(LAYOUTS)))
+        layout = rng.choice(list(LAYOUTS))
+        return self._in_place(path, as_box(value, mesh, placements, layout=layout))
+
+    def _in_place(self, path: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
+        """The tensor in the memory of the one that was made for an earlier state, if it may be."""
         before = self._made.get(path)
-        if before is None or (before.shape, before.dtype) != (made.shape, made.dtype):
+        if before is None or _facts(before) != _facts(made):
             self._made[path] = made
         else:
-            before._local_tensor.copy_(made._local_tensor)
+            held(before).copy_(held(made))
         return self._made[path]
 
 
@@ -117,9 +135,93 @@ def as_box(
     )
 
 
+# ---- Parts that are no DTensors ------------------------------------------------------------------
+
+
+def as_shards(full: torch.Tensor, begin: int, end: int) -> LocalShards:
+    """Some rows as a LocalShards, with an empty box at the same offsets."""
+    at = (begin, *[0] * (full.dim() - 1))
+    return LocalShards(full.shape, [(at, copied(full[:0])), (at, copied(full[begin:end]))])
+
+
+def as_part(full: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Some rows as a tensor with the attributes of torch's protocol, and a row of padding."""
+    rest = full.shape[1:]
+    part: Any = random_tensor((end - begin + 1, *rest), full.dtype, ONES)
+    part[1:].copy_(full[begin:end])
+    zeros = (0,) * len(rest)
+    boxes = [((begin, *zeros), (1, *zeros), (end - begin, *rest))] if end > begin else []
+    part.rows, part.held = (begin, end), (1, end - begin + 1)
+    part.global_shape = tuple(full.shape)
+    part.global_offsets, part.local_offsets, part.local_sizes = (
+        tuple(box[number] for box in boxes) for number in range(3)
+    )
+    return part  # type: ignore[no-any-return]
+
+
+def as_listing(full: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Some rows as a tensor of all sizes, with methods among its attributes that list them."""
+    part: Any = random_tensor(full.shape, full.dtype, ONES)
+    part[begin:end].copy_(full[begin:end])
+    part.rows = part.held = (begin, end)
+    for name in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
+        setattr(part, name, types.MethodType(_LISTING[name], part))
+    return part  # type: ignore[no-any-return]
+
+
+def _write_items(part: Any, fqn: str, _: object) -> list[WriteItem]:
+    properties = TensorProperties(dtype=part.dtype)
+    return [
+        WriteItem(
+            MetadataIndex(fqn, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, part.size()),
+        )
+        for chunk in _chunk_list(part)
+    ]
+
+
+def _chunk_list(part: Any) -> list[ChunkStorageMetadata]:
+    begin, end = part.rows
+    rest = part.shape[1:]
+    chunk = ChunkStorageMetadata(
+        torch.Size((begin, *[0] * len(rest))), torch.Size((end - begin, *rest))
+    )
+    return [chunk] if end > begin else []
+
+
+def _shard_of(part: Any, _: MetadataIndex) -> torch.Tensor:
+    return part[slice(*part.rows)]  # type: ignore[no-any-return]
+
+
+_LISTING: dict[str, Any] = {
+    "__create_write_items__": _write_items,
+    "__create_chunk_list__": _chunk_list,
+    "__get_tensor_shard__": _shard_of,
+}
+
+# Name -> the rows from one to another of a tensor. A new kind of part joins by one line.
+PARTS: dict[str, Any] = {"local shards": as_shards, "listing": as_listing}
+if hasattr(dcp, "CheckpointableTensor"):
+    PARTS["protocol"] = as_part
+
+
+def _facts(value: Any) -> tuple[Any, ...]:
+    return type(value), value.shape, value.dtype, held(value).shape
+
+
+def held(value: Any) -> Any:
+    """The elements of a value that this rank holds."""
+    if isinstance(value, DTensor):
+        return value._local_tensor
+    if isinstance(value, LocalShards):
+        return value.boxes[-1][1]
+    return value[slice(*value.held)] if hasattr(value, "held") else value
+
+
 def local(state: Any) -> Any:
     """The same structure, of what this rank holds."""
-    return mapped(lambda _, v: v._local_tensor if isinstance(v, DTensor) else v, state)
+    return mapped(lambda _, value: held(value), state)
 
 
 def boxes_like(state: Any, full: Any) -> Any:
@@ -127,10 +229,11 @@ def boxes_like(state: Any, full: Any) -> Any:
 
     def box(path: tuple[Any, ...], value: Any) -> Any:
         whole = functools.reduce(lambda container, key: container[key], path, full)
-        return (
-            local_part(whole, value.device_mesh, value.placements)
-            if isinstance(value, DTensor)
-            else whole
-        )
+        if isinstance(value, DTensor):
+            return local_part(whole, value.device_mesh, value.placements)
+        if isinstance(value, LocalShards):
+            begin = value.boxes[-1][0][0]
+            return whole[begin : begin + len(held(value))]
+        return whole[slice(*value.rows)] if hasattr(value, "rows") else whole
 
     return mapped(box, state)

@@ -31,6 +31,8 @@ from support.tensors import (
     randomise,
 )
 
+from torch_ckpt.planning.local_shards import LocalShards
+
 State = dict[Any, Any]
 
 KEYS = ["w", "b", "", ".", "a.b", "a", "ü", "模型", " ", "0", "1", "\n", "x" * 300]
@@ -487,7 +489,9 @@ def memories(state: Any) -> list[tuple[torch.Tensor, list[int] | None]]:
     found: dict[int, tuple[torch.Tensor, list[int] | None]] = {}
 
     def note(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, LocalShards):
+            note([tensor for _, tensor in value.boxes])
+        elif isinstance(value, torch.Tensor):
             value = getattr(value, "_local_tensor", value)
             if value.is_sparse:
                 value = value._values()  # Other indices might be invalid.

@@ -59,9 +59,9 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     if not attributes:
         return {}
     methods = (getattr(tensor, name, None) for name in METHODS)
-    if any(isinstance(method, types.MethodType) for method in methods):
-        if not is_traceable_wrapper_subclass(tensor):
-            return dict(attributes)
+    has_methods = any(isinstance(method, types.MethodType) for method in methods)
+    if has_methods and not is_traceable_wrapper_subclass(tensor):
+        return dict(attributes)
     return {name: attributes[name] for name in attributes if name in ATTRIBUTES}
 
 

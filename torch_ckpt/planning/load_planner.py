@@ -86,7 +86,7 @@ class CheckedPlan(LoadPlan):
     They are no ``planner_data``, because that belongs to subclasses of the planner.
     """
 
-    requested: RequestedNames = RequestedNames()
+    requested: RequestedNames | None = None
 
 
 def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
@@ -285,7 +285,8 @@ class FastLoadPlanner(DefaultLoadPlanner):
             MismatchError: The load is strict, and would leave something.
         """
         plans = super().create_global_plan(global_plan)
-        ranks = [plan.requested for plan in plans if isinstance(plan, CheckedPlan)]
+        checked = [plan for plan in plans if isinstance(plan, CheckedPlan)]
+        ranks = [plan.requested for plan in checked if plan.requested is not None]
         if len(ranks) < len(plans) or self.metadata is None:
             return plans
         job_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -305,7 +306,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if not (is_alone and dist.get_rank()):  # If each rank loads alone, the first one logs.
             for line in lines:
                 _LOG.warning("%s", line)
-        return [dataclasses.replace(plan, requested=RequestedNames()) for plan in plans]
+        return [dataclasses.replace(plan, requested=None) for plan in checked]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickles an object without restriction, and stores it under the state dict's own keys.

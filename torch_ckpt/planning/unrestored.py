@@ -34,7 +34,7 @@ class RequestedNames:
     requested; compressed.
     """
 
-    missing: Sequence[str] = ()
+    missing: Sequence[str]
     stored: bytes = b""
     flags: bytes = b""
 
