@@ -213,7 +213,7 @@ def assert_whole(state: State) -> None:
     """All whole tensors have their values."""
     wrong = [name for name, whole in WHOLES.items() if bits(state[name]) != bits(whole)]
     assert not wrong
-    assert torch.equal(state["plain"], PLAIN)
+    assert bits(state["plain"]) == bits(PLAIN)
 
 
 def assert_parts(kind: str, state: State, rank: int, ranks: int) -> None:
@@ -333,3 +333,79 @@ def test_parts_by_attributes_are_stored_and_loaded_as_by_stock(
         assert_whole(whole)
     for count in (1, 2):
         worlds.run(count, load_parts, path, kind, timeout_s=120)
+
+
+# ---- Several saves, targets without memory, ties, and older versions of torch --------------------
+
+
+def save_again(path: Path) -> None:
+    """Saves whose values, and then whose boxes, differ from those of the save before."""
+    rank, stager = dist.get_rank(), SnapshotStager()
+    for number in range(4):
+        whole = full_value(f"again {number}", (8, 3), torch.float32)
+        same = full_value(f"same {number}", (700, 3), torch.float32)
+        begin = 4 * (rank if number < 2 else 1 - rank)
+        state = {
+            "w": by_protocol(whole[begin : begin + 4].clone(), (8, 3), _rows(begin, 4)),
+            "replicated": by_protocol(same.clone(), (700, 3), _rows(0, 700)),
+        }
+        writer = FastWriter(path / str(number), stager=stager)
+        torch_ckpt.async_save(state, storage_writer=writer).result(WAIT_S)
+        found = {"w": torch.zeros(8, 3), "replicated": torch.zeros(700, 3)}
+        dcp.load(found, storage_reader=FileSystemReader(path / str(number)), no_dist=True)
+        assert bits(found["w"]) == bits(whole)
+        assert bits(found["replicated"]) == bits(same)
+
+
+def _rows(begin: int, count: int) -> list[Box]:
+    return [((begin, 0), (0, 0), (count, 3))]
+
+
+@needs_protocol
+def test_a_reused_plan_has_the_boxes_of_each_save(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(2, save_again, tmp_path, timeout_s=120)
+
+
+@needs_protocol
+def test_a_part_on_the_meta_device_stays_a_part(tmp_path: Path) -> None:
+    whole = full_value("w", (8, 3), torch.float32)
+    torch_ckpt.save({"w": whole}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"w": by_protocol(torch.empty(4, 3, device="meta"), (8, 3), _rows(2, 4))}
+    torch_ckpt.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert bits(state["w"]) == bits(whole[2:6])
+    assert state["w"].global_offsets == ((2, 0),)
+
+
+@needs_protocol
+def test_a_part_of_another_tensor_is_refused_with_the_sizes_of_the_whole(tmp_path: Path) -> None:
+    torch_ckpt.save({"w": torch.zeros(9, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"w": by_protocol(torch.zeros(4, 3), (8, 3), _rows(2, 4))}
+    with pytest.raises(dcp.CheckpointException, match=r"w \[9, 3\], not \[8, 3\]"):
+        torch_ckpt.load(state, checkpoint_id=tmp_path, no_dist=True)
+
+
+@needs_protocol
+def test_parts_of_one_memory_are_tied_only_if_they_are_the_same_part(tmp_path: Path) -> None:
+    memory = full_value("memory", (4, 3), torch.float32)
+    state = {
+        "upper": by_protocol(
+            memory[:], (4, 3), [((0, 0), (0, 0), (2, 3)), ((2, 0), (2, 0), (2, 3))]
+        ),
+        "lower": by_protocol(
+            memory[:], (4, 3), [((2, 0), (0, 0), (2, 3)), ((0, 0), (2, 0), (2, 3))]
+        ),
+    }
+    dcp.save(state, storage_writer=SafetensorsWriter(tmp_path), no_dist=True)
+    found = load_model(tmp_path)
+    assert bits(found["upper"]) == bits(memory)
+    assert bits(found["lower"]) == bits(memory.roll(2, 0))
+
+
+@pytest.mark.skipif(HAS_PROTOCOL, reason=f"torch {torch.__version__} has CheckpointableTensor")
+@pytest.mark.parametrize("way", ["stock", "dcp.save", "torch_ckpt.save", "safetensors"])
+def test_without_the_protocol_such_a_tensor_is_plain_as_for_stock(way: str, tmp_path: Path) -> None:
+    local = full_value("w", (4, 3), torch.float32)
+    WAYS[way]({"w": by_protocol(local.clone(), (8, 3), _rows(2, 4))}, tmp_path)
+    target = {"w": by_protocol(torch.zeros(4, 3), (8, 3), _rows(2, 4))}
+    torch_ckpt.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert bits(target["w"]) == bits(local)

@@ -321,8 +321,9 @@ class FastSavePlanner(DefaultSavePlanner):
             return data
         if not overrides(self, FastSavePlanner, ("lookup_object", "transform_object")):
             check_shard(write_item, data)
-        is_cut = isinstance(write_item, CutItem) and whole is not None
-        return write_item.rows_of(data) if is_cut else data
+        if isinstance(write_item, CutItem) and whole is not None:
+            return write_item.rows_of(data)
+        return data
 
     lookup_object = lookup_box
 
