@@ -51,7 +51,7 @@ class CopiedState(StateDictStager):
         # Separate from the memo of tensors, since objects must not contain tensors without values.
         self._memo_of_objects: dict[int, Any] = {}
         self._deferred: list[tuple[Any, Any, _Deferred]] = []  # Container, key, value.
-        self._described: list[torch.Tensor] = []  # Copies with attributes that DCP reads.
+        self.described: list[torch.Tensor] = []  # Copies with attributes that DCP reads.
         try:
             with torch.no_grad():
                 self.state: dict[str, Any] = self.deepcopy_with_tensor_offload(state_dict)
@@ -98,8 +98,8 @@ class CopiedState(StateDictStager):
         with torch.no_grad():
             for container, key, value in deferred:
                 container[key] = value.get()
-        if self._described:
-            self.state = _DescribedState(self.state, self._described)
+        if self.described:
+            self.state = _DescribedState(self.state, self.described)
 
     def _put(self, container: Any, key: Any, value: Any) -> None:
         container[key] = value
@@ -143,7 +143,7 @@ class CopiedState(StateDictStager):
 
         def describe(y: torch.Tensor) -> torch.Tensor:
             copy_attributes(x, y)
-            self._described.append(y)
+            self.described.append(y)
             return y
 
         return _Deferred(lambda: describe(y.get())) if isinstance(y, _Deferred) else describe(y)
