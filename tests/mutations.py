@@ -98,6 +98,27 @@ MUTATIONS = {
     "training goes on before it is copied": [
         Mutation("torch_ckpt/staging/stager.py", "            copying.result()", "            pass")
     ],
+    "a tensor is plain whatever attributes it has": [
+        Mutation(
+            "csrc/bindings/state_dict.cc",
+            "return is_plannable(object) && !has_attributes(object);",
+            "return is_plannable(object);",
+        )
+    ],
+    "a copy lacks the attributes of a tensor": [
+        Mutation(
+            "torch_ckpt/staging/copied_state.py",
+            "            copy_attributes(x, y)",
+            "            pass",
+        )
+    ],
+    "an empty box hides another": [
+        Mutation(
+            "torch_ckpt/planning/local_shards.py",
+            "return [box for box in self.boxes if box[1].numel()]",
+            "return self.boxes",
+        )
+    ],
     "a save decides by samples alone": [
         Mutation("torch_ckpt/storage/reuse.py", "if box[5:] == found:", "if box[5:] or found:")
     ],

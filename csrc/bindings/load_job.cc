@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <string_view>
 #include <utility>
 
@@ -164,14 +165,23 @@ const PlannedRead& read_at(const PlannedReads& reads, int64_t number) {
   return reads.at(number);
 }
 
-// Returns: FQN, whether the item is an object, offsets of the item, number of the stored box, its
-// offsets; and for the common region its offsets in the item, its offsets in the stored box, and
-// its sizes.
+// Returns the number of an item among those of its FQN, which are consecutive.
+int64_t number_within_fqn(const ItemTable& items, int64_t item) {
+  const auto before = std::views::iota(int64_t{0}, item);
+  const auto is_other = [&](int64_t other) { return items.entry(other) != items.entry(item); };
+  const auto first = std::ranges::partition_point(before, is_other);
+  return std::ranges::distance(first, before.end());
+}
+
+// Returns: FQN, whether the item is an object, offsets of the item and its number among those of
+// the FQN, number of the stored box, its offsets; and for the common region its offsets in the
+// item, its offsets in the stored box, and its sizes.
 py::tuple describe_read(const PlannedReads& reads, int64_t number) {
   const PlannedRead& read = read_at(reads, number);
   const std::string_view fqn = reads.items().fqn(read.item);
   return py::make_tuple(py::str(fqn.data(), fqn.size()), read.is_object,
-                        to_dims(reads.items().box(read.item).offsets), read.box, read.box_offsets,
+                        to_dims(reads.items().box(read.item).offsets),
+                        number_within_fqn(reads.items(), read.item), read.box, read.box_offsets,
                         read.dest_offsets, read.storage_offsets, read.lengths);
 }
 

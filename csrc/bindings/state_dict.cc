@@ -168,8 +168,6 @@ struct AttributeNames {
   PyObject* mesh = PyUnicode_InternFromString("mesh");
   PyObject* placements = PyUnicode_InternFromString("placements");
   PyObject* dim = PyUnicode_InternFromString("dim");
-  PyObject* write_items = PyUnicode_InternFromString("__create_write_items__");
-  PyObject* chunk_list = PyUnicode_InternFromString("__create_chunk_list__");
 };
 
 const AttributeNames& names() {
@@ -177,15 +175,14 @@ const AttributeNames& names() {
   return names;
 }
 
-// Whether a local tensor has functions of its own that list its boxes, which DCP then calls, as for
-// the uneven shards of Megatron-FSDP. Most tensors have no attributes at all.
-bool lists_its_items(py::handle tensor) {
+// Whether a tensor has attributes in Python. DCP may plan such a tensor by them, as a set of boxes
+// of another tensor. Most tensors have none.
+bool has_attributes(py::handle tensor) {
   PyObject** attributes = _PyObject_GetDictPtr(tensor.ptr());
-  if (attributes == nullptr || *attributes == nullptr || PyDict_Size(*attributes) == 0)
-    return false;
-  return PyDict_Contains(*attributes, names().write_items) > 0 ||
-         PyDict_Contains(*attributes, names().chunk_list) > 0;
+  return attributes != nullptr && *attributes != nullptr && PyDict_Size(*attributes) > 0;
 }
+
+bool is_plain(py::handle object) { return is_plannable(object) && !has_attributes(object); }
 
 }  // namespace
 
@@ -200,7 +197,7 @@ ShardBoxes::ShardBoxes(py::type dtensor, py::type shard, py::type replicate, py:
 py::object ShardBoxes::local_of(py::handle object) const {
   if (!py::type::handle_of(object).is(dtensor_)) return {};
   py::object local = py::getattr(object, names().local);
-  return is_plannable(local) && !lists_its_items(local) ? local : py::object();
+  return is_plain(local) ? local : py::object();
 }
 
 int64_t ShardBoxes::number_of(py::handle object) {
@@ -255,7 +252,7 @@ py::list list_tensors(const py::dict& flat, TensorSink& sink, ShardBoxes& boxes,
   for (py::ssize_t i = 0; i < entries.size(); ++i) {
     const py::handle fqn = entries.key(i);
     const py::handle value = entries.value(i);
-    if (is_plannable(value)) {
+    if (is_plain(value)) {
       TensorItem tensor = describe(value);
       tensor.requires_grad = requires_grad(value);
       tensor.sizes = sizes_of(value);

@@ -57,7 +57,8 @@ class ShardBoxes {
   ShardBoxes(pybind11::type dtensor, pybind11::type shard, pybind11::type replicate,
              pybind11::function box_of);
 
-  // Returns the local tensor of an exact DTensor if the engine can store it, else an empty object.
+  // Returns the local tensor of an exact DTensor if the engine can store it and it has no
+  // attributes in Python. Otherwise returns an empty object.
   pybind11::object local_of(pybind11::handle object) const;
 
   // Returns the box of a DTensor, or nullptr if there is none. Valid until the next call. Raises
@@ -80,8 +81,9 @@ class ShardBoxes {
   std::map<std::vector<int64_t>, std::optional<ShardBox>> boxes_;
 };
 
-// Adds the tensors of a flat state dict to `sink`. For each value that is neither plannable nor has
-// a box in `boxes`, calls `other` with FQN and value. `other` adds the items of the value and
+// Adds the tensors of a flat state dict to `sink`. Plannable tensors without attributes in Python,
+// and DTensors of such tensors with a box in `boxes`, are the only values whose items are known
+// here. For all others, calls `other` with FQN and value. `other` adds the items of the value and
 // returns a list with the source object of each item.
 //
 // Returns the source object of every item, in the order of the items. Raises ValueError if `sink`

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import blank, differences, failure_of
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from support.safetensors_files import INDEX, load_model
 from torch.distributed.checkpoint import (
@@ -162,6 +162,23 @@ def test_a_tensor_without_a_number_is_refused_by_name(tmp_path: Path) -> None:
     assert isinstance(error, MismatchError)
     assert "fqn_to_index_mapping has no number for 'down'" in str(error)
     assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("options", [{}, CONSOLIDATED], ids=["rank 0", "consolidated"])
+def test_a_number_of_a_name_that_no_rank_saves_makes_no_file_and_is_named(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    numbers = {**dict.fromkeys(state_of(), 1), "absent": 4}
+    save(tmp_path / "ours", state_of(), fqn_to_index_mapping=numbers, **options)
+    file = "model-00001-of-00004.safetensors"
+    assert names_in(tmp_path / "ours") == {file, INDEX}
+    assert "has 1 names that no rank saves: 'absent'" in caplog.text
+    save(tmp_path / "stock", state_of(), ours=False, fqn_to_index_mapping=numbers, **options)
+    assert file in names_in(tmp_path / "stock")
+    stock = tmp_path / "stock" / "model-00004-of-00004.safetensors"
+    if stock.exists():  # No library can read it: stock gives the name an empty dtype.
+        with pytest.raises(SafetensorError):
+            load_file(stock)
 
 
 def test_names_of_one_tensor_are_stored_each_as_by_stock(tmp_path: Path) -> None:

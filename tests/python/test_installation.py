@@ -245,8 +245,9 @@ def test_a_replacement_has_the_arguments_of_what_it_replaces(
     state: dict[str, Any], used: list[Any], tmp_path: Path
 ) -> None:
     io = IoOptions(direct=False)
+    extensions = [ZStandard()] if ZStandard.is_available() else []
     stock = FileSystemWriter(
-        *(tmp_path, False, False, 3, 12345), overwrite=False, _extensions=[ZStandard()]
+        *(tmp_path, False, False, 3, 12345), overwrite=False, _extensions=extensions
     )
     save_planner = DefaultSavePlanner(False, False, dedup_save_to_lowest_rank=True)
     load_planner = DefaultLoadPlanner(False, False, allow_partial_load=True)
@@ -264,7 +265,7 @@ def test_a_replacement_has_the_arguments_of_what_it_replaces(
     writer = next(one for one in used if isinstance(one, FastWriter))
     assert (writer.single_file_per_rank, writer.sync_files, writer.overwrite) == (False,) * 3
     assert (writer.thread_count, writer.per_thread_copy_ahead) == (3, 12345)
-    assert [type(one) for one in writer.transforms.extensions] == [ZStandard]
+    assert [*writer.transforms.extensions] == extensions
     assert writer.io is io
     loading = next(one for one in used if isinstance(one, FastLoadPlanner))
     assert loading.allow_partial_load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 from collections.abc import Callable
@@ -255,23 +256,30 @@ def test_stocks_reader_is_served_as_well(log: Log, tmp_path: Path) -> None:
     assert len(log.take()) == 1
 
 
-class OwnGlobalPlan(FastLoadPlanner):
-    """A planner whose plans have data of their own."""
+class OwnData(FastLoadPlanner):
+    """A planner whose plans have data of their own, as those of a planner of DCP may."""
 
     def create_local_plan(self) -> Any:
         plan = super().create_local_plan()
-        plan.planner_data = "mine"
-        return plan
+        assert plan.planner_data is None
+        return dataclasses.replace(plan, planner_data="mine")
 
     def create_global_plan(self, global_plan: list[Any]) -> list[Any]:
-        assert all(plan.planner_data == "mine" for plan in global_plan)
-        return super().create_global_plan(global_plan)
+        plans = super().create_global_plan(global_plan)
+        assert all(plan.planner_data == "mine" for plan in plans)
+        return plans
 
 
-def test_a_planner_with_data_of_its_own_names_nothing(log: Log, tmp_path: Path) -> None:
-    torch_ckpt.save(adamw(1), checkpoint_id=tmp_path)
-    torch_ckpt.load(adamw(0), checkpoint_id=tmp_path, planner=OwnGlobalPlan())
-    assert not log.take()
+def test_a_planner_with_data_of_its_own_names_what_is_left_as_well(
+    log: Log, tmp_path: Path
+) -> None:
+    torch_ckpt.save({"model": {"a": torch.ones(1), "b": 2}}, checkpoint_id=tmp_path)
+    state = {"model": {"a": torch.zeros(1), "c": 3}}
+    torch_ckpt.load(state, checkpoint_id=tmp_path, planner=OwnData(allow_partial_load=True))
+    missing, unrequested = log.take()
+    assert "lacks 1 of the 2 requested values, which stay as they are: model.c" in missing
+    assert "not requested, and not loaded: model.b" in unrequested
+    assert state["model"] == {"a": torch.ones(1), "c": 3}
 
 
 def test_the_planner_can_be_pickled_after_a_load(tmp_path: Path) -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import functools
 import random
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.states import State, is_in_list, mapped
-from support.tensors import LAYOUTS, ONES, PACKED, laid_out, mask_of
+from support.tensors import LAYOUTS, ONES, PACKED, copied, laid_out, mask_of, random_tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -38,7 +46,7 @@ class Placing:
         self.owners = owners
         self.may_be_empty = may_be_empty
         self.drifts = drifts
-        self._made: dict[tuple[Any, ...], DTensor] = {}
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self._meshes = meshes_of(dist.get_world_size())  # No group is made beside a save.
 
     def place(self, state: State) -> State:
@@ -53,36 +61,28 @@ class Placing:
         is_plain = type(value) is torch.Tensor and not value.requires_grad
         if not is_plain or value.dtype in PACKED or rng.random() < 0.4:
             return value
-        world = dist.get_world_size()
-        has_rows = value.dim() > 0 and (self.may_be_empty or len(value) >= world)
-        if world > 1 and has_rows and rng.random() < 0.2:
-            return rows_of(rng, value, may_be_empty=self.may_be_empty)
+        if value.dim() and value.numel() and rng.random() < 0.2:
+            cuts = sorted(rng.randint(0, len(value)) for _ in range(dist.get_world_size() - 1))
+            rows = [0, *cuts, len(value)][dist.get_rank() :][:2]
+            part = PARTS[rng.choice(list(PARTS))](value, *rows, self.may_be_empty)
+            return self._in_place(path, part)
         # DTensor.from_local forgets on ranks off the mesh that a tensor has no dimensions.
         mesh = rng.choice(self._meshes if value.dim() else self._meshes[:1])
         placements = random_placements(rng, mesh, value.shape)
         made = as_box(value, mesh, placements, layout=rng.choice(list(LAYOUTS)))
         if self.drifts and not is_first_replica(mesh, placements):
             made._local_tensor.copy_(drifted(made._local_tensor))
+        return self._in_place(path, made)
+
+    def _in_place(self, path: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
+        """The tensor in the memory of the one that was made for an earlier state, if it may be."""
         before = self._made.get(path)
-        if before is None or (before.shape, before.dtype) != (made.shape, made.dtype):
+        if before is None or _facts(before) != _facts(made):
             self._made[path] = made
         else:
-            before._local_tensor.copy_(made._local_tensor)
+            for former, new in zip(held(before), held(made), strict=True):
+                former.copy_(new)
         return self._made[path]
-
-
-def rows_of(rng: random.Random, full: torch.Tensor, *, may_be_empty: bool) -> LocalShards:
-    """Rows of this rank, in one box or two. Without rows, it has an empty one before another's."""
-    world, rank, rows = dist.get_world_size(), dist.get_rank(), len(full)
-    if may_be_empty:
-        cuts = sorted(rng.randint(0, rows) for _ in range(world - 1))
-    else:
-        cuts = sorted(rng.sample(range(1, rows), world - 1))
-    begin, end = [0, *cuts][rank], [*cuts, rows][rank]
-    middle = random.Random(f"{rng.random()} {rank}").randint(begin, end)
-    parts = [(begin, middle), (middle, end)] if begin < middle < end else [(begin, end)]
-    zeros = (0,) * (full.dim() - 1)
-    return LocalShards(full.shape, [((at, *zeros), full[at:last].clone()) for at, last in parts])
 
 
 @functools.cache  # Each has groups, and threads, for as long as the process lives.
@@ -160,15 +160,102 @@ def as_box(
     )
 
 
+# ---- Parts that are no DTensors ------------------------------------------------------------------
+
+
+def as_shards(full: torch.Tensor, begin: int, end: int, _: bool) -> LocalShards:
+    """Some rows as a LocalShards of two boxes, with an empty box at the offsets of the first."""
+    middle, zeros = (begin + end) // 2, (0,) * (full.dim() - 1)
+    parts = [(begin, begin), (begin, middle), (middle, end)]
+    return LocalShards(full.shape, [((at, *zeros), copied(full[at:last])) for at, last in parts])
+
+
+def as_part(full: torch.Tensor, begin: int, end: int, _: bool) -> torch.Tensor:
+    """Some rows as a tensor with the attributes of torch's protocol, and a row of padding."""
+    rest = full.shape[1:]
+    part: Any = random_tensor((end - begin + 1, *rest), full.dtype, ONES)
+    part[1:].copy_(full[begin:end])
+    zeros = (0,) * len(rest)
+    boxes = [((begin, *zeros), (1, *zeros), (end - begin, *rest))] if end > begin else []
+    part.rows, part.held = (begin, end), (1, end - begin + 1)
+    part.global_shape = tuple(full.shape)
+    part.global_offsets, part.local_offsets, part.local_sizes = (
+        tuple(box[number] for box in boxes) for number in range(3)
+    )
+    return part  # type: ignore[no-any-return]
+
+
+def as_listing(full: torch.Tensor, begin: int, end: int, may_be_empty: bool) -> torch.Tensor:
+    """Some rows as a tensor of all sizes, with methods among its attributes that list them.
+
+    A rank without rows lists an empty box at the offsets of another rank, if it may.
+    """
+    part: Any = random_tensor(full.shape, full.dtype, ONES)
+    part[begin:end].copy_(full[begin:end])
+    part.rows = part.held = (begin, end)
+    part.has_box = end > begin or may_be_empty
+    for name in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
+        setattr(part, name, types.MethodType(_LISTING[name], part))
+    return part  # type: ignore[no-any-return]
+
+
+def _write_items(part: Any, fqn: str, _: object) -> list[WriteItem]:
+    properties = TensorProperties(dtype=part.dtype)
+    return [
+        WriteItem(
+            MetadataIndex(fqn, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, part.size()),
+        )
+        for chunk in _chunk_list(part)
+    ]
+
+
+def _chunk_list(part: Any) -> list[ChunkStorageMetadata]:
+    begin, end = part.rows
+    rest = part.shape[1:]
+    chunk = ChunkStorageMetadata(
+        torch.Size((begin, *[0] * len(rest))), torch.Size((end - begin, *rest))
+    )
+    return [chunk] if part.has_box else []
+
+
+def _shard_of(part: Any, _: MetadataIndex) -> torch.Tensor:
+    return part[slice(*part.rows)]  # type: ignore[no-any-return]
+
+
+_LISTING: dict[str, Any] = {
+    "__create_write_items__": _write_items,
+    "__create_chunk_list__": _chunk_list,
+    "__get_tensor_shard__": _shard_of,
+}
+
+# Name -> the rows from one to another of a tensor. A new kind of part joins by one line.
+PARTS: dict[str, Any] = {"local shards": as_shards, "listing": as_listing}
+if hasattr(dcp, "CheckpointableTensor"):
+    PARTS["protocol"] = as_part
+
+
+def _facts(value: Any) -> tuple[Any, ...]:
+    return type(value), value.shape, value.dtype, [each.shape for each in held(value)]
+
+
+def held(value: Any) -> list[Any]:
+    """The elements of a value that this rank holds, box by box."""
+    if isinstance(value, DTensor):
+        return [value._local_tensor]
+    if isinstance(value, LocalShards):
+        return [tensor for _, tensor in value.boxes]
+    return [value[slice(*value.held)] if hasattr(value, "held") else value]
+
+
+def _alone_or_list(value: Any, parts: list[Any]) -> Any:
+    return parts if isinstance(value, LocalShards) else parts[0]
+
+
 def local(state: Any) -> Any:
     """The same structure, of what this rank holds."""
-
-    def part(_: tuple[Any, ...], value: Any) -> Any:
-        if isinstance(value, LocalShards):
-            return [tensor for _, tensor in value.boxes]
-        return value._local_tensor if isinstance(value, DTensor) else value
-
-    return mapped(part, state)
+    return mapped(lambda _, value: _alone_or_list(value, held(value)), state)
 
 
 def boxes_like(state: Any, full: Any) -> Any:
@@ -176,12 +263,10 @@ def boxes_like(state: Any, full: Any) -> Any:
 
     def box(path: tuple[Any, ...], value: Any) -> Any:
         whole = functools.reduce(lambda container, key: container[key], path, full)
+        if isinstance(value, DTensor):
+            return local_part(whole, value.device_mesh, value.placements)
         if isinstance(value, LocalShards):
             return [whole[at[0] : at[0] + len(tensor)] for at, tensor in value.boxes]
-        return (
-            local_part(whole, value.device_mesh, value.placements)
-            if isinstance(value, DTensor)
-            else whole
-        )
+        return whole[slice(*value.rows)] if hasattr(value, "rows") else whole
 
     return mapped(box, state)

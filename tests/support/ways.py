@@ -196,12 +196,15 @@ def _fast_async_save(s: Saving, state: Any, path: Location, **options: Any) -> W
 def _save_by_process(s: Saving, state: Any, path: Location) -> Wait:
     """By a thread if torch does not send a tensor to another process as it is.
 
-    It refuses quantized tensors, fails on subclasses of newer dtypes, and leaves out the attributes
-    of parameters.
+    It refuses quantized tensors, fails on subclasses of newer dtypes, leaves out the attributes of
+    parameters, and does not send methods of a tensor.
     """
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     is_sent = not any(
-        t.is_quantized or isinstance(t, Tagged) or (type(t) is Parameter and vars(t))
+        t.is_quantized
+        or isinstance(t, Tagged)
+        or (type(t) is Parameter and vars(t))
+        or "__get_tensor_shard__" in vars(t)
         for t in tensors
     )
     kind = AsyncCheckpointerType.PROCESS if is_sent else AsyncCheckpointerType.THREAD

@@ -545,6 +545,7 @@ class Reads:
         bool,
         Sequence[int],
         int,
+        int,
         Sequence[int],
         Sequence[int],
         Sequence[int],

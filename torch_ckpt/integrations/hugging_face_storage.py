@@ -8,6 +8,7 @@ the whole tensors, as one box each, so that a save replaces one file by one file
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ from torch_ckpt.storage.safetensors_facts import facts_of, listed
 from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
 
 __all__ = ["ModelReader", "ModelWriter", "arguments_of", "is_replaced", "path_of"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 _UNLIMITED_NBYTES = 2**62
 
@@ -109,6 +112,13 @@ class ModelWriter(SafetensorsWriter):
             raise MismatchError(
                 f"cannot write {self.path}: fqn_to_index_mapping has no number for "
                 f"{listed(missing)}"
+            )
+        fqns = {facts.fqn for file in of_file.values() for facts in file}
+        if unsaved := [fqn for fqn in numbers or () if fqn not in fqns]:
+            _LOG.warning(
+                "%s: fqn_to_index_mapping has %d names that no rank saves: %s. The model has only "
+                "the files of the others, %s",
+                *(self.path, len(unsaved), listed(unsaved), sorted(of_file)),
             )
         files = [of_file[number] for number in sorted(of_file)]
         layout = ModelLayout.of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.planning.dispatch import size_of
 from torch_ckpt.planning.dtensor_boxes import boxes_of, in_boxes
 from torch_ckpt.planning.replicas import OBJECT_NBYTES, check_dtype, list_item
 
@@ -73,7 +75,10 @@ def refuse_nested(state_dict: dict[str, Any]) -> None:
 
 
 def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> list[Any]:
-    """Lists a value that is neither a plain tensor nor one box of plain tensor in a DTensor."""
+    """Lists a value by DCP's functions: all but plain tensors, and DTensors with one box of these.
+
+    A plain tensor has torch's own class, and no attributes.
+    """
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []  # This rank is not in the mesh.
@@ -84,7 +89,8 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
     if for_load:
         chunks = _create_chunk_list(value)
         sources = []
-        for chunk in chunks:
+        size = size_of(value)
+        for number, chunk in enumerate(chunks):
             # A load uses only the sizes and the box. The other properties are placeholders.
             table.add_tensor(
                 fqn,
@@ -93,18 +99,19 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
                 "contiguous_format",
                 False,
                 False,
-                value.size(),
+                size,
                 True,
                 chunk.offsets,
                 chunk.sizes,
                 True,
             )
-            sources.append(_shard_at(value, MetadataIndex(fqn, chunk.offsets), chunk.sizes))
+            index = MetadataIndex(fqn, chunk.offsets, number)
+            sources.append(_shard_at(value, index, chunk.sizes))
         return sources
     items = _create_write_items(fqn, value)
     for item in items:
         check_dtype(item)
-    sources = [_shard_of(value, item) for item in items]
+    sources = [_shard_of(value, item, number) for number, item in enumerate(items)]
     for item, source in zip(items, sources, strict=True):
         list_item(table, item, is_opaque=source is None)
     return sources
@@ -128,12 +135,18 @@ def _box_of(state_dict: dict[str, Any], tensor: DTensor) -> _tensor_view.ShardBo
     return _tensor_view.ShardBox(tensor.shape, boxes[0].offsets, boxes[0].sizes)
 
 
-def _shard_of(value: Any, item: WriteItem) -> torch.Tensor | None:
-    """Returns the tensor of an item that a value listed; ``None`` if only DCP can resolve it."""
+def _shard_of(value: Any, item: WriteItem, number: int) -> torch.Tensor | None:
+    """Returns the tensor of an item that a value listed; ``None`` if only DCP can resolve it.
+
+    ``number`` is that of the item among those of the value. An empty box may have the same offsets.
+    """
     data = item.tensor_data
     if data is None or data.chunk is None:
         return None
-    local = _shard_at(value, item.index, data.chunk.sizes)
+    index = item.index
+    if index.index is None:
+        index = dataclasses.replace(index, index=number)
+    local = _shard_at(value, index, data.chunk.sizes)
     return local if local is not None and local.dtype == data.properties.dtype else None
 
 

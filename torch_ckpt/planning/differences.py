@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from torch_ckpt.planning.dispatch import size_of
+
 __all__ = ["listed", "with_differences", "with_similar"]
 
 _MOST = 20
@@ -35,8 +37,9 @@ def with_differences(
             if isinstance(entry, TensorStorageMetadata):
                 kinds.append(f"{fqn} a tensor, not {type(value).__name__}")
             continue
-        if entry.size != value.size():
-            shapes.append(f"{fqn} {list(entry.size)}, not {list(value.size())}")
+        size = size_of(value)
+        if entry.size != size:
+            shapes.append(f"{fqn} {list(entry.size)}, not {list(size)}")
         elif entry.properties.dtype != value.dtype:
             dtypes.append(f"{fqn} {entry.properties.dtype}, not {value.dtype}")
     lines = [

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch_ckpt._core.tensors import cpu_as_default
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.placements import ShardBox, shard_boxes
+from torch_ckpt.planning.dispatch import METHODS
 from torch_ckpt.planning.local_shards import LocalShards
 
 __all__ = [
@@ -147,8 +148,7 @@ def _is_strided(tensor: DTensor) -> bool:
 
 
 def _lists_itself(tensor: DTensor) -> bool:
-    local = tensor._local_tensor
-    return hasattr(local, "__create_write_items__") or hasattr(local, "__create_chunk_list__")
+    return any(hasattr(tensor._local_tensor, name) for name in METHODS)
 
 
 def _dcp_box(tensor: DTensor) -> ShardBox:

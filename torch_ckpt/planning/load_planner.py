@@ -81,8 +81,18 @@ class LocalReads(Sequence[ReadItem]):
         )
 
 
+@dataclasses.dataclass
+class CheckedPlan(LoadPlan):
+    """The plan of one rank, and the names that it requests, for the coordinator.
+
+    They are no ``planner_data``, because that belongs to subclasses of the planner.
+    """
+
+    requested: RequestedNames | None = None
+
+
 def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
-    fqn, is_object, offsets, number, box_offsets, dest, storage, lengths = described
+    fqn, is_object, offsets, hint, number, box_offsets, dest, storage, lengths = described
     if is_object:
         return ReadItem(
             type=LoadItemType.BYTE_IO,
@@ -94,7 +104,7 @@ def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
         )
     return ReadItem(
         type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(fqn, torch.Size(offsets)),
+        dest_index=MetadataIndex(fqn, torch.Size(offsets), hint),
         dest_offsets=torch.Size(dest),
         storage_index=MetadataIndex(fqn, torch.Size(box_offsets), number),
         storage_offsets=torch.Size(storage),
@@ -221,7 +231,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
             )
         unscaled = unscaled_names(self.state_dict, self.metadata)
         names = dataclasses.replace(names, unscaled=unscaled)
-        return dataclasses.replace(plan, planner_data=names)
+        return CheckedPlan(plan.items, plan.storage_data, plan.planner_data, names)
 
     def _plan_or_differences(self) -> LoadPlan:
         try:
@@ -284,8 +294,9 @@ class FastLoadPlanner(DefaultLoadPlanner):
             MismatchError: The load is strict, and would leave something.
         """
         plans = super().create_global_plan(global_plan)
-        ranks = [plan.planner_data for plan in plans]
-        if not all(isinstance(rank, RequestedNames) for rank in ranks) or self.metadata is None:
+        checked = [plan for plan in plans if isinstance(plan, CheckedPlan)]
+        ranks = [plan.requested for plan in checked if plan.requested is not None]
+        if len(ranks) < len(plans) or self.metadata is None:
             return plans
         job_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         is_counted = scope_of(
@@ -306,7 +317,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         if not (is_alone and dist.get_rank()):  # If each rank loads alone, the first one logs.
             for line in lines:
                 _LOG.warning("%s", line)
-        return [dataclasses.replace(plan, planner_data=None) for plan in plans]
+        return [dataclasses.replace(plan, requested=None) for plan in checked]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickles an object without restriction, and stores it under the state dict's own keys.

@@ -24,7 +24,7 @@ class LocalShards(torch.Tensor):
     the values of its boxes: the offsets of each, and the tensor in it, of one dtype. Torch
     functions other than ``size``, ``dtype`` and the like raise an error. ``like`` has the dtype and
     device of the whole tensor, if there are no boxes. The tensors of ``boxes`` are those of the
-    caller, detached.
+    caller, detached. DCP receives no empty boxes, because it finds a box by its offsets alone.
     """
 
     boxes: list[tuple[torch.Size, torch.Tensor]]
@@ -105,10 +105,16 @@ class LocalShards(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(at, tensor.size()) for at, tensor in self.boxes]
+        return [ChunkStorageMetadata(at, tensor.size()) for at, tensor in self._listed()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for at, tensor in self.boxes:
+        for at, tensor in self._listed():
             if at == index.offset:
                 return tensor
         raise ValueError(f"{self!r} has no box at {index.offset}")
+
+    def _listed(self) -> list[tuple[torch.Size, torch.Tensor]]:
+        """Returns the boxes with elements; one box if the whole tensor has no elements."""
+        if not self.numel():
+            return self.boxes[:1]
+        return [box for box in self.boxes if box[1].numel()]

@@ -47,6 +47,7 @@ __all__ = [
     "PlanChanges",
     "RankItems",
     "check_dtype",
+    "check_shard",
     "cut_item",
     "item_nbytes",
     "list_item",
@@ -175,7 +176,7 @@ def _value_of(item: WriteItem, planner: object) -> torch.Tensor | None:
     value = getattr(planner, "state_dict", {}).get(item.index.fqn)
     if type(value) is DTensor:
         value = value._local_tensor
-    if not _tensor_view.is_plannable(value):
+    if not _tensor_view.is_plannable(value) or vars(value):  # DCP may store a part of it.
         try:
             value = planner.lookup_object(item.index)
         except Exception:  # The write reports it.
@@ -236,6 +237,22 @@ def check_dtype(item: WriteItem) -> None:
         raise UnsupportedError(
             f"cannot save {item.index.fqn!r}: torch.save does not support "
             f"{data.properties.dtype}; save tensor.view(torch.uint8)"
+        )
+
+
+def check_shard(item: WriteItem, tensor: torch.Tensor) -> None:
+    """Checks that a shard fills its box in the plan. Otherwise the metadata would not describe it.
+
+    Raises UnsupportedError. Stock's writer stores such a shard without an error.
+    """
+    planned = item.whole if isinstance(item, CutItem) and item.whole is not None else item
+    data = planned.tensor_data
+    if planned.type != WriteItemType.SHARD or data is None or tensor.size() == data.chunk.sizes:
+        return
+    if tensor.numel() or data.chunk.sizes.numel():
+        raise UnsupportedError(
+            f"cannot write {item.index.fqn!r} of sizes {list(data.size)}: this rank holds "
+            f"{list(tensor.size())} of it, but its box in the plan has {list(data.chunk.sizes)}"
         )
 
 

@@ -55,7 +55,7 @@ from torch_ckpt.planning.replica_check import (
     numbers_of,
     warn_of,
 )
-from torch_ckpt.planning.replicas import CutItem, ranks_per_node
+from torch_ckpt.planning.replicas import CutItem, check_shard, ranks_per_node
 from torch_ckpt.planning.value_digests import has_other_ranks, value_digests
 
 __all__ = ["FastSavePlanner", "NoColumnsError"]
@@ -307,11 +307,21 @@ class FastSavePlanner(DefaultSavePlanner):
         return super().finish_plan(dataclasses.replace(new_plan, items=_as_list(items)))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Returns the tensor or bytes of an item. For a cut item, returns its rows."""
-        if isinstance(write_item, CutItem) and write_item.whole is not None:
-            whole = super().resolve_data(write_item.whole)
-            return write_item.rows_of(cast(torch.Tensor, whole))
-        return super().resolve_data(write_item)
+        """Returns the tensor or bytes of an item. For a cut item, returns its rows.
+
+        Raises:
+            UnsupportedError: A shard does not fill its box in the plan. A subclass that chooses
+                other tensors may change the sizes.
+        """
+        whole = write_item.whole if isinstance(write_item, CutItem) else None
+        data = super().resolve_data(whole or write_item)
+        if not isinstance(data, torch.Tensor):
+            return data
+        if not overrides(self, FastSavePlanner, ("lookup_object", "transform_object")):
+            check_shard(write_item, data)
+        if isinstance(write_item, CutItem) and whole is not None:
+            return write_item.rows_of(data)
+        return data
 
     lookup_object = lookup_box
 

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._core import _tensor_view
+from torch_ckpt.planning.dispatch import copy_attributes
 from torch_ckpt.planning.local_shards import LocalShards
 
 __all__ = ["allocated", "check_targets"]
@@ -61,7 +62,10 @@ def allocated(state_dict: dict[str, Any]) -> dict[str, Any]:
     if dist.is_available() and dist.is_initialized():
         _init_state_dict(meta)
         return meta
-    return {fqn: torch.empty_like(value, device="cpu") for fqn, value in meta.items()}
+    made = {fqn: torch.empty_like(value, device="cpu") for fqn, value in meta.items()}
+    for fqn, tensor in made.items():
+        copy_attributes(meta[fqn], tensor)
+    return made
 
 
 def _is_meta(value: torch.Tensor) -> bool:

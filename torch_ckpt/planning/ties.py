@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt.planning.dispatch import attributes_of
 from torch_ckpt.planning.item_views import PlannedItems
 
 __all__ = ["common_ties", "has_no_elements", "tied_names"]
@@ -34,7 +35,8 @@ def tied_names(state_dict: dict[str, Any]) -> list[list[str]]:
         address = local.data_ptr()
         if address:
             facts = local.dtype, local.device, local.stride(), local.is_conj(), local.is_neg()
-            groups.setdefault((address, local.shape, value.shape, facts), []).append(fqn)
+            part = repr(attributes_of(local))
+            groups.setdefault((address, local.shape, value.shape, facts, part), []).append(fqn)
     return [names for names in groups.values() if len(names) > 1]
 
 

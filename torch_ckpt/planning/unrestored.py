@@ -26,7 +26,7 @@ _HINT = "; an optimizer has no state before its first step: see docs/runs.md"
 
 @dataclass(frozen=True)
 class RequestedNames:
-    """``LoadPlan.planner_data`` of one rank: the names that it requests.
+    """The names that one rank requests.
 
     ``missing`` are those that the checkpoint lacks. ``stored`` is a digest of all names of the
     checkpoint, in their order, empty if the rank requests all of them: in the memory of another

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt._core import _tensor_view
 from torch_ckpt._core.tensors import MemoryFaultError, check_memory, to_plain
+from torch_ckpt.planning.dispatch import attributes_of, copy_attributes
 from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.replicas import PICKLED_DTYPES
 from torch_ckpt.staging.memory_faults import in_state_dict
@@ -33,9 +34,9 @@ _UNKNOWN = object()
 class CopiedState(StateDictStager):
     """A copy of a state dict, except for the memory of its tensors.
 
-    Copies of tensors are plain CPU tensors. Copies of DTensors are DTensors of CPU tensors. Copies
-    of wrapper subclasses wrap copies of their inner tensors. Two kinds of tensors are copied
-    immediately, with their values:
+    Copies of tensors are CPU tensors, which keep only the attributes that DCP reads. Copies of
+    DTensors are DTensors of CPU tensors. Copies of wrapper subclasses wrap copies of their inner
+    tensors. Two kinds of tensors are copied immediately, with their values:
 
     - Tensors that only torch can copy: other subclasses, quantized, sparse and lazily conjugated
       tensors.
@@ -56,6 +57,7 @@ class CopiedState(StateDictStager):
         # Separate from the memo of tensors, since objects must not contain tensors without values.
         self._memo_of_objects: dict[int, Any] = {}
         self._deferred: list[tuple[Any, Any, _Deferred]] = []  # Container, key, value.
+        self.described: list[torch.Tensor] = []  # Copies with attributes that DCP reads.
         try:
             with torch.no_grad():
                 self.state: dict[str, Any] = self.deepcopy_with_tensor_offload(state_dict)
@@ -104,6 +106,8 @@ class CopiedState(StateDictStager):
         with torch.no_grad():
             for container, key, value in deferred:
                 container[key] = value.get()
+        if self.described:
+            self.state = _DescribedState(self.state, self.described)
 
     def _put(self, container: Any, key: Any, value: Any) -> None:
         container[key] = value
@@ -149,18 +153,27 @@ class CopiedState(StateDictStager):
         return y
 
     def _copy(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
+        y = self._copy_values(x, memo)
+        if not attributes_of(x):
+            return y
+
+        def describe(y: torch.Tensor) -> torch.Tensor:
+            copy_attributes(x, y)
+            self.described.append(y)
+            return y
+
+        return _Deferred(lambda: describe(y.get())) if isinstance(y, _Deferred) else describe(y)
+
+    def _copy_values(self, x: torch.Tensor, memo: Any) -> torch.Tensor | _Deferred:
         if type(x) is DTensor:
             local = self.deepcopy_with_tensor_offload(x._local_tensor, memo)
-            for name in ("__create_write_items__", "__create_chunk_list__"):
-                if name in vars(x._local_tensor):  # Uneven shards of Megatron-FSDP.
-                    setattr(local, name, vars(x._local_tensor)[name])
             # DTensor.__init__ does nothing, but it imports all of torch's compiler.
             make = functools.partial(
                 DTensor.__new__, DTensor, spec=x._spec, requires_grad=x.requires_grad
             )
             return _Deferred(lambda: make(local.get())) if type(local) is _Deferred else make(local)
         if type(x) is AsyncCollectiveTensor:
-            return self._copy(x.wait(), memo)
+            return self._copy_values(x.wait(), memo)
         if is_traceable_wrapper_subclass(x):
             return self._deferred_wrapper(x, memo)
         if isinstance(x, ShardedTensor):
@@ -236,6 +249,28 @@ class CopiedFile(CopiedState):
             return made
 
         return _Deferred(make)
+
+
+class _DescribedState(dict[str, Any]):
+    """A copied state dict whose tensors keep their attributes when a save process receives them.
+
+    Torch sends the values of a tensor to another process, and no attributes.
+    """
+
+    def __init__(self, state: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        super().__init__(state)
+        self._tensors = tensors
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _described, (dict(self), [(x, attributes_of(x)) for x in self._tensors])
+
+
+def _described(
+    state: dict[str, Any], attributes: list[tuple[torch.Tensor, dict[str, Any]]]
+) -> dict[str, Any]:
+    for tensor, values in attributes:
+        vars(tensor).update(values)
+    return state
 
 
 class _Deferred:

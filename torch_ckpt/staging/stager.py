@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import threading
@@ -108,6 +109,7 @@ class SnapshotStager:
         self._free: list[_native.Snapshot | None] = [None]
         self._nbytes = 0  # Size of the snapshot, wherever it is.
         self._has_warned = False
+        self._has_described = False  # Whether the last state had attributes that DCP reads.
         self._in_use: set[Staged] = set()
         self._changed = threading.Condition()
         self._copying: Future[None] | None = None
@@ -232,7 +234,10 @@ class SnapshotStager:
     def _begin(
         self, state_dict: dict[str, Any], left_out: Collection[int], allow_unstaged: bool, name: str
     ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
+        if self._has_described:  # Methods of a copy refer to it, so it is not freed by itself.
+            gc.collect()
         copied = self._copy_class(state_dict)
+        self._has_described = bool(copied.described)
         drop_memory(tensor for tensor in copied.tensors if id(tensor.live) in left_out)
         to_stage = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
         placed = self._place(to_stage, can_leave_unstaged=allow_unstaged and self.blocking)

@@ -20,7 +20,7 @@ from torch_ckpt.coordination.statefuls import refuse_statefuls
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.planning.columns import overrides
 from torch_ckpt.planning.item_views import PlannedItems, to_write_item
-from torch_ckpt.planning.replicas import CutItem, work_of
+from torch_ckpt.planning.replicas import CutItem, check_shard, work_of
 from torch_ckpt.planning.save_planner import FastSavePlanner
 
 __all__ = [
@@ -206,7 +206,7 @@ def _in_columns(
             continue
         tensor = resolve_whole(planner, item)
         if not may_resize:
-            _check_shard(item, tensor)
+            check_shard(item, tensor)
         waits.append(can_wait(tensor))
         kind = _tensor_view.tensor_kind(tensor)
         if transforms.extensions or kind == _tensor_view.TensorKind.TORCHS_OWN:
@@ -220,22 +220,6 @@ def _in_columns(
         as_planned = _is_as_planned(item, tensor)
         add(item, tensor if is_live else Unresolved(), name if as_planned else None)
     return RankWork(_native.Work(table), sources, waits, written, dtypes)
-
-
-def _check_shard(item: WriteItem, tensor: torch.Tensor) -> None:
-    """Checks that a shard fills its box in the plan, which :func:`table_of` checks for our planner.
-
-    Stock's writer stores such a shard without an error, and then the metadata does not describe it.
-    """
-    planned = item.whole if isinstance(item, CutItem) and item.whole is not None else item
-    data = planned.tensor_data
-    if planned.type != WriteItemType.SHARD or data is None or tensor.size() == data.chunk.sizes:
-        return
-    if tensor.numel() or data.chunk.sizes.numel():
-        raise UnsupportedError(
-            f"cannot write {item.index.fqn!r} of sizes {list(data.size)}: this rank holds "
-            f"{list(tensor.size())} of it, but its box in the plan has {list(data.chunk.sizes)}"
-        )
 
 
 def _name(item: WriteItem) -> str:

@@ -1,0 +1,71 @@
+"""What DCP looks at to choose how it saves and loads a value.
+
+DCP asks for classes, and for attributes. So a tensor of torch's own class may be a part of another
+tensor, because of its attributes. Nothing here decides for DCP: whatever has such an attribute is
+listed by DCP's own functions, and its copies keep the attribute.
+"""
+
+from __future__ import annotations
+
+import types
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "ATTRIBUTES",
+    "CLASSES",
+    "METHODS",
+    "PROTOCOLS",
+    "attributes_of",
+    "copy_attributes",
+    "size_of",
+]
+
+CLASSES = (DTensor, ShardedTensor, torch.Tensor)
+"""The classes of values. An instance of a subclass is listed by DCP's functions."""
+
+METHODS = frozenset({"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"})
+"""Methods of a value, or of the local tensor of a DTensor, that DCP calls in place of its own."""
+
+PROTOCOLS: tuple[type[Any], ...] = tuple(
+    kind for kind in vars(dcp).values() if getattr(kind, "_is_protocol", False)
+)
+"""The protocols that the running torch exports: ``CheckpointableTensor`` since torch 2.14."""
+
+ATTRIBUTES = METHODS.union(*(kind.__annotations__ for kind in PROTOCOLS))
+"""The attributes of a tensor that DCP reads."""
+
+
+def size_of(value: Any) -> torch.Size:
+    """Returns the sizes of the whole tensor of which a value is a part, as DCP's load planner."""
+    if isinstance(value, torch.Tensor) and isinstance(value, PROTOCOLS):
+        return torch.Size(value.global_shape)  # type: ignore[attr-defined]
+    size: torch.Size = value.size()
+    return size
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Returns the attributes of a tensor, not of its class, that DCP reads.
+
+    DCP may read all of them if it calls methods of the tensor. A wrapper subclass copies those.
+    """
+    attributes = vars(tensor)
+    if not attributes:
+        return {}
+    methods = (getattr(tensor, name, None) for name in METHODS)
+    has_methods = any(isinstance(method, types.MethodType) for method in methods)
+    if has_methods and not is_traceable_wrapper_subclass(tensor):
+        return dict(attributes)
+    return {name: attributes[name] for name in attributes if name in ATTRIBUTES}
+
+
+def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Gives the copy of a tensor the attributes that DCP reads. Its methods are then the copy's."""
+    if attributes := attributes_of(source):
+        vars(target).update(deepcopy(attributes, {id(source): target}))
