@@ -9,7 +9,8 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -51,14 +52,13 @@ def pickle_object(value: Any, fqn: str) -> io.BytesIO:
     """
     stream = io.BytesIO()
     with _main_script_as_main():
-        if type(value) in _ATOMS:
-            torch.save(value, stream)
-            return stream
-        tensors = _save(value, fqn, stream, stops=lambda found: found.has_slack)
-        if tensors.has_slack:
-            stream = io.BytesIO()
-            pickler = type("_Moving", (_Pickler,), {"change": staticmethod(tensors.moved())})
-            torch.save(value, stream, pickle_module=_module(pickler))
+        copies = {} if type(value) in _ATOMS else _inspected(value, fqn).copies()
+        token = _copies.set(copies)
+        try:
+            module: Any = _WITH_COPIES if copies else pickle
+            torch.save(value, stream, pickle_module=module)
+        finally:
+            _copies.reset(token)
     return stream
 
 
@@ -102,74 +102,81 @@ def has_slack(value: Any, fqn: str) -> bool:
     if type(value) in _ATOMS:
         return False
     try:
-        return _save(value, fqn, io.BytesIO(), stops=lambda _: True).has_slack
+        return _inspected(value, fqn).has_slack
     except MemoryFaultError:
         raise
     except Exception:
         return False  # Who pickles it gets the error.
 
 
-def _save(
-    value: Any, fqn: str, stream: io.BytesIO, *, stops: Callable[[_Tensors], bool]
-) -> _Tensors:
-    """Saves an object, unless ``stops`` returns ``True``. Returns the tensors in the object.
-
-    ``torch.save`` has then pickled the object, but has not written a storage.
-    """
-    tensors = _Tensors()
-
-    class Pickler(_Pickler):
-        change = tensors.add
-
-        def __init_subclass__(cls) -> None:
-            id_of: Any = cls.persistent_id  # Torch's.
-
-            def persistent_id(pickler: Any, value: Any) -> Any:
-                tensors.add_storage(value)
-                return id_of(pickler, value)
-
-            cls.persistent_id = persistent_id  # type: ignore[method-assign]
-
-        def dump(self, value: Any) -> None:
-            super().dump(value)
-            if stops(tensors):
-                raise _StoppedError
-
-    with contextlib.suppress(_StoppedError):
-        try:
-            torch.save(value, stream, pickle_module=_module(Pickler))
-        except MemoryFaultError as fault:
-            raise in_object(fault, fqn, value) from None
-    return tensors
-
-
-class _StoppedError(Exception):
-    pass
-
-
-def _module(pickler: type[pickle.Pickler]) -> Any:
-    """Returns the ``pickle_module`` of ``torch.save``."""
-    return types.SimpleNamespace(__name__=__name__, Pickler=pickler)
-
-
 _Reduced = tuple[Any, ...]
 
+# No class is made for one call: a class is in a cycle, so it would keep the tensors alive until the
+# garbage collector runs. Staged tensors must be free before the next save.
 
-class _Pickler(pickle.Pickler):
-    """Pickles what ``change`` makes of the values that rebuild a tensor."""
 
-    change: Callable[[_Reduced], _Reduced]
+class _Inspector(pickle.Pickler):
+    """Finds the tensors in an object, as ``torch.save`` reduces them. Writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), protocol=2)
+        self.tensors = _Tensors()
+
+    def reducer_override(self, value: Any) -> Any:
+        """Adds a tensor."""
+        reduced = _reduced(value)
+        return self.tensors.add(reduced) if isinstance(reduced, tuple) else reduced
+
+    def persistent_id(self, value: Any) -> Any:
+        """Adds a storage, which is not pickled."""
+        if not isinstance(value, TypedStorage | UntypedStorage):
+            return None
+        self.tensors.add_storage(value)
+        return "storage"
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _WithCopies(pickle.Pickler):
+    """Puts tensors over the copies of the memory that they use: those of the present call."""
 
     def reducer_override(self, value: Any) -> Any:
         """Pickles a tensor."""
-        if not isinstance(value, torch.Tensor) or type(value) in copyreg.dispatch_table:
-            return NotImplemented
-        reduced: Any = value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
-        return self.change(reduced) if isinstance(reduced, tuple) else reduced
+        reduced = _reduced(value)
+        if not isinstance(reduced, tuple) or (where := _where(reduced)) is None:
+            return reduced
+        copy = _copies.get().get(where[1])
+        return reduced if copy is None else _with_storage(reduced, copy)
+
+
+_WITH_COPIES = types.SimpleNamespace(__name__=__name__, Pickler=_WithCopies)
+"""The ``pickle_module`` of ``torch.save``."""
+
+
+def _reduced(value: Any) -> Any:
+    """Returns what pickles a tensor; ``NotImplemented`` for another value."""
+    if not isinstance(value, torch.Tensor) or type(value) in copyreg.dispatch_table:
+        return NotImplemented
+    return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+
+
+def _inspected(value: Any, fqn: str) -> _Tensors:
+    """Returns the tensors in an object."""
+    inspector = _Inspector()
+    try:
+        inspector.dump(value)
+    except MemoryFaultError as fault:
+        raise in_object(fault, fqn, value) from None
+    return inspector.tensors
 
 
 # Id of the storage; dtype; offset, sizes and strides in elements.
 _Key = tuple[int, torch.dtype, int, tuple[int, ...], tuple[int, ...]]
+
+_copies: ContextVar[dict[_Key, torch.Tensor]] = ContextVar("copies")
 
 
 class _Tensors:
@@ -222,8 +229,8 @@ class _Tensors:
         """Whether a storage has memory that no tensor uses."""
         return bool(self._runs)
 
-    def moved(self) -> Callable[[_Reduced], _Reduced]:
-        """Copies the memory that tensors use; returns what puts a tensor over its copy."""
+    def copies(self) -> dict[_Key, torch.Tensor]:
+        """Copies the memory that tensors use, of storages that have more."""
         copies: dict[_Key, torch.Tensor] = {}
         for number, runs in self._runs.items():
             for run in runs:
@@ -232,15 +239,7 @@ class _Tensors:
                 copy_elements(live, memory)
                 run.set_memory(memory)
             copies |= {key: copy for key, (_, copy) in self._found[number].items()}
-
-        def move(reduced: _Reduced) -> _Reduced:
-            where = _where(reduced)
-            copy = None if where is None else copies.get(where[1])
-            if copy is None:
-                return reduced
-            return _with_storage(reduced, copy)
-
-        return move
+        return copies
 
 
 def _tensor_at(storage: UntypedStorage, key: _Key) -> CopiedTensor:
