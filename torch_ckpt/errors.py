@@ -188,7 +188,11 @@ def naming_first(
 
 def add_name(error: Exception, action: str, fqn: str) -> None:
     """Names a value in an error, as :func:`naming`."""
-    if repr(fqn) in str(error):
+    try:
+        has_name = repr(fqn) in str(error)
+    except Exception:  # Of its class. The error itself counts.
+        return
+    if has_name:
         return
     text, args = f"cannot {action} {fqn!r}", error.args
     if not args or (len(args) == 1 and isinstance(args[0], str)):

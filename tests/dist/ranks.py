@@ -108,7 +108,8 @@ class Ranks:
         if not self.alive:
             self._start()
         try:
-            call = pickle.dumps((function, args))
+            memory = os.environ.get("TORCH_CKPT_MEMORY")  # Of the present test.
+            call = pickle.dumps((function, args, memory))
             for pipe in self._pipes:
                 with contextlib.suppress(BrokenPipeError):  # It has ended: the reply will say so.
                     pipe.send_bytes(call)
@@ -290,7 +291,11 @@ def _serve(
     )
     for call in _received(calls):
         try:
-            function, args = pickle.loads(call)
+            function, args, memory = pickle.loads(call)
+            if memory is None:
+                os.environ.pop("TORCH_CKPT_MEMORY", None)
+            else:
+                os.environ["TORCH_CKPT_MEMORY"] = memory
             reply = pickle.dumps((True, function(*args)))
         except BaseException:  # CheckpointException is no Exception.
             reply = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))

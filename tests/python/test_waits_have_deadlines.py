@@ -194,13 +194,16 @@ PYTHON = {
         "the next save, or the end of the run", "no rank waits"
     ),
     "runs/step_files.py lease thread.join": Wait("at once: it was told to end", "no rank waits"),
-    "staging/copied_state.py CopiedState._copy x.wait": Wait(
+    "staging/copied_state.py CopiedState._copy_values x.wait": Wait(
         "the collective of torch that makes the tensor", "torch"
     ),
     "staging/stager.py SnapshotStager.wait_staged copying.result": Wait(LOCAL, CALL),
     "storage/exchange.py _connect connection.made.result": Wait("at once: it is done", CALL),
     "storage/exchange.py _check_threads thread.join": Wait("at once: it was told to end", CALL),
     "storage/progress.py progress_bar thread.join": Wait("at once: it was told to end", CALL),
+    "storage/rank_work.py _resolved tensor.wait": Wait(
+        "the collective of torch that makes the tensor", "torch"
+    ),
     "storage/stored_values.py StoredValues._read "
     "self._reader.read_data(LoadPlan(items), planner).wait": Wait(DISK, "the file"),
 }
