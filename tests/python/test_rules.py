@@ -176,7 +176,7 @@ def test_replicas_that_differ_are_an_error(tmp_path: Path) -> None:
         ([(2, 3), (2, 3)], "shard(2)", "no dimension 2"),
         ([(2, 3), (2, 3)], "unique", "ranks 0, 1 have it"),
         ([(2, 3), (2, 3)], "fused([3, 1], 0)", "equal parts"),
-        ([(2, 3), (2, 3)], "boxes([4, 3], [[0, [0, 0], [2, 3], [0, 0]]])", "have 6: none contains the box"),
+        ([(2, 3), (2, 3)], "boxes([4, 3], [[0, [0, 0], [2, 3], [0, 0]]])", "6 of them"),
         (
             [(2, 3), (2, 3)],
             "boxes([3, 3], [[0, [0, 0], [2, 3], [0, 0]], [1, [0, 0], [2, 3], [1, 0]]])",

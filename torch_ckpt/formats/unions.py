@@ -242,8 +242,8 @@ def check_cover(fqn: str, sizes: Sizes, placed: Sequence[Placed]) -> None:
     if is_missing:
         covered = sum(math.prod(one.sizes) for one in placed)
         raise MismatchError(
-            f"{fqn!r} of sizes {sizes} has {math.prod(sizes)} elements, and the boxes of its ranks "
-            f"have {covered}: none contains the box at {tuple(at)} of {tuple(part)}"
+            f"{fqn!r} of sizes {sizes} has {math.prod(sizes)} elements, and its ranks have "
+            f"{covered} of them: no rank has the box at {tuple(at)} of {tuple(part)}"
         )
     one, other = [
         one
