@@ -166,7 +166,7 @@ class StateDicts:
         _restore(self._root, self.state)
 
     def _replace(self, value: Any, fqn: str, *, in_tuple: bool) -> tuple[Any, _Replaced]:
-        """Returns the state dict of an object, and what was replaced."""
+        """Returns the state dict of an object, and the record for its restore."""
         with naming("load" if self._for_load else "save", fqn):
             state = value.state_dict()
         if in_tuple:
@@ -178,7 +178,7 @@ class StateDicts:
         return state, node
 
     def _replaced_in(self, live: Any, fqn: str | None, *, in_tuple: bool) -> tuple[Any, _Replaced]:
-        """Returns a copy of a container, and what was replaced. The top level has no FQN."""
+        """Returns a copy of a container, and the record for its restore. The top has no FQN."""
         node = _Replaced(live, fqn or "")
         is_mapping = isinstance(live, Mapping)
         copy: Any = dict(live.items()) if is_mapping else list(live)
