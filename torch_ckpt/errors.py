@@ -151,7 +151,7 @@ def listed_ranks(ranks: Sequence[int], most: int = 8) -> str:
 
 @contextlib.contextmanager
 def naming(action: str, fqn: str) -> Iterator[None]:
-    """Names a value in the error of the block: ``cannot save 'model.w': ...``.
+    """Adds the FQN of a value to an error of the block: ``cannot save 'model.w': ...``.
 
     The error stays the same object. It is unchanged if it has the name already.
     """
@@ -166,17 +166,17 @@ def naming(action: str, fqn: str) -> Iterator[None]:
 def naming_first(
     action: str, values: Callable[[], Iterable[tuple[str, Any]]], attempt: Callable[[Any], object]
 ) -> Iterator[None]:
-    """Names a value in the error of a block that handles many values (FQN, value) at once.
+    """Adds the FQN of the failing value to an error of a block that processes many values at once.
 
-    It is the first value for which ``attempt`` raises, too. Only an error costs time. Errors of
-    this package are unchanged: they have a name, or concern no value.
+    After an error, it calls ``attempt`` for each (FQN, value), until that raises too. Errors of
+    this package are unchanged: they already have a name, or concern no value.
     """
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        with contextlib.suppress(Exception):  # Of a state dict that cannot be flattened.
+        with contextlib.suppress(Exception):  # The state dict may not be flattened.
             for fqn, value in values():
                 try:
                     attempt(value)
@@ -187,17 +187,17 @@ def naming_first(
 
 
 def add_name(error: Exception, action: str, fqn: str) -> None:
-    """Names a value in an error, as :func:`naming`."""
+    """Adds the FQN of a value to an error, as :func:`naming` does."""
     try:
         has_name = repr(fqn) in str(error)
-    except Exception:  # Of its class. The error itself counts.
+    except Exception:  # A class may raise in `__str__`. The original error is reported.
         return
     if has_name:
         return
     text, args = f"cannot {action} {fqn!r}", error.args
     if not args or (len(args) == 1 and isinstance(args[0], str)):
         error.args = (f"{text}: {args[0]}" if args else text,)
-    if text not in str(error):  # The class composes its message from other facts.
+    if text not in str(error):  # The class does not use `args` for its message.
         error.args = args
         error.add_note(text)
 

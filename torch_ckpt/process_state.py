@@ -43,7 +43,7 @@ class _Process:
             apply. Owner: ``integrations/replacing``.
         warned_replicas: Sets of FQNs whose replicas had different values, of which this process
             has warned. Owner: ``planning/replica_check``.
-        warned_placeholders: Sets of FQNs of empty tensors, of which this process has warned. Owner:
+        warned_placeholders: Sets of FQNs of empty tensors that this process has warned of. Owner:
             ``planning/placeholders``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``storage/temporary``.

@@ -30,7 +30,7 @@ enum class DType : uint8_t {
   kFloat8E5M2,
   kFloat8E5M2FNUZ,
   kFloat8E8M0FNU,
-  kFloat4E2M1FNX2,  // An element is a byte, and has two numbers.
+  kFloat4E2M1FNX2,  // An element is one byte, which contains two numbers.
 };
 
 inline constexpr int kDTypeCount = 22;

@@ -20,8 +20,8 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-// Returns the status of an exception of a client, whose message states what failed. Throws if the
-// exception itself raises, such as in `__str__`. Requires: the GIL.
+// Returns the status of an exception of a client, whose message states the failure. Throws if the
+// exception's own code raises, for example in `__str__`. Requires: the GIL.
 Status described(py::error_already_set& error) {
   // The interpreter raises it again, once the engine has returned.
   if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();

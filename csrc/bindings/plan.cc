@@ -65,7 +65,7 @@ Box to_box(const PyBox& box, size_t ndim) {
   for (size_t d = 0; is_box && d < ndim; ++d) {
     is_box = range_within(offsets[d], sizes[d], std::numeric_limits<int64_t>::max());
   }
-  if (!is_box) throw py::value_error("boxes differ in dimensions, or have wrong numbers");
+  if (!is_box) throw py::value_error("boxes differ in dimensions, or have invalid numbers");
   return {offsets, sizes};
 }
 
@@ -82,7 +82,8 @@ void check_cover_of(const std::string& fqn, const PyBox& wanted, const std::vect
   raise_if_error(without_gil([&] { return check_cover(fqn, whole, std::move(boxes)); }));
 }
 
-// Returns whether no box has a part of `wanted`, and the part; None if each element is in one box.
+// Returns a part of `wanted` that is not in exactly one box, after whether it is in none. Returns
+// None if there is no such part.
 std::optional<std::pair<bool, PyBox>> fault_of(const PyBox& wanted,
                                                const std::vector<PyBox>& listed) {
   const Box whole = to_box(wanted, wanted.first.size());

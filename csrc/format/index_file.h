@@ -78,7 +78,7 @@ using IndexedPath = StatePath;
 
 struct Index {
   std::string save_id;  // Part of the names of files: 16 hexadecimal digits.
-  // StorageMeta.save_id of the metadata, which DCP shows; empty if that is `save_id`.
+  // StorageMeta.save_id of the metadata; empty if it equals `save_id`.
   std::string stored_save_id = {};
   FileDigest metadata = {};  // Digest of the pickle in the `.metadata` that the index belongs to.
   std::vector<IndexedFile> files = {};

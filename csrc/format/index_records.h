@@ -84,7 +84,7 @@ struct Header {
   // values are undefined.
   Section digests;
   Section origins;
-  Text stored_save_id;  // `storage_meta.save_id` of the metadata; if empty, it is `save_id`.
+  Text stored_save_id;  // StorageMeta.save_id of the metadata; empty if it equals `save_id`.
   uint64_t zero;
   uint64_t header_sum;  // XXH3 of the header bytes before this field.
 };

@@ -32,8 +32,8 @@ struct Part {
   Box region;
   std::vector<Box> boxes;
 
-  // Returns whether the volumes of the boxes make that of the region. No proof by itself, since an
-  // overlap may make up for a hole.
+  // Returns whether the volumes of the boxes add up to that of the region. This proves nothing by
+  // itself, since an overlap may compensate for a hole.
   bool adds_up() const {
     uint64_t sum = 0;
     for (const Box& box : boxes) sum += volume(box);
@@ -106,7 +106,7 @@ std::optional<CoverFault> find_fault(Part part) {
   }
   if (cut_dims == 1) return row_fault(std::move(part), best);
   auto [lower, upper] = cut(std::move(part), best, bounds[bounds.size() / 2]);
-  // A part whose volumes do not add up has a fault, so that only one part is searched.
+  // A part whose volumes do not add up has a fault, so the other part need not be searched.
   if (!lower.adds_up()) return find_fault(std::move(lower));
   if (!upper.adds_up()) return find_fault(std::move(upper));
   const auto fault = find_fault(std::move(lower));

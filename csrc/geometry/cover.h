@@ -11,10 +11,10 @@
 
 namespace torch_ckpt {
 
-// A part of a region that no box has, or that several boxes have.
+// A part of a region that no box contains, or that several boxes contain.
 struct CoverFault {
   Box at;
-  bool is_missing = false;  // Otherwise several boxes have it.
+  bool is_missing = false;  // Otherwise several boxes contain it.
 
   bool operator==(const CoverFault&) const = default;
 };
@@ -22,14 +22,14 @@ struct CoverFault {
 // Returns a part of `wanted` that is not in exactly one box; nullopt if there is none. The boxes
 // may be empty, and may reach beyond `wanted`.
 //
-// Boxes in a row, as of shards along one dimension, cost one sort. Others are cut into rows first:
-// n * log(n) for a grid of n boxes.
+// For boxes in a row, such as shards along one dimension, the cost is one sort. Other boxes are cut
+// into rows first: n * log(n) for a grid of n boxes.
 // Requires: equal numbers of dimensions; no offset + size overflows.
 std::optional<CoverFault> cover_fault(const Box& wanted, std::vector<Box> boxes);
 
 // Checks that stored boxes have each element of a wanted box exactly once.
-// Errors: kMismatch if they lack an element; kCorruption if several have one, since they may have
-// different values. The message names the FQN, the wanted box and the part.
+// Errors: kMismatch if no box contains an element; kCorruption if several do, since their values
+// may differ. The message names the FQN, the wanted box and the part.
 Status check_cover(std::string_view fqn, const Box& wanted, std::vector<Box> stored);
 
 }  // namespace torch_ckpt

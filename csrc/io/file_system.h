@@ -209,7 +209,7 @@ class FileSystem {
   }
 
   // Gives a file another name, without moving its bytes through this process: a hard link, or a
-  // copy within the store. The file then has the present time, under both names. With `sync`, its
+  // copy within the store. The link sets the file's modification time to now. With `sync`, its
   // bytes survive a power cut, and the name does after `sync_directory` of the parent of `to`.
   // Errors: kNotFound; kUnsupported if the file system cannot do that for these two; kStorage with
   // EEXIST, except on a store, which replaces `to`.

@@ -106,7 +106,7 @@ Status PosixFileSystem::link(const std::string& from, const std::string& to, boo
         return errno_status(error, text);
     }
   }
-  // A program that removes files by their age would take it for one of the older name.
+  // A program that purges old files would otherwise remove the new name for the age of the old one.
   (void)::utimensat(AT_FDCWD, to.c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
   if (!sync) return ok_status();
   const Descriptor file(

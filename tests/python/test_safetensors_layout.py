@@ -118,7 +118,7 @@ def test_the_dtypes_are_those_that_the_library_stores_and_loads_again(tmp_path: 
 
 
 def test_half_of_a_byte_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"'a\.b' as safetensors: it has half of a float4"):
+    with pytest.raises(UnsupportedError, match=r"'a\.b' as safetensors: a scalar of float4"):
         ModelLayout.of([TensorFacts("a.b", "float4_e2m1fn_x2", ())], max_shard_nbytes=GB)
 
 

@@ -78,9 +78,9 @@ def printable(fqn: str) -> str:
 
 
 class MemoryFaultError(ValueError):
-    """The storage of a tensor is too short for its elements, as FSDP frees storages.
+    """The storage of a tensor is too short for its elements, for example because FSDP freed it.
 
-    Torch does not check this. It would read other memory, or end the process.
+    Torch does not check this. It would read other memory, or crash.
     """
 
 
@@ -151,13 +151,13 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a strided tensor, in row-major order, as a 1-D tensor of bytes.
 
-    It has the memory of the tensor if the elements are contiguous there.
+    The result shares the memory of the tensor if the elements are contiguous.
     """
     elements = tensor.detach().resolve_conj().resolve_neg()
     if elements.itemsize == 1:  # Torch cannot copy strided elements of some dtypes.
         elements = elements.view(torch.uint8)
     elements = elements.contiguous()
-    # A dimension of one element may have any stride, and the tensor be contiguous nevertheless.
+    # In a contiguous tensor, a dimension of one element may have any stride.
     return elements.as_strided((elements.numel(),), (1,)).view(torch.uint8)
 
 
@@ -189,8 +189,8 @@ class Destinations:
     """
 
     def __init__(self) -> None:
-        # Disjoint ranges [begin, end) of addresses in ascending order, each the union of
-        # destinations that overlap, and their FQN; None if they have several.
+        # Disjoint ranges [begin, end) of addresses in ascending order. Each is the union of
+        # destinations that overlap, with their FQN, or None if they have several.
         self._ranges: list[tuple[int, int, str | None]] = []
         self._begins: set[int] = set()  # Of all destinations.
 
@@ -222,7 +222,7 @@ class Destinations:
         self._ranges[first:last] = [(begin, end, fqn if is_one else None)]
 
     def _overlapping(self, begin: int, end: int) -> tuple[int, int]:
-        """Returns the first of the ranges that overlap another one, and the end."""
+        """Returns the slice ``[first, last)`` of the ranges that overlap ``[begin, end)``."""
         first = bisect.bisect_left(self._ranges, (begin,))
         if first > 0 and self._ranges[first - 1][1] > begin:
             first -= 1
@@ -230,7 +230,7 @@ class Destinations:
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the range of addresses of a tensor; an empty one without elements or a storage."""
+    """Returns the range of addresses of a tensor; empty if it has no elements or no storage."""
     _, begin, end = _tensor_view.extent(tensor)
     base = tensor.untyped_storage().data_ptr() if begin < end else 0
     return base + begin, base + end

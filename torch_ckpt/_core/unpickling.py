@@ -90,10 +90,10 @@ def allowed_by_user() -> dict[str, Any]:
 
 
 def main_module(module: str) -> str:
-    """Returns the name of a module, in which the main script has one name in all processes.
+    """Returns the name of a module, which is ``__main__`` for the main script of any process.
 
-    Python gives it another one in the processes that ``multiprocessing`` spawns, and there both
-    names mean the same module.
+    In processes that ``multiprocessing`` spawns, Python names the main script ``__mp_main__``, and
+    both names refer to it.
     """
     return "__main__" if module == MAIN_OF_SPAWNED else module
 

@@ -294,7 +294,7 @@ class AgentClient:
                 f"the agent of this machine did not answer within {limit_s:g} s", errno.ETIMEDOUT
             ) from None
         finally:
-            # After a signal handler has raised, the answer would be taken for the next request's.
+            # If a signal handler raised, the next request would receive this request's answer.
             if answer is None and connection is self._connection:
                 self.close()
         if answer is None:

@@ -72,7 +72,7 @@ def decided(answers: Sequence[Answer]) -> Decision:
 
 
 def _of_all_machines(answers: Sequence[Answer]) -> list[Difference]:
-    """Returns the differences of all machines. Each rank of a machine has answered the same."""
+    """Merges the differences of all machines. All ranks of a machine give the same answer."""
     machines = {answer.node: answer.differences for answer in answers}
     found: dict[str, Difference] = {}
     for fqn, pairs, count in itertools.chain.from_iterable(machines.values()):

@@ -193,7 +193,7 @@ def receive(connection: socket.socket) -> Message | None:
 
 
 def has_arrived(connection: socket.socket, within_s: float) -> bool:
-    """Returns whether bytes, or the end of the connection, arrive within a time.
+    """Returns whether bytes, or the end of the connection, arrive within ``within_s``.
 
     Unlike ``select.select``, it works with any number of open descriptors.
     """

@@ -78,11 +78,11 @@ def persist(
 ) -> list[Difference]:
     """Writes and commits a checkpoint of one snapshot of every rank, in order of rank.
 
-    Warns of tensors whose replicas have different values, each of which is stored from one replica,
-    and returns them. ``is_current`` is called before the commit: it returns whether the slots still
-    contain these snapshots. Raises StorageError if a write failed: the new data files are removed,
-    and the previous checkpoint is unchanged. Raises CheckpointError if the snapshots do not form
-    one save, or do not cover whole tensors.
+    Logs a warning of tensors whose replicas have different values, and returns their differences.
+    Each such tensor is stored from one replica. ``is_current`` is called before the commit: it
+    returns whether the slots still contain these snapshots. Raises StorageError if a write failed:
+    the new data files are removed, and the previous checkpoint is unchanged. Raises CheckpointError
+    if the snapshots do not form one save, or do not cover whole tensors.
     """
     _check_one_save(snapshots)
     first = snapshots[0]

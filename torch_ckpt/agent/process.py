@@ -234,7 +234,7 @@ class Agent:
                 if listener.fileno() < 0:  # The agent ends.
                     return
                 _log.warning("cannot accept a trainer: %s", error)
-                time.sleep(_POLL_S)  # There may be a descriptor again later.
+                time.sleep(_POLL_S)  # A descriptor may become free.
                 continue
             try:
                 threading.Thread(

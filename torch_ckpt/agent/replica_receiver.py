@@ -84,7 +84,7 @@ class ReplicaReceiver:
                     accepted = self._listeners.accepted([self._source], POLL_S)
                 except OSError as error:
                     _log.warning("cannot accept replicas: %s", error)
-                    time.sleep(POLL_S)  # There may be a descriptor again later.
+                    time.sleep(POLL_S)  # A descriptor may become free.
                     continue
                 for connection in accepted.values():
                     self._replace(prepared(connection))

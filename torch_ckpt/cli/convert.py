@@ -44,14 +44,14 @@ def add_to(commands: Any) -> None:
         action="append",
         default=[],
         metavar=("NAME", "OTHER"),
-        help="NAME and OTHER are one tensor, such as tied embeddings: a file of safetensors or "
-        "torch.save has it once, as OTHER. Others are found in sources that record them, and by "
-        "the config.json of a model in the source",
+        help="store NAME and OTHER, such as tied embeddings, as one tensor OTHER in files of "
+        "safetensors or torch.save. Other ties are found if the source records them, or by the "
+        "config.json of a model in the source",
     )
     ties.add_argument(
         "--no-ties",
         action="store_true",
-        help="store tied tensors under each name",
+        help="store a tied tensor under each of its names",
     )
     add_rules(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target")

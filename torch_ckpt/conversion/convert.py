@@ -42,23 +42,23 @@ def convert(
 
     Loads the tensors in pieces of at most 8 MiB, and verifies what has a checksum. The target
     appears when it is complete. Only names with the prefix are converted, without it. ``overwrite``
-    replaces a checkpoint at ``target``. Files of safetensors and ``torch.save`` have tied tensors
-    once, as :func:`find_ties` finds them. ``ties`` states more, as name -> another name; with
-    ``None``, no tensors are tied. Returns name -> the name of the tensor that it shares in the
-    target.
+    replaces a checkpoint at ``target``. Files of safetensors and ``torch.save`` contain each tied
+    tensor once; :func:`find_ties` finds the ties. ``ties`` states more of them, as name -> another
+    name; with ``None``, no tensors are tied. Returns name -> the name of the tensor that it shares
+    in the target.
 
     Raises:
         AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false, or it
             is of another format, or ``target`` is on a store and the format is not DCP's or
             safetensors.
-        MismatchError: Tensors that ``ties`` names are not equal, or of an optimizer.
-        NotFoundError: There is no checkpoint at ``source``, or no name with the prefix or in
-            ``ties``.
-        UnsupportedError: The target's format cannot have a value of the source, or ties.
+        MismatchError: Two tensors that ``ties`` names are not equal, or belong to an optimizer.
+        NotFoundError: There is no checkpoint at ``source``, it has no name with the prefix, or it
+            lacks a tensor that ``ties`` names.
+        UnsupportedError: The target's format cannot store a value of the source, or ties.
         CheckpointError: The source cannot be read, or the target cannot be written.
     """
     if ties and to not in _WITH_TIES:
-        raise UnsupportedError(f"cannot tie {next(iter(ties))!r}: {to} has each name by itself")
+        raise UnsupportedError(f"cannot tie {next(iter(ties))!r}: {to} stores every name")
     target = target.absolute()
     _check_other_formats(target, to)
     is_torchs = source.is_file() and is_archive(source.read_range(0, 4)[1])

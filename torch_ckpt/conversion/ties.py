@@ -1,9 +1,9 @@
 """Finds tied tensors in a checkpoint: names whose tensors a conversion stores once.
 
-Two names are tied only if something states it: the files, in which they refer to the same bytes,
-the model that ``config.json`` beside the checkpoint describes, or the caller. A checkpoint of DCP
-has the elements of each name, and states nothing. Equal elements are no tie: the weights of a model
-and their average are equal before the first update, and training changes one of them.
+Two names are tied only if one of these states it: the files, in which both names refer to the same
+bytes; a model that ``config.json`` beside the checkpoint describes; or the caller. A checkpoint of
+DCP stores the elements of each name, and records no ties. Equal elements do not prove a tie: the
+weights of a model and their average are equal before the first update, and differ afterwards.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["find_ties"]
 _PIECE_NBYTES = 8 << 20
 
 _OPTIMIZER = re.compile(r"(^|\.)(state|param_groups)\.")
-"""Optimizers update their states in place, each once for each parameter.
+"""Names of optimizer states, which are never tied.
 
-FSDP1 and DeepSpeed store one step for several parameters. Tensors that share it would count each
-step several times.
+An optimizer updates the state of each parameter in place. FSDP1 and DeepSpeed store one ``step``
+for several parameters. If these shared one tensor, it would count each step several times.
 """
 
 _REPEATED = re.compile("layer|block|expert|depth")
@@ -62,7 +62,7 @@ def find_ties(values: StoredValues, path: Location, named: Mapping[str, str]) ->
 
 
 def _tie(ties: dict[str, str], name: str, first: str) -> None:
-    """Ties a name, and all that are tied to it, to a name and what that is tied to."""
+    """Ties ``name``, and all names tied to it, to ``first`` or the name to which that is tied."""
     name, first = ties.get(name, name), ties.get(first, first)
     if name != first:
         ties.update({each: first for each, other in ties.items() if other == name} | {name: first})
@@ -125,7 +125,7 @@ def _extents_of(index: _native.Index) -> Iterator[tuple[str, Hashable]]:
 def _of_model(values: StoredValues, path: Location) -> list[list[str]]:
     """Returns the groups of names that the model of ``config.json`` ties, if they are equal.
 
-    A name with other elements is not tied: the checkpoint counts, and not what describes it.
+    A name with other elements is not tied: the checkpoint overrides the config.
     """
     groups: list[list[str]] = []
     for group in _groups_of_model(model_config(path), path, len(values.names)):
@@ -138,15 +138,15 @@ def _of_model(values: StoredValues, path: Location) -> list[list[str]]:
 def _groups_of_model(config: dict[str, Any], path: Location, count: int) -> Iterable[list[str]]:
     """Returns the groups of names that share a parameter in the model that a config describes.
 
-    Only the class of the model knows them. So the model is made, on the meta device. ``count`` is
-    the number of names in the checkpoint.
+    Only the class of the model knows them, so this function constructs the model, on the meta
+    device. ``count`` is the number of names in the checkpoint.
     """
     ties, architectures = config.get("tie_word_embeddings"), config.get("architectures")
     if ties is False or not isinstance(architectures, list) or not architectures:
         return ()
     try:
         model = _model_of(config, str(architectures[0]), count)
-    except Exception as error:  # It may be of another version, or have code of its own.
+    except Exception as error:  # The model may need another version, or its own code.
         if ties:
             _LOG.warning(
                 "no names are tied, although config.json of %s has tie_word_embeddings: %s; name "
@@ -168,9 +168,9 @@ def _model_of(config: dict[str, Any], architecture: str, count: int) -> torch.nn
         model_class, transformers.PreTrainedModel
     ):
         raise UnsupportedError(f"transformers has no model {architecture!r}")
-    for key, value in config.items():  # A file of a stranger may state any number.
+    for key, value in config.items():  # An untrusted file may state any number.
         if _REPEATED.search(key) and isinstance(value, int) and value > count:
-            raise MismatchError(f"it has {key}={value}, and the checkpoint {count} names")
+            raise MismatchError(f"it has {key}={value}, but the checkpoint has only {count} names")
     with torch.device("meta"):
         model: torch.nn.Module = model_class(transformers.AutoConfig.for_model(**config))
     return model

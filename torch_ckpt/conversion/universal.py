@@ -141,7 +141,7 @@ def _parameter_groups(source: Source) -> list[dict[str, Any]]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Returns whether a name in a checkpoint, which may be anybody's, stays within the folder."""
+    """Returns whether a name from an untrusted checkpoint is that of a file in the folder."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 

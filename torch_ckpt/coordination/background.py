@@ -71,7 +71,7 @@ class SaveFuture(OwnFuture[T]):
             return super().result(timeout)
         finally:
             self._is_read = self._is_read or self.done()
-            del self  # The traceback of the error, which the future has, refers to this frame.
+            del self  # The error of the future has a traceback that refers to this frame.
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Returns the error of the save, which then counts as read."""

@@ -594,6 +594,6 @@ def _attempted(function: Callable[[], Any], phase: str) -> Any:
         with records.phase(phase):
             return function()
     except BaseException as error:
-        wrapped = _wrap_exception(error)  # It has the stack as text.
+        wrapped = _wrap_exception(error)  # Contains the stack as text.
         drop_frames(error)
         return wrapped

@@ -54,9 +54,9 @@ def unpickled(message: Buffer, rank: int) -> Any:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an error and of its causes, which no other rank would get.
+    """Drops the tracebacks of an error and of its causes, which are not sent to other ranks.
 
-    The frames of a traceback refer to those of their callers, and so to the state.
+    Their frames refer to those of the callers, and so to the state.
     """
     chain: BaseException | None = error
     while chain is not None and chain.__traceback__ is not None:

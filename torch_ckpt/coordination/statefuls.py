@@ -1,6 +1,6 @@
-"""``Stateful`` objects at any depth of a state dict: replaced by their state dicts, and restored.
+"""Replaces ``Stateful`` objects at any depth by their state dicts for a save, and restores them.
 
-DCP's own functions do so for objects at the top level only. They pickle others as they are.
+DCP's own functions do so only at the top level of the state dict. They pickle objects below it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StateOfRank(dict[str, Any]):
 def is_stateful(value: Any) -> bool:
     """Returns whether a value is a ``Stateful``, without the 25 us of ``isinstance`` for others.
 
-    A class is none, though it has the methods of its objects.
+    A class is not a ``Stateful``, although it has the methods of its objects.
     """
     try:
         return (
@@ -51,12 +51,12 @@ def is_stateful(value: Any) -> bool:
             and isinstance(value, Stateful)
             and not isinstance(value, type)
         )
-    except Exception:  # Of a property of the object.
+    except Exception:  # A property of the object raised.
         return False
 
 
 def is_loading() -> bool:
-    """Returns whether a load calls this function, ours or ``torch.distributed.checkpoint.load``."""
+    """Returns whether the caller runs within a load, of this package or of DCP."""
     if _loading.get():
         return True
     frame = sys._getframe(1)
@@ -86,7 +86,7 @@ def refuse_statefuls(state_dict: Mapping[str, Any]) -> None:
                 f"cannot save {path!r}: it is a Stateful ({type(found).__qualname__}) below the "
                 "top level of the state dict. torch.distributed.checkpoint.save would pickle it on "
                 "one rank, and a load would not restore it. Pass its state_dict(), move it to the "
-                "top level, or call torch_ckpt.save and torch_ckpt.load, or within installed()"
+                "top level, call torch_ckpt.save and torch_ckpt.load, or use installed()"
             )
 
 
@@ -96,7 +96,7 @@ def _is_object(value: Any) -> bool:
 
 
 def restore_pickled(live: Any, loaded: Any) -> bool:
-    """Sets the state of an object from a pickled one of an older checkpoint, or of DCP's own.
+    """Restores an object from one that DCP, or an older version of this package, has pickled.
 
     Returns ``False``, and does nothing, unless both are ``Stateful``.
     """
@@ -110,8 +110,8 @@ def restore_pickled(live: Any, loaded: Any) -> bool:
 class _Replaced:
     """A value of the program that is replaced: a ``Stateful``, or a container with one inside.
 
-    ``inner`` has the replaced values in the container, by key. Of a ``Stateful``, it has the
-    result of its ``state_dict()`` under ``None``, if something in this is replaced.
+    For a container, ``inner`` maps keys to replaced values. For a ``Stateful``, it maps ``None`` to
+    the result of ``state_dict()``, if values inside that are replaced.
     """
 
     live: Any
@@ -133,7 +133,7 @@ class StateDicts:
         state: The state dict to save, or to load into.
 
     Raises:
-        ValueError: A tuple has a ``RankState``.
+        ValueError: A tuple contains a ``RankState``.
         Exception: A ``state_dict()`` raised. The message names its FQN.
     """
 
@@ -149,7 +149,7 @@ class StateDicts:
             _loading.reset(token)
 
     def use_stored(self, metadata: Metadata) -> None:
-        """Loads objects as such that the checkpoint has pickled, as older versions and DCP do."""
+        """Requests whole objects where DCP, or an older version, has pickled them."""
         for container, key, fqn in self._objects:
             stored = metadata.state_dict_metadata.get(fqn)
             if isinstance(stored, BytesStorageMetadata) and isinstance(container[key], Mapping):
@@ -166,7 +166,7 @@ class StateDicts:
         _restore(self._root, self.state)
 
     def _replace(self, value: Any, fqn: str, *, in_tuple: bool) -> tuple[Any, _Replaced]:
-        """Returns the state dict of an object, and what was replaced."""
+        """Returns the state dict of an object, and the record for its restore."""
         with naming("load" if self._for_load else "save", fqn):
             state = value.state_dict()
         if in_tuple:
@@ -178,7 +178,7 @@ class StateDicts:
         return state, node
 
     def _replaced_in(self, live: Any, fqn: str | None, *, in_tuple: bool) -> tuple[Any, _Replaced]:
-        """Returns a copy of a container, and what was replaced. The top level has no FQN."""
+        """Returns a copy of a container, and the record for its restore. The top has no FQN."""
         node = _Replaced(live, fqn or "")
         is_mapping = isinstance(live, Mapping)
         copy: Any = dict(live.items()) if is_mapping else list(live)
@@ -205,13 +205,13 @@ class StateDicts:
 
 
 class _Finder:
-    """Finds out which containers have a ``Stateful`` inside. Looks at each container once."""
+    """Finds the containers with a ``Stateful`` inside. Inspects each container once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bool]] = {}
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value is a ``Stateful``, the state of one, or a container with one."""
+        """Returns whether a value is or contains a ``Stateful`` or the state of a ``RankState``."""
         if type(value) in _LEAVES:
             return False
         if isinstance(value, StateOfRank) or _is_object(value):
@@ -225,7 +225,7 @@ class _Finder:
         return self._known[id(value)][1]
 
     def first(self, fqn: str, value: Any) -> tuple[str, Any]:
-        """Returns FQN and object of the first ``Stateful`` in a value that holds one."""
+        """Returns FQN and object of the first ``Stateful`` in a value that contains one."""
         while not isinstance(value, StateOfRank) and not _is_object(value):
             pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
             key, value = next((key, entry) for key, entry in pairs if self.holds(entry))
@@ -234,7 +234,7 @@ class _Finder:
 
 
 def _entries_of(value: Any) -> Any:
-    """Returns the values in a container; ``None`` if it is none."""
+    """Returns the values in a container; ``None`` for another value."""
     if isinstance(value, list | tuple):
         return value
     return value.values() if isinstance(value, Mapping) else None

@@ -418,9 +418,9 @@ class Location:
 
 
 def remove_each(locations: Iterable[Location]) -> None:
-    """Removes files and directories with their contents; if one cannot be removed, all others.
+    """Removes files, and directories with their contents, even if one of them cannot be removed.
 
-    Raises the first StorageError.
+    Raises the first StorageError at the end.
     """
     first: StorageError | None = None
     try:

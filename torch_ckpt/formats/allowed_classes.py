@@ -105,7 +105,7 @@ def is_blocked(name: str) -> bool:
 def current_name(module: str, name: str) -> str:
     """Returns the full name in Python 3; protocol 2 stores names of Python 2.
 
-    The main script is ``__main__``, whichever process has pickled.
+    The main script is ``__main__``, whichever process has pickled the object.
     """
     module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
     return f"{main_module(_compat_pickle.IMPORT_MAPPING.get(module, module))}.{name}"

@@ -63,10 +63,10 @@ _PICKLED_MARK = re.compile(
 
 
 def uuid_of(save_id: str) -> str:
-    """Returns the UUID of a save, which DCP's metadata states. It begins with 12 digits of the id.
+    """Returns the UUID of a save for ``storage_meta``. Its first 12 digits are those of the id.
 
-    Names of files and the index have the id itself. DCP's own ids are UUIDs, and programs parse
-    them.
+    DCP's own ids are UUIDs, and programs parse them. File names and the index contain the id
+    itself.
     """
     others = hashlib.sha256(save_id.encode()).hexdigest()[: 32 - len(save_id)]
     return str(uuid.UUID(hex=save_id + others, version=4))

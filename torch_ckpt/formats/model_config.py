@@ -1,4 +1,4 @@
-"""``config.json``, by which a directory with a model of Hugging Face describes the model."""
+"""Reads ``config.json``, which describes a model of Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NBYTES = 1 << 20
 def model_config(path: Location) -> dict[str, Any]:
     """Returns the ``config.json`` in a checkpoint's directory or beside it, or an empty dict.
 
-    A file that is longer than 1 MiB, or that is no JSON object, is not one of Hugging Face.
+    Ignores a file that is longer than 1 MiB, or that is not a JSON object.
     """
     for folder in (path, path.parent):
         with contextlib.suppress(CheckpointError, ValueError, RecursionError):

@@ -124,7 +124,7 @@ def load_object(
 
 
 class _TrustingUnpickler(pickle.Unpickler):
-    """Python's unpickler, in which the main script has one name in all processes."""
+    """Python's unpickler, which also finds classes of the main script of a spawned process."""
 
     def find_class(self, module: str, name: str) -> Any:
         return super().find_class(main_module(module), name)
@@ -133,7 +133,7 @@ class _TrustingUnpickler(pickle.Unpickler):
 _TRUSTING: Any = types.SimpleNamespace(
     __name__=__name__, Unpickler=_TrustingUnpickler, load=pickle.load
 )
-"""The ``pickle_module`` of ``torch.load`` for files that are trusted."""
+"""The ``pickle_module`` of ``torch.load`` for trusted files."""
 
 
 def _load_stream(

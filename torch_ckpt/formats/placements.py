@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 __all__ = ["MAX_BOXES", "ShardBox", "shard_boxes"]
 
 MAX_BOXES = 1 << 16
-"""Of one shard, by default. A split factor is a number of ranks of a mesh dimension."""
+"""Maximum number of boxes of a shard, by default. It also bounds split factors."""
 
 _Ranges = list[tuple[int, int]]
 
@@ -102,17 +102,18 @@ def _cuts(mesh_sizes: Sequence[int], placements: Sequence[Placement]) -> list[tu
 def _reordered(
     mesh_sizes: Sequence[int], cuts: Sequence[tuple[int, int, int]]
 ) -> list[tuple[int, int, int]] | None:
-    """Returns cuts of one piece each, of which split factors state the order; ``None`` if not.
+    """Returns cuts of one piece each, in the order that split factors state; ``None`` if none.
 
-    A split factor that is the number of chunks of later mesh dimensions says that these cut first,
-    as under FSDP over tensor parallelism. That differs from cuts of pieces, in the order of the
-    mesh dimensions, if sizes are uneven. Torch has both: ``full_tensor()`` joins shards in this
-    order (``DTensorSpec._maybe_convert_StridedShard_to_shard_order``), and refuses those that
-    ``distribute_tensor`` and the offsets of DCP cut in the other order.
+    If a split factor is the number of chunks of later mesh dimensions, these dimensions cut first,
+    as under FSDP over tensor parallelism. For uneven sizes, the shards differ from those of cuts in
+    the order of the mesh dimensions. Torch uses both orders: ``full_tensor()`` joins shards in this
+    one (``DTensorSpec._maybe_convert_StridedShard_to_shard_order``), and refuses shards that
+    ``distribute_tensor`` and the offsets of DCP cut in the other one.
 
-    A local tensor does not state its order. If a rank has other elements in the other order, then
-    it or a rank before it in the last mesh dimension has fewer or more, and refuses its local
-    tensor by its sizes: both orders cut the same pieces, and sizes alone place them.
+    A local tensor does not state its order, but a rank with a wrong one is detected by sizes. Both
+    orders cut the same pieces, and only sizes place them. So if the orders give a rank different
+    elements, that rank, or one before it in the last mesh dimension, has a different number of
+    elements, and refuses its local tensor.
     """
     orders: dict[int, list[int]] = {}
     for mesh_dim, dim, pieces in reversed(cuts):

@@ -271,7 +271,7 @@ class Files:
         self.foreign = ForeignFiles(folder, folder, format)
         self.versions: list[bytes] = []
         self._archives: dict[int, Archive] = {}  # Number of the file -> its records.
-        self._boxes = _FREE_BOXES  # That the files may still state.
+        self._boxes = _FREE_BOXES  # Number that the files may still state.
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._stand_ins = stand_ins
@@ -307,10 +307,10 @@ class Files:
 
     @property
     def box_limit(self) -> int:
-        """The number of boxes that a further shard may have.
+        """The maximum number of boxes of the next shard.
 
-        A few bytes can state very many boxes: by a split factor, or a pickle that refers to one
-        list again and again. Each box with elements has a byte of a file.
+        A few bytes can state very many boxes, by a split factor or by a pickle that refers to one
+        list many times. But each box with elements needs at least one byte of a file.
         """
         return MAX_BOXES if self._trust_pickle else max(min(self._boxes, MAX_BOXES), 0)
 

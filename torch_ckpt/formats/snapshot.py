@@ -169,7 +169,7 @@ class _Merged:
     def _add_box(self, fqn: str, facts: _native.TensorFacts | None, box: _native.IndexBox) -> bool:
         """Adds a box, unless an equal one is there; returns whether it was added.
 
-        As on disk, an empty box is added only if its tensor has no elements, and then once.
+        As on disk, an empty box is added only once, and only if its tensor has no elements.
         """
         boxes = self.boxes.setdefault(fqn, {})
         if not _agree(self.facts.setdefault(fqn, facts), facts):

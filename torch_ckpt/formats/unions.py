@@ -243,7 +243,7 @@ def check_cover(fqn: str, sizes: Sizes, placed: Sequence[Placed]) -> None:
         covered = sum(math.prod(one.sizes) for one in placed)
         raise MismatchError(
             f"{fqn!r} of sizes {sizes} has {math.prod(sizes)} elements, and its ranks have "
-            f"{covered} of them, and not the box at {tuple(at)} of {tuple(part)}"
+            f"{covered} of them: no rank has the box at {tuple(at)} of {tuple(part)}"
         )
     one, other = [
         one

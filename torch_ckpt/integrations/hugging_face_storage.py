@@ -116,8 +116,8 @@ class ModelWriter(SafetensorsWriter):
         fqns = {facts.fqn for file in of_file.values() for facts in file}
         if unsaved := [fqn for fqn in numbers or () if fqn not in fqns]:
             _LOG.warning(
-                "%s: fqn_to_index_mapping has %d names that no rank saves: %s. The model has only "
-                "the files of the others, %s",
+                "%s: fqn_to_index_mapping has %d names that no rank saves: %s. The model consists "
+                "of the files with the numbers %s",
                 *(self.path, len(unsaved), listed(unsaved), sorted(of_file)),
             )
         files = [of_file[number] for number in sorted(of_file)]

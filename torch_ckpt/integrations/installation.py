@@ -125,9 +125,9 @@ def installed(
     - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
       :mod:`torch_ckpt.integrations.megatron`.
 
-    After a call, the program's own planner, reader or writer has what the one in its place has
-    found: attributes such as ``plan``, ``metadata`` and ``storage_data``. The ``save_id`` of the
-    program's writer is that of the checkpoint.
+    After a call, the program's own planner, reader or writer has the results of the one that
+    replaced it: attributes such as ``plan``, ``metadata`` and ``storage_data``. The checkpoint has
+    the ``save_id`` of the program's writer.
 
     Objects of subclasses and of other classes work as before. The first use of such a writer or
     reader in a process is logged as a warning; each replacement is logged at level DEBUG (logger

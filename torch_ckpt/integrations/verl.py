@@ -157,8 +157,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         Raises:
             CheckpointError: The load failed. The error is that of the first rank with one.
             NotFoundError: A rank lacks the directory or a file. It names the rank and its machine.
-            MismatchError: ``load_contents`` has what the checkpoint lacks, only one of checkpoint
-                and model has an adapter, or verl has saved to the same directory later.
+            MismatchError: The checkpoint lacks one of ``load_contents``, only the checkpoint or
+                only the model has an adapter, or verl has saved to the same directory later.
             UnsupportedError: verl wrote the optimizer states of FSDP1 on another number of ranks.
             ValueError: ``load_contents`` has the model or the optimizer, and there is none.
         """

@@ -75,9 +75,10 @@ def refuse_nested(state_dict: dict[str, Any]) -> None:
 
 
 def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> list[Any]:
-    """Lists a value by DCP's functions: all but plain tensors, and DTensors with one box of these.
+    """Lists a value by DCP's functions, unless the engine lists it by itself.
 
-    A plain tensor has torch's own class, and no attributes.
+    The engine lists tensors of torch's own class without attributes, and DTensors whose local
+    tensor is one box of that kind.
     """
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
@@ -138,7 +139,7 @@ def _box_of(state_dict: dict[str, Any], tensor: DTensor) -> _tensor_view.ShardBo
 def _shard_of(value: Any, item: WriteItem, number: int) -> torch.Tensor | None:
     """Returns the tensor of an item that a value listed; ``None`` if only DCP can resolve it.
 
-    ``number`` is that of the item among those of the value. An empty box may have the same offsets.
+    ``number`` is that of the item among those of the value. Offsets alone may match an empty box.
     """
     data = item.tensor_data
     if data is None or data.chunk is None:

@@ -1,4 +1,4 @@
-"""Checks that the reads of a plan of DCP fill the tensors of a state dict.
+"""Checks that the reads of a plan of DCP's planner fill the tensors of a state dict.
 
 DCP's planner lists a read for each stored box that overlaps a tensor, and does not count elements.
 """
@@ -27,9 +27,9 @@ _Box = tuple[Sequence[int], Sequence[int]]
 
 
 def check_plan(plan: LoadPlan, planner: object) -> None:
-    """Checks the plan of a planner that makes it by DCP's function.
+    """Checks a plan if DCP's own ``create_local_plan`` has made it.
 
-    Any other planner may want a part of a tensor. Raises the errors of :func:`check_reads`.
+    Another planner may request a part of a tensor. Raises the errors of :func:`check_reads`.
     """
     if (
         isinstance(planner, DefaultLoadPlanner)
@@ -44,7 +44,7 @@ def check_reads(
 ) -> None:
     """Checks the items that DCP's planner has made for a flat state dict.
 
-    Raises MismatchError if no stored box has an element, and CorruptionError if several have it.
+    Raises MismatchError if no stored box contains an element, and CorruptionError if several do.
     """
     reads: dict[str, list[ReadItem]] = {}
     for item in items:
@@ -58,8 +58,8 @@ def check_reads(
 
 
 def _fills(item: ReadItem, value: torch.Tensor) -> bool:
-    """Returns whether a read is as long as a tensor that has one box."""
-    if isinstance(value, ShardedTensor):  # It does not count its elements.
+    """Returns whether one read fills a tensor of this rank, which is then one box."""
+    if isinstance(value, ShardedTensor):  # It may have several local shards.
         return False
     local = value._local_tensor if isinstance(value, DTensor) else value
     return math.prod(item.lengths) == local.numel()
@@ -73,7 +73,7 @@ def _check_boxes(fqn: str, value: torch.Tensor, items: Sequence[ReadItem]) -> No
     for item in items:
         at = tuple(item.dest_index.offset or ())
         begin = [a + b for a, b in zip(at, item.dest_offsets, strict=True)]
-        # Equal stored boxes are replicas. Others must not have the same elements.
+        # Equal stored boxes are replicas. Others must not overlap.
         key = (item.storage_index, item.storage_offsets, item.dest_offsets, item.lengths)
         reads.setdefault(at, {})[key] = (begin, item.lengths)
     with cpu_as_default():

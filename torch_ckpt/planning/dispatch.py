@@ -1,8 +1,7 @@
-"""What DCP looks at to choose how it saves and loads a value.
+"""The classes and attributes by which DCP chooses how it saves and loads a value.
 
-DCP asks for classes, and for attributes. So a tensor of torch's own class may be a part of another
-tensor, because of its attributes. Nothing here decides for DCP: whatever has such an attribute is
-listed by DCP's own functions, and its copies keep the attribute.
+Attributes can declare a tensor of torch's own class to be a part of another tensor. This module
+does not interpret them: DCP's own functions list each value that has one, and its copies keep them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ATTRIBUTES = METHODS.union(*(kind.__annotations__ for kind in PROTOCOLS))
 
 
 def size_of(value: Any) -> torch.Size:
-    """Returns the sizes of the whole tensor of which a value is a part, as DCP's load planner."""
+    """Returns the sizes of the whole tensor of which a value is a part, as DCP's planner."""
     if isinstance(value, torch.Tensor) and isinstance(value, PROTOCOLS):
         return torch.Size(value.global_shape)  # type: ignore[attr-defined]
     size: torch.Size = value.size()
@@ -53,7 +52,8 @@ def size_of(value: Any) -> torch.Size:
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Returns the attributes of a tensor, not of its class, that DCP reads.
 
-    DCP may read all of them if it calls methods of the tensor. A wrapper subclass copies those.
+    If DCP calls methods of the tensor, these may read any attribute, so all of them are returned. A
+    wrapper subclass copies its attributes itself.
     """
     attributes = vars(tensor)
     if not attributes:
@@ -66,6 +66,6 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Gives the copy of a tensor the attributes that DCP reads. Its methods are then the copy's."""
+    """Copies the attributes that DCP reads. Methods of ``source`` become those of ``target``."""
     if attributes := attributes_of(source):
         vars(target).update(deepcopy(attributes, {id(source): target}))

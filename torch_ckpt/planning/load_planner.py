@@ -85,7 +85,7 @@ class LocalReads(Sequence[ReadItem]):
 class CheckedPlan(LoadPlan):
     """The plan of one rank, and the names that it requests, for the coordinator.
 
-    They are no ``planner_data``, because that belongs to subclasses of the planner.
+    The names are not in ``planner_data``, because that belongs to subclasses of the planner.
     """
 
     requested: RequestedNames | None = None
@@ -288,7 +288,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Warns of what the load of all ranks leaves, or raises an error if it is strict.
 
-        It warns of quantised tensors that are loaded without their scales, too.
+        It also warns of quantised tensors that the ranks load without their scales.
 
         Raises:
             MismatchError: The load is strict, and would leave something.

@@ -21,8 +21,8 @@ __all__ = ["own_keys", "store_object", "store_value"]
 def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
     """Stores a loaded object where ``DefaultLoadPlanner`` does, but under the existing keys.
 
-    A ``Stateful`` there receives the state of a pickled one instead. Raises ValueError if a mapping
-    of the state dict cannot be changed.
+    If a ``Stateful`` is there, it is restored from the pickled one instead. Raises ValueError if a
+    mapping of the state dict cannot be changed.
     """
     with naming("load", fqn):
         if restore_pickled(planner.state_dict.get(fqn), value):

@@ -1,7 +1,7 @@
-"""Empty tensors in the place of parameters whose elements are elsewhere, as ZeRO-3 has them.
+"""Detects the empty placeholders of parameters that DeepSpeed's ZeRO-3 has partitioned.
 
-DeepSpeed partitions the elements of a parameter among the ranks, and leaves ``torch.empty(0)`` on
-each. A state dict of the module then saves, without an error, a model that has no weights.
+ZeRO-3 partitions the elements of a parameter among the ranks, and leaves ``torch.empty(0)`` on
+each. Without this check, a save of the module's state dict would succeed, and contain no weights.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _LOG = logging.getLogger("torch_ckpt")
 
 
 def check_placeholders(state_dict: Mapping[str, Any]) -> None:
-    """Refuses empty tensors that have the sizes of a parameter, and warns of others that may.
+    """Refuses placeholders, and warns of empty tensors that may be placeholders.
 
-    ``Module.state_dict`` drops the attributes with the sizes. What it leaves are floating-point
-    tensors of size 0. These are named once, on the first rank: a model may have some of its own.
+    An attribute of a placeholder has the sizes of its parameter. ``Module.state_dict`` drops the
+    attribute, and leaves a floating-point tensor of sizes ``[0]``. A model may also have such
+    tensors for other reasons, so the first rank only warns, once for the same names.
 
     Raises:
         UnsupportedError: A tensor is a placeholder. The message names its FQN.
@@ -40,7 +41,7 @@ def check_placeholders(state_dict: Mapping[str, Any]) -> None:
         if sizes := getattr(state_dict[fqn], "ds_shape", None):
             raise UnsupportedError(
                 f"cannot save {fqn!r}: it is a placeholder for a parameter of sizes {list(sizes)}, "
-                "whose elements ZeRO-3 of DeepSpeed has partitioned; save it within "
+                "whose elements DeepSpeed's ZeRO-3 has partitioned; save it within "
                 "deepspeed.zero.GatheredParameters, or save the engine: see docs/deepspeed.md"
             )
     names = frozenset(empty)

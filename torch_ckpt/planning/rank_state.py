@@ -135,8 +135,8 @@ class RankState:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state, by its key.
 
-        In a load, it does not call the getter, which may change the state, as that of a data loader
-        does. The planner replaces the keys by those of the stored states to load.
+        In a load, it does not call the getter, which may have side effects, such as that of a data
+        loader. The planner replaces the keys by those of the stored states to load.
         """
         rank, world_size = self._rank_and_world_size()
         resize = "merge" if callable(self.on_resize) else self.on_resize
@@ -203,7 +203,7 @@ class RankState:
 class _Entries(StateOfRank):
     """The entries of a ``RankState`` that a rank saves or loads: 1-tuples by key.
 
-    ``fqn`` is that of the ``RankState``, empty if no planner of ours has loaded it.
+    ``fqn`` is that of the ``RankState``. It is empty unless a planner of this package loads it.
     """
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int, resize: str) -> None:

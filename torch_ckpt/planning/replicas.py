@@ -241,7 +241,7 @@ def check_dtype(item: WriteItem) -> None:
 
 
 def check_shard(item: WriteItem, tensor: torch.Tensor) -> None:
-    """Checks that a shard fills its box in the plan. Otherwise the metadata would not describe it.
+    """Checks that a shard fills its box in the plan, so that the metadata describes it.
 
     Raises UnsupportedError. Stock's writer stores such a shard without an error.
     """

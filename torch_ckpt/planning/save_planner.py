@@ -167,8 +167,8 @@ class FastSavePlanner(DefaultSavePlanner):
         """Lists the items of this rank.
 
         Raises:
-            UnsupportedError: A tensor is nested, torch does not store its dtype, or ZeRO-3 has its
-                elements elsewhere. The message names its FQN.
+            UnsupportedError: A tensor is nested, torch does not store its dtype, or it is a
+                placeholder of DeepSpeed's ZeRO-3. The message names its FQN.
         """
         with cpu_as_default():
             if not self._overrides_planning():
@@ -310,8 +310,8 @@ class FastSavePlanner(DefaultSavePlanner):
         """Returns the tensor or bytes of an item. For a cut item, returns its rows.
 
         Raises:
-            UnsupportedError: A shard does not fill its box in the plan. A subclass that chooses
-                other tensors may change the sizes.
+            UnsupportedError: A shard does not fill its box in the plan. Not raised for a subclass
+                that overrides ``lookup_object`` or ``transform_object``: it may change sizes.
         """
         whole = write_item.whole if isinstance(write_item, CutItem) else None
         data = super().resolve_data(whole or write_item)

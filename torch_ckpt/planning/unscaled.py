@@ -1,7 +1,7 @@
-"""Quantised tensors that a load widens without their scales.
+"""Finds quantised tensors that a load widens without their scales.
 
-A model of ``quantization_config`` stores ``x.weight`` in 8 bits beside ``x.weight_scale_inv``. A
-load into a wider dtype converts the elements, and leaves them unscaled: it knows no formula.
+A model with a ``quantization_config`` stores ``x.weight`` in 8 bits beside ``x.weight_scale_inv``.
+A load into a wider dtype converts the elements, but does not know how to scale them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _FEW = 8
 def unscaled_names(state_dict: Mapping[str, Any], metadata: Metadata) -> list[str]:
     """Returns the names of tensors of one byte per element that are loaded into a wider dtype.
 
-    Only those count beside which the checkpoint has a scale.
+    Only tensors for which the checkpoint contains a scale are returned.
     """
     stored = metadata.state_dict_metadata
     names: Iterable[str] = stored
-    if len(stored) > _FEW * len(state_dict):  # The others of a large checkpoint are not read.
+    if len(stored) > _FEW * len(state_dict):  # Avoids reading all names of a large checkpoint.
         names = (fqn + suffix for fqn in state_dict for suffix in _SUFFIXES)
     found: dict[str, None] = {}
     for name in names:
@@ -62,7 +62,7 @@ def unscaled_warning(names: Sequence[str], metadata: Metadata) -> str:
     by = f" (config.json: quantization_config of {method!r})" if config is not None else ""
     count = "1 quantised tensor" if len(names) == 1 else f"{len(names)} quantised tensors"
     return (
-        f"{path or 'the checkpoint'}: {count}{by} loaded into a wider dtype without the scales "
-        f"stored beside: {listed(names)}; multiply the values by the scales, or load them into the "
+        f"{path or 'the checkpoint'}: {count}{by} loaded into a wider dtype without the stored "
+        f"scales: {listed(names)}; multiply the values by the scales, or load them into the "
         "stored dtype"
     )

@@ -24,7 +24,7 @@ class Failures:
     """Counts the saves that have failed. Every rank gets each error, so all count the same.
 
     Training ends at failure number ``most`` in a row. ``count`` is the number of failures after
-    which it went on.
+    which training continued.
     """
 
     def __init__(self, on_failure: OnFailure, most: int) -> None:

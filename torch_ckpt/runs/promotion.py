@@ -372,7 +372,7 @@ class Promotion:
             except Exception as error:
                 if self._attempt is None or not self._attempt.is_stopped:
                     self._failed(error)
-                elif self._attempt.failure is not None:  # The error follows from it.
+                elif self._attempt.failure is not None:  # It caused `error`.
                     self._failed(self._attempt.failure)
 
     def _promote_next(self) -> None:

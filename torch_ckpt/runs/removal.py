@@ -144,8 +144,8 @@ class _Hidden:
             return
         self.path.sync()
         names = set(self.path.names()) - {pending.name for _, pending in self.pending}
-        # An index without metadata and pending file would count as a damaged checkpoint. If one
-        # file cannot be removed, the pending files mark the remains.
+        # Indexes first: an index without metadata and pending file would count as a damaged
+        # checkpoint. If a file cannot be removed, the pending files mark the remains.
         ordered = sorted(names, key=lambda name: not is_index(name))
         remove_each(self.path / name for name in ordered)
         self.path.remove_all()

@@ -353,7 +353,7 @@ class Run(LastSaves):
             files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
             if files is None:
                 return False
-            failure = None  # That of this rank, which the others do not know yet.
+            failure = None  # An error of this rank, which the others do not know yet.
             try:
                 if self.asynchronous:
                     failure = self._saves.save_in_background(step, state, files, persist=persist)

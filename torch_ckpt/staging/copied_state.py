@@ -49,7 +49,7 @@ class CopiedState(StateDictStager):
     """
 
     keeps_sharing = False
-    """Whether an element that several of ``tensors`` have must have one copy."""
+    """Whether an element that several of ``tensors`` share must be copied only once."""
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class CopiedState(StateDictStager):
         return _Deferred(make)
 
     def _deferred_shards(self, x: ShardedTensor, memo: Any) -> _Deferred:
-        # Not detached: the tensors of shards may be left out of staging themselves.
+        # Not detached: staging recognizes the tensors that it leaves out by their identity.
         shards = [
             (self.deepcopy_with_tensor_offload(shard.tensor, memo), shard.metadata)
             for shard in x.local_shards()
@@ -254,7 +254,7 @@ class CopiedFile(CopiedState):
 class _DescribedState(dict[str, Any]):
     """A copied state dict whose tensors keep their attributes when a save process receives them.
 
-    Torch sends the values of a tensor to another process, and no attributes.
+    Torch sends the values of a tensor to another process, but not its attributes.
     """
 
     def __init__(self, state: dict[str, Any], tensors: list[torch.Tensor]) -> None:

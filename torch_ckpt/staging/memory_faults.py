@@ -1,4 +1,4 @@
-"""Names the tensor in a value whose storage is too short for it."""
+"""Names a tensor whose storage is too short, by the FQN of its value and its path in the value."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ _REBUILDS = frozenset(
 def pickle_object(value: Any, fqn: str) -> io.BytesIO:
     """Pickles an object in memory.
 
-    A part of a storage that no tensor in the object uses is left out. Tensors that share elements
-    share them after a load, too. Raises ValueError if the storage of a tensor is too short for it,
+    Leaves out the parts of storages that no tensor in the object uses. Tensors that share elements
+    also share them after a load. Raises ValueError if the storage of a tensor is too short for it,
     with the path of the tensor in the object.
     """
     stream = io.BytesIO()
@@ -64,10 +64,10 @@ def pickle_object(value: Any, fqn: str) -> io.BytesIO:
 
 @contextlib.contextmanager
 def _main_script_as_main() -> Iterator[None]:
-    """Gives classes and functions of the main script their names in other processes.
+    """Names classes and functions of the main script as they are named in other processes.
 
-    In a process that ``multiprocessing`` has spawned, they are named after ``__mp_main__``, which
-    no other process has.
+    In a process that ``multiprocessing`` has spawned, their module is ``__mp_main__``, which other
+    processes cannot import.
     """
     main = sys.modules.get(MAIN_OF_SPAWNED)
     if main is None or sys.modules.get("__main__") is not main:
@@ -106,13 +106,13 @@ def has_slack(value: Any, fqn: str) -> bool:
     except MemoryFaultError:
         raise
     except Exception:
-        return False  # Who pickles it gets the error.
+        return False  # `torch.save` will raise the error.
 
 
 _Reduced = tuple[Any, ...]
 
-# No class is made for one call: a class is in a cycle, so it would keep the tensors alive until the
-# garbage collector runs. Staged tensors must be free before the next save.
+# A class made for one call would be in a reference cycle, and keep the tensors alive until the
+# garbage collector runs. But staged tensors must be free before the next save.
 
 
 class _Inspector(pickle.Pickler):
@@ -141,7 +141,7 @@ class _Nowhere:
 
 
 class _WithCopies(pickle.Pickler):
-    """Puts tensors over the copies of the memory that they use: those of the present call."""
+    """Pickles tensors over the copies, in ``_copies``, of the memory that they use."""
 
     def reducer_override(self, value: Any) -> Any:
         """Pickles a tensor."""
@@ -157,7 +157,7 @@ _WITH_COPIES = types.SimpleNamespace(__name__=__name__, Pickler=_WithCopies)
 
 
 def _reduced(value: Any) -> Any:
-    """Returns what pickles a tensor; ``NotImplemented`` for another value."""
+    """Returns the reduced form of a tensor; ``NotImplemented`` for another value."""
     if not isinstance(value, torch.Tensor) or type(value) in copyreg.dispatch_table:
         return NotImplemented
     return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
@@ -189,7 +189,7 @@ class _Tensors:
         self._expected: dict[int, Any] = {}  # Storages of tensors, as the pickler will get them.
 
     def add(self, reduced: _Reduced) -> _Reduced:
-        """Adds a tensor by what rebuilds it, which is returned.
+        """Adds a tensor by its reduced form, and returns that.
 
         Raises MemoryFaultError if the storage is too short.
         """
@@ -214,7 +214,7 @@ class _Tensors:
 
     @functools.cached_property
     def _runs(self) -> dict[int, list[MemoryRun]]:
-        """The runs of each storage that has more than these, by its id."""
+        """Id of a storage -> its memory runs, for storages with memory that no tensor uses."""
         out = {}
         for number, tensors in self._found.items():
             used = [tensor for tensor in tensors.values() if tensor.live.numel()]
@@ -230,7 +230,7 @@ class _Tensors:
         return bool(self._runs)
 
     def copies(self) -> dict[_Key, torch.Tensor]:
-        """Copies the memory that tensors use, of storages that have more."""
+        """Copies the memory that tensors use, for storages with memory that no tensor uses."""
         copies: dict[_Key, torch.Tensor] = {}
         for number, runs in self._runs.items():
             for run in runs:
@@ -283,7 +283,7 @@ def _where(reduced: _Reduced) -> tuple[UntypedStorage, _Key] | None:
 
 
 def _with_storage(reduced: _Reduced, copy: torch.Tensor) -> _Reduced:
-    """Returns what rebuilds a tensor over its copy."""
+    """Returns the reduced form of a tensor over its copy."""
     function, arguments, *more = reduced
     if function is torch._tensor._rebuild_from_type_v2:
         inner = _with_storage((arguments[0], arguments[2]), copy)

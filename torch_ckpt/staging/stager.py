@@ -234,7 +234,7 @@ class SnapshotStager:
     def _begin(
         self, state_dict: dict[str, Any], left_out: Collection[int], allow_unstaged: bool, name: str
     ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
-        if self._has_described:  # Methods of a copy refer to it, so it is not freed by itself.
+        if self._has_described:  # Methods of a copy refer to it: a cycle.
             gc.collect()
         copied = self._copy_class(state_dict)
         self._has_described = bool(copied.described)
@@ -424,7 +424,7 @@ class _Placed:
     Args:
         tensors: The tensors to place.
         max_nbytes: Maximum size of the snapshot, in bytes; unlimited if ``None``.
-        keeps_sharing: Whether an element that several tensors have is in the snapshot once.
+        keeps_sharing: Whether an element that several tensors share is in the snapshot only once.
 
     Attributes:
         nbytes: Size of the snapshot, in bytes; at least one page.

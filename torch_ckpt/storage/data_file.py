@@ -309,8 +309,8 @@ def _naming(item: WriteItem) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
-        raise  # It has the name, or is the error of a disk.
-    except (KeyError, NotImplementedError) as error:  # Of torch.save, for some dtypes.
+        raise  # It already has the name, or is an error of the disk.
+    except (KeyError, NotImplementedError) as error:  # From torch.save, for some dtypes.
         raise UnsupportedError(f"cannot save {item.index.fqn!r}: {error}") from error
     except Exception as error:
         add_name(error, "save", item.index.fqn)
@@ -330,7 +330,7 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesI
 
 
 def _pickled(planner: SavePlanner, item: WriteItem) -> _io.BytesIO:
-    """Returns the bytes of an object, which the planner pickles itself if its class does."""
+    """Returns the pickled bytes of an object. A planner that overrides pickling does it itself."""
     fqn, pickling = item.index.fqn, ("resolve_data", "transform_object")
     base = FastSavePlanner if isinstance(planner, FastSavePlanner) else DefaultSavePlanner
     if isinstance(planner, base) and not overrides(planner, base, pickling):

@@ -83,7 +83,7 @@ class DirectoryWriter(StagingWriter):
     """A storage writer that knows where one save writes its files."""
 
     overwrite: bool
-    file_id: str  # Id of the present save, which names of its files have.
+    file_id: str  # Id of the present save, in the names of its files.
     sync_files: bool
 
     def __init__(self, path: str | os.PathLike[str], stager: SnapshotStager | None) -> None:
@@ -154,11 +154,11 @@ class DirectoryWriter(StagingWriter):
     def _claim_directory(self, can_hide: bool) -> None:
         """Begins the save on the rank that commits, before any rank writes.
 
-        Called once the plans of all ranks have arrived: each rank has then removed what a former
-        save that failed has left, which may include the directory. Creates the pending file, or for
-        a new checkpoint the hidden directory that the commit renames, if all ranks receive its name
-        (``can_hide``). Removes hidden directories of dead saves, which may have filled the disk.
-        Raises as :meth:`_open_directory`.
+        Called once the plans of all ranks have arrived. By then, each rank has removed the remains
+        of an earlier failed save, which may include the directory. Creates the pending file. For a
+        new checkpoint, creates instead the hidden directory that the commit renames, if all ranks
+        receive its name (``can_hide``). Removes hidden directories of dead saves, which may have
+        filled the disk. Raises as :meth:`_open_directory`.
         """
         parent = self.location.parent
         parent.create_directories()

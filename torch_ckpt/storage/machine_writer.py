@@ -76,7 +76,7 @@ class MachineWriter(FastWriter):
         if committed is None or self._commits or not self._is_first:
             return
         own = self._pending
-        self.file_id = committed.file_id  # Every rank has an id of its own until then.
+        self.file_id = committed.file_id  # Until then, each rank has its own id.
         self._pending = self._create_pending()
         if own is not None:
             own.discard()

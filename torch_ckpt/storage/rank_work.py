@@ -39,7 +39,7 @@ _CHOOSES_OBJECTS = ("resolve_data", "lookup_object", "transform_object")
 def refuse_objects(planner: object) -> None:
     """Raises UnsupportedError if a planner would pickle a ``Stateful``, as DCP's planners do.
 
-    Our own saves have replaced such objects by their state dicts.
+    Saves of this package have already replaced such objects by their state dicts.
     """
     kind = FastSavePlanner if isinstance(planner, FastSavePlanner) else DefaultSavePlanner
     is_ours = current_call() is not None
@@ -260,7 +260,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = planner.resolve_data(whole)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"the planner resolved {item.index.fqn!r} to a {type(tensor)}")
-    # A load refuses the class of a collective's result that nobody has awaited.
+    # A load refuses the class of a functional collective's result.
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 

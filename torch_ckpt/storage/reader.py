@@ -250,7 +250,7 @@ class FastReader(StorageReader):
         metadata.storage_meta.load_id = self.load_id
         metadata.storage_meta.checkpoint_id = self.path  # The directory may have been moved.
         if rank is None:
-            index = index_of(metadata)  # DCP's id is that of a writer, which may save again.
+            index = index_of(metadata)  # DCP's id belongs to a writer, which may save again.
             self._shared_save_id = metadata.storage_meta.save_id if index is None else index.save_id
         return metadata
 
@@ -439,7 +439,7 @@ class FastReader(StorageReader):
         return future
 
     def _warn_of_unscaled(self, planner: LoadPlanner) -> None:
-        """Warns for a planner of DCP as :class:`FastLoadPlanner` does, of this rank's names."""
+        """Warns under DCP's planner as :class:`FastLoadPlanner` does, but of this rank's names."""
         state_dict = getattr(planner, "state_dict", None)
         metadata = self._metadata
         if isinstance(planner, FastLoadPlanner) or not isinstance(state_dict, dict):

@@ -43,8 +43,8 @@ class BaseFile:
     """A file of the base, before it was compared.
 
     ``path`` is the text of a location, which messages between ranks must not contain: to build one
-    may connect to a store. ``mark`` is its inode and its time of modification: another file has
-    another one, and it is equal on all machines.
+    may connect to a store. ``mark`` is the inode and the modification time of the file. It
+    identifies the file, and is equal on all machines.
     """
 
     path: str
@@ -265,7 +265,7 @@ def take_files(
         is_same = _facts_of(source) == (file.nbytes, file.mark)
         if is_same and link_file(source, target, file.nbytes, sync=sync):
             linked = _facts_of(target)
-            if linked is not None and linked[1][0] == file.mark[0]:  # A link has a new time.
+            if linked is not None and linked[1][0] == file.mark[0]:  # A link renews the time.
                 continue
             target.discard()
         target.write(b"", sync=False)

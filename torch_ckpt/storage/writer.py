@@ -188,7 +188,7 @@ class FastWriter(DirectoryWriter):
         self.io_mode: IoMode | None = None
         """I/O mode of the last file that this process wrote; ``None`` before the first file."""
         self.given_save_id: str | None = None
-        """The id of DCP's writer, if this one replaces one: it becomes that of each checkpoint."""
+        """The ``save_id`` of the DCP writer that this one replaces; each checkpoint has it."""
         self.file_id = secrets.token_hex(8)
         self._began = False  # Whether a save has begun under this id.
         self._writing = threading.Lock()
@@ -223,7 +223,7 @@ class FastWriter(DirectoryWriter):
 
     @property
     def save_id(self) -> str:
-        """The id of the present save, a UUID, as ``storage_meta`` of the checkpoint states it."""
+        """The UUID of the present save. It is also ``storage_meta.save_id`` of the checkpoint."""
         return self.given_save_id or uuid_of(self.file_id)
 
     @property

@@ -31,7 +31,7 @@ PlannedRead to_read(int64_t item, int64_t number, const IndexedBox& box) {
   return out;
 }
 
-// Drops all but the first of equal boxes, which are replicas. Returns whether there are some.
+// Drops all but the first of equal boxes, which are replicas. Returns whether it dropped any.
 bool drop_replicas(const std::vector<IndexedBox>& boxes, std::vector<PlannedRead>* reads,
                    size_t first) {
   std::set<std::pair<Dims, Dims>> seen;

@@ -23,7 +23,7 @@ MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 WRITTEN_FILE = re.compile(
     r"(?:(?:[a-z0-9]+_)?zero_pp_rank|mp_rank|expp_rank|expert|layer)_\d+.*(?:model|optim)_states\.pt"
 )
-"""All files that DeepSpeed's engines write into the folder of a tag."""
+"""The names of all files that DeepSpeed's engines write into the folder of a tag."""
 _POINTERS = ("latest", "latest_universal")
 _TAG = re.compile(r"global_step(\d+)")
 """The tags that DeepSpeed chooses."""

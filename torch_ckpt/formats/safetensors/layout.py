@@ -66,7 +66,7 @@ The order is that of tensors in a file of the library's writer.
 """
 
 PACKED = {"float4_e2m1fn_x2": 2}
-"""Torch dtype -> numbers in an element, which a header counts in the last dimension."""
+"""Torch dtype -> numbers per element. The last size in a header counts numbers."""
 
 PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
@@ -218,7 +218,8 @@ def _check(facts: TensorFacts) -> None:
         )
     if facts.dtype in PACKED and not facts.sizes:
         raise UnsupportedError(
-            f"cannot store {facts.fqn!r} as safetensors: it has half of a {facts.dtype}"
+            f"cannot store {facts.fqn!r} as safetensors: a scalar of {facts.dtype} has no "
+            "dimension that counts its numbers"
         )
     _check_name(facts.fqn)
 

@@ -67,7 +67,7 @@ BoxedTensor = tuple[torch.dtype, tuple[int, ...], "list[_native.IndexBox]"]
 class _Tensor(NamedTuple):
     """A tensor in a header; its elements are bytes ``[begin, end)`` of the file.
 
-    ``word`` is the dtype of the header. Torch's is empty if torch cannot have the tensor.
+    ``word`` is the dtype in the header. ``dtype`` is torch's, empty if torch has no such tensor.
     """
 
     word: str
@@ -88,7 +88,7 @@ class _Header:
 
 def _without_dtype(fqn: str, word: str, path: Location) -> UnsupportedError:
     """Returns the error for a tensor whose dtype torch does not have."""
-    packs = f"its dtype {word} packs several numbers into a byte, and torch cannot have its shape"
+    packs = f"its dtype {word} packs several numbers into a byte, and torch has no such tensor"
     why = packs if word in _DTYPES else f"unknown dtype {word!r}"
     return UnsupportedError(f"cannot load {fqn!r} of {path}: {why}")
 
@@ -251,9 +251,9 @@ class _Merged:
             is_missing, (at, part) = fault
             raise CorruptionError(
                 f"cannot load {self.foreign.path}: its files do not contain every element of "
-                f"{fqn!r} of sizes {sizes} exactly once: {'none' if is_missing else 'several'} of "
-                f"their boxes have the box at {at} of {part}; is a file missing, or of another "
-                "save?"
+                f"{fqn!r} of sizes {sizes} exactly once: "
+                f"{'no box contains' if is_missing else 'several boxes contain'} the region at "
+                f"{at} of sizes {part}; is a file missing, or from another save?"
             )
         return sizes
 
@@ -321,7 +321,7 @@ def _read_header(path: Location) -> _Header:
         if isinstance(first, str)
         and first in checked
         and fqn not in checked
-        # A tensor may have the name "pt" or "1.0".
+        # These are no ties, even if a tensor is named "pt" or "1.0".
         and fqn not in FORMAT
         and VERSION.get(fqn) != first
     }
