@@ -37,6 +37,7 @@ from torch_ckpt.coordination.portable import (
     pickled,
     pickled_values,
     portable,
+    reference_to,
     unpickled,
     unpickled_error,
     why,
@@ -179,7 +180,9 @@ class Call:
         self.number = number
         self._exchanges = itertools.count()
         self._is_deciding = False
-        self._shared_error: BaseException | None = None  # Every rank raises this one or its equal.
+        # Returns the error that every rank raises, or its equal. This call does not keep it alive:
+        # the frames of its traceback refer to this call.
+        self._shared_error: Callable[[], BaseException | None] = lambda: None
         # The jobs of this rank; ``None`` before the first step.
         self._jobs: Jobs[Cancellable] | None = None
         # On the coordinator: the exchange that it waits in, and the ranks that were too late.
@@ -194,9 +197,8 @@ class Call:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and error is not self._shared_error:
+        if error is not None and error is not self._shared_error():
             self.fail(error)
-        self._shared_error = None  # Its traceback has frames that refer to this call.
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -396,7 +398,7 @@ class Call:
             names, raised = self.group.names, error.failures.items()
             failures = {rank: unpickled_error(data, names[rank]) for rank, data in raised}
             shared = CheckpointException(_STEPS.get(error.phase, error.phase), failures)
-        self._shared_error = shared
+        self._shared_error = reference_to(shared)
         return shared
 
     @contextlib.contextmanager
@@ -483,7 +485,7 @@ class Call:
         if _is_wrapped_exception(received):  # The coordinator sends none: it is not readable.
             return CheckpointException(step, {0: received})
         if isinstance(received, CheckpointException):
-            self._shared_error = received
+            self._shared_error = reference_to(received)
         return received
 
     def _outcome(
@@ -507,7 +509,7 @@ class Call:
                 result = _wrap_exception(
                     CheckpointError(f"{len(result)} results of {step} for {self.group.size} ranks")
                 )
-            elif result[0] is self._shared_error:
+            elif result[0] is self._shared_error():
                 raise cast(BaseException, result[0])
             failures = {0: result}
         return CheckpointException(step, cast(Any, failures))

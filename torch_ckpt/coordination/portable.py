@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from traceback import StackSummary
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,7 @@ __all__ = [
     "pickled",
     "pickled_values",
     "portable",
+    "reference_to",
     "unpickled",
     "unpickled_error",
     "why",
@@ -62,6 +64,11 @@ def drop_frames(error: BaseException) -> None:
     while chain is not None and chain.__traceback__ is not None:
         chain.__traceback__ = None
         chain = chain.__cause__ or chain.__context__
+
+
+def reference_to(error: BaseException) -> Callable[[], BaseException | None]:
+    """Returns a weak reference to an error, or a strong one if its class has no weak ones."""
+    return weakref.ref(error) if hasattr(error, "__weakref__") else lambda: error
 
 
 def unpickled_error(message: Buffer, rank: int) -> WRAPPED_EXCEPTION:
