@@ -204,6 +204,21 @@ def test_a_freed_tensor_in_an_object_is_refused_with_its_fqn_and_path(
     assert not list(tmp_path.rglob(".metadata"))
 
 
+class Draws:
+    """Is no container: to iterate it takes a batch, or has no end."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("iterated")
+
+
+def test_the_search_for_a_freed_tensor_iterates_containers_alone() -> None:
+    value = (Draws(), range(1 << 62), {"cache": [freed(torch.ones(9))]})
+    with pytest.raises(
+        ValueError, match=r"cannot save 'x': in its element \[2\]\['cache'\]\[0\], "
+    ):
+        pickle_object(value, "x")
+
+
 # Stock's planner itself reads a conjugated tensor, which torch does not survive.
 @pytest.mark.parametrize("way", ["save", "transformed", "async_save", "agent"])
 @pytest.mark.parametrize("kind", [kind for kind in FREED if kind not in ("tensor", "parameter")])

@@ -180,8 +180,7 @@ class Call:
         self.number = number
         self._exchanges = itertools.count()
         self._is_deciding = False
-        # Returns the error that every rank raises, or its equal. This call does not keep it alive:
-        # the frames of its traceback refer to this call.
+        # The error that every rank raises, or its equal. The frames of its traceback refer to this.
         self._shared_error: Callable[[], BaseException | None] = lambda: None
         # The jobs of this rank; ``None`` before the first step.
         self._jobs: Jobs[Cancellable] | None = None

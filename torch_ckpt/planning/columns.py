@@ -83,10 +83,11 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []  # This rank is not in the mesh.
-        value = in_boxes(value, fqn)
     elif not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__"):
         table.add_object(fqn, OBJECT_NBYTES)
         return [None]
+    if isinstance(value, torch.Tensor):
+        value = in_boxes(value, fqn)
     if for_load:
         chunks = _create_chunk_list(value)
         sources = []

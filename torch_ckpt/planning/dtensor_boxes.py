@@ -1,13 +1,14 @@
-"""The boxes of a DTensor that a rank holds, where they are not the one box that DCP lists."""
+"""The boxes of a tensor that a rank holds, where they are not those that DCP lists."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Container, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
@@ -59,8 +60,12 @@ def boxes_of(tensor: DTensor, fqn: str) -> list[ShardBox]:
     return boxes
 
 
-def in_boxes(tensor: DTensor, fqn: str) -> DTensor | LocalShards:
-    """Returns the boxes of a DTensor as DCP can list them; the DTensor itself if DCP lists it."""
+def in_boxes(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
+    """Returns the boxes of a tensor as DCP can list them; the tensor itself if DCP lists it."""
+    if type(tensor) is ShardedTensor:
+        return _without_empty(tensor)
+    if not isinstance(tensor, DTensor):
+        return tensor
     if not _is_strided(tensor) or _lists_itself(tensor):
         return tensor
     boxes = boxes_of(tensor, fqn)
@@ -69,18 +74,28 @@ def in_boxes(tensor: DTensor, fqn: str) -> DTensor | LocalShards:
     local = tensor._local_tensor.detach()
     parts = [(box.offsets, _part(local, box)) for box in boxes]
     shards = LocalShards(tensor.shape, parts, local)
-    return cast(LocalShards, shards.requires_grad_(tensor.requires_grad))
+    return shards.requires_grad_(tensor.requires_grad)
+
+
+def _without_empty(tensor: ShardedTensor) -> torch.Tensor:
+    """Returns the shards that have elements. An empty one may have the offsets of another one."""
+    shards = tensor.local_shards()
+    if len(shards) < 2 or all(math.prod(shard.metadata.shard_sizes) for shard in shards):
+        return tensor
+    boxes = [(shard.metadata.shard_offsets, shard.tensor) for shard in shards]
+    made = LocalShards(tensor.size(), boxes)
+    return made.requires_grad_(tensor.metadata().tensor_properties.requires_grad)
 
 
 def with_boxes(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns a flat state dict in which DCP lists all DTensors by the boxes of this rank."""
+    """Returns a flat state dict in which DCP lists all tensors by the boxes of this rank."""
     return {**state_dict, **dict(_others_than_dcps(state_dict))}
 
 
 def lookup_box(planner: Any, index: MetadataIndex) -> Any:
     """Returns an object or a box of a tensor. A planner's method in place of DCP's."""
     state_dict, value = planner.state_dict, planner.state_dict.get(index.fqn)
-    if isinstance(value, DTensor):
+    if isinstance(value, DTensor | ShardedTensor):
         state_dict = {index.fqn: in_boxes(value, index.fqn)}
     return find_state_dict_object(state_dict, index)
 
@@ -133,7 +148,7 @@ def _put_boxes(planner: Any, fqns: Container[str] | None) -> dict[str, LocalShar
 
 def _others_than_dcps(state_dict: dict[str, Any]) -> Iterator[tuple[str, LocalShards]]:
     for fqn, value in state_dict.items():
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor | ShardedTensor):
             shards = in_boxes(value, fqn)
             if isinstance(shards, LocalShards):
                 yield fqn, shards

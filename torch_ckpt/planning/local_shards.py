@@ -114,7 +114,5 @@ class LocalShards(torch.Tensor):
         raise ValueError(f"{self!r} has no box at {index.offset}")
 
     def _listed(self) -> list[tuple[torch.Size, torch.Tensor]]:
-        """Returns the boxes with elements; one box if the whole tensor has no elements."""
-        if not self.numel():
-            return self.boxes[:1]
-        return [box for box in self.boxes if box[1].numel()]
+        """Returns the boxes with elements, or else one box: DCP must find the tensor."""
+        return [box for box in self.boxes if box[1].numel()] or self.boxes[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -52,9 +53,9 @@ def _paths(value: Any, path: str, seen: set[int]) -> Iterator[str]:
 
 
 def _steps(value: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return [(f"[{key!r}]", inner) for key, inner in value.items()]
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Iterator):
+    if isinstance(value, list | tuple | set | frozenset | deque):  # Others may have no end.
         return [(f"[{number}]", inner) for number, inner in enumerate(value)]
     names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
     return [(f".{name}", getattr(value, name)) for name in names if hasattr(value, name)]
