@@ -289,13 +289,12 @@ def _serve(
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         **at,
     )
+    known = environment.get("TORCH_CKPT_MEMORY")
     for call in _received(calls):
         try:
             function, args, memory = pickle.loads(call)
-            if memory is None:
-                os.environ.pop("TORCH_CKPT_MEMORY", None)
-            else:
-                os.environ["TORCH_CKPT_MEMORY"] = memory
+            if memory is not None and memory != known:  # A rank may have set its own since.
+                os.environ["TORCH_CKPT_MEMORY"] = known = memory
             reply = pickle.dumps((True, function(*args)))
         except BaseException:  # CheckpointException is no Exception.
             reply = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
