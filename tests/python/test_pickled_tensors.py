@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,55 @@ def test_a_storage_that_an_object_refers_to_itself_stays_whole_and_shared() -> N
     assert part.untyped_storage().data_ptr() == storage.data_ptr()
     assert storage.nbytes() == 1 << 12
     assert other.untyped_storage().nbytes() == 8
+
+
+class Making:
+    """An object that makes a part of a larger tensor for its pickle."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getstate__(self) -> Any:
+        return {"number": self.number, "tensor": torch.full((64,), float(self.number))[3:9]}
+
+
+def test_tensors_that_objects_make_for_the_pickle_keep_their_values() -> None:
+    stream = pickle_object([Making(number) for number in range(50)], "x")
+    stream.seek(0)
+    made: Any = torch.load(stream, weights_only=False)
+    assert all(bool((one.tensor == one.number).all()) for one in made)
+
+
+class Counting:
+    """An object that counts how often it is pickled."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __reduce__(self) -> Any:
+        self.count += 1
+        return int, (self.count,)
+
+
+@pytest.mark.parametrize("save", [torch_ckpt.save, dcp.save])
+def test_an_object_is_pickled_once(save: Any, tmp_path: Path) -> None:
+    counting = Counting()
+    save({"x": (counting, torch.ones(3))}, storage_writer=FastWriter(tmp_path))
+    assert counting.count == 1
+
+
+class Proxy:
+    """An object that has no attribute yet, as proxies of a request or a device."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} yet")
+
+
+def test_objects_of_the_main_script_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "proxy", Proxy(), raising=False)
+    stream = pickle_object({"x": (1,)}, "x")
+    stream.seek(0)
+    assert torch.load(stream) == {"x": (1,)}
 
 
 def test_a_planner_that_pickles_objects_itself_still_does(tmp_path: Path) -> None:
