@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -252,6 +253,48 @@ def test_a_freed_tensor_in_an_object_is_refused_with_its_fqn_and_path(
     with pytest.raises((ValueError, dcp.CheckpointException), match=match):
         WAYS[way](state, tmp_path / "c")
     assert not list(tmp_path.rglob(".metadata"))
+
+
+class Endless:
+    """An iterable without an end, as data loaders."""
+
+    def __iter__(self) -> Any:
+        return itertools.repeat(self)
+
+
+class Raising:
+    """An object whose property hides an attribute, and raises."""
+
+    def __init__(self) -> None:
+        vars(self).update(device=1, tensor=freed(torch.ones(9)))
+
+    @property
+    def device(self) -> Any:
+        raise RuntimeError("no device")
+
+
+class Slotted:
+    __slots__ = "tensor"
+
+    def __init__(self) -> None:
+        self.tensor = freed(torch.ones(9))
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (lambda: (Endless(), freed(torch.ones(9))), r"its element \[1\]"),
+        (Raising, "tensor"),
+        (lambda: (Slotted(),), r"its element \[0\]\.tensor"),
+    ],
+    ids=["endless", "raising", "slots"],
+)
+@pytest.mark.timeout(20)
+def test_no_code_of_an_object_runs_to_name_a_freed_tensor(
+    value: Any, path: str, tmp_path: Path
+) -> None:
+    with pytest.raises(dcp.CheckpointException, match=rf"cannot save 'x': in {path}, the storage"):
+        torch_ckpt.save({"x": value()}, storage_writer=FastWriter(tmp_path))
 
 
 # Stock's planner itself reads a conjugated tensor, which torch does not survive.
