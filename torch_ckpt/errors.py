@@ -188,7 +188,8 @@ def naming_first(
 
 def add_name(error: Exception, action: str, fqn: str) -> None:
     """Names a value in an error, as :func:`naming`."""
-    if repr(fqn) in str(error):
+    shown = str(error)
+    if repr(fqn) in shown and shown != repr(fqn):  # A KeyError may consist of this name alone.
         return
     text, args = f"cannot {action} {fqn!r}", error.args
     if not args or (len(args) == 1 and isinstance(args[0], str)):

@@ -303,6 +303,22 @@ def test_a_rank_state_in_a_tuple_is_refused_by_name(
         torch_ckpt.load(state, checkpoint_id=tmp_path)
 
 
+class Missing:
+    """An object that finds no entry of its own name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("epoch")
+
+
+def test_an_error_that_is_nothing_but_the_name_says_what_failed(tmp_path: Path) -> None:
+    torch_ckpt.save({"epoch": Missing()}, storage_writer=FastWriter(tmp_path))
+    with pytest.raises(KeyError, match="cannot load 'epoch': epoch"):
+        torch_ckpt.load({"epoch": Missing()}, storage_reader=FastReader(tmp_path))
+
+
 class Node:
     """An object whose state dict has the objects beside it, as they are."""
 
