@@ -189,10 +189,10 @@ def naming_first(
 def add_name(error: Exception, action: str, fqn: str) -> None:
     """Adds the FQN of a value to an error, as :func:`naming` does."""
     try:
-        has_name = repr(fqn) in str(error)
+        shown = str(error)
     except Exception:  # A class may raise in `__str__`. The original error is reported.
         return
-    if has_name:
+    if repr(fqn) in shown and shown != repr(fqn):  # A KeyError may consist of this name alone.
         return
     text, args = f"cannot {action} {fqn!r}", error.args
     if not args or (len(args) == 1 and isinstance(args[0], str)):

@@ -327,6 +327,14 @@ def test_the_elements_count_and_not_the_config(tmp_path: Path) -> None:
             {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10**9},
             "it has num_hidden_layers=1000000000, but the checkpoint has only 2 names",
         ),
+        (
+            {
+                "architectures": ["LlavaForConditionalGeneration"],
+                "model_type": "llava",
+                "text_config": {"model_type": "llama", "num_hidden_layers": 10**9},
+            },
+            "it has num_hidden_layers=1000000000, and the checkpoint 2 names",
+        ),
     ],
 )
 def test_a_config_of_a_stranger_ties_nothing(

@@ -303,6 +303,49 @@ def test_a_rank_state_in_a_tuple_is_refused_by_name(
         torch_ckpt.load(state, checkpoint_id=tmp_path)
 
 
+class Missing:
+    """An object that finds no entry of its own name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("epoch")
+
+
+def test_an_error_that_is_nothing_but_the_name_says_what_failed(tmp_path: Path) -> None:
+    torch_ckpt.save({"epoch": Missing()}, storage_writer=FastWriter(tmp_path))
+    with pytest.raises(KeyError, match="cannot load 'epoch': epoch"):
+        torch_ckpt.load({"epoch": Missing()}, storage_reader=FastReader(tmp_path))
+
+
+class Node:
+    """An object whose state dict has the objects beside it, as they are."""
+
+    def __init__(self) -> None:
+        self.next: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": [self.next]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"][0]
+
+
+def test_an_object_in_its_own_state_dict_is_refused_by_name(tmp_path: Path) -> None:
+    outer, inner = Node(), Node()
+    outer.next, inner.next = inner, outer
+    with pytest.raises(ValueError, match=r"'a\.next\.0\.next\.0': it is the Node of 'a', whose"):
+        torch_ckpt.save({"a": outer}, storage_writer=FastWriter(tmp_path / "c"))
+    inner.next = 3
+    state = {"a": outer, "b": inner}  # Twice, but not within itself.
+    torch_ckpt.save(state, storage_writer=FastWriter(tmp_path / "c"))
+    inner.next = 4
+    torch_ckpt.load(state, storage_reader=FastReader(tmp_path / "c"))
+    assert outer.next is inner
+    assert inner.next == 3
+
+
 def test_a_state_of_a_rank_in_a_tuple_of_another_state_dict_is_refused(tmp_path: Path) -> None:
     class Passes(Application):
         def state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,55 @@ def test_a_storage_that_an_object_refers_to_itself_stays_whole_and_shared() -> N
     assert other.untyped_storage().nbytes() == 8
 
 
+class Making:
+    """An object that makes a part of a larger tensor for its pickle."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getstate__(self) -> Any:
+        return {"number": self.number, "tensor": torch.full((64,), float(self.number))[3:9]}
+
+
+def test_tensors_that_objects_make_for_the_pickle_keep_their_values() -> None:
+    stream = pickle_object([Making(number) for number in range(50)], "x")
+    stream.seek(0)
+    made: Any = torch.load(stream, weights_only=False)
+    assert all(bool((one.tensor == one.number).all()) for one in made)
+
+
+class Counting:
+    """An object that counts how often it is pickled."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __reduce__(self) -> Any:
+        self.count += 1
+        return int, (self.count,)
+
+
+@pytest.mark.parametrize("save", [torch_ckpt.save, dcp.save])
+def test_an_object_is_pickled_once(save: Any, tmp_path: Path) -> None:
+    counting = Counting()
+    save({"x": (counting, torch.ones(3))}, storage_writer=FastWriter(tmp_path))
+    assert counting.count == 1
+
+
+class Proxy:
+    """An object that has no attribute yet, as proxies of a request or a device."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} yet")
+
+
+def test_objects_of_the_main_script_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "proxy", Proxy(), raising=False)
+    stream = pickle_object({"x": (1,)}, "x")
+    stream.seek(0)
+    assert torch.load(stream) == {"x": (1,)}
+
+
 def test_a_planner_that_pickles_objects_itself_still_does(tmp_path: Path) -> None:
     class Own(DefaultSavePlanner):
         def transform_object(self, write_item: Any, object: Any) -> Any:
@@ -204,19 +255,46 @@ def test_a_freed_tensor_in_an_object_is_refused_with_its_fqn_and_path(
     assert not list(tmp_path.rglob(".metadata"))
 
 
-class Draws:
-    """Is no container: to iterate it takes a batch, or has no end."""
+class Endless:
+    """An iterable without an end, as data loaders."""
 
     def __iter__(self) -> Any:
-        raise AssertionError("iterated")
+        return itertools.repeat(self)
 
 
-def test_the_search_for_a_freed_tensor_iterates_containers_alone() -> None:
-    value = (Draws(), range(1 << 62), {"cache": [freed(torch.ones(9))]})
-    with pytest.raises(
-        ValueError, match=r"cannot save 'x': in its element \[2\]\['cache'\]\[0\], "
-    ):
-        pickle_object(value, "x")
+class Raising:
+    """An object whose property hides an attribute, and raises."""
+
+    def __init__(self) -> None:
+        vars(self).update(device=1, tensor=freed(torch.ones(9)))
+
+    @property
+    def device(self) -> Any:
+        raise RuntimeError("no device")
+
+
+class Slotted:
+    __slots__ = "tensor"
+
+    def __init__(self) -> None:
+        self.tensor = freed(torch.ones(9))
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (lambda: (Endless(), freed(torch.ones(9))), r"its element \[1\]"),
+        (Raising, "tensor"),
+        (lambda: (Slotted(),), r"its element \[0\]\.tensor"),
+    ],
+    ids=["endless", "raising", "slots"],
+)
+@pytest.mark.timeout(20)
+def test_no_code_of_an_object_runs_to_name_a_freed_tensor(
+    value: Any, path: str, tmp_path: Path
+) -> None:
+    with pytest.raises(dcp.CheckpointException, match=rf"cannot save 'x': in {path}, the storage"):
+        torch_ckpt.save({"x": value()}, storage_writer=FastWriter(tmp_path))
 
 
 # Stock's planner itself reads a conjugated tensor, which torch does not survive.

@@ -168,9 +168,17 @@ def _model_of(config: dict[str, Any], architecture: str, count: int) -> torch.nn
         model_class, transformers.PreTrainedModel
     ):
         raise UnsupportedError(f"transformers has no model {architecture!r}")
-    for key, value in config.items():  # An untrusted file may state any number.
+    for key, value in _options(config):  # An untrusted file may state any number.
         if _REPEATED.search(key) and isinstance(value, int) and value > count:
             raise MismatchError(f"it has {key}={value}, but the checkpoint has only {count} names")
     with torch.device("meta"):
         model: torch.nn.Module = model_class(transformers.AutoConfig.for_model(**config))
     return model
+
+
+def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the options of a model, and of the models in it, such as ``text_config``."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _options(value)
+        yield key, value

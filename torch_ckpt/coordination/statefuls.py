@@ -133,7 +133,7 @@ class StateDicts:
         state: The state dict to save, or to load into.
 
     Raises:
-        ValueError: A tuple contains a ``RankState``.
+        ValueError: A tuple contains a ``RankState``, or the state dict of an object contains it.
         Exception: A ``state_dict()`` raised. The message names its FQN.
     """
 
@@ -142,6 +142,7 @@ class StateDicts:
         self._for_load = for_load
         self.state: dict[str, Any]
         self._objects: list[tuple[Any, Any, str]] = []  # Container, key and FQN below the top.
+        self._within: list[tuple[Any, str]] = []  # Objects whose state dicts are being replaced.
         token = _loading.set(for_load)
         try:
             self.state, self._root = self._replaced_in(state_dict, None, in_tuple=False)
@@ -167,14 +168,23 @@ class StateDicts:
 
     def _replace(self, value: Any, fqn: str, *, in_tuple: bool) -> tuple[Any, _Replaced]:
         """Returns the state dict of an object, and the record for its restore."""
-        with naming("load" if self._for_load else "save", fqn):
+        action = "load" if self._for_load else "save"
+        for outer, outer_fqn in self._within:
+            if outer is value:
+                raise ValueError(
+                    f"cannot {action} {fqn!r}: it is the {type(value).__qualname__} of "
+                    f"{outer_fqn!r}, whose state_dict() must not contain the object itself"
+                )
+        with naming(action, fqn):
             state = value.state_dict()
         if in_tuple:
             _refuse_rank_state(state, fqn)
         node = _Replaced(value, fqn, is_stateful=True)
         is_container = _entries_of(state) is not None and not isinstance(state, StateOfRank)
         if is_container and self._finder.holds(state):
+            self._within.append((value, fqn))
             state, node.inner[None] = self._replaced_in(state, fqn, in_tuple=in_tuple)
+            self._within.pop()
         return state, node
 
     def _replaced_in(self, live: Any, fqn: str | None, *, in_tuple: bool) -> tuple[Any, _Replaced]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ __all__ = ["in_object", "in_state_dict"]
 
 def in_object(fault: MemoryFaultError, fqn: str, value: Any) -> MemoryFaultError:
     """Returns the error of a tensor in an object, with the FQN and the path in the object."""
-    path = next(_paths(value, "", set()), "")
+    path = ""
+    with contextlib.suppress(Exception):  # Of an attribute of the object.
+        path = next(_paths(value, "", set()), "")
     where = f"in {path[1:] if path[:1] == '.' else f'its element {path}'}, " if path else ""
     return MemoryFaultError(f"cannot save {fqn!r}: {where}{fault}")
 
@@ -52,10 +56,12 @@ def _paths(value: Any, path: str, seen: set[int]) -> Iterator[str]:
         yield from _paths(inner, path + step, seen)
 
 
-def _steps(value: Any) -> Iterable[tuple[str, Any]]:
+def _steps(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the values in an object. Does not iterate over classes of the program."""
     if isinstance(value, dict):
-        return [(f"[{key!r}]", inner) for key, inner in value.items()]
-    if isinstance(value, list | tuple | set | frozenset | deque):  # Others may have no end.
-        return [(f"[{number}]", inner) for number, inner in enumerate(value)]
-    names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
-    return [(f".{name}", getattr(value, name)) for name in names if hasattr(value, name)]
+        yield from ((f"[{key!r}]", inner) for key, inner in value.items())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
+    attributes = {name: getattr(value, name, None) for name in copyreg._slotnames(type(value))}
+    attributes.update(getattr(value, "__dict__", {}))
+    yield from ((f".{name}", inner) for name, inner in attributes.items())

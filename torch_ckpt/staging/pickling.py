@@ -50,15 +50,27 @@ def pickle_object(value: Any, fqn: str) -> io.BytesIO:
     also share them after a load. Raises ValueError if the storage of a tensor is too short for it,
     with the path of the tensor in the object.
     """
-    stream = io.BytesIO()
     with _main_script_as_main():
-        copies = {} if type(value) in _ATOMS else _inspected(value, fqn).copies()
-        token = _copies.set(copies)
+        if type(value) in _ATOMS:
+            return _saved(value, pickle)
         try:
-            module: Any = _WITH_COPIES if copies else pickle
-            torch.save(value, stream, pickle_module=module)
+            return _saved(value, _UNLESS_SLACK)
+        except MemoryFaultError as fault:
+            raise in_object(fault, fqn, value) from None
+        except _SlackError:
+            # Alive until the end: a tensor that the object makes for the pickle would otherwise
+            # get the id of a storage that is freed, and so the copy of another tensor.
+            tensors = _inspected(value, fqn)
+        token = _copies.set(tensors.copies())
+        try:
+            return _saved(value, _WITH_COPIES)
         finally:
             _copies.reset(token)
+
+
+def _saved(value: Any, pickle_module: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream, pickle_module=pickle_module)
     return stream
 
 
@@ -69,8 +81,8 @@ def _main_script_as_main() -> Iterator[None]:
     In a process that ``multiprocessing`` has spawned, their module is ``__mp_main__``, which other
     processes cannot import.
     """
-    main = sys.modules.get(MAIN_OF_SPAWNED)
-    if main is None or sys.modules.get("__main__") is not main:
+    main = sys.modules.get("__main__")
+    if main is None or vars(main).get("__name__") != MAIN_OF_SPAWNED:
         yield
         return
     renamed = list(_defined_in(main, set()))
@@ -86,9 +98,10 @@ def _main_script_as_main() -> Iterator[None]:
 def _defined_in(namespace: Any, seen: set[int]) -> Iterator[Any]:
     """Yields the classes and functions of the main script, with those in its classes."""
     for value in [*vars(namespace).values()]:
-        is_own = getattr(value, "__module__", None) == MAIN_OF_SPAWNED
-        if isinstance(value, type | types.FunctionType) and is_own and id(value) not in seen:
-            seen.add(id(value))
+        if not issubclass(type(value), type | types.FunctionType) or id(value) in seen:
+            continue  # Other values may have attributes that raise.
+        seen.add(id(value))
+        if getattr(value, "__module__", None) == MAIN_OF_SPAWNED:
             yield value
             if isinstance(value, type):
                 yield from _defined_in(value, seen)
@@ -116,10 +129,10 @@ _Reduced = tuple[Any, ...]
 
 
 class _Inspector(pickle.Pickler):
-    """Finds the tensors in an object, as ``torch.save`` reduces them. Writes nothing."""
+    """Finds the tensors in an object, as ``torch.save`` reduces them."""
 
-    def __init__(self) -> None:
-        super().__init__(_Nowhere(), protocol=2)
+    def __init__(self, file: Any, protocol: int) -> None:
+        super().__init__(file, protocol=protocol)
         self.tensors = _Tensors()
 
     def reducer_override(self, value: Any) -> Any:
@@ -140,6 +153,25 @@ class _Nowhere:
         return len(data)
 
 
+class _SlackError(Exception):
+    """A storage in an object has memory that no tensor uses."""
+
+
+class _UnlessSlack(_Inspector):
+    """Pickles an object, or raises _SlackError before ``torch.save`` writes the storages.
+
+    So an object without slack is pickled once: it may have side effects. The class that
+    ``torch.save`` derives has its own ``persistent_id``, so storages that are not in a tensor are
+    unknown here.
+    """
+
+    def dump(self, value: Any) -> None:
+        """Pickles an object."""
+        super().dump(value)
+        if self.tensors.has_slack:
+            raise _SlackError
+
+
 class _WithCopies(pickle.Pickler):
     """Pickles tensors over the copies, in ``_copies``, of the memory that they use."""
 
@@ -152,8 +184,9 @@ class _WithCopies(pickle.Pickler):
         return reduced if copy is None else _with_storage(reduced, copy)
 
 
+# Each is a ``pickle_module`` of ``torch.save``.
+_UNLESS_SLACK = types.SimpleNamespace(__name__=__name__, Pickler=_UnlessSlack)
 _WITH_COPIES = types.SimpleNamespace(__name__=__name__, Pickler=_WithCopies)
-"""The ``pickle_module`` of ``torch.save``."""
 
 
 def _reduced(value: Any) -> Any:
@@ -165,7 +198,7 @@ def _reduced(value: Any) -> Any:
 
 def _inspected(value: Any, fqn: str) -> _Tensors:
     """Returns the tensors in an object."""
-    inspector = _Inspector()
+    inspector = _Inspector(_Nowhere(), 2)
     try:
         inspector.dump(value)
     except MemoryFaultError as fault:
@@ -183,7 +216,7 @@ class _Tensors:
     """The tensors in an object, and the memory that they need."""
 
     def __init__(self) -> None:
-        self._found: dict[int, dict[_Key, CopiedTensor]] = {}  # By the id of the storage.
+        self._found: dict[int, dict[_Key, None]] = {}  # By the id of the storage.
         self._storages: dict[int, UntypedStorage] = {}  # They stay alive, so no id is used twice.
         self._kept: set[int] = set()
         self._expected: dict[int, Any] = {}  # Storages of tensors, as the pickler will get them.
@@ -200,9 +233,10 @@ class _Tensors:
         self._storages[key[0]] = storage
         named = _storage_in(reduced)
         self._expected[id(named)] = named
-        of_storage = self._found.setdefault(key[0], {})
-        if key not in of_storage:
-            of_storage[key] = _tensor_at(storage, key)
+        keys = self._found.setdefault(key[0], {})
+        if key not in keys:
+            _check_memory_at(storage, key)
+            keys[key] = None
         return reduced
 
     def add_storage(self, value: object) -> None:
@@ -213,33 +247,58 @@ class _Tensors:
                 self._kept.add(untyped._cdata)
 
     @functools.cached_property
-    def _runs(self) -> dict[int, list[MemoryRun]]:
-        """Id of a storage -> its memory runs, for storages with memory that no tensor uses."""
-        out = {}
-        for number, tensors in self._found.items():
+    def _parts(self) -> list[tuple[dict[_Key, CopiedTensor], list[MemoryRun]]]:
+        """The tensors and the runs of each storage that has memory that no tensor uses."""
+        out = []
+        for number, keys in self._found.items():
+            storage = self._storages[number]
+            nbytes = storage.nbytes()
+            if number in self._kept or any(_fills(key, nbytes) for key in keys):
+                continue
+            tensors = {key: _tensor_at(storage, key) for key in keys}
             used = [tensor for tensor in tensors.values() if tensor.live.numel()]
             runs = runs_of(used, keeps_sharing=True)
-            nbytes = self._storages[number].nbytes()
-            if number not in self._kept and sum(run.nbytes for run in runs) < nbytes:
-                out[number] = runs
+            if sum(run.nbytes for run in runs) < nbytes:
+                out.append((tensors, runs))
         return out
 
     @property
     def has_slack(self) -> bool:
         """Whether a storage has memory that no tensor uses."""
-        return bool(self._runs)
+        return bool(self._parts)
 
     def copies(self) -> dict[_Key, torch.Tensor]:
         """Copies the memory that tensors use, for storages with memory that no tensor uses."""
         copies: dict[_Key, torch.Tensor] = {}
-        for number, runs in self._runs.items():
+        for tensors, runs in self._parts:
             for run in runs:
                 live = run.live()
                 memory = torch.empty(run.nbytes, dtype=torch.uint8, device=live.device)
                 copy_elements(live, memory)
                 run.set_memory(memory)
-            copies |= {key: copy for key, (_, copy) in self._found[number].items()}
+            copies |= {key: copy for key, (_, copy) in tensors.items()}
         return copies
+
+
+def _fills(key: _Key, nbytes: int) -> bool:
+    """Returns whether the elements of a tensor, without gaps, are as long as its storage."""
+    _, dtype, _, sizes, strides = key
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return expected * dtype.itemsize == nbytes
+
+
+def _check_memory_at(storage: UntypedStorage, key: _Key) -> None:
+    """Raises MemoryFaultError if the storage of a tensor is too short for it."""
+    _, dtype, offset, sizes, strides = key
+    if all(sizes):
+        steps = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        needed, found = (offset + steps + 1) * dtype.itemsize, storage.nbytes()
+        if needed > found:
+            raise memory_fault(dtype, sizes, needed, found)
 
 
 def _tensor_at(storage: UntypedStorage, key: _Key) -> CopiedTensor:
@@ -249,10 +308,6 @@ def _tensor_at(storage: UntypedStorage, key: _Key) -> CopiedTensor:
     if not all(sizes):
         empty = torch.empty_strided(sizes, strides, dtype=plain, device=device)
         return CopiedTensor(empty, empty)
-    steps = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-    needed, found = (offset + steps + 1) * dtype.itemsize, storage.nbytes()
-    if needed > found:
-        raise memory_fault(dtype, sizes, needed, found)
     live: Any = torch.empty(0, dtype=plain, device=device)
     live.set_(storage, offset, sizes, strides)
     return CopiedTensor(live, torch.empty(0, dtype=plain, device=device))
