@@ -333,7 +333,7 @@ def test_the_elements_count_and_not_the_config(tmp_path: Path) -> None:
                 "model_type": "llava",
                 "text_config": {"model_type": "llama", "num_hidden_layers": 10**9},
             },
-            "it has num_hidden_layers=1000000000, and the checkpoint 2 names",
+            "it has num_hidden_layers=1000000000, but the checkpoint has only 2 names",
         ),
     ],
 )
