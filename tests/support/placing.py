@@ -121,7 +121,7 @@ def is_first_replica(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
 
 def drifted(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of which every byte has another lowest bit."""
-    flat = tensor.contiguous().reshape(-1)
+    flat = copied(tensor).reshape(-1)  # One element may have any stride.
     return flat.view(torch.uint8).bitwise_xor(1).view(tensor.dtype).reshape(tensor.shape)
 
 

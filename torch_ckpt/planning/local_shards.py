@@ -114,5 +114,9 @@ class LocalShards(torch.Tensor):
         raise ValueError(f"{self!r} has no box at {index.offset}")
 
     def _listed(self) -> list[tuple[torch.Size, torch.Tensor]]:
-        """Returns the boxes with elements, or else one box: DCP must find the tensor."""
-        return [box for box in self.boxes if box[1].numel()] or self.boxes[:1]
+        """Returns the boxes with elements, and one box of a tensor that has none anywhere.
+
+        Other empty boxes are left out: DCP's planner identifies a box by its offsets alone.
+        """
+        found = [box for box in self.boxes if box[1].numel()]
+        return found or ([] if self.numel() else self.boxes[:1])
