@@ -62,6 +62,7 @@ def _steps(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
-    attributes = {name: getattr(value, name, None) for name in copyreg._slotnames(type(value))}
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    attributes = {name: getattr(value, name, None) for name in slots}
     attributes.update(getattr(value, "__dict__", {}))
     yield from ((f".{name}", inner) for name, inner in attributes.items())
