@@ -143,6 +143,19 @@ def test_the_inner_tensors_of_a_wrapper_are_stored_without_the_rest_of_their_sto
     assert nbytes < 8000
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_containers_and_attributes_share_elements_and_store_no_others(
+    way: str, tmp_path: Path
+) -> None:
+    base = whole()
+    WAYS[way]({"x": (base[:10], Holder(base[5:8]), [Holder], whole)}, tmp_path)
+    with torch.serialization.safe_globals([whole]):
+        (first, holder, _, _), nbytes = loaded(tmp_path)
+    first[5] = -1
+    assert holder.tensor.tolist() == [-1, 6, 7]
+    assert nbytes < 1 << 13
+
+
 def test_a_storage_that_an_object_refers_to_itself_stays_whole_and_shared() -> None:
     base = torch.arange(1 << 12, dtype=torch.uint8)
     pickled = pickle_object((base[:3], base.untyped_storage(), whole()[:2]), "x")

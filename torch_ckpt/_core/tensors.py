@@ -84,37 +84,36 @@ class MemoryFaultError(ValueError):
     """
 
 
-def check_memory(tensor: torch.Tensor, where: str = "") -> None:
+def check_memory(tensor: torch.Tensor) -> None:
     """Raises MemoryFaultError if a storage of a tensor is too short for it.
 
-    The storages of a sparse tensor, or of a wrapper subclass, are those of the tensors in it. The
-    message begins with ``where``.
+    The storages of a sparse tensor, or of a wrapper subclass, are those of the tensors in it.
     """
     if type(tensor) not in _WITH_STORAGE:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             for name in names:
-                check_memory(getattr(tensor, name), where)
+                check_memory(getattr(tensor, name))
             return
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return  # Only its class knows where its elements are.
     for name in _PARTS.get(tensor.layout, ()):
-        check_memory(getattr(tensor, name)(), where)
+        check_memory(getattr(tensor, name)())
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return
     if tensor.dtype not in _SEVERAL_TO_A_BYTE:
         _, _, needed = _tensor_view.extent(tensor)
         found = tensor.untyped_storage().nbytes() if needed else 0
         if needed > found:
-            raise memory_fault(tensor.dtype, tensor.size(), needed, found, where)
+            raise memory_fault(tensor.dtype, tensor.size(), needed, found)
 
 
 def memory_fault(
-    dtype: torch.dtype, sizes: Sequence[int], needed: int, found: int, where: str = ""
+    dtype: torch.dtype, sizes: Sequence[int], needed: int, found: int
 ) -> MemoryFaultError:
     """Returns the error of a tensor whose storage has fewer bytes than it needs."""
     return MemoryFaultError(
-        f"{where}the storage of a {dtype} tensor of sizes {list(sizes)} has {found} of the "
+        f"the storage of a {dtype} tensor of sizes {list(sizes)} has {found} of the "
         f"{needed} bytes that it needs; allocate it before the save"
     )
 

@@ -86,7 +86,8 @@ class SlotContents:
         self._copied = [planned.position(number) for number in planned.copied]
         for number in self._copied:
             fqn = to_write_item(work.describe(number)).index.fqn
-            check_memory(self._sources[number], f"cannot save {fqn!r}: ")
+            with naming("save", fqn):
+                check_memory(self._sources[number])
         self._nbytes = nbytes
         self._offsets = []
         self.nbytes = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from copy import deepcopy
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -41,8 +43,8 @@ class CopiedState(StateDictStager):
     - Tensors that only torch can copy: other subclasses, quantized, sparse and lazily conjugated
       tensors.
     - Tensors inside objects, because the constructors of the objects may read them. Tensors in
-      tuples and other containers of Python are copied without the rest of their storages. Storages
-      of tensors in other objects are copied whole, as by torch.
+      containers and in attributes are copied without the rest of their storages. Storages of
+      tensors in objects that state otherwise what to copy are copied whole, as by torch.
 
     The copy, ``state``, is complete after :meth:`build_wrappers`. The copies of ``tensors`` lack
     memory. Raises the error of an object that cannot be copied.
@@ -115,7 +117,7 @@ class CopiedState(StateDictStager):
             self._deferred.append((container, key, value))
 
     def _copy_contained(self, x: object) -> None:
-        """Copies the tensors in nested containers of an object. Overlapping views share memory."""
+        """Copies the tensors in containers and attributes. Overlapping views share memory."""
         memo = self._memo_of_objects
         copied = [
             CopiedTensor(live, torch.empty(0, dtype=live.dtype, device="cpu"))
@@ -305,7 +307,7 @@ def _like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_in(x: object) -> list[torch.Tensor]:
-    """Returns the tensors in nested containers of Python."""
+    """Returns the tensors in nested containers of Python, and in attributes of objects."""
     found: list[torch.Tensor] = []
     seen: set[int] = set()
     ahead: list[Any] = [x]
@@ -320,7 +322,22 @@ def tensors_in(x: object) -> list[torch.Tensor]:
             ahead += value
         elif type(value) in (dict, OrderedDict):
             ahead += value.values()
+        elif _is_its_attributes(type(value)):
+            ahead += vars(value).values()
     return found
+
+
+def _is_its_attributes(kind: type) -> bool:
+    """Returns whether a copy of an object has copies of all its attributes, and nothing else."""
+    return (
+        not issubclass(kind, type | FunctionType | ModuleType)  # They are not copied.
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and not hasattr(kind, "__deepcopy__")
+        and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+        and kind not in copyreg.dispatch_table
+        and kind.__dictoffset__ != 0
+    )
 
 
 def full_copy(x: torch.Tensor) -> torch.Tensor:

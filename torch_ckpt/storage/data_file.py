@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import check_memory, gc_paused, to_plain
-from torch_ckpt.errors import CheckpointError, UnsupportedError, add_name, naming_first
+from torch_ckpt.errors import CheckpointError, UnsupportedError, add_name, naming, naming_first
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.allowed_classes import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
@@ -190,8 +190,8 @@ def _write_tensors(
                     write_until(number)
                 pinned.add(number, part)
                 continue
-            check_memory(part, f"cannot save {work.item(position).index.fqn!r}: ")
-            copy = to_plain(part)
+            with naming("save", work.item(position).index.fqn):
+                copy = to_plain(part)
             planned.put(number, _tensor_view.view(copy, "", writable=False))
             # A view of rows references the whole storage.
             retained_nbytes += copy.untyped_storage().nbytes()
@@ -321,7 +321,7 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesI
     if item.type == WriteItemType.BYTE_IO:
         return _pickled(planner, item)
     data = _resolve_tensor(planner, item)
-    check_memory(data, f"cannot save {item.index.fqn!r}: ")
+    check_memory(data)
     data = data.detach().cpu()
     # Otherwise torch.save would write the whole storage.
     if data.untyped_storage().size() != data.nbytes or has_slack(data, item.index.fqn):

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native, _tensor_view
-from torch_ckpt._core.tensors import check_memory, gc_paused, is_temporary, to_plain
+from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
 from torch_ckpt.coordination.group import claim_commit, current_call
 from torch_ckpt.errors import (
     CheckpointError,
@@ -39,6 +39,7 @@ from torch_ckpt.errors import (
     NotFoundError,
     StorageError,
     UnsupportedError,
+    naming,
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors.layout import ModelLayout
@@ -490,8 +491,8 @@ class _PieceWriter:
             tensor = item.rows_of(tensor)
         if kind == _tensor_view.TensorKind.PLAIN:
             return tensor, is_live
-        check_memory(tensor, f"cannot store {fqn!r}: ")
-        return to_plain(tensor), is_live
+        with naming("store", fqn):
+            return to_plain(tensor), is_live
 
 
 def _check_complete(layout: ModelLayout, taken: int, results: Iterable[WriteResult]) -> None:
