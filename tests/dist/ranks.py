@@ -274,6 +274,7 @@ def _serve(
     """A rank: answers calls until the pipe is closed."""
     os.setsid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.pop("TORCH_CKPT_MEMORY", None)  # The fork server has that of its first test.
     os.environ.update(environment)
     torch.set_num_threads(1)
     scheme, _, place = where.partition("://")

@@ -32,7 +32,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, Run, SafetensorsWriter
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("memory"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 200

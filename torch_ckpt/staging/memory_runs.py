@@ -179,6 +179,8 @@ def _packed(extents: Sequence[_Extent]) -> list[MemoryRun]:
 
 def _have_common_elements(runs: Sequence[MemoryRun]) -> bool:
     """Returns whether an element is in two of the runs of one storage."""
+    if len(runs) < 2:
+        return False  # The offsets of its elements would take more memory than they do.
     packed = [run for run in runs if run.is_packed]
     if len({run.tensors[0][0].live.itemsize for run in packed}) > 1:
         return True  # Elements of one dtype may overlap with parts of others.

@@ -46,9 +46,9 @@ _REBUILDS = frozenset(
 def pickle_object(value: Any, fqn: str) -> io.BytesIO:
     """Pickles an object in memory.
 
-    Leaves out the parts of storages that no tensor in the object uses. Tensors that share elements
-    also share them after a load. Raises ValueError if the storage of a tensor is too short for it,
-    with the path of the tensor in the object.
+    Leaves out the parts of a storage that no tensor in the object uses, if they are at least half
+    of it. Tensors that share elements also share them after a load. Raises ValueError if the
+    storage of a tensor is too short for it, with the path of the tensor in the object.
     """
     with _main_script_as_main():
         if type(value) in _ATOMS:
@@ -258,7 +258,8 @@ class _Tensors:
             tensors = {key: _tensor_at(storage, key) for key in keys}
             used = [tensor for tensor in tensors.values() if tensor.live.numel()]
             runs = runs_of(used, keeps_sharing=True)
-            if sum(run.nbytes for run in runs) < nbytes:
+            # A copy of more than half a storage would take more memory than it saves.
+            if 2 * sum(run.nbytes for run in runs) <= nbytes:
                 out.append((tensors, runs))
         return out
 
