@@ -115,8 +115,8 @@ MUTATIONS = {
     "an empty box hides another": [
         Mutation(
             "torch_ckpt/planning/local_shards.py",
-            "return [box for box in self.boxes if box[1].numel()]",
-            "return self.boxes",
+            "found = [box for box in self.boxes if box[1].numel()]",
+            "found = self.boxes",
         )
     ],
     "a save decides by samples alone": [
