@@ -16,7 +16,7 @@ namespace {
 
 constexpr int32_t kNoRank = -1;
 constexpr int64_t kDigestNbytes = 8;
-constexpr int64_t kMaxPairs = 8;  // Of a `Difference`.
+constexpr int64_t kMaxPairs = 8;  // The most pairs of ranks that a `Difference` names.
 
 // Distinct sets of ranks that have the same replicas, each identified by the plans of its ranks.
 class ReplicaSets {

@@ -108,7 +108,7 @@ class Ranks:
         if not self.alive:
             self._start()
         try:
-            memory = os.environ.get("TORCH_CKPT_MEMORY")  # Of the present test.
+            memory = os.environ.get("TORCH_CKPT_MEMORY")  # The present test sets it.
             call = pickle.dumps((function, args, memory))
             for pipe in self._pipes:
                 with contextlib.suppress(BrokenPipeError):  # It has ended: the reply will say so.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copyreg
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from torch_ckpt._core.tensors import MemoryFaultError, check_memory
+from torch_ckpt._core.tensors import MemoryFaultError, check_memory, flat_values
 
 __all__ = ["in_object", "in_state_dict"]
 
@@ -18,27 +18,19 @@ __all__ = ["in_object", "in_state_dict"]
 def in_object(fault: MemoryFaultError, fqn: str, value: Any) -> MemoryFaultError:
     """Returns the error of a tensor in an object, with the FQN and the path in the object."""
     path = ""
-    with contextlib.suppress(Exception):  # Of an attribute of the object.
+    with contextlib.suppress(Exception):  # Reading an attribute may raise.
         path = next(_paths(value, "", set()), "")
     where = f"in {path[1:] if path[:1] == '.' else f'its element {path}'}, " if path else ""
     return MemoryFaultError(f"cannot save {fqn!r}: {where}{fault}")
 
 
-def in_state_dict(fault: MemoryFaultError, state_dict: Mapping[str, Any]) -> MemoryFaultError:
+def in_state_dict(fault: MemoryFaultError, state_dict: dict[str, Any]) -> MemoryFaultError:
     """Returns the error of a tensor in a nested state dict, with its FQN and path."""
-    for fqn, value in _values(state_dict, ""):
-        if next(_paths(value, "", set()), None) is not None:
-            return in_object(fault, fqn, value)
+    with contextlib.suppress(Exception):  # The search must not replace the error.
+        for fqn, value in flat_values(state_dict):
+            if next(_paths(value, "", set()), None) is not None:
+                return in_object(fault, fqn, value)
     return fault
-
-
-def _values(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
-    """Yields FQN and value of all values in a nested state dict."""
-    if not isinstance(value, dict | list):
-        yield fqn, value
-        return
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _values(inner, f"{fqn}.{key}" if fqn else str(key))
 
 
 def _paths(value: Any, path: str, seen: set[int]) -> Iterator[str]:
