@@ -234,7 +234,7 @@ class Call:
         Returns this rank's element of the result of ``reduce``. Raises a CheckpointException, whose
         ``failures`` maps ranks to their errors, if ``own`` or ``reduce`` raised.
         """
-        return cast(R, self._reduced(step, own, reduce, "", scatters=True))
+        return cast(R, _value_of(self._reduced(step, own, reduce, "", scatters=True)))
 
     def all_reduce(
         self, step: str, own: Callable[[], T], reduce: Callable[[list[T]], R], recorded: str = ""
@@ -243,7 +243,7 @@ class Call:
 
         ``recorded`` is the phase of the record, if the step is none of DCP's.
         """
-        return cast(R, self._reduced(step, own, reduce, recorded, scatters=False))
+        return cast(R, _value_of(self._reduced(step, own, reduce, recorded, scatters=False)))
 
     def barrier(self, phase: str) -> None:
         """Waits until all ranks have called it."""
@@ -423,24 +423,6 @@ class Call:
         *,
         scatters: bool,
     ) -> Any:
-        """Returns this rank's result, or raises the error of the call."""
-        outcome = self._own_outcome(step, own, reduce, recorded, scatters=scatters)
-        try:
-            if isinstance(outcome, CheckpointException):
-                raise outcome
-            return outcome
-        finally:
-            del outcome  # The traceback of an error refers to this frame, and so to the state.
-
-    def _own_outcome(
-        self,
-        step: str,
-        own: Callable[[], Any],
-        reduce: Callable[[list[Any]], Any],
-        recorded: str,
-        *,
-        scatters: bool,
-    ) -> Any:
         """Returns this rank's result, or the CheckpointException that all ranks raise."""
         phase = _PHASES.get(step, step)
         mine = step if step in _DECIDED_IN else recorded
@@ -584,6 +566,16 @@ def group_of(
     if group is None:
         group = PROCESS.groups[key] = Group(key, names)
     return group
+
+
+def _value_of(outcome: Any) -> Any:
+    """Returns a result, or raises it if it is the error of a call."""
+    try:
+        if isinstance(outcome, CheckpointException):
+            raise outcome
+        return outcome
+    finally:
+        del outcome  # The traceback of an error refers to this frame, and so to the state.
 
 
 def _attempted(function: Callable[[], Any], phase: str) -> Any:
