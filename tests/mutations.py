@@ -149,6 +149,20 @@ MUTATIONS = {
             "(moved, 0, sizes",
         )
     ],
+    "an object within a state dict is not restored": [
+        Mutation(
+            "torch_ckpt/coordination/statefuls.py",
+            "if not restore_pickled(node.live, loaded):",
+            "if node.fqn == '':",
+        )
+    ],
+    "two tensors in the same memory are loaded at once": [
+        Mutation(
+            "torch_ckpt/storage/loading.py",
+            "if later.overlaps(target, fqn) or destinations.overlaps(target, fqn):",
+            "if later.overlaps(target, fqn):",
+        )
+    ],
     "a range of an object begins too early": [
         Mutation(
             "torch_ckpt/filesystems/obstore_client.py",

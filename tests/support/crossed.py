@@ -23,6 +23,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support import ways
+from support.aliases import share_memory
+from support.owners import owned, unowned
 from support.places import Place, Places
 from support.placing import Placing, boxes_like, local
 from support.states import (
@@ -214,7 +216,7 @@ def carry_out(case: Case, place: Place) -> list[str]:
             expected = snapshot(whole)
             state = placing.place(whole) if placing else whole
             path = folder / f"step-{0 if saving.of('directory') else number}"
-            wait = saving.save(state, path)
+            wait = saving.save(owned(state, case.seed, saving.of("owners")), path)
             if wait is not None:
                 spoil([state, whole])  # An object may be in the state of another rank only.
             else:
@@ -291,12 +293,16 @@ def load(case: Case, path: Location, expected: Any, out: dict[str, str], run: An
     if case.ranks:
         target = Placing(rng.getrandbits(30)).place(target)
         wanted = boxes_like(target, expected)
+    pair = share_memory(rng, target) if ways.OUT["memory"][out["memory"]] else None
     problems = []
     for time_ in range(ways.OUT["times"][out["times"]]):
         if time_:
             change_memory(target)
-        reader.load(loading, target)
-        problems += differences(wanted, local(target))
+        owner = owned(target, case.seed, ways.OUT["owners"][out["owners"]])
+        reader.load(loading, owner)
+        target = unowned(owner)
+        found = local(target)
+        problems += pair.differences(wanted, found) if pair else differences(wanted, found)
     return problems
 
 

@@ -178,7 +178,7 @@ class Call:
 
 
 STAGED = f"{Call.uses} stager ends"
-OWN_PLANNER = "io files queue place then directory"  # And its own writer.
+OWN_PLANNER = "io files queue place then directory owners"  # And its own writer.
 
 
 def _async_save(s: Saving, state: Any, path: Location) -> Wait:
@@ -251,11 +251,12 @@ CALLS = {
         lambda s, state, path: (
             torch_ckpt.save(state, storage_writer=s.writer(path), planner=s.planner(), **s.ranks)
             and None
-        )
+        ),
+        f"{Call.uses} owners",
     ),
     "dcp.async_save": Call(_async_save, STAGED),
-    "torch_ckpt.async_save": Call(_fast_async_save, STAGED),
-    "async_save by process": Call(_save_by_process, f"{Call.uses} ends"),
+    "torch_ckpt.async_save": Call(_fast_async_save, f"{STAGED} owners"),
+    "async_save by process": Call(_save_by_process, f"{Call.uses} ends owners"),
     "stage": Call(_save_staged, f"{Call.uses} stager"),
     "run": Call(_save_by_run, OWN_PLANNER),
     "run, async": Call(lambda *args: _save_by_run(*args, asynchronous=True), f"{OWN_PLANNER} ends"),
@@ -353,6 +354,9 @@ STAGERS: dict[str, Callable[[], SnapshotStager | None]] = {
     "with a cap": lambda: SnapshotStager(max_host_nbytes=200_000),
 }
 
+# The share of inner mappings that are objects with a state dict.
+OWNERS = {"none": 0.0, "some": 0.5}
+
 IN: dict[str, Mapping[str, Any]] = {
     "call": CALLS,
     "writer": {"fast": FastWriter, "stock": FileSystemWriter, "safetensors": SafetensorsWriter},
@@ -365,6 +369,7 @@ IN: dict[str, Mapping[str, Any]] = {
     "directory": {"one for each save": False, "the same": True},
     "base": {"none": False, "the former save": True},
     "ends": {"in turn": False, "all at the end": True},
+    "owners": OWNERS,
     "then": {"": None, "convert to dcp": "dcp", "convert to safetensors": "safetensors"}
     | {"convert to torch": "torch"},
 }
@@ -647,6 +652,8 @@ OUT: dict[str, Mapping[str, Any]] = {
     "reader": READERS,
     "planner": LOAD_PLANNERS,
     "keys": {"all": 1.0, "some": 0.3},
+    "owners": OWNERS,
+    "memory": {"of each": False, "one of two": True},
     "trust": {"none": False, "full": True},
     "times": {"once": 1, "twice into the same tensors": 2},
     "ranks": {"the same": None, "each for itself": 0, "one": 1, "two": 2, "three": 3},
@@ -661,10 +668,16 @@ def fits_out(out: Way, way: Way, ranks: int) -> bool:
     """Whether a checkpoint of a way in has this way out."""
     reader, count = READERS[out["reader"]], OUT["ranks"][out["ranks"]]
     is_plain = out["keys"] == "all" and out["times"] == "once" and out["ranks"] == "the same"
+    loads_objects = out["reader"] in ("torch_ckpt.load", "restore")
     is_alone = (ranks if count is None else count) == 0
     return (
         format_of(way) in reader.formats
-        and (reader.gives is None or is_plain)
+        and (reader.gives is None or (is_plain and out["memory"] == "of each"))
+        and (loads_objects or out["owners"] == "none")
+        # Stock's reader, and planners that cut reads, mix the values of two tensors.
+        and (
+            out["memory"] == "of each" or (out["reader"] != "stock" and out["planner"] != "cutting")
+        )
         and (out["reader"] != "torch.load of slices" or way["files"] != "transformed")
         and (reader.needs != "run" or (_is_run(way) and is_plain))
         and (reader.needs != "ranks" or not is_alone)
