@@ -214,7 +214,7 @@ def connected_ranks(stranger: Stranger | None, node: int | None = None) -> tuple
 
     def run(rank: int) -> None:
         deadline = connect.Deadline("planning")
-        deadline.begin(3.0 if node is not None else SOON_S, "planning")
+        deadline.begin(1.0 if node is not None else SOON_S, "planning")
         ends[rank] = connect.connect(store, rank, [0, 1], deadline, lambda: False)
 
     with (
@@ -295,7 +295,7 @@ def test_a_stranger_that_dials_is_not_accepted_and_soon_closed(quick: None, kind
         record = recorded_dialling(real.addresses[0])
         accepting.join()
         found: dict[int, socket.socket] = {}
-        accepting = threading.Thread(target=lambda: found.update(accept_all(real, [1], 2.5)))
+        accepting = threading.Thread(target=lambda: found.update(accept_all(real, [1], 1.7)))
         accepting.start()
         with socket.create_connection(real.addresses[0]) as stranger:
             stranger.settimeout(SOON_S)
@@ -345,7 +345,7 @@ def test_a_handshake_that_is_relayed_from_another_address_fails(quick: None) -> 
         relay_to(real.addresses[0]) as (place, passed),
     ):
         found: dict[int, socket.socket] = {}
-        accepting = threading.Thread(target=lambda: found.update(accept_all(real, [1], 2.5)))
+        accepting = threading.Thread(target=lambda: found.update(accept_all(real, [1], 1.7)))
         accepting.start()
         with pytest.raises(OSError, match="another program"):
             dial([place], SECRET.hex(), 1)
