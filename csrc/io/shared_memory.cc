@@ -39,8 +39,7 @@ Result<bool> is_in_memory(const std::string& directory) {
   if (retry_interrupted([&] { return ::statfs(directory.c_str(), &stat); }) != 0) {
     return errno_status(errno, str_cat("cannot stat the file system of ", directory));
   }
-  return stat.f_type == TMPFS_MAGIC || stat.f_type == RAMFS_MAGIC ||
-         stat.f_type == HUGETLBFS_MAGIC;
+  return stat.f_type == TMPFS_MAGIC || stat.f_type == RAMFS_MAGIC || stat.f_type == HUGETLBFS_MAGIC;
 }
 
 Result<Memory> create_shared_memory(const std::string& path, int64_t nbytes) {

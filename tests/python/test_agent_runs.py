@@ -265,10 +265,9 @@ def test_slots_that_a_disk_has_kept_through_a_power_cut_are_not_restored(
         begin, nbytes = struct.unpack_from("<2q", data, 144)
         slot.write_bytes(data[:begin] + bytes(nbytes) + data[begin + nbytes :])
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(disk))
-    with (
-        pytest.warns(UserWarning, match="without an agent: .*on a disk.* set TORCH_CKPT_MEMORY"),
-        torch_ckpt.Run(run, asynchronous=True, agent=True) as training,
-    ):
+    with pytest.warns(UserWarning, match="without an agent: .*on a disk.*set TORCH_CKPT_MEMORY"):
+        training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    with training:
         assert training.restore(state) == 1
         assert state["w"].eq(1).all()
 

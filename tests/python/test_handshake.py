@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from test_replicas_of_slots import Machine
+from support.replicating import Machine
 from waits import until
 
 from torch_ckpt.agent import replica_wire
@@ -310,7 +310,7 @@ def test_a_stranger_that_dials_is_not_accepted_and_soon_closed(quick: None, kind
         accepting.join()
         assert found == {}
         assert SECRET not in received
-        assert CONFIRMED != received[ANSWER_NBYTES:]
+        assert received[ANSWER_NBYTES:] != CONFIRMED
         assert real._refused >= 1
 
 

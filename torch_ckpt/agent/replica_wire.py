@@ -1,9 +1,10 @@
 """The connection between the agents of two machines: blocks with checksums, after a message.
 
 The sender connects, and both ends prove that they know the secret of the receiver
-(``coordination/handshake.py``). For each save the sender then sends a message, waits for the answer, and sends the blocks of all slots. A block has a head of 12 bytes, little-endian:
-its length and its XXH3-64. After all blocks, a length of 0 and the number 1 end the save. If the
-sender abandons a save, it closes the connection.
+(``coordination/handshake.py``). For each save the sender then sends a message, waits for the
+answer, and sends the blocks of all slots. A block has a head of 12 bytes, little-endian: its length
+and its XXH3-64. After all blocks, a length of 0 and the number 1 end the save. If the sender
+abandons a save, it closes the connection.
 """
 
 from __future__ import annotations

@@ -135,7 +135,9 @@ class Listeners:
                 return
             if len(self._pending) >= _MOST_PENDING:
                 # The oldest of those that have sent the least: a rank may be about to answer.
-                self._refuse(min(self._pending, key=lambda c: self._pending[c].handshake is not None))
+                self._refuse(
+                    min(self._pending, key=lambda c: self._pending[c].handshake is not None)
+                )
             PROCESS.unshared.add(connection)
             connection.setblocking(False)
             self._pending[connection] = _Pending()

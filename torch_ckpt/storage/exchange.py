@@ -359,6 +359,7 @@ class _Connection:
         self.awaited = "the other ranks do not prove that they belong to this load"
         reason = _unproven(group, assigned, timeout - timedelta(seconds=time.monotonic() - began))
         if reason:
+            self.explained_s = _HEARD_S  # Another rank may have ended.
             del group  # Else the traceback of the error would keep its connections open.
             raise CheckpointError(
                 f"cannot connect to the other ranks: {reason}; set GLOO_SOCKET_IFNAME to a network "
@@ -407,11 +408,12 @@ def _unproven(group: ProcessGroupGloo, assigned: Assigned, timeout: timedelta) -
 
 
 def _swapped(
-    group: ProcessGroupGloo, own: dict[int, bytes], nbytes: int, tag: int, ends_at: float
+    group: Any, own: dict[int, bytes], nbytes: int, tag: int, ends_at: float
 ) -> dict[int, bytes]:
     """Sends bytes to each other rank; returns the bytes that it sends. Raises RuntimeError."""
-    sent = {other: torch.tensor([*data], dtype=torch.uint8) for other, data in own.items()}
-    received = {other: torch.empty(nbytes, dtype=torch.uint8) for other in own}
+    byte, cpu = torch.uint8, torch.device("cpu")
+    sent = {other: torch.tensor([*data], dtype=byte, device=cpu) for other, data in own.items()}
+    received = {other: torch.empty(nbytes, dtype=byte, device=cpu) for other in own}
     works = [group.recv([data], other, tag) for other, data in received.items()]
     works += [group.send([data], other, tag) for other, data in sent.items()]
     for work in works:
