@@ -15,6 +15,7 @@
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/plan.h"
+#include "io/shared_memory.h"
 
 namespace py = pybind11;
 
@@ -200,6 +201,12 @@ void bind_slot(py::module_& module) {
           py::arg("item"), py::keep_alive<0, 1>());
   module.def("encode_slot_table", &encode_table, py::arg("directory"), py::arg("version"),
              py::arg("sync"), py::arg("items"), py::arg("paths"), py::arg("extents"));
+  module.def(
+      "is_in_memory",
+      [](const std::filesystem::path& directory) {
+        return value_or_raise(is_in_memory(directory.string()));
+      },
+      py::arg("directory"));
   module.def("slot_nbytes", &Slot::needed_nbytes, py::arg("table_nbytes"),
              py::arg("payload_nbytes"));
   module.def(

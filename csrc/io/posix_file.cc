@@ -172,9 +172,9 @@ Status PosixFile::transfer(IoRequest::Kind kind, int64_t offset, MutableBytes me
 
 Status PosixFile::preallocate(int64_t nbytes) {
   if (nbytes > 0) {
-    const int rc = retry_interrupted([&] { return ::fallocate(buffered_.get(), 0, 0, nbytes); });
-    // File systems and sandboxes refuse to reserve space with any errno, such as EINVAL. The file
-    // size can still be set. Only errors of the disk itself are returned.
+    const int rc = ::fallocate(buffered_.get(), 0, 0, nbytes);
+    // File systems and sandboxes refuse to reserve space with any errno, such as EINVAL, or EINTR
+    // each time. The file size can still be set. Only errors of the disk itself are returned.
     if (rc != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO)) {
       return errno_status(errno, str_cat("cannot reserve ", nbytes, " bytes for ", path_));
     }

@@ -1,8 +1,10 @@
 #include "io/shared_memory.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -31,6 +33,14 @@ Result<Memory> map(const Descriptor& file, const std::string& path, int64_t nbyt
 }
 
 }  // namespace
+
+Result<bool> is_in_memory(const std::string& directory) {
+  struct statfs stat = {};
+  if (retry_interrupted([&] { return ::statfs(directory.c_str(), &stat); }) != 0) {
+    return errno_status(errno, str_cat("cannot stat the file system of ", directory));
+  }
+  return stat.f_type == TMPFS_MAGIC || stat.f_type == RAMFS_MAGIC || stat.f_type == HUGETLBFS_MAGIC;
+}
 
 Result<Memory> create_shared_memory(const std::string& path, int64_t nbytes) {
   const int64_t size = align_up(nbytes, kPage);

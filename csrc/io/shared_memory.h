@@ -13,6 +13,11 @@
 
 namespace torch_ckpt {
 
+// Returns whether the files in a directory are in memory alone. Those of any other file system may
+// survive a power cut: a file with its length, and zeros in the place of its bytes.
+// Errors: kStorage.
+Result<bool> is_in_memory(const std::string& directory);
+
 // Creates the file `path`, accessible only to its owner, and maps at least `nbytes` zero bytes,
 // rounded up to whole pages.
 // Requires: nbytes > 0.

@@ -532,7 +532,7 @@ def test_a_rank_that_cannot_connect_says_what_may_help(monkeypatch: pytest.Monke
     monkeypatch.setattr(exchange, "ProcessGroupGloo", fail)
     monkeypatch.setattr(exchange, "_store", lambda assigned: dist.HashStore())
     with pytest.raises(torch_ckpt.errors.CheckpointError) as caught:
-        exchange._connect(exchange.Assigned(b"", "token", 0, (0,), {}), LONG_TIMEOUT_S)
+        exchange._connect(exchange.Assigned(b"", "token", b"", 0, (0,), {}), LONG_TIMEOUT_S)
     assert str(caught.value) == (
         "cannot connect to the other ranks: connectFullMesh failed with no route; "
         'set GLOO_SOCKET_IFNAME to the network to use, or pass FastReader(exchange="off") to load '

@@ -6,18 +6,22 @@ A seccomp filter refuses them in two ranks, and in the agent that these start.
 from __future__ import annotations
 
 import errno
+import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
 from syscalls import can_stop, refuse
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt import Run
+from torch_ckpt import FastWriter, IoOptions, Run, SafetensorsWriter
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -77,3 +81,39 @@ def test_training_goes_on_where_a_call_is_refused(run: Path, name: str, error: s
     assert len(told) == (2 if name in NEEDED else 0), told  # One for each run of the first rank.
     assert nothing == []
     assert seconds < 50  # Not as long as agents are waited for.
+
+
+REFUSALS = ["EINVAL", "EOPNOTSUPP", "ENOSYS", "EPERM", "EACCES", "ENODEV", "ESPIPE", "EINTR"]
+"""What file systems and sandboxes answer that do not reserve space."""
+
+
+def save_in_each_way(folder: Path) -> None:
+    """Saves and loads under each refusal; the disk's own errors fail the save."""
+    state = {"w": torch.arange(float(1 << 20))}
+    writers: dict[str, Callable[[Path], Any]] = {
+        "direct": FastWriter,
+        "threads": FastWriter,
+        "buffered": lambda path: FastWriter(path, io=IoOptions(direct=False)),
+        "safetensors": SafetensorsWriter,
+    }
+    for error in (*REFUSALS, "ENOSPC", "EDQUOT", "EIO"):
+        refuse(getattr(errno, error), *CALLS["fallocate"])  # The newest filter decides.
+        for way, writer in writers.items():
+            path = folder / f"{error} {way}"
+            os.environ["TORCH_CKPT_IO"] = "threads" if way == "threads" else ""
+            if error not in REFUSALS:
+                with pytest.raises(CheckpointException) as caught:
+                    torch_ckpt.save(state, storage_writer=writer(path))
+                assert error in str(caught.value), (error, way)
+                continue
+            torch_ckpt.save(state, storage_writer=writer(path))
+            loaded = {"w": torch.zeros(1 << 20)}
+            torch_ckpt.load(loaded, checkpoint_id=path)
+            assert loaded["w"].equal(state["w"]), (error, way)
+
+
+def test_saves_do_not_need_space_to_be_reserved_and_report_a_disk_without_space(
+    tmp_path: Path,
+) -> None:
+    with Ranks(1, over_tcp=True) as world:
+        world.run(save_in_each_way, tmp_path)

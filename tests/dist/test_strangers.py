@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from failing_ranks import AMPLE_S, LIMIT_S, own_state
 from ranks import Worlds
+from support.exchanging import Exchanging
 from support.logs import logged
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -43,6 +44,7 @@ from torch_ckpt.coordination.group import group_of
 from torch_ckpt.coordination.peer import Peer
 from torch_ckpt.coordination.relay import _ANSWER, _CONTRIBUTIONS
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.storage import exchange
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -369,3 +371,67 @@ def save_a_step_of_numpy(path: Path) -> int | None:
 
 def test_a_step_may_be_a_number_of_numpy(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds.agree(2, save_a_step_of_numpy, tmp_path) == 3
+
+
+# ---- Strangers in an exchange of reads ----
+
+
+class WithoutFiles(Exchanging):
+    """Receives all bytes from other ranks."""
+
+    def _reachable_files(self) -> frozenset[str]:
+        return frozenset()
+
+
+def load_beside_a_stranger(path: Path, stranger: int, how: str) -> str:
+    """A rank has the connections of an exchange, and not its secret; it believes the others.
+
+    Only other ranks can read the data files.
+    """
+    rank = dist.get_rank()
+    reader = (WithoutFiles if rank == stranger else Exchanging)(path)
+    state = {"w": torch.full((1 << 16,), -1.0)}
+    unproven, swapped = exchange._unproven, exchange._swapped
+
+    def believe(group: Any, assigned: exchange.Assigned, timeout: Any) -> str:
+        if how == "stalls":
+            time.sleep(2 * STALLED_S)
+        else:
+            unproven(group, dataclasses.replace(assigned, secret=b"guess"), timeout)
+        return ""
+
+    def reflect(group: Any, own: dict[int, bytes], nbytes: int, tag: int, ends_at: float) -> Any:
+        other, data = 1 - stranger, torch.empty(nbytes, dtype=torch.uint8)
+        group.recv([data], other, tag).wait()
+        group.send([data], other, tag).wait()
+        return {other: bytes(data.tolist())}
+
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(torch_ckpt.storage.reader, "these_processes", return_value=""))
+        if rank == stranger:
+            stack.enter_context(patch(exchange, "_unproven", believe))
+            lies = reflect if how == "reflects" else swapped
+            stack.enter_context(patch(exchange, "_swapped", lies))
+        with pytest.raises(CheckpointException) as caught:
+            torch_ckpt.load(state, storage_reader=reader, timeout_s=STALLED_S)
+    assert time.monotonic() - began < STALLED_S + QUICK_S
+    if rank == stranger:
+        assert state["w"].eq(-1.0).all()  # It has received no weight.
+    return " ".join(str(cause) for cause, _ in caught.value.failures.values())
+
+
+STALLED_S = 4.0
+
+
+@pytest.mark.parametrize("how", ["guesses", "reflects", "stalls"])
+@pytest.mark.parametrize("stranger", [0, 1])
+def test_a_stranger_in_an_exchange_of_reads_receives_no_weights(
+    worlds: Worlds, tmp_path: Path, stranger: int, how: str
+) -> None:
+    torch_ckpt.save({"w": torch.arange(float(1 << 16))}, checkpoint_id=tmp_path)
+    for text in worlds.run(2, load_beside_a_stranger, tmp_path, stranger, how, timeout_s=LIMIT_S):
+        if how != "stalls":
+            assert f"another program has the connections of rank {stranger}" in text
+            assert "set GLOO_SOCKET_IFNAME" in text

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from waits import SOON_S, until
 
 from torch_ckpt import FastReader
-from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, client
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, client, messages
 from torch_ckpt.agent.memory import agent_lock, open_folder, run_of
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.rank_process import RankProcess
@@ -148,6 +150,31 @@ def test_an_agent_that_once_cannot_accept_serves_the_next_rank(
         agent.close(drop=step == 2)
     thread.join(SOON_S)
     assert not thread.is_alive()
+
+
+def test_an_agent_that_ends_does_not_register_a_rank_that_has_just_connected(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(run_of(run))
+    served = Agent(run_of(run), folder, AgentOptions(linger_s=0.0))
+    can_end, rank = Agent._can_end, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def connect_at_the_end(self: Agent) -> bool:
+        if not can_end(self):
+            return False
+        rank.connect(f"{folder}/agent.socket")
+        fields = {"run": run_of(run).hex(), "session": bytes(16).hex(), "rank": 0}
+        options = AgentOptions().encode()
+        messages.send(rank, messages.Kind.HELLO, ranks_here=[0], options=options, **fields)
+        time.sleep(0.3)  # The thread of this connection waits for the lock, which this one has.
+        return True
+
+    monkeypatch.setattr(Agent, "_can_end", connect_at_the_end)
+    with rank:
+        served.serve()
+        rank.settimeout(SOON_S)
+        assert messages.receive(rank) is None
+    shutil.rmtree(folder)
 
 
 def receiver_in(folder: Path) -> tuple[ReplicaReceiver, Listeners]:

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -236,6 +237,50 @@ def test_memory_that_others_may_enter_is_left_alone_and_saves_go_on(
     training.save(1, {"w": torch.ones(10)})
     training.close()
     assert steps_of(run) == ["step-1"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A directory whose files survive a power cut."""
+    if _native.is_in_memory(tmp_path):
+        pytest.skip("temporary files are in memory here")
+    return tmp_path / "disk"
+
+
+def test_slots_that_a_disk_has_kept_through_a_power_cut_are_not_restored(
+    run: Path, memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.zeros(1 << 18)}
+    with torch_ckpt.Run(run, asynchronous=True, agent=True) as training:
+        for step in (1, 2):
+            state["w"].fill_(step)
+            training.save(step, state, persist=step == 1)
+            training.wait()
+        shutil.copytree(memory, disk, ignore=shutil.ignore_patterns("*.socket"))
+    shutil.rmtree(run / "step-2", ignore_errors=True)  # The end of the run has written it.
+    slots = list(disk.glob("*/*/rank-0.*"))
+    assert len(slots) == 2
+    for slot in slots:  # The header was written back, and the tensors were not.
+        data = slot.read_bytes()
+        begin, nbytes = struct.unpack_from("<2q", data, 144)
+        slot.write_bytes(data[:begin] + bytes(nbytes) + data[begin + nbytes :])
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(disk))
+    with pytest.warns(UserWarning, match="without an agent: .*on a disk.*set TORCH_CKPT_MEMORY"):
+        training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    with training:
+        assert training.restore(state) == 1
+        assert state["w"].eq(1).all()
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "hugetlbfs"])
+def test_slots_may_be_in_any_file_system_of_memory(tmp_path: Path, kind: str) -> None:
+    done = subprocess.run(["mount", "-t", kind, "none", str(tmp_path)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount {kind} here")
+    try:
+        assert _native.is_in_memory(tmp_path)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import ROOT
 
+from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import agent_lock, folder_of, open_folder, run_of
 from torch_ckpt.cli import directory_probes, doctor
 from torch_ckpt.cli.main import main
@@ -82,6 +83,17 @@ def test_a_small_file_system_is_a_fact(
     assert "huge=advise" in facts["file system"]
     assert "too little for the test" in facts["write and read"]
     assert not list(path.iterdir())
+
+
+def test_memory_on_a_disk_is_a_fact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no agent starts" not in facts_of(capsys, tmp_path)["/dev/shm"]
+    if _native.is_in_memory(tmp_path):
+        pytest.skip("temporary files are in memory here")
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(tmp_path))
+    means = facts_of(capsys, tmp_path)[str(tmp_path)]
+    assert "no agent starts, as this is a disk: set TORCH_CKPT_MEMORY to a tmpfs" in means
 
 
 def test_the_queue_of_threads_is_a_fact(

@@ -53,15 +53,12 @@ def blocks(language: str) -> Iterator[pytest.ParameterSet]:
                 yield pytest.param(code, id=f"{names(path)}:{number + 1}", marks=marks)
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """What a snippet has in its environment."""
-    memory = folder / "memory"
-    memory.mkdir()
+def environment() -> dict[str, str]:
+    """What a snippet has in its environment, besides the shared memory of the test."""
     return {
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
-        "TORCH_CKPT_MEMORY": str(memory),
         "CUDA_VISIBLE_DEVICES": "",
     }
 
@@ -71,7 +68,7 @@ def run(command: list[str], folder: Path) -> None:
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, **environment(folder)},
+        env={**os.environ, **environment()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -86,16 +83,18 @@ def run(command: list[str], folder: Path) -> None:
     assert process.returncode == 0, output
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("code", list(blocks("python")))
 def test_a_python_snippet_runs_alone(code: str, tmp_path: Path) -> None:
     if "megatron" in code:
         pytest.importorskip("megatron.core")
     script = tmp_path / "snippet.py"
     script.write_text(code)
-    done = run_python(script, folder=tmp_path, timeout_s=RUN_TIMEOUT_S, **environment(tmp_path))
+    done = run_python(script, folder=tmp_path, timeout_s=RUN_TIMEOUT_S, **environment())
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("code", list(blocks("bash")))
 def test_a_shell_snippet_runs_alone(code: str, tmp_path: Path) -> None:
     if "bin/torch-ckpt" in code and not Path(sys.prefix, "bin/torch-ckpt").exists():

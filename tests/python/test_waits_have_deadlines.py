@@ -79,12 +79,6 @@ PYTHON = {
     "agent/replica_sender.py ReplicaSender._send connection.sendall": Wait(
         "the timeout of the socket", "no rank waits"
     ),
-    "agent/replica_wire.py dial connection.recv": Wait(
-        "the timeout of the socket", "no rank waits"
-    ),
-    "agent/replica_wire.py dial connection.sendall": Wait(
-        "the timeout of the socket", "no rank waits"
-    ),
     "agent/process.py Agent with self._changed": Wait(BRIEF, "no rank waits"),
     "agent/trainer.py SnapshotAgent.close self._waiting.shutdown": Wait(
         "the deadlines of the agent's answers", "the save"
@@ -109,13 +103,24 @@ PYTHON = {
     "storage/exchange.py _Connection store": Wait(STORE, "the store"),
     "storage/exchange.py _connect connection.made.exception": Wait("at once: it is done", CALL),
     "storage/exchange.py _delete_keys store": Wait(STORE, "no rank waits"),
+    "storage/exchange.py _swapped group.recv": Wait("at once: it begins a transfer", CALL),
     "storage/file_jobs.py in_threads executor.map": Wait(DISK, CALL),
     "storage/file_jobs.py in_threads with ThreadPoolExecutor": Wait(DISK, CALL),
     "storage/safetensors_streams.py copy_file_of loaded.result": Wait(CLIENT, CALL),
     "storage/safetensors_streams.py copy_file_of with ThreadPoolExecutor": Wait(CLIENT, CALL),
     "storage/writer.py FastWriter with self._writing": Wait("at once: it is idle", CALL),
-    "coordination/connect.py _dial connection.sendall": Wait("at once: a few bytes", "the parent"),
-    "coordination/connect.py _dialled connection.recv": Wait("at once: it is ready", "the parent"),
+    "coordination/handshake.py Dialling.__init__ connection.sendall": Wait(
+        "at once: it does not block", "the parent"
+    ),
+    "coordination/handshake.py Dialling.advance self.connection.recv": Wait(
+        "at once: it does not block", "the parent"
+    ),
+    "coordination/handshake.py Dialling.advance self.connection.sendall": Wait(
+        "at once: it does not block", "the parent"
+    ),
+    "coordination/listeners.py Listeners._challenge connection.sendall": Wait(
+        "at once: it does not block", "no rank waits"
+    ),
     "coordination/listeners.py Listeners._read connection.sendall": Wait(
         "at once: one byte", "no rank waits"
     ),

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.coordination.addresses import own_addresses
+from torch_ckpt.coordination.addresses import is_loopback, node_id, own_addresses, reachable
 from torch_ckpt.coordination.connections import store_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
@@ -30,9 +30,13 @@ Report = list[Save] | None
 
 @dataclass(frozen=True)
 class _Machine:
-    """What the first rank of a machine reports: its node, failure domain, and agent."""
+    """What the first rank of a machine reports: its node, failure domain, and agent.
+
+    ``machine`` is the identifier of the machine, which several nodes of a test may share.
+    """
 
     node: int
+    machine: int
     domain: str
     at: Sequence[tuple[str, int]]
     token: str
@@ -91,9 +95,11 @@ class Replication:
             if not options.replicas or not self._is_first or place.node_count == 1:
                 return options.replicas, None
             store = store_of(process_group or _get_default_group())()
-            at, token = client.listen(own_addresses(store))
+            hosts = own_addresses(store)
+            outer = [host for host in hosts if not is_loopback(host)]  # A buddy is elsewhere.
+            at, token = client.listen(outer or hosts)
             domain = options.failure_domain or socket.gethostname()
-            return options.replicas, _Machine(place.node, domain, at, token)
+            return options.replicas, _Machine(place.node, node_id(), domain, at, token)
 
         def agree(
             answers: list[tuple[int, _Machine | None]],
@@ -117,7 +123,8 @@ class Replication:
         if found is not None and self._is_first:
             machines, order = found
             buddy = machines[order[place.node]]
-            client.set_buddy(buddy.node, buddy.at, buddy.token, order.index(place.node))
+            at = reachable(buddy.at, buddy.machine)
+            client.set_buddy(buddy.node, at, buddy.token, order.index(place.node))
 
     def reserve(self, slot_nbytes: Callable[[], int]) -> None:
         """Checks, once, that each machine has memory for replicas.

@@ -86,7 +86,9 @@ def folder_of(run: bytes) -> Path:
 def open_folder(run: bytes) -> Path:
     """Returns the folder of a run; creates it if it does not exist.
 
-    Raises StorageError if it belongs to another user, or other users can access it.
+    Raises StorageError if it belongs to another user, other users can access it, or it is not in
+    memory alone. Slots have no checksums: after a power cut, those on a disk may be complete by
+    their header, with zeros in the place of tensors.
     """
     folder = folder_of(run)
     for path in (folder.parent, folder):
@@ -101,6 +103,12 @@ def open_folder(run: bytes) -> Path:
                 f"cannot share memory in {path}: it is not a private directory of this user",
                 errno.EPERM,
             )
+    if not _native.is_in_memory(folder):
+        raise StorageError(
+            f"cannot share memory in {folder}: it is on a disk, whose files may be damaged by a "
+            "power cut; set TORCH_CKPT_MEMORY to a directory of a tmpfs, such as /dev/shm",
+            errno.EINVAL,
+        )
     return folder
 
 

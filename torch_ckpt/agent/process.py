@@ -114,6 +114,7 @@ class Agent:
         self._retried: set[Save] = set()
         self._began = time.monotonic()
         self._is_dropped = False  # Whether the trainers discarded their snapshots.
+        self._has_ended = False
         self._is_useless = False  # Whether it does not reach the store of the run.
         self._next_id: RunId | None = None  # The run whose first save frees the slots.
 
@@ -135,6 +136,7 @@ class Agent:
             while not self._can_end():
                 self._changed.wait(_POLL_S)
                 self._check_trainers()
+            self._has_ended = True
             listener.close()
             path.unlink(missing_ok=True)
             self._replicas.close()
@@ -310,6 +312,8 @@ class Agent:
             )
         with self._changed:
             self._changed.wait_for(lambda: not self._is_leaving(pid, session), _POLL_S)
+            if self._has_ended:
+                raise ConnectionAbortedError("this agent has ended")
             if run_id is not None:
                 self._become(run_id, pid)
             trainer = self._trainers.get(rank)

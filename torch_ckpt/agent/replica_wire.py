@@ -1,9 +1,10 @@
 """The connection between the agents of two machines: blocks with checksums, after a message.
 
-The sender connects and sends the secret of the receiver. For each save it sends a message, waits
-for the answer, and sends the blocks of all slots. A block has a head of 12 bytes, little-endian:
-its length and its XXH3-64. After all blocks, a length of 0 and the number 1 end the save. If the
-sender abandons a save, it closes the connection.
+The sender connects, and both ends prove that they know the secret of the receiver
+(``coordination/handshake.py``). For each save the sender then sends a message, waits for the
+answer, and sends the blocks of all slots. A block has a head of 12 bytes, little-endian: its length
+and its XXH3-64. After all blocks, a length of 0 and the number 1 end the save. If the sender
+abandons a save, it closes the connection.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torch_ckpt.agent.messages import has_arrived
-from torch_ckpt.coordination.listeners import hello
+from torch_ckpt.coordination.handshake import Dialling
 
 __all__ = [
     "ALL_SENT",
@@ -37,6 +38,9 @@ IO_TIMEOUT_S = 30.0
 
 POLL_S = 0.2
 """Interval at which a wait on a connection checks whether it is still wanted."""
+
+DIAL_S = 5.0
+"""Time for one address of another agent."""
 
 _CHUNK_NBYTES = 256 << 10
 
@@ -61,28 +65,33 @@ def prepared(connection: socket.socket) -> socket.socket:
 
 
 def dial(addresses: Sequence[tuple[str, int]], token: str, node: int) -> socket.socket:
-    """Connects to an agent at the first of its addresses that confirms the secret.
+    """Connects to an agent at the first of its addresses where it confirms the handshake.
 
-    Raises OSError if none does.
+    Raises OSError if none does, at the latest after ``DIAL_S`` for each address.
     """
     failures = []
     for host, port in addresses:
+        ends_at = time.monotonic() + DIAL_S
         try:
-            connection = prepared(socket.create_connection((host, port), IO_TIMEOUT_S / 6))
+            connection = prepared(socket.create_connection((host, port), DIAL_S))
         except OSError as error:
             failures.append(f"{host}: {error}")
             continue
         try:
-            connection.settimeout(IO_TIMEOUT_S / 6)
-            connection.sendall(hello(token, node))
-            if connection.recv(1) == b"\1":
-                connection.settimeout(IO_TIMEOUT_S)
-                return connection
-            failures.append(f"{host}: it refuses this agent")
+            dialling = Dialling(connection, token, node)
+            while not dialling.advance():
+                if not has_arrived(connection, max(ends_at - time.monotonic(), 0.0)):
+                    raise TimeoutError("it does not answer")
+            connection.settimeout(IO_TIMEOUT_S)
+            return connection
         except OSError as error:
-            failures.append(f"{host}: {error}")
+            failures.append(f"{host}: {error.strerror or error}")
         connection.close()
-    raise OSError(errno.EHOSTUNREACH, "; ".join(failures))
+    raise OSError(
+        errno.EHOSTUNREACH,
+        "; ".join(failures)
+        or "it has no address that this machine can reach; set GLOO_SOCKET_IFNAME to a network",
+    )
 
 
 def send_block(

@@ -89,11 +89,14 @@ def shared_memory() -> Generator[Fact]:
     size, free = (n * space.f_frsize for n in (space.f_blocks, space.f_bavail))
     kind, options = mount_of(base)
     huge = re.search(r"huge=(\w+)", options)
+    means = "the agent needs twice the bytes that the ranks of this machine save"
+    if not _native.is_in_memory(base):
+        means = "no agent starts, as this is a disk: set TORCH_CKPT_MEMORY to a tmpfs"
     yield (
         str(base),
         f"{readable_nbytes(size)}, {readable_nbytes(free)} free "
         f"({kind}, huge={huge[1] if huge else 'never'})",
-        "the agent needs twice the bytes that the ranks of this machine save",
+        means,
     )
 
 

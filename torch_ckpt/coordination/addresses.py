@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["node_id", "own_addresses", "refuses", "store_address", "this_machine"]
+__all__ = [
+    "is_loopback",
+    "node_id",
+    "own_addresses",
+    "reachable",
+    "refuses",
+    "store_address",
+    "this_machine",
+]
 
 _SIOCGIFADDR = 0x8915  # Asks the kernel for the IPv4 address of an interface.
 _PROBE_TIMEOUT_S = 0.5  # Timeout of one probe. Only a refusal counts as an answer.
@@ -88,15 +96,29 @@ def _addresses_of(interface: str) -> list[str]:
     return hosts
 
 
-def refuses(addresses: Sequence[tuple[str, int]], *, is_here: bool) -> bool:
+def is_loopback(host: str) -> bool:
+    """Returns whether an address leads each machine to itself."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def reachable(addresses: Sequence[tuple[str, int]], node: int) -> list[tuple[str, int]]:
+    """Returns the addresses of a process at which this machine may dial it.
+
+    ``node`` is the identifier of its node. At a loopback address of another node, this machine
+    would dial a program of its own.
+    """
+    is_here = node == node_id()
+    return [(host, port) for host, port in addresses if is_here or not is_loopback(host)]
+
+
+def refuses(addresses: Sequence[tuple[str, int]]) -> bool:
     """Returns whether the system of a rank refuses connections at all its addresses.
 
-    No answer is no refusal, and neither is an address of this machine that belongs to another.
+    The addresses are :func:`reachable`. No answer is no refusal, and neither is an address of this
+    machine that belongs to another.
     """
     answers = set()
     for host, port in addresses:
-        if host.startswith("127.") and not is_here:
-            continue
         try:
             socket.create_connection((host, port), _PROBE_TIMEOUT_S).close()
             return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -33,7 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from torch_ckpt._core.tensors import flat_values
 from torch_ckpt.coordination import orchestrate
-from torch_ckpt.coordination.addresses import own_addresses
+from torch_ckpt.coordination.addresses import is_loopback, own_addresses
 from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.coordination.portable import portable, why
 from torch_ckpt.coordination.waiting import GRACE_S, LongWait, OwnFuture, no_thread
@@ -267,7 +266,7 @@ def _listening() -> socket.socket:
     """
     hosts = own_addresses(_get_default_store() if dist.is_initialized() else None)
     failures = []
-    for host in sorted(hosts, key=lambda host: ipaddress.ip_address(host).is_loopback):
+    for host in sorted(hosts, key=is_loopback):
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return socket.create_server((host, 0), family=family)

@@ -16,6 +16,7 @@ import logging
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -23,9 +24,10 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from torch_ckpt.coordination.addresses import node_id, own_addresses, refuses
+from torch_ckpt.coordination.addresses import node_id, own_addresses, reachable, refuses
 from torch_ckpt.coordination.contributions import decoded_error, encoded_error
-from torch_ckpt.coordination.listeners import Listeners, hello
+from torch_ckpt.coordination.handshake import Dialling
+from torch_ckpt.coordination.listeners import Listeners
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import RankTimeoutError, listed_ranks
@@ -37,6 +39,7 @@ _GRACE_S = 2.0  # Extra time after the deadline, in which the coordinator names 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
 _IDLE_PAUSE_S = 2.0  # Longest pause while this rank does not wait for the connection.
 _DIAL_S = 5.0  # Time for one address of the parent, before the next one is tried as well.
+_MOST_ATTEMPTS = 3  # For one address of the parent, where it closes the connection.
 _PROBE_S = 3.0  # Interval at which ranks that have written their addresses are probed.
 _PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continues where it ended.
 _WATCHERS = 16  # Number of ranks that probe the coordinator.
@@ -273,8 +276,9 @@ class _Waiting:
         gone = []
         for rank in order:
             self._next_probe += rank not in self._refused
-            is_here = self._addresses[rank]["node"] == node_id()
-            if not refuses(self._addresses[rank]["at"], is_here=is_here):
+            node = self._addresses[rank]["node"]
+            is_here = node == node_id()
+            if not refuses(reachable(self._addresses[rank]["at"], node)):
                 self._refused.discard(rank)
                 self._reached.add(rank)
             elif rank in self._refused:
@@ -346,57 +350,68 @@ def _listening(store: Store, waiting: _Waiting) -> Listeners:
 
 
 def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) -> socket.socket:
-    """Connects to the parent, at the first of its addresses that confirms the secret.
+    """Connects to the parent, at the first of its addresses where it confirms the handshake.
 
     The kernel accepts a connection even if the parent does not run for a while. And another program
     may listen at an address. So a silent connection remains open while other addresses are tried,
-    until the deadline. The parent confirms only one of them.
+    until the deadline. The parent confirms only one of them. An address where it closes the
+    connection is tried again: the parent did not receive the proof of this rank in time, or had too
+    many connections.
     """
-    untried: list[tuple[str, int]] = [(host, port) for host, port in address["at"]]
-    silent: dict[socket.socket, str] = {}
+    untried = [(host, port) for host, port in reachable(address["at"], address["node"])]
+    attempts = Counter(untried)
+    silent: dict[socket.socket, tuple[Dialling, tuple[str, int]]] = {}
     failures, dialled_at = [], -math.inf
     try:
         while untried or silent:
             remaining_s = waiting.deadline.remaining_s + _GRACE_S
             if remaining_s <= 0 or waiting.is_aborted():
-                failures += [f"{host}: it does not answer" for host in silent.values()]
+                failures += [f"{host}: it does not answer" for _, (host, _) in silent.values()]
                 break
             if untried and (not silent or time.monotonic() - dialled_at > _DIAL_S):
-                host, port = untried.pop(0)
+                place = untried.pop(0)
                 dialled_at = time.monotonic()
                 try:
-                    message = hello(address["secret"], rank)
-                    silent[_dial(host, port, min(_DIAL_S, remaining_s), message)] = host
+                    dialling = _dial(place, min(_DIAL_S, remaining_s), address["secret"], rank)
+                    silent[dialling.connection] = dialling, place
                 except OSError as error:
-                    failures.append(f"{host}: {error}")
+                    failures.append(f"{place[0]}: {error}")
                 continue
             for connection in wait([*silent], min(remaining_s, _LONGEST_PAUSE_S)):
                 assert isinstance(connection, socket.socket)
-                host = silent.pop(connection)
+                dialling, place = silent.pop(connection)
                 try:
-                    if connection.recv(1) == b"\1":
+                    if dialling.advance():
                         return connection
-                    failures.append(f"{host}: another program listens at this address")
+                    silent[connection] = dialling, place
+                    continue
+                except ConnectionResetError as error:
+                    attempts[place] += 1
+                    if attempts[place] <= _MOST_ATTEMPTS:
+                        untried.append(place)
+                    else:
+                        failures.append(f"{place[0]}: {error.strerror}")
                 except OSError as error:
-                    failures.append(f"{host}: {error}")
+                    failures.append(f"{place[0]}: {error.strerror or error}")
                 connection.close()
     finally:
         for connection in silent:
             connection.close()
-    raise RankTimeoutError(
-        f"cannot connect to rank {parent}: {'; '.join(failures)}", [parent], waiting.phase
+    reason = "; ".join(failures) or (
+        f"this machine cannot reach its addresses {[host for host, _ in address['at']]}; set "
+        "GLOO_SOCKET_IFNAME to a network that all ranks share"
     )
+    raise RankTimeoutError(f"cannot connect to rank {parent}: {reason}", [parent], waiting.phase)
 
 
-def _dial(host: str, port: int, timeout_s: float, message: bytes) -> socket.socket:
-    connection = _prepared(socket.create_connection((host, port), timeout_s))
+def _dial(place: tuple[str, int], timeout_s: float, secret: str, rank: int) -> Dialling:
+    connection = _prepared(socket.create_connection(place, timeout_s))
     PROCESS.unshared.add(connection)
     try:
-        connection.sendall(message)
+        return Dialling(connection, secret, rank)
     except OSError:
         connection.close()
         raise
-    return connection
 
 
 def _accept(

@@ -2,36 +2,53 @@
 
 A rank listens only while it connects, at the addresses that it publishes in the store. Other
 programs may reach them: port scanners, health checks, or strangers on a shared machine. So
-connections are read without blocking. A connection that does not send the secret of this rank is
-closed, at the latest after two seconds, and their number is bounded.
+connections are read without blocking. A connection that does not begin the handshake within two
+seconds, or does not complete it in time, is closed, and their number is bounded.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Iterable
 
+from torch_ckpt.coordination.handshake import CONFIRMED, HELLO, PROOF_NBYTES, Handshake
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Listeners", "hello"]
+__all__ = ["Listeners"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
-_HELLO = struct.Struct("<16sI")  # The secret of the rank that listens, the rank that connects.
 _BACKLOG = 1024  # Probes remain in the queue of a listener until it accepts its children.
-_SILENT_S = 2.0  # Time in which a connection must send the secret.
-_MOST_PENDING = 64  # Connections without the secret. A child's hello arrives with its connection.
+_SILENT_S = 2.0  # Time in which a connection must begin the handshake.
+_PROOF_S = 15.0  # Time in which it must complete it. A busy rank takes longer to answer.
+_MOST_PENDING = 64  # Connections that have not completed the handshake.
 
 
-def hello(secret: str, rank: int) -> bytes:
-    """Returns the first bytes that a rank sends to its parent, which has published the secret."""
-    return _HELLO.pack(bytes.fromhex(secret), rank)
+class _Pending:
+    """A connection that has not completed the handshake.
+
+    ``handshake`` is this end's part of it, once the other end, ``rank``, has sent its nonce.
+    """
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.received = bytearray()
+        self.handshake: Handshake | None = None
+        self.rank, self.nonce = -1, b""
+
+    @property
+    def awaited_nbytes(self) -> int:
+        """Length of the message that must arrive next."""
+        return HELLO.size if self.handshake is None else PROOF_NBYTES
+
+    @property
+    def ends_at(self) -> float:
+        """When this connection is closed."""
+        return self.since + (_SILENT_S if self.handshake is None else _PROOF_S)
 
 
 class Listeners:
@@ -39,8 +56,7 @@ class Listeners:
 
     Hosts that this machine does not have are left out, each with its port, or 0 for any. Raises
     OSError if the system cannot listen at any of them. ``rank`` is this rank's name, for messages.
-    ``secret`` is what a rank must send after it has connected, in hexadecimal digits: by default, a
-    new one.
+    ``secret`` is what a rank that connects must know, in hexadecimal digits: by default, a new one.
     """
 
     def __init__(
@@ -53,7 +69,7 @@ class Listeners:
         self._rank = rank
         self._sockets: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        self._pending: dict[socket.socket, tuple[float, bytearray]] = {}  # Since when, bytes.
+        self._pending: dict[socket.socket, _Pending] = {}
         self._refused = 0
         failure: OSError | None = None
         for host, port in hosts:
@@ -87,15 +103,14 @@ class Listeners:
     def accepted(self, ranks: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
         """Waits, at most ``timeout_s``, for connections of the ranks that may connect.
 
-        Returns those of ranks that sent the secret, as soon as there is one; empty after
+        Returns those of ranks that completed the handshake, as soon as there is one; empty after
         ``timeout_s``. Raises OSError if the system has no more descriptors.
         """
         expected, end = set(ranks), time.monotonic() + timeout_s
         found: dict[int, socket.socket] = {}
         while not found and (remaining_s := end - time.monotonic()) > 0:
-            oldest = min((since for since, _ in self._pending.values()), default=None)
-            if oldest is not None:
-                remaining_s = min(remaining_s, max(oldest + _SILENT_S - time.monotonic(), 0.0))
+            first = min((pending.ends_at for pending in self._pending.values()), default=end)
+            remaining_s = min(remaining_s, max(first - time.monotonic(), 0.0))
             for key, _ in self._selector.select(remaining_s):
                 ready = key.fileobj
                 assert isinstance(ready, socket.socket)
@@ -104,8 +119,8 @@ class Listeners:
                 elif ready in self._pending:  # It may have been dropped meanwhile.
                     self._read(ready, expected, found)
             now = time.monotonic()
-            for connection, (since, _) in list(self._pending.items()):
-                if now - since >= _SILENT_S:
+            for connection, pending in list(self._pending.items()):
+                if now >= pending.ends_at:
                     self._refuse(connection)
         return found
 
@@ -119,10 +134,13 @@ class Listeners:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             if len(self._pending) >= _MOST_PENDING:
-                self._refuse(next(iter(self._pending)))  # The oldest.
+                # The oldest of those that have sent the least: a rank may be about to answer.
+                self._refuse(
+                    min(self._pending, key=lambda c: self._pending[c].handshake is not None)
+                )
             PROCESS.unshared.add(connection)
             connection.setblocking(False)
-            self._pending[connection] = time.monotonic(), bytearray()
+            self._pending[connection] = _Pending()
             self._selector.register(connection, selectors.EVENT_READ)
             self._read(connection, expected, found)
 
@@ -130,31 +148,47 @@ class Listeners:
         self, connection: socket.socket, expected: set[int], found: dict[int, socket.socket]
     ) -> None:
         """Reads from a connection, and finds out whether it is that of a rank."""
-        _, received = self._pending[connection]
+        pending = self._pending[connection]
+        received = pending.received
         try:
             # One more byte: it reveals a rank that has closed its connection, and tried another.
-            while more := connection.recv(_HELLO.size + 1 - len(received)):
+            while more := connection.recv(pending.awaited_nbytes + 1 - len(received)):
                 received += more
-                if len(received) > _HELLO.size:
+                if len(received) > pending.awaited_nbytes:
                     return self._refuse(connection)
             # A rank that probes whether this one has ended sends nothing.
-            return self._refuse(connection, is_stranger=0 < len(received) < _HELLO.size)
+            is_stranger = 0 < len(received) < pending.awaited_nbytes
+            return self._refuse(connection, is_stranger=is_stranger)
         except BlockingIOError:
-            if len(received) < _HELLO.size:
+            if len(received) < pending.awaited_nbytes:
                 return None
         except OSError:
             return self._refuse(connection, is_stranger=bool(received))
-        secret, rank = _HELLO.unpack(received)
-        if not hmac.compare_digest(secret, self._secret):
+        if pending.handshake is None:
+            return self._challenge(connection, pending)
+        rank = pending.rank
+        if not pending.handshake.is_proven(pending.nonce, bytes(received)):
             return self._refuse(connection)
         if rank not in expected or rank in found:  # A rank may connect to several addresses.
             return self._refuse(connection, is_stranger=False)
         try:
-            connection.sendall(b"\1")
+            connection.sendall(CONFIRMED)
         except OSError:
             return self._refuse(connection, is_stranger=False)
         self._forget(connection)
         found[rank] = connection
+        return None
+
+    def _challenge(self, connection: socket.socket, pending: _Pending) -> None:
+        """Answers the first bytes of a connection with the nonce and the proof of this end."""
+        pending.nonce, pending.rank = HELLO.unpack(pending.received)
+        pending.received.clear()
+        try:
+            handshake = Handshake.of_listener(self._secret, pending.rank, connection)
+            connection.sendall(handshake.nonce + handshake.proof(pending.nonce))
+        except OSError:
+            return self._refuse(connection, is_stranger=False)
+        pending.handshake = handshake
         return None
 
     def _forget(self, connection: socket.socket) -> None:

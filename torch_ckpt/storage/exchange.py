@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
@@ -28,6 +29,7 @@ from torch.distributed.distributed_c10d import (
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.handshake import NONCE_NBYTES, PROOF_NBYTES, Handshake
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CancelledError, CheckpointError, NotFoundError, listed_ranks
 from torch_ckpt.records.record import note
@@ -65,6 +67,9 @@ _HEARD_S = 1.0
 
 _THREADS = 4
 """Number of threads that connecting needs: one waits, and gloo has three."""
+
+_NONCE_TAG, _PROOF_TAG = 2**31 - 2, 2**31 - 1
+"""Tags of the handshake. Transfers of bytes have smaller ones (``csrc/bindings/peers.cc``)."""
 
 _MAX_RANKS = 256
 """Maximum number of ranks in an exchange: each needs a socket for every other rank."""
@@ -108,6 +113,8 @@ class Assigned:
     encoded: bytes
     token: str
     """Unique name of the exchange."""
+    secret: bytes
+    """What only ranks of the exchange know. Unlike the token, it is not in the store."""
     rank: int
     """Position of this rank in ``ranks``."""
     ranks: tuple[int, ...]
@@ -187,7 +194,7 @@ def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
             )
     if len(sharing) < len(willing):  # The other ranks need no connections.
         exchange = _make_exchange(plans, sharing, only_necessary)
-    token = secrets.token_hex(8)
+    token, secret = secrets.token_hex(8), secrets.token_bytes(16)
     by_processes = defaultdict(list)
     for position, rank in enumerate(sharing):
         if plans[rank].processes:
@@ -200,7 +207,7 @@ def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
             if other != position
         }
         encoded = exchange.of_rank(position)
-        assignments[rank] = Assigned(encoded, token, position, global_ranks, pids)
+        assignments[rank] = Assigned(encoded, token, secret, position, global_ranks, pids)
     return assignments
 
 
@@ -339,7 +346,7 @@ class _Connection:
         # up to five times as long.
         gloo_timeout, began = timeout / 5, time.monotonic()
         try:
-            return ProcessGroupGloo(store, assigned.rank, assigned.size, gloo_timeout)
+            group = ProcessGroupGloo(store, assigned.rank, assigned.size, gloo_timeout)
         except Exception as error:
             # A failure before the timeout is that of this rank, unless another one has just ended.
             has_waited = time.monotonic() - began >= gloo_timeout.total_seconds()
@@ -349,6 +356,16 @@ class _Connection:
                 f"cannot connect to the other ranks: {_reason(error)}; set GLOO_SOCKET_IFNAME to "
                 'the network to use, or pass FastReader(exchange="off") to load without connections'
             ) from error
+        self.awaited = "the other ranks do not prove that they belong to this load"
+        reason = _unproven(group, assigned, timeout - timedelta(seconds=time.monotonic() - began))
+        if reason:
+            self.explained_s = _HEARD_S  # Another rank may have ended.
+            del group  # Else the traceback of the error would keep its connections open.
+            raise CheckpointError(
+                f"cannot connect to the other ranks: {reason}; set GLOO_SOCKET_IFNAME to a network "
+                'of these ranks, or pass FastReader(exchange="off") to load without connections'
+            )
+        return group
 
     def _wait_for_ready(self, store: PrefixStore, assigned: Assigned) -> None:
         """Waits until all ranks are ready, or until nobody waits for this thread."""
@@ -364,6 +381,44 @@ class _Connection:
                 self.awaited = f"{listed_ranks(late)} not ready" if late else ""
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _POLL_S)
+
+
+def _unproven(group: ProcessGroupGloo, assigned: Assigned, timeout: timedelta) -> str:
+    """Returns which rank did not prove that it belongs to the exchange, or an empty string.
+
+    Gloo requires no secret: another program may have dialled a rank, or listen at its address. So
+    each two ranks complete a handshake before they exchange bytes of tensors.
+    """
+    ends_at = time.monotonic() + timeout.total_seconds()
+    ends = {
+        other: Handshake(assigned.secret, f"rank {assigned.rank}", f"rank {other}", assigned.token)
+        for other in range(assigned.size)
+        if other != assigned.rank
+    }
+    own = {other: end.nonce for other, end in ends.items()}
+    try:
+        nonces = _swapped(group, own, NONCE_NBYTES, _NONCE_TAG, ends_at)
+        own = {other: end.proof(nonces[other]) for other, end in ends.items()}
+        proofs = _swapped(group, own, PROOF_NBYTES, _PROOF_TAG, ends_at)
+    except RuntimeError as error:
+        return _reason(error)
+    bad = [r for r, end in ends.items() if not end.is_proven(nonces[r], proofs[r])]
+    names = listed_ranks([assigned.ranks[other] for other in bad])
+    return f"another program has the connections of {names}" if bad else ""
+
+
+def _swapped(
+    group: Any, own: dict[int, bytes], nbytes: int, tag: int, ends_at: float
+) -> dict[int, bytes]:
+    """Sends bytes to each other rank; returns the bytes that it sends. Raises RuntimeError."""
+    byte, cpu = torch.uint8, torch.device("cpu")
+    sent = {other: torch.tensor([*data], dtype=byte, device=cpu) for other, data in own.items()}
+    received = {other: torch.empty(nbytes, dtype=byte, device=cpu) for other in own}
+    works = [group.recv([data], other, tag) for other, data in received.items()]
+    works += [group.send([data], other, tag) for other, data in sent.items()]
+    for work in works:
+        work.wait(timedelta(seconds=max(ends_at - time.monotonic(), 0.001)))
+    return {other: bytes(data.tolist()) for other, data in received.items()}
 
 
 def _check_threads() -> None:

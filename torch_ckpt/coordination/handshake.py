@@ -1,0 +1,110 @@
+"""The handshake: both ends of a connection prove that they know a secret, and never send it.
+
+Each end sends random bytes of its own, its nonce. A proof is the HMAC-SHA256, by the secret, of the
+names and the nonces of both ends, its sender first. So a proof serves for one connection, in one
+direction. Over a socket it also covers the address at which the listener was dialled: a program
+that relays the handshake of an agent or a rank from another address is refused.
+
+The handshake authenticates the ends of a connection. It does not encrypt or authenticate what they
+send later: whoever can read or change packets between them can do the same with their bytes.
+
+Over a socket the end that dials sends its nonce and its rank. The listener answers with its nonce
+and its proof. The end that dials verifies it and sends its own proof, which the listener confirms
+with one byte. So the end that dials proves nothing to a listener that does not know the secret.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import secrets
+import socket
+import struct
+
+__all__ = ["CONFIRMED", "HELLO", "NONCE_NBYTES", "PROOF_NBYTES", "Dialling", "Handshake"]
+
+NONCE_NBYTES = 16
+PROOF_NBYTES = 32
+_ANSWER_NBYTES = NONCE_NBYTES + PROOF_NBYTES
+CONFIRMED = b"\1"
+HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")
+"""The first bytes of the end that dials: its nonce, and its rank or node."""
+
+
+class Handshake:
+    """One end of a handshake. ``own`` and ``other`` name the ends, ``at`` is common to both."""
+
+    def __init__(self, secret: bytes, own: str, other: str, at: str = "") -> None:
+        self.nonce = secrets.token_bytes(NONCE_NBYTES)
+        self._secret, self._own, self._other, self._at = secret, own, other, at
+
+    def proof(self, nonce: bytes) -> bytes:
+        """Returns the proof of this end for the other, which has sent ``nonce``."""
+        return self._proof(self._own, self._other, self.nonce, nonce)
+
+    def is_proven(self, nonce: bytes, proof: bytes) -> bool:
+        """Returns whether the other end, which has sent ``nonce``, has proved that it knows."""
+        return hmac.compare_digest(proof, self._proof(self._other, self._own, nonce, self.nonce))
+
+    def _proof(self, sender: str, receiver: str, first: bytes, second: bytes) -> bytes:
+        text = "\0".join(["torch_ckpt", sender, receiver, self._at]).encode()
+        return hmac.digest(self._secret, first + second + text, "sha256")
+
+    @classmethod
+    def of_dialling(cls, secret: bytes, rank: int, connection: socket.socket) -> Handshake:
+        """Returns the end that has dialled; ``rank`` is its own."""
+        return cls(secret, f"rank {rank}", "listener", _text_of(connection.getpeername()))
+
+    @classmethod
+    def of_listener(cls, secret: bytes, rank: int, connection: socket.socket) -> Handshake:
+        """Returns the end that has accepted a connection, in which ``rank`` has dialled."""
+        return cls(secret, "listener", f"rank {rank}", _text_of(connection.getsockname()))
+
+
+def _text_of(address: tuple[str, int]) -> str:
+    """Returns an address without its scope, which each machine names in its own way."""
+    return f"{address[0].partition('%')[0]} {address[1]}"
+
+
+class Dialling:
+    """A connection whose listener has not confirmed the handshake yet.
+
+    Sends the first bytes at once. The connection becomes one that does not block. Raises OSError.
+    """
+
+    def __init__(self, connection: socket.socket, secret: str, rank: int) -> None:
+        self.connection = connection
+        self._ours = Handshake.of_dialling(bytes.fromhex(secret), rank, connection)
+        self._received = bytearray()
+        connection.setblocking(False)
+        connection.sendall(HELLO.pack(self._ours.nonce, rank))
+
+    def advance(self) -> bool:
+        """Reads what has arrived and answers it; returns whether the listener has confirmed.
+
+        Raises PermissionError if the listener does not know the secret, ConnectionResetError if it
+        closed the connection, and OSError.
+        """
+        received = self._received
+        while len(received) <= _ANSWER_NBYTES:
+            # No more than the answer, and then no more than the byte that confirms.
+            missing = max(_ANSWER_NBYTES - len(received), 1)
+            try:
+                more = self.connection.recv(missing)
+            except BlockingIOError:
+                return False
+            if not more:
+                raise ConnectionResetError(errno.ECONNRESET, "it closes the connection")
+            received += more
+            if len(received) == _ANSWER_NBYTES:
+                nonce, proof = received[:NONCE_NBYTES], received[NONCE_NBYTES:]
+                if not self._ours.is_proven(bytes(nonce), bytes(proof)):
+                    raise _stranger()
+                self.connection.sendall(self._ours.proof(bytes(nonce)))
+        if received[_ANSWER_NBYTES:] != CONFIRMED:
+            raise _stranger()
+        return True
+
+
+def _stranger() -> PermissionError:
+    return PermissionError(errno.EACCES, "another program listens at this address")
