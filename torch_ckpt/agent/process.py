@@ -24,7 +24,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.copies import Copies
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, check_reaches, id_in_memory, inode_of, set_id
-from torch_ckpt.agent.manifests import Manifests, PendingAborts
+from torch_ckpt.agent.manifests import Manifests, PendingFailures
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
     Save,
@@ -89,11 +89,13 @@ class Agent:
         self._signals = signals  # Polled: a signal handler cannot acquire the condition.
         self._changed = threading.Condition()
         self._slots = Slots(folder, run)
+        self._failures = PendingFailures()
         self._saves = Saves(
             *(folder, self._slots, self._changed),
             options=lambda: self.options,
             is_shutting_down=self._is_shutting_down,
             is_live=self._is_live,
+            failures=self._failures,
         )
         self._replicas = Replicas(
             *(folder, run, self._slots, self._changed), options=lambda: self.options
@@ -105,7 +107,6 @@ class Agent:
         )
         if first_within_s is not None and is_first:
             self._first_within_s = min(first_within_s, options.linger_s)
-        self._aborts = PendingAborts()
         self._trainers: dict[int, RankProcess] = {}
         self._ranks: list[int] = []  # Ranks of this machine in the present session.
         self._idle_since = time.monotonic()  # Last time that a trainer was alive.
@@ -130,7 +131,7 @@ class Agent:
         path.chmod(0o600)
         listener.listen(256)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        with self._changed, contextlib.closing(self._aborts):
+        with self._changed, contextlib.closing(self._failures):
             self._saves.begin_next()  # An earlier agent may have left pending saves.
             while not self._can_end():
                 self._changed.wait(_POLL_S)
@@ -279,6 +280,7 @@ class Agent:
             Kind.PERSIST: self._persist,
             Kind.DETACH: self._detach,
             Kind.ABORT: self._abort,
+            Kind.FAIL: self._fail,
             Kind.LISTEN: self._listen,
             Kind.BUDDY: self._set_buddy,
             Kind.RESERVE_REPLICAS: self._reserve_replicas,
@@ -322,6 +324,7 @@ class Agent:
             self.options = options
             self._ranks = ranks
             self._replicas.begin_session(session)
+            self._saves.lose((bytes.fromhex(of), number) for of, number in message.get("orphans", ()))
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):
                 if not self._trainers[other].is_alive:
@@ -465,12 +468,17 @@ class Agent:
         self._changed.notify_all()
         if node_count > 1:
             node, target = message["node"], Destination.decode(message["destination"])
-            self._aborts.add(
-                Manifests(self.run, trainer.session, sequence, node, node_count, *target),
+            files = Manifests(self.run, trainer.session, sequence, node, node_count, *target)
+            facts = files.aborted(
                 f"cannot save {target.directory}: rank {trainer.rank} failed or skipped before it "
-                "filled a slot",
-                within_s=self.options.peers_timeout_s,
+                "filled a slot"
             )
+            self._failures.add(files, facts, within_s=self.options.peers_timeout_s)
+        return {"kind": Kind.OK}
+
+    def _fail(self, trainer: RankProcess, message: Message) -> Message:
+        kind, text, number = message["failure"]
+        self._saves.fail((trainer.session, message["sequence"]), (kind, text, number))
         return {"kind": Kind.OK}
 
     def _listen(self, trainer: RankProcess, message: Message) -> Message:

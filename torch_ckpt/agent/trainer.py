@@ -26,6 +26,7 @@ from torch_ckpt.agent.buddies import Replication, Report
 from torch_ckpt.agent.client import AgentClient, Place
 from torch_ckpt.agent.copies import AgentCopy
 from torch_ckpt.agent.destination import Destination
+from torch_ckpt.agent.failed_saves import FailedSaves
 from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
@@ -40,7 +41,14 @@ from torch_ckpt.agent.memory import (
 )
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.slot_contents import SlotContents
-from torch_ckpt.agent.slot_reports import SlotReport, Source, machine_slots, sources_of_whole_saves
+from torch_ckpt.agent.slot_reports import (
+    MachineSlots,
+    SlotReport,
+    Source,
+    machine_slots,
+    orphans_among,
+    sources_of_whole_saves,
+)
 from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group, group_of
@@ -156,6 +164,7 @@ class SnapshotAgent:
         self.waited = self.skipped = self.refused = 0
         self._group = group_of(process_group)
         self._stages = self._group.series()
+        self._failed = FailedSaves(self._group)
         directory = Location(run).resolved() if has_directory else None
         run = name_of(run)  # Once: a link in the path may move.
         self._shared = None if local is None else Location(run)
@@ -371,11 +380,22 @@ class SnapshotAgent:
         Raises:
             CheckpointError: The save failed.
         """
-        client = self._client.clone()
-        try:
-            client.persist(staged.header.sequence)
-        finally:
-            client.close()
+        sequence, is_joint = staged.header.sequence, self._place.node_count > 1
+
+        def pass_on() -> None:
+            failure = self._failed.received(sequence) if is_joint else None
+            if failure is not None:
+                with contextlib.closing(self._client.clone()) as other:
+                    other.fail(sequence, failure)
+
+        with contextlib.closing(self._client.clone()) as client:
+            client.while_waiting = pass_on
+            try:
+                client.persist(sequence)
+            except CheckpointError as error:
+                if is_joint:  # The agent may have no other way to inform other machines.
+                    self._failed.send(sequence, error)
+                raise
         if self._group.is_coordinator:
             with contextlib.suppress(OSError, ValueError):  # The agent removes old marks.
                 warn_of(json.loads(done_mark(client.folder, staged.header.save).read_text()))
@@ -569,19 +589,23 @@ def _find_place(
     """
     name, rank = run_of(run), group.rank
 
-    def own() -> _Facts:
+    def own() -> tuple[_Facts, Sequence[MachineSlots]]:
         # Containers on one machine may have separate tmpfs. The parent folder identifies the tmpfs,
         # because an ending agent removes the folder of the run.
         folder = open_folder(name)
         memory = folder.parent.stat()
         machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
-        return name, _new_session(name), machine, id_in_memory(folder)
+        facts = name, _new_session(name), machine, id_in_memory(folder)
+        return facts, machine_slots(folder, name)
 
-    def agree(facts: list[_Facts]) -> tuple[list[_Facts], RunId | None]:
-        in_memory = [fact[3] for fact in facts]
-        return facts, None if directory is None else begun_id(in_memory, directory)
+    def agree(
+        answers: list[tuple[_Facts, Sequence[MachineSlots]]],
+    ) -> tuple[list[_Facts], RunId | None, list[Save]]:
+        facts = [fact for fact, _ in answers]
+        run_id = None if directory is None else begun_id([fact[3] for fact in facts], directory)
+        return facts, run_id, orphans_among(chain.from_iterable(slots for _, slots in answers))
 
-    facts, run_id = group.decide("starting the agent", own, agree, timeout_s=timeout_s)
+    facts, run_id, orphans = group.decide("starting the agent", own, agree, timeout_s=timeout_s)
     names, sessions, machines, _ = zip(*facts, strict=True)
     if len(set(names)) != 1:
         raise CheckpointError(
@@ -590,7 +614,7 @@ def _find_place(
     nodes = list(dict.fromkeys(machines))
     here = [other for other in range(group.size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
-    return Place(name, max(sessions), rank, group.size, node, len(nodes), here, run_id)
+    return Place(name, max(sessions), rank, group.size, node, len(nodes), here, run_id, orphans)
 
 
 def _new_session(run: bytes) -> bytes:
