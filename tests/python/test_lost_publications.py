@@ -24,12 +24,17 @@ FAULTS: tuple[Fault, ...] = (
 
 
 class Writes:
-    """The writes of one machine, of which the one with this number goes wrong."""
+    """The writes of one machine, of which the one with this number goes wrong.
+
+    The other machine goes on between a write that lands and its error. If a write lands after its
+    error, the next one fails as well.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.victim = self.at = -1
         self.count = 0
         self.fault: Fault = "fails"
+        self.meanwhile: Callable[[], None] = lambda: None
         self._late: list[Callable[[], None]] = []
         self._put = Manifests._put
         writes = self
@@ -48,13 +53,14 @@ class Writes:
             self._put(files, *args)
             return
         number, self.count = self.count, self.count + 1
-        is_lasting = self.fault == "all fail from then on"
-        if number != self.at and not (is_lasting and 0 <= self.at < number):
+        most = {"raises, then lands": 2, "all fail from then on": MANY_ROUNDS}.get(self.fault, 1)
+        if self.at < 0 or not self.at <= number < self.at + most:
             self._put(files, *args)
             return
         if self.fault == "lands, then raises":
             self._put(files, *args)
-        if self.fault == "raises, then lands":
+            self.meanwhile()
+        if self.fault == "raises, then lands" and number == self.at:
             self._late.append(lambda: self._put(files, *args))
         raise StorageError("the answer is lost", 110)
 
@@ -76,6 +82,7 @@ def _machines(folder: Path, *, is_apart: bool) -> list[Machine]:
 
 def _advance(machines: list[Machine], writes: Writes) -> bool:
     """Advances all, until all have ended or nothing more happens; returns whether all have."""
+    writes.meanwhile = machines[1 - writes.victim].go_on
     for _ in range(MANY_ROUNDS):
         for machine in machines:
             machine.go_on()

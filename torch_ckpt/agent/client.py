@@ -229,7 +229,8 @@ class AgentClient:
     def persist(self, sequence: int) -> None:
         """Requests that a save of this session is persisted, and waits for its commit.
 
-        Calls ``while_waiting`` now and then. Raises CheckpointError if the save failed, and StorageError if the agent does not answer.
+        Calls ``while_waiting`` now and then. Raises CheckpointError if the save failed, and
+        StorageError if the agent does not answer.
         """
         self._request(Kind.PERSIST, math.inf, sequence=sequence)
 

@@ -63,7 +63,7 @@ from torch_ckpt.planning.replica_check import (
 )
 from torch_ckpt.storage.gc import Found, remove_files
 
-__all__ = ["JointSave"]
+__all__ = ["JointSave", "manifests_of"]
 
 _GRACE_S = 5.0
 """Extra time that other machines wait for machine 0, whose error names the missing machine."""
@@ -82,6 +82,15 @@ class _RemoteError(Exception):
         super().__init__(failure)
         self.failure = failure
         self.may_be_committed = may_be_committed
+
+
+def manifests_of(memory: _native.Slot) -> Manifests:
+    """Returns the files of the save of a slot, from the perspective of this machine."""
+    header = memory.header()
+    return Manifests(
+        *(header.run, header.session, header.sequence, header.node, header.node_count),
+        *Destination.of(memory.read()),
+    )
 
 
 @dataclass
@@ -125,12 +134,8 @@ class JointSave:
         """The directory of the checkpoint."""
         self._how = how
         self._values = values_of(self._snapshots, check_replicas)
-        header = self._headers[0]
-        self._files = Manifests(
-            *(header.run, header.session, header.sequence, header.node, header.node_count),
-            *Destination.of(self._first),
-        )
-        self._is_coordinator = header.node == 0
+        self._files = manifests_of(memories[0])
+        self._is_coordinator = self._files.node == 0
         wait_s = timeout_s if self._is_coordinator else timeout_s + min(_GRACE_S, timeout_s / 4)
         self._timeout_s = wait_s
         self._is_shutting_down, self._is_orphan = is_shutting_down, is_orphan

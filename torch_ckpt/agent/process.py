@@ -324,7 +324,9 @@ class Agent:
             self.options = options
             self._ranks = ranks
             self._replicas.begin_session(session)
-            self._saves.lose((bytes.fromhex(of), number) for of, number in message.get("orphans", ()))
+            self._saves.lose(
+                (bytes.fromhex(of), number) for of, number in message.get("orphans", ())
+            )
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):
                 if not self._trainers[other].is_alive:

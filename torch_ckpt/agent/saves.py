@@ -18,14 +18,14 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import check_shared, claim_directory
-from torch_ckpt.agent.joint_save import JointSave
+from torch_ckpt.agent.joint_save import JointSave, manifests_of
 from torch_ckpt.agent.manifests import PendingFailures
 from torch_ckpt.agent.memory import Save, done_mark
-from torch_ckpt.agent.messages import Failure, failure_of
+from torch_ckpt.agent.messages import Failure, failure_of, raise_failure
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.persist import Writing, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.replica_check import Difference
 
@@ -223,11 +223,18 @@ class Saves:
 
     def _begin(self, save: Save, entry: _PendingSave) -> bool:
         if entry.joint is None:
-            directory = self._claim_directory(save, entry.slots)
             options = self._options()
             publish = functools.partial(self._unpublished.add, within_s=options.peers_timeout_s)
+            memories = [slot.memory for slot in entry.slots if slot.memory is not None]
+            try:
+                directory = self._claim_directory(save, entry.slots)
+            except StorageError as error:
+                files = manifests_of(memories[0])
+                failure = files.failure_of(error)
+                publish(files, {"epoch": None, "failure": failure})
+                raise_failure(failure)
             entry.joint = JointSave(
-                [slot.memory for slot in entry.slots if slot.memory is not None],
+                memories,
                 self._writing(directory),
                 check_replicas=options.check_replicas,
                 timeout_s=options.peers_timeout_s,
