@@ -192,7 +192,7 @@ class CheckpointCopy:
         names = [name for name, _ in self._opened.files]
         commit(
             *(self.target, self._opened.metadata, self._opened.encoded_index, save_id),
-            files=[],  # Those that have arrived stay after an error.
+            files=None,  # Those that have arrived stay after an error, and their mark.
             sync=True,
             version=found.version,
         )
