@@ -116,6 +116,22 @@ def test_a_write_whose_outcome_is_unknown_leaves_every_committed_checkpoint_its_
 
 
 @pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])
+def test_a_save_that_is_discarded_before_the_commit_is_not_committed(
+    tmp_path: Path, is_apart: bool
+) -> None:
+    machines = _machines(tmp_path / "run", is_apart=is_apart)
+    for machine in reversed(machines):
+        machine.go_on()
+    assert machines[0].joint is not None
+    assert machines[0].joint.has_written  # It waits for the manifest of the other.
+    machines[0].slot.clear()
+    save(machines)
+    for machine in machines:
+        assert machine.id is None
+        assert "machine 0 (" in str(machine.error)
+
+
+@pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])
 @pytest.mark.parametrize("victim", MACHINES)
 def test_a_machine_that_cannot_publish_any_more_fails_the_save_on_all_once_it_can(
     tmp_path: Path,

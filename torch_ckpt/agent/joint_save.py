@@ -330,11 +330,15 @@ class JointSave:
             reports = write_shares(
                 shares, self.directory, secrets.token_hex(8), self._written, self._how
             )
-            if [memory.header() for memory in self._memories] != self._headers:
-                raise CheckpointError(
-                    f"cannot commit {self.directory}: a slot was refilled meanwhile"
-                )
+            self._check_slots()
         self._has_written(reports)  # Before the manifest is published: a failed write may arrive.
+
+    def _check_slots(self) -> None:
+        """Raises if the slots no longer contain the save, which was discarded or replaced."""
+        if [memory.header() for memory in self._memories] != self._headers:
+            raise CheckpointError(
+                f"cannot commit {self.directory}: a slot was discarded or refilled meanwhile"
+            )
 
     def _find_before(self) -> None:
         """Records what the directory has before this save."""
@@ -417,6 +421,7 @@ class JointSave:
     def _commit(self, reports: list[FileReport]) -> None:
         """Commits the save; called on machine 0."""
         assert self._plan is not None
+        self._check_slots()
         save_id = self._files.save_id(self._epoch)
         files = snapshot_commit_files(
             self._plan.plan, reports, save_id, self._first, self._plan.paths

@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch_ckpt.agent.memory import discard_slots, folder_of, run_of
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.location import Location, remove_each
 from torch_ckpt.formats.committed import (
     committed_id,
@@ -135,7 +141,7 @@ class _Hidden:
         if self.doomed is not None:
             self.doomed.rename(self.path)
         for metadata, pending in self.pending:
-            pending.rename(metadata)
+            _unhide(metadata, pending)
 
     def delete(self) -> None:
         """Deletes the files. Requires: the new name of the directory is synced."""
@@ -149,6 +155,26 @@ class _Hidden:
         ordered = sorted(names, key=lambda name: not is_index(name))
         remove_each(self.path / name for name in ordered)
         self.path.remove_all()
+
+
+def _unhide(metadata: Location, pending: Location) -> None:
+    """Gives metadata its name again, unless a save has committed under this name meanwhile.
+
+    The pending file then remains: by it, the next save finds the files of the older checkpoint.
+    """
+    try:
+        if metadata.file_system.publishes_by_condition:
+            metadata.write(pending.read(), sync=True)
+        else:
+            pending.link(metadata, sync=True)
+    except (NotFoundError, StorageError, UnsupportedError):
+        if metadata.exists():
+            return
+        if metadata.file_system.publishes_by_condition:
+            raise
+        pending.rename(metadata)  # The file system has no links.
+        return
+    pending.discard()
 
 
 def _hide(path: Location) -> _Hidden:
