@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command import run_command
+from support.flips import flipped
 
 from torch_ckpt import CheckpointError, Run, save
 from torch_ckpt.errors import StorageError
@@ -123,6 +125,21 @@ def test_a_commit_that_fails_leaves_nothing_that_no_retention_removes(
     copy.commit()
     run.retain(2, last=1, every=None)
     assert run.directory.names() == ["step-2"]
+
+
+def test_damaged_metadata_and_a_damaged_index_are_not_promoted(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    local, run = Location(tmp_path / "local" / "step-1"), Location(tmp_path / "run" / "step-1")
+    save(_state(1), checkpoint_id=local.checkpoint_id, no_dist=True)
+    for path in [local / name for name in local.names() if not name.endswith(".distcp")]:
+        whole = path.read()
+        for at in {0, len(whole) - 1, *rng.sample(range(len(whole)), 40)}:
+            path.replace(flipped(whole, at, rng.randrange(8)), sync=False)
+            with pytest.raises(CheckpointError):
+                CheckpointCopy(local, run)
+        path.replace(whole, sync=False)
+    CheckpointCopy(local, run)
 
 
 def _fail_commits(monkeypatch: pytest.MonkeyPatch) -> None:

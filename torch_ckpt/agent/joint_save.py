@@ -34,11 +34,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
+from torch_ckpt.agent.joint_plan import JointPlan, joint_plan
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, raise_failure
@@ -55,12 +56,7 @@ from torch_ckpt.agent.persist import (
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, index_name, pending_name
-from torch_ckpt.planning.replica_check import (
-    DIGEST_NBYTES,
-    CheckReplicas,
-    Difference,
-    warn_of,
-)
+from torch_ckpt.planning.replica_check import CheckReplicas, Difference
 from torch_ckpt.storage.gc import Found, remove_files
 
 __all__ = ["JointSave", "manifests_of"]
@@ -91,14 +87,6 @@ def manifests_of(memory: _native.Slot) -> Manifests:
         *(header.run, header.session, header.sequence, header.node, header.node_count),
         *Destination.of(memory.read()),
     )
-
-
-@dataclass
-class _Plan:
-    """The plan of all ranks, and the paths of their items in the nested state dicts."""
-
-    plan: _native.GlobalPlan
-    paths: list[bytes | None]
 
 
 class JointSave:
@@ -143,7 +131,7 @@ class JointSave:
         self._reset_deadline()
         self._epoch = ""  # The current epoch; empty until this machine reads it.
         self._failed_before: str | None = ""  # Epoch of machine 0 that failed before `begin`.
-        self._plan: _Plan | None = None
+        self._plan: JointPlan | None = None
         self._written: list[str] = []
         self._reports: list[FileReport] | None = None  # This machine's; `None` until written.
         self._before: tuple[Found, str | None] = Found(), None  # As before writing.
@@ -317,7 +305,9 @@ class JointSave:
     def _write(self) -> None:
         """Writes the shares of this machine, unless an earlier agent has written them."""
         files = self._files
-        self._plan = self._planned()
+        self._plan = joint_plan(
+            files, self._save_facts(), self._headers[0].world_size, self.directory
+        )
         if self._plan is None:
             return
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
@@ -350,48 +340,6 @@ class JointSave:
         self._written = [name for _, (name, *_), _ in reports]
         self._reports = reports
         self._reset_deadline()
-
-    def _planned(self) -> _Plan | None:
-        """Returns the plan of all ranks, equal on all machines; ``None`` if a list is gone."""
-        items: dict[int, bytes] = {}
-        values: dict[int, bytes] = {}
-        paths: dict[int, bytes | None] = {}
-        ranks_per_node = 0
-        for node in range(self._files.node_count):
-            got = self._files.get(node, "lists")
-            if got is None:
-                return None
-            facts, blobs = got
-            if facts["save"] != self._save_facts():
-                raise CheckpointError(
-                    f"cannot save {self.directory}: machine {node} has a different save, "
-                    f"{facts['save']} instead of {self._save_facts()}"
-                )
-            ranks_per_node = ranks_per_node or len(facts["ranks"])
-            items.update(zip(facts["ranks"], blobs[::3], strict=True))
-            values.update(zip(facts["ranks"], blobs[2::3], strict=True))
-            for rank, has_paths, rank_paths in zip(
-                facts["ranks"], facts["has_paths"], blobs[1::3], strict=True
-            ):
-                paths[rank] = rank_paths if has_paths else None
-        ranks = sorted(items)
-        if ranks != list(range(self._headers[0].world_size)):
-            raise CheckpointError(
-                f"cannot save {self.directory}: the machines have ranks {ranks} of "
-                f"{self._headers[0].world_size}"
-            )
-        plan = _native.GlobalPlan(
-            [items[rank] for rank in ranks],
-            ranks_per_node,
-            split=True,
-            dedup=True,
-            # Empty if no machine compares replicas.
-            digests=[values[rank] or _unknown(items[rank]) for rank in ranks]
-            if any(values.values())
-            else [],
-        )
-        warn_of(plan.differences)
-        return _Plan(plan, [paths[rank] for rank in ranks])
 
     def _all_reports(self) -> list[FileReport] | None:
         """Returns the reports of all machines in this epoch; ``None`` if any is missing."""
@@ -634,8 +582,3 @@ class JointSave:
             f"cannot save {self.directory}: no response from {machines} of "
             f"{self._files.node_count} for {time.monotonic() - self._waiting_since:.0f} s"
         )
-
-
-def _unknown(items: bytes) -> bytes:
-    """Returns the digests of the items of a rank that compares no replicas."""
-    return bytes(DIGEST_NBYTES * len(_native.ItemTable.decode(items)))

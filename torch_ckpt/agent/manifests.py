@@ -177,10 +177,6 @@ class Manifests:
         """Returns whether any machine has files for this save."""
         return bool(self._files())
 
-    def aborted(self, why: str) -> dict[str, Any]:
-        """Returns the facts of a failure after which this machine never completes the save."""
-        return {"epoch": None, "failure": self.failure_of(CheckpointError(why))}
-
     def failure_of(self, error: BaseException) -> Failure:
         """Returns the description of this machine's error that is published to all machines."""
         kind, text, errno = failure_of(error)
@@ -238,6 +234,11 @@ class PendingFailures:
                 del self._saves[next(iter(self._saves))]
         if not is_watched:
             threading.Thread(target=self._watch, daemon=True).start()
+
+    def abort(self, manifests: Manifests, why: str, *, within_s: float) -> None:
+        """Publishes that this machine never completes a save, if other machines begin it."""
+        facts = {"epoch": None, "failure": manifests.failure_of(CheckpointError(why))}
+        self.add(manifests, facts, within_s=within_s)
 
     def discard(self, tag: str) -> None:
         """Forgets the failure of a save that this machine begins again."""

@@ -88,8 +88,7 @@ class Agent:
         self.options = options
         self._signals = signals  # Polled: a signal handler cannot acquire the condition.
         self._changed = threading.Condition()
-        self._slots = Slots(folder, run)
-        self._failures = PendingFailures()
+        self._slots, self._failures = Slots(folder, run), PendingFailures()
         self._saves = Saves(
             *(folder, self._slots, self._changed),
             options=lambda: self.options,
@@ -316,7 +315,7 @@ class Agent:
                 self._become(run_id, pid)
             trainer = self._trainers.get(rank)
             if trainer is None or trainer.pid != pid or trainer.session != session:
-                if trainer is not None and _is_active(trainer, pid):
+                if trainer is not None and trainer.is_active(pid):
                     raise CheckpointError(
                         f"cannot register rank {rank}: process {trainer.pid} already has this rank"
                     )
@@ -345,7 +344,7 @@ class Agent:
             check_reaches(message["url"], run_id)  # Without the lock: the store may be slow.
         except CheckpointError as error:
             with self._changed:
-                is_used = any(_is_active(trainer, 0) for trainer in self._trainers.values())
+                is_used = any(trainer.is_active(0) for trainer in self._trainers.values())
                 if is_used or self._saves.is_running or not message["may_end"]:
                     raise
                 self._is_useless = True
@@ -367,7 +366,7 @@ class Agent:
         own = id_in_memory(self.folder)
         present = self._next_id or own
         if present is not None and present.id != run_id.id:
-            active = [t.pid for t in self._trainers.values() if _is_active(t, pid)]
+            active = [t.pid for t in self._trainers.values() if t.is_active(pid)]
             if active:
                 raise CheckpointError(
                     f"cannot begin a new run: process {active[0]} of the earlier run under this "
@@ -470,17 +469,16 @@ class Agent:
         self._changed.notify_all()
         if node_count > 1:
             node, target = message["node"], Destination.decode(message["destination"])
-            files = Manifests(self.run, trainer.session, sequence, node, node_count, *target)
-            facts = files.aborted(
+            self._failures.abort(
+                Manifests(self.run, trainer.session, sequence, node, node_count, *target),
                 f"cannot save {target.directory}: rank {trainer.rank} failed or skipped before it "
-                "filled a slot"
+                "filled a slot",
+                within_s=self.options.peers_timeout_s,
             )
-            self._failures.add(files, facts, within_s=self.options.peers_timeout_s)
         return {"kind": Kind.OK}
 
     def _fail(self, trainer: RankProcess, message: Message) -> Message:
-        kind, text, number = message["failure"]
-        self._saves.fail((trainer.session, message["sequence"]), (kind, text, number))
+        self._saves.fail((trainer.session, message["sequence"]), message["failure"])
         return {"kind": Kind.OK}
 
     def _listen(self, trainer: RankProcess, message: Message) -> Message:
@@ -554,13 +552,6 @@ class Agent:
         self._is_dropped = bool(message["drop"])
         self._changed.notify_all()
         return {"kind": Kind.OK}
-
-
-def _is_active(trainer: RankProcess, pid: int) -> bool:
-    """Returns whether a trainer lives, so that process ``pid`` cannot have its rank."""
-    if trainer.pid == pid and not trainer.connections:  # It has left, and begins a new session.
-        return False
-    return not trainer.has_detached and trainer.is_alive
 
 
 @contextlib.contextmanager

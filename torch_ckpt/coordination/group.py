@@ -168,10 +168,7 @@ class Group:
         return series
 
     def numbered(self, number: int, timeout_s: float) -> Call:
-        """Returns the call of this number, in a series whose calls not all ranks make.
-
-        Such a call can only fail: a rank that raises in it fails it on all ranks.
-        """
+        """Returns a call that not all ranks make: a rank that raises in it fails it on all."""
         return Call(self, self._first + number, timeout_s)
 
 
