@@ -215,12 +215,14 @@ def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
 
     Requires: no save uses the directory any more. Ignores errors: a later retention removes the
     rest. ``of_agents`` also removes the files by which agents of several machines inform each other
-    of the failure. All of them must have read these.
+    of the failure. All of them must have read these. While there are data files, all remain: by
+    these files, retention recognises the remains of a save.
     """
     with contextlib.suppress(CheckpointError):
-        if metadata_prefixes(path):
+        names = path.names()
+        if metadata_prefixes(path) or any(name.endswith(".distcp") for name in names):
             return
-        for name in path.names():
+        for name in names:
             if name in SMALL_FILES or (of_agents and name.startswith(".agents-")):
                 (path / name).discard()
         path.discard()
