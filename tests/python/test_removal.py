@@ -288,6 +288,21 @@ def test_checkpoints_of_single_ranks_are_hidden_too_before_their_files_are_delet
     assert not path.exists()
 
 
+@pytest.mark.parametrize("has_data", [True, False])
+def test_marks_of_a_failed_save_stay_as_long_as_its_data_files(
+    tmp_path: Path, has_data: bool
+) -> None:
+    step = Location(tmp_path / "step-1")
+    step.create_directories()
+    names = [".agents-0123456789abcdef-1.manifest", *(["__1_0_0123.distcp"] if has_data else [])]
+    for name in names:
+        (step / name).write(b"", sync=False)
+    removal.remove_unfinished(step)
+    assert step.exists() == has_data
+    if has_data:
+        assert not what_is_missing(step)  # So retention removes it.
+
+
 # ---- Directories without metadata ----
 
 
