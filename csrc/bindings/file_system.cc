@@ -103,8 +103,9 @@ bool exists(FileSystem& fs, const std::filesystem::path& path) {
 void commit_checkpoint(FileSystem& fs, const std::filesystem::path& directory,
                        const std::string& metadata_name, const std::string& index_name,
                        const py::bytes& metadata, const py::bytes& index,
-                       const std::string& save_id, const std::vector<std::string>& data_files,
-                       bool sync, const std::optional<std::filesystem::path>& rename_to,
+                       const std::string& save_id,
+                       const std::optional<std::vector<std::string>>& data_files, bool sync,
+                       const std::optional<std::filesystem::path>& rename_to,
                        const std::string& replaced) {
   const Commit what = {.directory = directory.string(),
                        .names = {metadata_name, index_name},
@@ -112,7 +113,8 @@ void commit_checkpoint(FileSystem& fs, const std::filesystem::path& directory,
                        .index = as_bytes(static_cast<std::string_view>(index)),
                        .save_id = save_id,
                        .replaced = replaced,
-                       .data_files = data_files,
+                       .data_files = data_files ? *data_files : std::span<const std::string>(),
+                       .keeps_data_files = !data_files,
                        .sync = sync};
   raise_if_error(at_storage([&] {
     return rename_to ? commit_directory(fs, what, rename_to->string()) : commit(fs, what);

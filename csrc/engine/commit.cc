@@ -17,6 +17,10 @@ Status sync_folders_above(FileSystem& fs, const std::string& directory) {
   return ok_status();
 }
 
+bool is_gone(const Status& removed) {
+  return removed.ok() || removed.code() == StatusCode::kNotFound;
+}
+
 // Writes and syncs both files.
 Status write_files(FileSystem& fs, const Commit& what, const std::string& index,
                    const std::string& metadata, OpenMode metadata_mode) {
@@ -38,10 +42,14 @@ Status commit(FileSystem& fs, const Commit& what) {
   const std::string index = path(what.names.index_of(what.save_id));
   const std::string metadata = path(what.names.pending_metadata(what.save_id));
   // Best effort: readers ignore these files without a commit, and the next save removes them. An
-  // index without its pending metadata looks as if its metadata had been lost.
+  // index without its pending metadata looks as if its metadata had been lost. Data files without
+  // it are never removed: somebody may have copied them there. Returns whether no data file is
+  // left.
   const auto remove_index_and_data = [&] {
     (void)fs.remove(index);
-    for (const std::string& name : what.data_files) (void)fs.remove(path(name));
+    bool are_removed = !what.keeps_data_files;
+    for (const std::string& name : what.data_files) are_removed &= is_gone(fs.remove(path(name)));
+    return are_removed;
   };
   if (fs.traits().publishes_by_condition) {
     Status status = write_file(fs, index, what.index, what.sync);
@@ -50,7 +58,7 @@ Status commit(FileSystem& fs, const Commit& what) {
     if (!status.ok()) {
       // Only a false condition says for certain that nothing was published.
       if (has_index && status.error_number() != EEXIST) return status;
-      remove_index_and_data();
+      if (!remove_index_and_data()) return status;
     }
     (void)fs.remove(metadata);
     return status;
@@ -61,17 +69,17 @@ Status commit(FileSystem& fs, const Commit& what) {
   };
   const Status prepared = prepare();
   if (!prepared.ok()) {
-    remove_index_and_data();
-    (void)fs.remove(metadata);
+    if (remove_index_and_data()) (void)fs.remove(metadata);
     return prepared;
   }
   const Status renamed = fs.rename(metadata, path(what.names.metadata));
   if (!renamed.ok()) {
+    if (what.keeps_data_files) return renamed;
     // A file server may have renamed the file and lost the reply. Then the metadata is committed,
     // and needs the index and the data files. So the index stays longer than its pending file. If
     // the process is killed in between, readers of a directory without a checkpoint report lost
     // metadata, until the next save.
-    if (fs.remove(metadata).ok()) remove_index_and_data();
+    if (fs.remove(metadata).ok()) (void)remove_index_and_data();
     return renamed;
   }
   return what.sync ? fs.sync_directory(what.directory) : ok_status();

@@ -42,6 +42,9 @@ struct Commit {
   // Names in `directory` of the data files that the metadata refers to. Removed on an error, if the
   // commit certainly did not happen.
   std::span<const std::string> data_files = {};
+  // Whether all data files stay after an error, since the caller tries again. The pending file then
+  // stays as well: by it, garbage collection finds them if the caller never does.
+  bool keeps_data_files = false;
   // If false, the checkpoint survives a process crash, but a power cut may lose both it and the
   // checkpoint that it replaces.
   bool sync = true;
@@ -58,12 +61,12 @@ struct Commit {
 // A file system that publishes by condition gets the index, and then the metadata under its final
 // name, if that still has the version `replaced`: the commit. The pending file is then removed.
 //
-// On an error the former checkpoint stays committed, and the index, metadata and data files of this
-// save are removed. Exception: if the sync in step 2 fails, or the rename or the conditional write
-// fails but may have happened, either checkpoint may be committed, and no file is removed. The
-// pending file of a conditional write then stays, too: by it, a later save finds the files.
-// Errors: kNotFound if another save has removed the pending metadata; kStorage, with EEXIST if
-// another one was committed meanwhile.
+// On an error the former checkpoint stays committed, and the index, data files and metadata of this
+// save are removed, the metadata last and only if all data files are. Exception: if the sync in
+// step 2 fails, or the rename or the conditional write fails but may have happened, either
+// checkpoint may be committed, and no file is removed. The pending file of a conditional write then
+// stays, too: by it, a later save finds the files. Errors: kNotFound if another save has removed
+// the pending metadata; kStorage, with EEXIST if another one was committed meanwhile.
 Status commit(FileSystem& fs, const Commit& what);
 
 // Publishes a new checkpoint by renaming its directory to `to`, which is in the same parent.

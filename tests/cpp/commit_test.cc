@@ -19,6 +19,7 @@
 namespace torch_ckpt::commit_test {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 
 constexpr char kMetadata[] = "step-1/.metadata";
@@ -144,6 +145,48 @@ TEST(CommitTest, DataFilesGoWithACommitThatFailed) {
     EXPECT_CODE(commit(fs, commit_both), StatusCode::kStorage);
     EXPECT_THAT(fs.paths(), ElementsAre(kMetadata));
   }
+}
+
+TEST(CommitTest, DataFilesThatStayAfterAnErrorKeepThePendingFileByWhichTheyAreCollected) {
+  for (int64_t failing = 0; failing <= 8; ++failing) {
+    SCOPED_TRACE("operation " + std::to_string(failing) + " fails");
+    MemoryFileSystem fs;
+    fs.put("step-1/a.distcp", "a");
+    fs.put(kMetadata, "old");
+    fs.put(kPending, "");
+    fs.fail_operation(failing, errno_status(ENOSPC, "no space left"));
+    Commit commit_it = what("new");
+    commit_it.keeps_data_files = true;
+    EXPECT_CODE(commit(fs, commit_it), StatusCode::kStorage);
+    EXPECT_EQ(fs.contents("step-1/a.distcp"), "a");
+    EXPECT_EQ(fs.contents(kMetadata), "old");
+    EXPECT_THAT(fs.paths(), Contains(kPending));
+    fs.clear_fault();
+    fs.put(kPending, "");  // As the caller does before it tries again.
+    (void)fs.remove(kIndex);
+    ASSERT_OK(commit(fs, commit_it));
+    EXPECT_EQ(fs.contents(kMetadata), "new");
+  }
+}
+
+class KeepsDataFiles : public MemoryFileSystem {
+ public:
+  Status remove(const std::string& path) override {
+    if (!path.ends_with(".distcp")) return MemoryFileSystem::remove(path);
+    return errno_status(EIO, "cannot remove a data file");
+  }
+};
+
+TEST(CommitTest, DataFilesThatCannotBeRemovedKeepThePendingFile) {
+  const std::vector<std::string> data_files = {"a.distcp"};
+  KeepsDataFiles fs;
+  fs.put("step-1/a.distcp", "a");
+  fs.put(kPending, "");
+  fs.fail_operation(0, errno_status(ENOSPC, "no space left"));
+  Commit commit_it = what("new");
+  commit_it.data_files = data_files;
+  EXPECT_CODE(commit(fs, commit_it), StatusCode::kStorage);
+  EXPECT_THAT(fs.paths(), ElementsAre(kPending, "step-1/a.distcp"));
 }
 
 class ForeignFolders : public MemoryFileSystem {

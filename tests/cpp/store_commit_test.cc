@@ -90,6 +90,14 @@ TEST_F(StoreCommitTest, OfTwoSavesTheSecondIsToldAndLeavesNothing) {
   }
 }
 
+TEST_F(StoreCommitTest, DataFilesThatStayKeepThePendingFile) {
+  what_.replaced = "of another save";
+  what_.data_files = {};
+  what_.keeps_data_files = true;
+  EXPECT_EQ(commit(fs_, what_).error_number(), EEXIST);
+  EXPECT_THAT(fs_.store.paths(), ElementsAre(kMetadata, kPending, kData, kOther));
+}
+
 TEST_F(StoreCommitTest, ACheckpointThatIsGoneIsNotReplaced) {
   ASSERT_OK(fs_.remove(kMetadata));
   EXPECT_EQ(commit(fs_, what_).error_number(), EEXIST);

@@ -28,8 +28,9 @@ from support.logs import logged
 from waits import until, until_committed
 
 from torch_ckpt import CheckpointError, FastReader, Run
-from torch_ckpt.agent import AgentOptions
+from torch_ckpt.agent import AgentOptions, client
 from torch_ckpt.agent.memory import run_of
+from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.runs.background.agent import AgentBackend
@@ -178,7 +179,7 @@ if "agent" in sys.orig_argv:
     read = Location.read
     def late(self):
         while os.path.exists("{folder}/silent") and "{folder}/run" in str(self):
-            time.sleep(0.1)
+            time.sleep(0.01)
         return read(self)
     Location.read = late
 """
@@ -204,7 +205,10 @@ def save_without_the_run(folder: Path, memory: Path, how: str) -> list[str]:
     if dist.get_rank() == 0:
         (folder / "away").rename(folder / "run") if how == "away" else (folder / "silent").unlink()
     dist.barrier()
-    assert run.save(5, state_of(5))
+    with contextlib.suppress(StorageError):  # A call of the agent may not have returned yet.
+        run.save(4, state_of(4))
+        run.wait()
+    run.save(5, state_of(5))
     run.wait(promoted=True)
     assert run.failures >= 1
     assert is_of_agents(run)
@@ -222,6 +226,80 @@ def test_training_goes_on_while_the_directory_of_the_run_is_not_there(
         assert any(str(tmp_path / "run") in line for line in said[0]), said
         check_whole(tmp_path, 5)
         assert steps_in(tmp_path / "run")[0] == 5
+
+
+CUT_OFF = """
+import os, sys, time
+HERE = os.environ.get("TORCH_CKPT_MEMORY", "")
+if "agent" in sys.orig_argv:
+    from torch_ckpt.agent import answers, joint_save
+    from torch_ckpt.agent.manifests import Manifests
+    from torch_ckpt.filesystems.location import Location
+    answers.ANSWER_S = joint_save.SHUTDOWN_WAIT_S = 1.0
+    is_cut = False
+    def late(name):
+        real = getattr(Location, name)
+        def call(self, *args, **options):
+            while is_cut and os.path.exists("{folder}/cut") and "{folder}/run" in str(self):
+                time.sleep(0.1)
+            return real(self, *args, **options)
+        setattr(Location, name, call)
+    put = Manifests.put
+    def put_and_cut(self, kind, *args):
+        global is_cut
+        put(self, kind, *args)
+        is_cut = kind == "lists" and HERE.endswith("machine-{machine}")
+    if "{when}" == "within":
+        Manifests.put = put_and_cut
+    else:
+        is_cut = HERE.endswith("machine-{machine}")
+    for name in ("read", "names", "write", "rename", "remove", "create_directories"):
+        late(name)
+"""
+"""Cuts one machine off from the directory of the run while there is a file ``cut``."""
+
+
+def save_on_machines_of_which_one_is_cut_off(folder: Path, memory: Path, machine: int) -> str:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    client._POLL_S = 0.2
+    run = agents_run(folder, memory, on_failure="warn", max_failures=9)
+    run.save(1, state_of(1))
+    run.wait(promoted=True)
+    dist.barrier()
+    (folder / "cut").touch()
+    dist.barrier()
+    run.save(2, state_of(2))
+    with pytest.raises(StorageError) as raised:  # While the machine is still cut off.
+        run.wait()
+    dist.barrier()
+    (folder / "cut").unlink(missing_ok=True)
+    dist.barrier()
+    for step in range(3, 9):  # A call of the agent may not have returned yet.
+        run.save(step, state_of(step))
+        with contextlib.suppress(StorageError):
+            run.wait(promoted=True)
+            break
+    assert is_of_agents(run)
+    run.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_machine_that_alone_does_not_reach_the_run_fails_the_save_on_all_soon(
+    tmp_path: Path, memory: Path, machine: int, when: str
+) -> None:
+    hook = CUT_OFF.format(folder=str(tmp_path), machine=machine, when=when)
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    with Ranks(RANKS) as world:
+        errors = world.run(save_on_machines_of_which_one_is_cut_off, tmp_path, memory, machine)
+        for error in errors:
+            assert f"machine {machine} (" in error
+            assert f"{tmp_path / 'run'}" in error
+            assert "does not answer" in error
+        saved = steps_in(tmp_path / "run")[0]
+        assert saved > 2
+        check_whole(tmp_path, saved)
 
 
 FULL = """

@@ -174,4 +174,4 @@ def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> 
         files.put("epoch", {})
     assert not files.has_files()
     with pytest.raises(CheckpointError):
-        files.abort("of no room")
+        files.put("failed", {"epoch": None, "failure": files.failure_of(CheckpointError("no"))})

@@ -15,78 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
+from joint_machines import MACHINES, MANY_ROUNDS, Killer, Machine, check_whole, save
 
-from torch_ckpt import CheckpointError, FastReader, IoOptions
-from torch_ckpt._core import _native
 from torch_ckpt.agent import joint_save, persist
-from torch_ckpt.agent.client import Place
-from torch_ckpt.agent.destination import Destination
-from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.manifests import Manifests
-from torch_ckpt.agent.memory import Save
-from torch_ckpt.agent.persist import Writing
-from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id
 
-MACHINES = (0, 1)
-MANY_ROUNDS = 30
 SOON_S = 20.0
-
-
-class _KilledError(BaseException):
-    """In the place of SIGKILL."""
-
-
-def _begin_commit(directory: Location, metadata: bytes, index: bytes, save_id: str) -> None:
-    """What a commit has done just before its rename."""
-    assert directory.local_path is not None
-    for name, content in ((f".metadata.{save_id}.tmp", metadata), (f".index.{save_id}", index)):
-        (directory.local_path / name).write_bytes(content)
-
-
-class Killer:
-    """Kills the agent that is running at its change of a file with this number, before or after."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.at = -1
-        self.changes = 0
-        self.is_killed = False
-        self.running = 0
-        for name in ("write", "rename", "remove", "remove_all", "create_directories", "link"):
-            self._wrap(monkeypatch, Location, name)
-        self._wrap(monkeypatch, persist, "commit")
-        self._wrap(monkeypatch, joint_save, "write_shares")
-
-    def arm(self, machine: int, at: int) -> None:
-        """Kills the agent of a machine at this moment; never if it is negative."""
-        self.victim, self.at, self.changes, self.is_killed = machine, at, 0, False
-
-    def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def changed(*args: Any, **options: Any) -> Any:
-            if self.running != self.victim:
-                return real(*args, **options)
-            self._die()
-            if name == "commit":
-                self._die(lambda: _begin_commit(*args))
-            result = real(*args, **options)
-            self._die()
-            return result
-
-        monkeypatch.setattr(owner, name, changed)
-
-    def _die(self, last: Callable[[], None] = lambda: None) -> None:
-        if self.changes == self.at:
-            last()
-        self.is_killed = self.is_killed or self.changes == self.at
-        self.changes += 1
-        if self.is_killed:
-            raise _KilledError
 
 
 @pytest.fixture
@@ -94,99 +30,6 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
     killer = Killer(monkeypatch)
     killer.arm(0, -1)
     return killer
-
-
-def values(machine: int, step: int) -> torch.Tensor:
-    return torch.full((1000,), float(10 * step + machine))
-
-
-class Machine:
-    """A machine of one rank, whose agent may be replaced."""
-
-    def __init__(self, folder: Path, number: int, killer: Killer, *, step: int = 1) -> None:
-        self.number, self.killer = number, killer
-        self.step = folder / f"machine-{number}" / f"step-{step}"
-        self.shared = folder / "run"
-        target = Destination(Location(self.step), Location(self.shared))
-        contents = SlotContents.of({f"w{number}": values(number, step), f"o{number}": [step]})
-        table = contents.table(target.encode(), sync=False)
-        path = os.fsencode(folder / f"slot-{number}-{step}")
-        self.slot = _native.Slot.create(path, _native.slot_nbytes(len(table), contents.nbytes))
-        place = Place(b"r" * 16, b"s" * 16, number, 2, number, 2, [number])
-        self.slot.begin(place.header(step, step, persist=True), table, contents.nbytes)
-        contents.copy_to(self.slot, _native.Devices())
-        self.slot.complete()
-        self.joint: JointSave | None = None
-        self.has_ended = False
-        self.is_lost = False
-        self.live: list[Save] = []  # Other saves of this machine.
-        self.error: CheckpointError | None = None
-
-    def go_on(self, *, comes_back: bool = True) -> None:
-        """Advances the save once."""
-        if self.has_ended or self.is_lost:
-            return
-        self.killer.running = self.number
-        try:
-            if self.joint is None:
-                self.joint = JointSave(
-                    [self.slot],
-                    Writing(IoOptions(), 1),
-                    timeout_s=600.0,
-                    is_shutting_down=lambda: False,
-                )
-                self.joint.begin()
-            self.has_ended = self.joint.advance()
-            if self.has_ended:
-                self.joint.clear_former(self.live)
-        except _KilledError:
-            self.joint = None
-            self.killer.is_killed = False
-            self.killer.at = -1
-            self.is_lost = not comes_back
-        except CheckpointError as error:
-            self.error, self.has_ended = error, True
-
-    @property
-    def id(self) -> str | None:
-        return committed_id(Location(self.step)) if self.step.exists() else None
-
-    def check_files(self) -> None:
-        """What is committed has its files, and nothing is beside it."""
-        names = set(os.listdir(self.step))
-        assert {".metadata", f".index.{self.id}"} < names
-        data = names - {".metadata", f".index.{self.id}"}
-        assert data
-        assert all(name.startswith(f"__{self.number}_") for name in data), names
-
-
-def save(machines: list[Machine]) -> None:
-    """Saves until all have ended."""
-    for _ in range(MANY_ROUNDS):
-        for machine in machines:
-            machine.go_on()
-        if all(machine.has_ended for machine in machines):
-            return
-    raise AssertionError("the save does not end")
-
-
-def check_whole(folder: Path, machines: list[Machine], step: int = 1) -> None:
-    """All machines have committed one save, and their files together are a checkpoint."""
-    for machine in machines:
-        assert machine.error is None
-        machine.check_files()
-    assert machines[0].id == machines[1].id
-    whole = folder / "whole"
-    for machine in machines:
-        shutil.copytree(machine.step, whole, dirs_exist_ok=True)
-    state: dict[str, Any] = {f"w{m}": torch.zeros(1000) for m in MACHINES}
-    state |= {f"o{m}": None for m in MACHINES}
-    dcp.load(state, storage_reader=FastReader(whole), no_dist=True)
-    for m in MACHINES:
-        assert torch.equal(state[f"w{m}"], values(m, step))
-        assert state[f"o{m}"] == [step]
-    shutil.rmtree(whole)
-    assert not any((folder / "run" / ".agents").iterdir())
 
 
 def moments(folder: Path, killer: Killer, machine: int) -> int:

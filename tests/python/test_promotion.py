@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -15,10 +16,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command import run_command
+from support.flips import flipped
 
-from torch_ckpt import CheckpointError, Run
+from torch_ckpt import CheckpointError, Run, save
+from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import index_name
+from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.storage import copying
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
@@ -98,6 +104,55 @@ def test_steps_are_removed_locally_once_promoted_and_in_the_run_by_its_retention
             run.wait(promoted=True)
         assert _steps(tmp_path / "local") == [6, 5]
         assert _steps(tmp_path / "run") == [6, 5, 4]
+
+
+def test_a_commit_that_fails_leaves_nothing_that_no_retention_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, run = (StepDirectories(Location(tmp_path / name)) for name in ("local", "run"))
+    for step in (1, 2):
+        save(_state(step), checkpoint_id=tmp_path / "local" / f"step-{step}", no_dist=True)
+    with monkeypatch.context() as full:
+        _fail_commits(full)
+        copy = CheckpointCopy(local.path(1), run.path(1))
+        copy.copy_files()
+        with pytest.raises(StorageError):
+            copy.commit()
+    local.path(1).remove_all()  # So nobody tries again.
+    assert run.path(1).names()
+    copy = CheckpointCopy(local.path(2), run.path(2))
+    copy.copy_files()
+    copy.commit()
+    run.retain(2, last=1, every=None)
+    assert run.directory.names() == ["step-2"]
+
+
+def test_damaged_metadata_and_a_damaged_index_are_not_promoted(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    local, run = Location(tmp_path / "local" / "step-1"), Location(tmp_path / "run" / "step-1")
+    save(_state(1), checkpoint_id=local.checkpoint_id, no_dist=True)
+    for path in [local / name for name in local.names() if not name.endswith(".distcp")]:
+        whole = path.read()
+        for at in {0, len(whole) - 1, *rng.sample(range(len(whole)), 40)}:
+            path.replace(flipped(whole, at, rng.randrange(8)), sync=False)
+            with pytest.raises(CheckpointError):
+                CheckpointCopy(local, run)
+        path.replace(whole, sync=False)
+    CheckpointCopy(local, run)
+
+
+def _fail_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index cannot be written, since there is a directory of its name, which is removed."""
+    commit = copying.commit
+
+    def fail(target: Location, metadata: bytes, index: bytes, save_id: str, **options: Any) -> None:
+        assert target.local_path is not None
+        obstacle = target.local_path / index_name(save_id)
+        obstacle.mkdir()
+        commit(target, metadata, index, save_id, **options)
+
+    monkeypatch.setattr(copying, "commit", fail)
 
 
 def test_the_nearest_directory_serves_and_the_other_one_if_it_is_lost(tmp_path: Path) -> None:

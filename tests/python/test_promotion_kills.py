@@ -21,10 +21,15 @@ from torch_ckpt.storage.verify import examine
 pytestmark = pytest.mark.timeout(600)
 
 RATE = 64 << 20  # A step is promoted in about 0.1 s.
+STEP_NBYTES = 8 << 20
 
 
 def _state(step: int) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.full((1 << 18,), float(10 * step + i)) for i in range(8)}
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _restored(run: Run) -> int:
@@ -78,6 +83,7 @@ def test_a_process_that_is_killed_at_any_moment_loses_no_step(tmp_path: Path, fu
         if restored:
             assert committed_steps(run)[0] == restored  # What was left has been promoted.
             assert len(run.names()) <= 6  # Three steps, the id, and what a kill has left.
+            assert _nbytes(tmp_path / "run") < 3.5 * STEP_NBYTES  # And no data of another step.
 
 
 _TRAINING = """

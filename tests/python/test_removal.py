@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import shutil
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from support.run_steps import (
     CHANGES,
@@ -22,7 +24,8 @@ from support.run_steps import (
     warned,
 )
 
-from torch_ckpt import FastWriter, Run
+from torch_ckpt import FastWriter, Run, load, save
+from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs import removal, step_directories
@@ -229,6 +232,37 @@ def test_a_lease_protects_a_step_that_cannot_be_renamed(
     assert Run(merged).restore(state_of(-1), step=1) == 1
 
 
+@pytest.mark.parametrize("where", ["disk", "store"])
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_step_that_is_saved_again_during_its_removal_remains_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_replaced: bool
+) -> None:
+    url = f"memory://removal/{tmp_path.name}" if where == "store" else tmp_path / "run"
+    step = Location(f"{url}/step-1")
+    again = Location(f"{url}/again")
+    for number, path in enumerate((step, again), 1):
+        save(state_of(number), checkpoint_id=path.checkpoint_id, no_dist=True)
+    rename = Location.rename
+
+    def refuse_directories(path: Location, to: Location) -> None:
+        if path.name == step.name:
+            raise StorageError("cannot rename a directory", errno.EXDEV)
+        rename(path, to)
+
+    def leased() -> set[Location]:
+        for name in again.names() if is_replaced else ():  # By a save that began before.
+            (again / name).copy_to(step / name)
+        return {step}
+
+    monkeypatch.setattr(Location, "rename", refuse_directories)
+    assert removal.remove_directories([step], leased=leased).leased == [step]
+    found = state_of(-1)
+    load(found, checkpoint_id=step.checkpoint_id, no_dist=True)
+    assert found["step"] == (2 if is_replaced else 1)
+    assert torch.equal(found["w"], state_of(found["step"])["w"])
+    check_whole(step)
+
+
 def test_checkpoints_of_single_ranks_are_hidden_too_before_their_files_are_deleted(
     tmp_path: Path, overlay: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,10 +281,26 @@ def test_checkpoints_of_single_ranks_are_hidden_too_before_their_files_are_delet
     assert metadata_prefixes(path) == ["__0"]
     assert removal.remove_directories([path], leased=lambda: [path]).leased == [path]
     assert metadata_prefixes(path) == ["__0"]
+    found.clear()  # The name of the hidden file went once the checkpoint had its own again.
     assert removal.remove_directories([path]).removed == [path]
     assert found
     assert not any(found)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("has_data", [True, False])
+def test_marks_of_a_failed_save_stay_as_long_as_its_data_files(
+    tmp_path: Path, has_data: bool
+) -> None:
+    step = Location(tmp_path / "step-1")
+    step.create_directories()
+    names = [".agents-0123456789abcdef-1.manifest", *(["__1_0_0123.distcp"] if has_data else [])]
+    for name in names:
+        (step / name).write(b"", sync=False)
+    removal.remove_unfinished(step)
+    assert (tmp_path / "step-1").exists() == has_data
+    if has_data:
+        assert not what_is_missing(step)  # So retention removes it.
 
 
 # ---- Directories without metadata ----

@@ -69,7 +69,7 @@ PYTHON = {
     "coordination/background.py _serve connection.send_bytes": Wait(
         "the rank, which waits for it", "no rank waits"
     ),
-    "agent/manifests.py PendingAborts with self._lock": Wait(BRIEF, "no rank waits"),
+    "agent/manifests.py PendingFailures with self._lock": Wait(BRIEF, "no rank waits"),
     "agent/messages.py send connection.sendall": Wait(
         "the timeout of the socket, or the end of either process", "the caller"
     ),

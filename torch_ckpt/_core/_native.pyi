@@ -175,7 +175,7 @@ class FileSystem:
         metadata: bytes,
         index: bytes,
         save_id: str,
-        data_files: list[str],
+        data_files: list[str] | None,
         sync: bool,
         rename_to: _Path | None = None,
         replaced: str = "",

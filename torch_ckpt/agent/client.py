@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +21,15 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
 from torch_ckpt.agent.memory import Save, folder_of, has_agent, open_folder, short_path
-from torch_ckpt.agent.messages import Kind, Message, has_arrived, raise_failure, receive, send
+from torch_ckpt.agent.messages import (
+    Failure,
+    Kind,
+    Message,
+    has_arrived,
+    raise_failure,
+    receive,
+    send,
+)
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
@@ -56,6 +64,7 @@ class Place:
         node: Number of this machine.
         ranks_here: All ranks of this machine.
         run_id: The id of the run, if ``run`` is the directory of its steps.
+        orphans: Saves of earlier ranks that are in the memory of some of their machines only.
     """
 
     run: bytes
@@ -66,6 +75,7 @@ class Place:
     node_count: int
     ranks_here: Sequence[int]
     run_id: RunId | None = None
+    orphans: Sequence[Save] = ()
 
     @property
     def is_first_here(self) -> bool:
@@ -130,6 +140,7 @@ class AgentClient:
         self._errors: IO[bytes] | None = None  # Where the child writes the error that ends it.
         self._crashes = 0
         self._connection: socket.socket | None = None
+        self.while_waiting: Callable[[], None] = lambda: None
         self._connect()
         self._is_first = False
 
@@ -211,10 +222,15 @@ class AgentClient:
                 destination=destination.encode(),
             )
 
+    def fail(self, sequence: int, failure: Failure) -> None:
+        """Reports that a save of this session has failed on another machine."""
+        self._request(Kind.FAIL, sequence=sequence, failure=failure)
+
     def persist(self, sequence: int) -> None:
         """Requests that a save of this session is persisted, and waits for its commit.
 
-        Raises CheckpointError if the save failed, and StorageError if the agent does not answer.
+        Calls ``while_waiting`` now and then. Raises CheckpointError if the save failed, and
+        StorageError if the agent does not answer.
         """
         self._request(Kind.PERSIST, math.inf, sequence=sequence)
 
@@ -287,6 +303,7 @@ class AgentClient:
             send(connection, kind, **fields)
             while within_s == math.inf and not has_arrived(connection, _POLL_S):
                 self._register().close()  # Raises if the agent does not answer.
+                self.while_waiting()
             answer = receive(connection)
         except TimeoutError:
             self.is_lost = True
@@ -372,6 +389,7 @@ class AgentClient:
                 min(self._timeout_s, _START_S),
                 **{"run": place.run.hex(), "session": place.session.hex(), "rank": place.rank},
                 **{"ranks_here": list(place.ranks_here), "options": self._options.encode()},
+                orphans=[(session.hex(), sequence) for session, sequence in place.orphans],
                 **self._identity(),
             )
         except BaseException:

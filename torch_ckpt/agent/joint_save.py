@@ -12,8 +12,13 @@ An epoch ends with the commit or with a failure that machine 0 publishes. If ano
 publishes a failure, machine 0 publishes it too. A restarted agent resumes the epoch from the
 published files.
 
-An agent that has published a manifest retains its data files until it reads the failure of machine
-0 or another epoch. Committed files are therefore never removed.
+An agent that has begun to publish its manifest retains its data files until it reads the failure
+of machine 0 or another epoch: a write that failed may have arrived, or may still arrive. Committed
+files are therefore never removed.
+
+An agent that cannot read or publish these files tries again for ``SHUTDOWN_WAIT_S``. Then the save
+fails on it. It publishes the failure once the files can be written again. Meanwhile the ranks send
+it to the agents of the other machines.
 
 If the machines do not share the directory of the checkpoint, each one writes and commits in its own
 directory:
@@ -28,11 +33,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
+from torch_ckpt.agent.joint_plan import JointPlan, joint_plan
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, raise_failure
@@ -49,15 +56,10 @@ from torch_ckpt.agent.persist import (
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, index_name, pending_name
-from torch_ckpt.planning.replica_check import (
-    DIGEST_NBYTES,
-    CheckReplicas,
-    Difference,
-    warn_of,
-)
+from torch_ckpt.planning.replica_check import CheckReplicas, Difference
 from torch_ckpt.storage.gc import Found, remove_files
 
-__all__ = ["JointSave"]
+__all__ = ["JointSave", "manifests_of"]
 
 _GRACE_S = 5.0
 """Extra time that other machines wait for machine 0, whose error names the missing machine."""
@@ -78,20 +80,24 @@ class _RemoteError(Exception):
         self.may_be_committed = may_be_committed
 
 
-@dataclass
-class _Plan:
-    """The plan of all ranks, and the paths of their items in the nested state dicts."""
-
-    plan: _native.GlobalPlan
-    paths: list[bytes | None]
+def manifests_of(memory: _native.Slot) -> Manifests:
+    """Returns the files of the save of a slot, from the perspective of this machine."""
+    header = memory.header()
+    return Manifests(
+        *(header.run, header.session, header.sequence, header.node, header.node_count),
+        *Destination.of(memory.read()),
+    )
 
 
 class JointSave:
     """One save of several machines, on this machine. Owned by one thread, without the agent's lock.
 
     ``memories`` are the slots of this machine, in order of rank. ``timeout_s`` is the wait for
-    other machines. ``is_shutting_down`` returns whether to wait for ``SHUTDOWN_WAIT_S`` at most.
-    Raises CheckpointError if a slot contains no snapshot, or the snapshot has no directory.
+    other machines. ``is_shutting_down`` returns whether to wait for ``SHUTDOWN_WAIT_S`` at most,
+    and ``is_orphan`` whether another machine can never complete the save. ``remote_failure``
+    returns the failure of the save on another machine, if the ranks have sent it.
+    ``publish_later`` publishes a failure that this machine could not publish. Raises
+    CheckpointError if a slot contains no snapshot, or the snapshot has no directory.
     """
 
     def __init__(
@@ -102,6 +108,9 @@ class JointSave:
         check_replicas: CheckReplicas = "sample",
         timeout_s: float,
         is_shutting_down: Callable[[], bool],
+        is_orphan: Callable[[], bool] = lambda: False,
+        remote_failure: Callable[[], Failure | None] = lambda: None,
+        publish_later: Callable[[Manifests, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         self._memories = memories
         self._snapshots = [memory.read() for memory in memories]
@@ -113,29 +122,31 @@ class JointSave:
         """The directory of the checkpoint."""
         self._how = how
         self._values = values_of(self._snapshots, check_replicas)
-        header = self._headers[0]
-        self._files = Manifests(
-            *(header.run, header.session, header.sequence, header.node, header.node_count),
-            *Destination.of(self._first),
-        )
-        self._is_coordinator = header.node == 0
+        self._files = manifests_of(memories[0])
+        self._is_coordinator = self._files.node == 0
         wait_s = timeout_s if self._is_coordinator else timeout_s + min(_GRACE_S, timeout_s / 4)
         self._timeout_s = wait_s
-        self._is_shutting_down = is_shutting_down
+        self._is_shutting_down, self._is_orphan = is_shutting_down, is_orphan
+        self._remote_failure, self._publish_later = remote_failure, publish_later
         self._reset_deadline()
         self._epoch = ""  # The current epoch; empty until this machine reads it.
         self._failed_before: str | None = ""  # Epoch of machine 0 that failed before `begin`.
-        self._plan: _Plan | None = None
+        self._plan: JointPlan | None = None
         self._written: list[str] = []
         self._reports: list[FileReport] | None = None  # This machine's; `None` until written.
         self._before: tuple[Found, str | None] = Found(), None  # As before writing.
         self._may_be_committed = False  # Whether the commit has begun.
-        self._unknown_since: float | None = None  # When the published files became unreadable.
+        self._failing_since: float | None = None  # First of the last failures to read or publish.
 
     @property
     def _pending(self) -> Location:
         """The pending file of the epoch; see :mod:`torch_ckpt.storage.gc`."""
         return self.directory / pending_name(self._files.save_id(self._epoch))
+
+    @property
+    def tag(self) -> str:
+        """Identifies the save in names of files."""
+        return self._files.tag
 
     @property
     def has_written(self) -> bool:
@@ -153,7 +164,11 @@ class JointSave:
         return [] if self._plan is None else self._plan.plan.differences
 
     def begin(self) -> None:
-        """Publishes the item lists of this machine's ranks."""
+        """Publishes the item lists of this machine's ranks. Raises as :meth:`advance` does."""
+        with self._ending_on_failure():
+            self._begin()
+
+    def _begin(self) -> None:
         self.directory.create_directories()
         self._failed_before = self._failed_epoch(0)
         self._files.remove("failed")
@@ -177,8 +192,15 @@ class JointSave:
 
         Raises CheckpointError if the save failed on some machine, or the deadline passed.
         """
-        try:
+        with self._ending_on_failure():
             return self._advance()
+
+    @contextlib.contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
+        """Ends the epoch on this machine if the block raises, and raises the failure."""
+        try:
+            yield
+            return
         except _RemoteError as error:
             failure, may_be_committed = error.failure, error.may_be_committed
             self._end_epoch(
@@ -186,10 +208,13 @@ class JointSave:
             )
         except Exception as error:
             failure = self._files.failure_of(error)
-            # From its manifest to its own commit, only machine 0 may fail the epoch.
-            is_bound = self.has_written and not (self._is_coordinator or self._may_be_committed)
-            self._end_epoch(None if is_bound else failure, retain_files=is_bound)
+            self._end_epoch(failure, retain_files=self._is_bound)
         raise_failure(failure)
+
+    @property
+    def _is_bound(self) -> bool:
+        """Whether machine 0 may commit the files of this machine, and alone may fail the epoch."""
+        return self.has_written and not (self._is_coordinator or self._may_be_committed)
 
     def withdraw(self) -> None:
         """Removes this machine from the save."""
@@ -211,13 +236,17 @@ class JointSave:
                 self.directory.sync()  # An earlier agent may have ended before.
             return self._end_commit(published)
         self._raise_failed(published["failed"].intersection(files.others))
+        self._raise_remote_failure()
         if not self._is_coordinator:
             if 0 in published["commit"] and self._commit_too():
                 return self._end_commit(published)
             self._adopt_epoch()
         if not self.has_written and self._epoch and len(published["lists"]) == files.node_count:
             self._write()
-            published = files.published()
+            self._publish(published)
+            published = self._read_published()
+            if published is None:
+                return False
         has_all_manifests = len(published["manifest"]) == files.node_count
         if self._is_coordinator and self.has_written and has_all_manifests:
             reports = self._all_reports()
@@ -245,6 +274,12 @@ class JointSave:
             if failed_epoch is None or ends:
                 raise _RemoteError(tuple(got[0]["failure"]), got[0].get("unsure", False))
 
+    def _raise_remote_failure(self) -> None:
+        """Raises the failure of another machine that the ranks have sent to this agent."""
+        failure = self._remote_failure()
+        if failure is not None:
+            raise _RemoteError(failure, self._is_bound)
+
     def _failed_epoch(self, node: int) -> str | None:
         """Returns the epoch that a machine published as failed; empty if none."""
         got = self._files.get(node, "failed")
@@ -268,9 +303,11 @@ class JointSave:
         self._reset_deadline()
 
     def _write(self) -> None:
-        """Writes the shares of this machine and publishes the manifest, unless both exist."""
+        """Writes the shares of this machine, unless an earlier agent has written them."""
         files = self._files
-        self._plan = self._planned()
+        self._plan = joint_plan(
+            files, self._save_facts(), self._headers[0].world_size, self.directory
+        )
         if self._plan is None:
             return
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
@@ -283,12 +320,15 @@ class JointSave:
             reports = write_shares(
                 shares, self.directory, secrets.token_hex(8), self._written, self._how
             )
-            if [memory.header() for memory in self._memories] != self._headers:
-                raise CheckpointError(
-                    f"cannot commit {self.directory}: a slot was refilled meanwhile"
-                )
-            self._publish_manifest(reports)
-        self._has_written(reports)
+            self._check_slots()
+        self._has_written(reports)  # Before the manifest is published: a failed write may arrive.
+
+    def _check_slots(self) -> None:
+        """Raises if the slots no longer contain the save, which was discarded or replaced."""
+        if [memory.header() for memory in self._memories] != self._headers:
+            raise CheckpointError(
+                f"cannot commit {self.directory}: a slot was discarded or refilled meanwhile"
+            )
 
     def _find_before(self) -> None:
         """Records what the directory has before this save."""
@@ -300,48 +340,6 @@ class JointSave:
         self._written = [name for _, (name, *_), _ in reports]
         self._reports = reports
         self._reset_deadline()
-
-    def _planned(self) -> _Plan | None:
-        """Returns the plan of all ranks, equal on all machines; ``None`` if a list is gone."""
-        items: dict[int, bytes] = {}
-        values: dict[int, bytes] = {}
-        paths: dict[int, bytes | None] = {}
-        ranks_per_node = 0
-        for node in range(self._files.node_count):
-            got = self._files.get(node, "lists")
-            if got is None:
-                return None
-            facts, blobs = got
-            if facts["save"] != self._save_facts():
-                raise CheckpointError(
-                    f"cannot save {self.directory}: machine {node} has a different save, "
-                    f"{facts['save']} instead of {self._save_facts()}"
-                )
-            ranks_per_node = ranks_per_node or len(facts["ranks"])
-            items.update(zip(facts["ranks"], blobs[::3], strict=True))
-            values.update(zip(facts["ranks"], blobs[2::3], strict=True))
-            for rank, has_paths, rank_paths in zip(
-                facts["ranks"], facts["has_paths"], blobs[1::3], strict=True
-            ):
-                paths[rank] = rank_paths if has_paths else None
-        ranks = sorted(items)
-        if ranks != list(range(self._headers[0].world_size)):
-            raise CheckpointError(
-                f"cannot save {self.directory}: the machines have ranks {ranks} of "
-                f"{self._headers[0].world_size}"
-            )
-        plan = _native.GlobalPlan(
-            [items[rank] for rank in ranks],
-            ranks_per_node,
-            split=True,
-            dedup=True,
-            # Empty if no machine compares replicas.
-            digests=[values[rank] or _unknown(items[rank]) for rank in ranks]
-            if any(values.values())
-            else [],
-        )
-        warn_of(plan.differences)
-        return _Plan(plan, [paths[rank] for rank in ranks])
 
     def _all_reports(self) -> list[FileReport] | None:
         """Returns the reports of all machines in this epoch; ``None`` if any is missing."""
@@ -371,6 +369,7 @@ class JointSave:
     def _commit(self, reports: list[FileReport]) -> None:
         """Commits the save; called on machine 0."""
         assert self._plan is not None
+        self._check_slots()
         save_id = self._files.save_id(self._epoch)
         files = snapshot_commit_files(
             self._plan.plan, reports, save_id, self._first, self._plan.paths
@@ -409,15 +408,17 @@ class JointSave:
     def _end_commit(self, published: dict[str, set[int]]) -> bool:
         """Ends the save on this machine, which has committed; returns whether it has ended.
 
-        The save is committed, so a failure of storage is retried until the deadline.
+        The save is committed. So a failure to publish that is tried again in the next call, unless
+        such failures last.
         """
         self._may_be_committed = True
         try:
-            return self._publish_commit(published)
-        except StorageError:
-            if self._is_past_deadline():
-                raise
-            return False  # The next call tries again.
+            has_ended = self._publish_commit(published)
+        except StorageError as error:
+            self._raise_if_lasting(error)
+            return False
+        self._failing_since = None
+        return has_ended
 
     def _publish_commit(self, published: dict[str, set[int]]) -> bool:
         """Publishes that this machine has committed; returns whether the save has ended on it."""
@@ -443,6 +444,7 @@ class JointSave:
         if not missing:
             return True
         self._raise_failed(published["failed"].intersection(files.others))
+        self._raise_remote_failure()
         if 0 not in published["commit"]:
             save_id = committed_id(self.directory) or ""
             names = (".metadata", index_name(save_id))
@@ -457,15 +459,25 @@ class JointSave:
 
         With ``retain_files``, the data files remain, because they may be committed.
         """
-        if failure is not None:
-            facts = {"epoch": self._epoch, "failure": failure, "unsure": self._may_be_committed}
-            with contextlib.suppress(CheckpointError):  # The caller raises the first failure.
-                self._files.put("failed", facts)
+        # After the commit of machine 0, nobody waits for a machine that may only retain its files.
+        if failure is not None and (not self._is_bound or self._files.has_files()):
+            self._publish_failure(failure)
         self._files.remove("epoch", "lists")
         if not (retain_files or self._may_be_committed):
             self._files.remove("manifest")
             self._remove_written()
             self._remove_pending()
+
+    def _publish_failure(self, failure: Failure) -> None:
+        """Publishes a failure of the epoch, later if that is impossible now."""
+        epoch = self._epoch or None  # Without an epoch, all machines give the save up.
+        facts = {"epoch": epoch, "failure": failure, "unsure": self._may_be_committed}
+        try:
+            self._files.put("failed", facts)
+        except StorageError:
+            self._publish_later(self._files, facts)
+        except CheckpointError:  # The directory is gone. The caller raises the first failure.
+            pass
 
     def _remove_written(self) -> None:
         """Removes the data files of this machine."""
@@ -486,17 +498,31 @@ class JointSave:
         Raises StorageError if that lasts.
         """
         try:
-            published = self._files.published()
+            return self._files.published()
         except StorageError as error:
-            since = self._unknown_since = self._unknown_since or time.monotonic()
-            if time.monotonic() - since > SHUTDOWN_WAIT_S or self._is_past_deadline():
-                raise StorageError(f"cannot save {self.directory}: {error}", error.errno) from error
+            self._raise_if_lasting(error)
             return None
-        self._unknown_since = None
-        return published
+
+    def _raise_if_lasting(self, error: StorageError) -> None:
+        """Raises a failure to read or publish files if such failures last."""
+        since = self._failing_since = self._failing_since or time.monotonic()
+        if time.monotonic() - since > SHUTDOWN_WAIT_S or self._is_past_deadline():
+            raise StorageError(f"cannot save {self.directory}: {error}", error.errno) from error
+        self._raise_remote_failure()
 
     def _publish(self, published: dict[str, set[int]]) -> None:
-        """Publishes the missing files of this machine: another save may have removed them."""
+        """Publishes the missing files of this machine: another save may have removed them.
+
+        Raises StorageError if that fails for long; until then, the next call tries again.
+        """
+        try:
+            self._publish_missing(published)
+        except StorageError as error:
+            self._raise_if_lasting(error)
+        else:
+            self._failing_since = None
+
+    def _publish_missing(self, published: dict[str, set[int]]) -> None:
         node = self._files.node
         if node not in published["lists"]:
             facts = {
@@ -537,11 +563,18 @@ class JointSave:
         self._deadline = self._waiting_since + self._timeout_s
 
     def _is_past_deadline(self) -> bool:
-        """Returns whether the deadline has passed. A shutdown shortens the wait."""
+        """Returns whether the deadline has passed. A shutdown shortens the wait.
+
+        So does the loss of the save on another machine. Machine 0 then ends it, before the others
+        lose patience: they would retain their files.
+        """
         now = time.monotonic()
         if self._deadline > now + SHUTDOWN_WAIT_S and self._is_shutting_down():
             self._deadline = now + SHUTDOWN_WAIT_S
-        return now > self._deadline
+        left_s = 0.0 if self._is_coordinator else _GRACE_S
+        if self._deadline > now + left_s and self._is_orphan():
+            self._deadline = now + left_s
+        return now >= self._deadline
 
     def _timeout_error(self, nodes: Sequence[int]) -> CheckpointError:
         machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
@@ -549,8 +582,3 @@ class JointSave:
             f"cannot save {self.directory}: no response from {machines} of "
             f"{self._files.node_count} for {time.monotonic() - self._waiting_since:.0f} s"
         )
-
-
-def _unknown(items: bytes) -> bytes:
-    """Returns the digests of the items of a rank that compares no replicas."""
-    return bytes(DIGEST_NBYTES * len(_native.ItemTable.decode(items)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import re
 import socket
 import threading
@@ -33,9 +32,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.storage.gc import remove_files
 
-__all__ = ["FileKind", "Manifests", "PendingAborts"]
-
-_log = logging.getLogger("torch_ckpt.agent")
+__all__ = ["FileKind", "Manifests", "PendingFailures"]
 
 FileKind = Literal["epoch", "lists", "manifest", "commit", "committed", "failed"]
 
@@ -180,11 +177,6 @@ class Manifests:
         """Returns whether any machine has files for this save."""
         return bool(self._files())
 
-    def abort(self, why: str) -> None:
-        """Publishes that this machine will never complete the save."""
-        failure = self.failure_of(CheckpointError(why))
-        self.put("failed", {"epoch": None, "failure": failure})
-
     def failure_of(self, error: BaseException) -> Failure:
         """Returns the description of this machine's error that is published to all machines."""
         kind, text, errno = failure_of(error)
@@ -221,30 +213,40 @@ def _folder_name(save: Save) -> str:
     return f"{save[0].hex()}-{save[1]:020}"
 
 
-class PendingAborts:
-    """Publishes aborts of saves that this machine will never complete. Thread-safe.
+class PendingFailures:
+    """Publishes failures of saves that this machine could not publish at once. Thread-safe.
 
-    An abort is published only once another machine has files for the save, so a save that all
-    machines skip leaves no files.
+    A failure is published only once another machine has files for the save, so a save that all
+    machines skip leaves no files. If the directory does not answer, it is published later.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._saves: dict[str, tuple[Manifests, str, float]] = {}  # By tag: reason and deadline.
+        self._saves: dict[str, tuple[Manifests, dict[str, Any], float]] = {}  # By tag.
 
-    def add(self, manifests: Manifests, why: str, *, within_s: float) -> None:
-        """Aborts a save, if other machines begin it within so many seconds."""
+    def add(self, manifests: Manifests, facts: dict[str, Any], *, within_s: float) -> None:
+        """Publishes the ``facts`` of a failure, if other machines begin the save in this time."""
         with self._lock:
             is_watched = bool(self._saves)
             deadline = time.monotonic() + within_s
-            self._saves.setdefault(manifests.tag, (manifests, why, deadline))
+            self._saves.setdefault(manifests.tag, (manifests, facts, deadline))
             while len(self._saves) > _MAX_PENDING:
                 del self._saves[next(iter(self._saves))]
         if not is_watched:
             threading.Thread(target=self._watch, daemon=True).start()
 
+    def abort(self, manifests: Manifests, why: str, *, within_s: float) -> None:
+        """Publishes that this machine never completes a save, if other machines begin it."""
+        facts = {"epoch": None, "failure": manifests.failure_of(CheckpointError(why))}
+        self.add(manifests, facts, within_s=within_s)
+
+    def discard(self, tag: str) -> None:
+        """Forgets the failure of a save that this machine begins again."""
+        with self._lock:
+            self._saves.pop(tag, None)
+
     def close(self) -> None:
-        """Waits for the aborts of saves that other machines wait for now, for a second at most."""
+        """Waits for the failures that other machines wait for now, for a second at most."""
         end = time.monotonic() + 2 * _POLL_S
         while self._saves and time.monotonic() < end:
             time.sleep(_POLL_S / 10)
@@ -252,18 +254,22 @@ class PendingAborts:
     def _watch(self) -> None:
         while True:
             with self._lock:
-                saves = list(self._saves.values())
-            for manifests, why, deadline in saves:
-                if manifests.has_files():
-                    try:
-                        manifests.abort(why)
-                    except CheckpointError as error:
-                        _log.warning("cannot abort a save that other machines wait for: %s", error)
-                elif time.monotonic() < deadline:
+                saves = list(self._saves.items())
+            for tag, (manifests, facts, deadline) in saves:
+                if not _is_published(manifests, facts) and time.monotonic() < deadline:
                     continue
                 with self._lock:
-                    self._saves.pop(manifests.tag, None)
+                    self._saves.pop(tag, None)
             with self._lock:
                 if not self._saves:
                     return
             time.sleep(_POLL_S)
+
+
+def _is_published(manifests: Manifests, facts: dict[str, Any]) -> bool:
+    """Publishes a failure if other machines have files for the save; returns whether it did."""
+    with contextlib.suppress(CheckpointError):  # The next poll tries again.
+        if manifests.has_files():
+            manifests.put("failed", facts)
+            return True
+    return False

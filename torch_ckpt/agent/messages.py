@@ -55,9 +55,10 @@ class Kind(enum.StrEnum):
 
     HELLO = "hello"
     """Registers a rank: ``run`` and ``session`` as hexadecimal digits, ``rank``, ``ranks_here``,
-    ``options`` of the agent as JSON. If the run has an id: ``run_id``, ``is_written`` (whether the
-    directory of the run has the id), ``seen`` (a directory that the agent must see too), and its
-    ``inode``. In their place, a rank that begins a run of a store sends its ``url``, where the
+    ``options`` of the agent as JSON, and the ``orphans``: saves of earlier ranks (session and
+    sequence) that some machine has lost. If the run has an id: ``run_id``, ``is_written`` (whether
+    the directory of the run has the id), ``seen`` (a directory that the agent must see too), and
+    its ``inode``. In their place, a rank that begins a run of a store sends its ``url``, where the
     agent must find the id, and whether an agent that does not may end (``may_end``)."""
     OK = "ok"
     ERROR = "error"
@@ -80,6 +81,9 @@ class Kind(enum.StrEnum):
     ABORT = "abort"
     """Reports that a rank will fill no slot for a save: ``sequence``, ``node``, ``node_count``,
     ``destination``."""
+    FAIL = "fail"
+    """Reports that a save of the session has failed on another machine: ``sequence``,
+    ``failure``."""
     LISTEN = "listen"
     """Requests that the agent listens for another agent: ``hosts``, and the ``node`` of this
     machine."""

@@ -24,7 +24,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.copies import Copies
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, check_reaches, id_in_memory, inode_of, set_id
-from torch_ckpt.agent.manifests import Manifests, PendingAborts
+from torch_ckpt.agent.manifests import Manifests, PendingFailures
 from torch_ckpt.agent.memory import (
     LOCK_NAME,
     Save,
@@ -88,12 +88,13 @@ class Agent:
         self.options = options
         self._signals = signals  # Polled: a signal handler cannot acquire the condition.
         self._changed = threading.Condition()
-        self._slots = Slots(folder, run)
+        self._slots, self._failures = Slots(folder, run), PendingFailures()
         self._saves = Saves(
             *(folder, self._slots, self._changed),
             options=lambda: self.options,
             is_shutting_down=self._is_shutting_down,
             is_live=self._is_live,
+            failures=self._failures,
         )
         self._replicas = Replicas(
             *(folder, run, self._slots, self._changed), options=lambda: self.options
@@ -105,7 +106,6 @@ class Agent:
         )
         if first_within_s is not None and is_first:
             self._first_within_s = min(first_within_s, options.linger_s)
-        self._aborts = PendingAborts()
         self._trainers: dict[int, RankProcess] = {}
         self._ranks: list[int] = []  # Ranks of this machine in the present session.
         self._idle_since = time.monotonic()  # Last time that a trainer was alive.
@@ -131,7 +131,7 @@ class Agent:
         path.chmod(0o600)
         listener.listen(256)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        with self._changed, contextlib.closing(self._aborts):
+        with self._changed, contextlib.closing(self._failures):
             self._saves.begin_next()  # An earlier agent may have left pending saves.
             while not self._can_end():
                 self._changed.wait(_POLL_S)
@@ -281,6 +281,7 @@ class Agent:
             Kind.PERSIST: self._persist,
             Kind.DETACH: self._detach,
             Kind.ABORT: self._abort,
+            Kind.FAIL: self._fail,
             Kind.LISTEN: self._listen,
             Kind.BUDDY: self._set_buddy,
             Kind.RESERVE_REPLICAS: self._reserve_replicas,
@@ -318,7 +319,7 @@ class Agent:
                 self._become(run_id, pid)
             trainer = self._trainers.get(rank)
             if trainer is None or trainer.pid != pid or trainer.session != session:
-                if trainer is not None and _is_active(trainer, pid):
+                if trainer is not None and trainer.is_active(pid):
                     raise CheckpointError(
                         f"cannot register rank {rank}: process {trainer.pid} already has this rank"
                     )
@@ -326,6 +327,9 @@ class Agent:
             self.options = options
             self._ranks = ranks
             self._replicas.begin_session(session)
+            self._saves.lose(
+                (bytes.fromhex(of), number) for of, number in message.get("orphans", ())
+            )
             self._is_dropped = False
             for other in set(self._trainers).difference(self._ranks):
                 if not self._trainers[other].is_alive:
@@ -344,7 +348,7 @@ class Agent:
             check_reaches(message["url"], run_id)  # Without the lock: the store may be slow.
         except CheckpointError as error:
             with self._changed:
-                is_used = any(_is_active(trainer, 0) for trainer in self._trainers.values())
+                is_used = any(trainer.is_active(0) for trainer in self._trainers.values())
                 if is_used or self._saves.is_running or not message["may_end"]:
                     raise
                 self._is_useless = True
@@ -366,7 +370,7 @@ class Agent:
         own = id_in_memory(self.folder)
         present = self._next_id or own
         if present is not None and present.id != run_id.id:
-            active = [t.pid for t in self._trainers.values() if _is_active(t, pid)]
+            active = [t.pid for t in self._trainers.values() if t.is_active(pid)]
             if active:
                 raise CheckpointError(
                     f"cannot begin a new run: process {active[0]} of the earlier run under this "
@@ -469,12 +473,16 @@ class Agent:
         self._changed.notify_all()
         if node_count > 1:
             node, target = message["node"], Destination.decode(message["destination"])
-            self._aborts.add(
+            self._failures.abort(
                 Manifests(self.run, trainer.session, sequence, node, node_count, *target),
                 f"cannot save {target.directory}: rank {trainer.rank} failed or skipped before it "
                 "filled a slot",
                 within_s=self.options.peers_timeout_s,
             )
+        return {"kind": Kind.OK}
+
+    def _fail(self, trainer: RankProcess, message: Message) -> Message:
+        self._saves.fail((trainer.session, message["sequence"]), message["failure"])
         return {"kind": Kind.OK}
 
     def _listen(self, trainer: RankProcess, message: Message) -> Message:
@@ -548,13 +556,6 @@ class Agent:
         self._is_dropped = bool(message["drop"])
         self._changed.notify_all()
         return {"kind": Kind.OK}
-
-
-def _is_active(trainer: RankProcess, pid: int) -> bool:
-    """Returns whether a trainer lives, so that process ``pid`` cannot have its rank."""
-    if trainer.pid == pid and not trainer.connections:  # It has left, and begins a new session.
-        return False
-    return not trainer.has_detached and trainer.is_alive
 
 
 @contextlib.contextmanager

@@ -60,6 +60,12 @@ class RankProcess:
         """Whether the process died without detaching."""
         return not self.has_detached and not self.is_alive
 
+    def is_active(self, pid: int) -> bool:
+        """Returns whether the trainer lives, so that process ``pid`` cannot have its rank."""
+        if self.pid == pid and not self.connections:  # It has left, and begins a new session.
+            return False
+        return not self.has_detached and self.is_alive
+
 
 def _pidfd(pid: int) -> int | None:
     """Returns a descriptor that becomes readable when a process ends; ``None`` if refused."""

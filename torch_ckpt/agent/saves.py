@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +18,14 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import check_shared, claim_directory
-from torch_ckpt.agent.joint_save import JointSave
+from torch_ckpt.agent.joint_save import JointSave, manifests_of
+from torch_ckpt.agent.manifests import PendingFailures
 from torch_ckpt.agent.memory import Save, done_mark
-from torch_ckpt.agent.messages import Failure, failure_of
+from torch_ckpt.agent.messages import Failure, failure_of, raise_failure
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.persist import Writing, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.replica_check import Difference
 
@@ -61,6 +62,7 @@ class Saves:
     unless a method states otherwise. ``options`` returns the present ones of the agent.
     ``is_shutting_down`` returns whether a save waits for a short time only, and ``is_live`` whether
     trainers of the save live, or ended in good order; both are called without the lock.
+    ``failures`` are those that joint saves could not publish.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Saves:
         options: Callable[[], AgentOptions],
         is_shutting_down: Callable[[Save], bool],
         is_live: Callable[[Save], bool],
+        failures: PendingFailures,
     ) -> None:
         self._folder = folder
         self._slots = slots
@@ -79,6 +82,9 @@ class Saves:
         self._options = options
         self._is_shutting_down = is_shutting_down
         self._is_live = is_live
+        self._unpublished = failures
+        self._orphans: set[Save] = set()
+        self._remote_failures: dict[Save, Failure] = {}
         self._requested: set[Save] = set()
         self._offered: set[Save] = set()
         self._failures: dict[
@@ -124,6 +130,15 @@ class Saves:
         self._offered.add(save)
         self._forget_failure(save)
         self.begin_next()
+
+    def lose(self, saves: Iterable[Save]) -> None:
+        """Ends saves that other machines have lost with their memory, instead of a long wait."""
+        self._orphans.update(saves)
+
+    def fail(self, save: Save, failure: Failure) -> None:
+        """Ends a save that has failed on another machine, unless it is committed."""
+        if self.failure_of(save) is None and save not in self._done:
+            self._remote_failures[save] = failure
 
     def begin_next(self) -> None:
         """Starts to persist the oldest pending save, unless a save is in progress."""
@@ -208,15 +223,27 @@ class Saves:
 
     def _begin(self, save: Save, entry: _PendingSave) -> bool:
         if entry.joint is None:
-            directory = self._claim_directory(save, entry.slots)
             options = self._options()
+            publish = functools.partial(self._unpublished.add, within_s=options.peers_timeout_s)
+            memories = [slot.memory for slot in entry.slots if slot.memory is not None]
+            try:
+                directory = self._claim_directory(save, entry.slots)
+            except StorageError as error:
+                files = manifests_of(memories[0])
+                failure = files.failure_of(error)
+                publish(files, {"epoch": None, "failure": failure})
+                raise_failure(failure)
             entry.joint = JointSave(
-                [slot.memory for slot in entry.slots if slot.memory is not None],
+                memories,
                 self._writing(directory),
                 check_replicas=options.check_replicas,
                 timeout_s=options.peers_timeout_s,
                 is_shutting_down=lambda: self._is_shutting_down(save),
+                is_orphan=lambda: save in self._orphans,
+                remote_failure=lambda: self._remote_failures.get(save),
+                publish_later=publish,
             )
+            self._unpublished.discard(entry.joint.tag)
             entry.joint.begin()
         return False
 
@@ -260,6 +287,7 @@ class Saves:
             slot.readers -= 1
         self._requested.discard(save)
         self._offered.discard(save)
+        self._remote_failures.pop(save, None)
         with contextlib.suppress(OSError):
             if error is None:
                 self._mark_done(save, differences)

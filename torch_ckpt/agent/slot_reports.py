@@ -9,7 +9,14 @@ from pathlib import Path
 from torch_ckpt.agent.memory import Save, complete_slots, whole_saves
 from torch_ckpt.agent.replica_files import whole_replicas
 
-__all__ = ["MachineSlots", "SlotReport", "Source", "machine_slots", "sources_of_whole_saves"]
+__all__ = [
+    "MachineSlots",
+    "SlotReport",
+    "Source",
+    "machine_slots",
+    "orphans_among",
+    "sources_of_whole_saves",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,19 @@ def machine_slots(folder: Path, run: bytes) -> list[MachineSlots]:
         facts = first.save, first.step, first.node, first.node_count
         found.append(MachineSlots(*facts, is_replica=is_replica, names=names))
     return found
+
+
+def orphans_among(slots: Iterable[MachineSlots]) -> list[Save]:
+    """Returns the saves that agents never complete: a machine has lost its own slots.
+
+    An agent persists no replicas.
+    """
+    nodes: dict[Save, set[int]] = {}
+    counts: dict[Save, int] = {}
+    for each in slots:
+        nodes.setdefault(each.save, set()).update([] if each.is_replica else [each.node])
+        counts[each.save] = each.node_count
+    return [save for save, found in nodes.items() if len(found) < counts[save]]
 
 
 def sources_of_whole_saves(reports: Iterable[SlotReport]) -> dict[Save, list[Source]]:

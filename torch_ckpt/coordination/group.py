@@ -102,6 +102,7 @@ class Group:
             self.names = names or dist.get_process_group_ranks(process_group)
             self.rank, self.size = dist.get_rank(process_group), len(self.names)
             self.connections = Connections(process_group, self.rank, self.names)
+        self._first = 0
         self._calls = itertools.count()
 
     @property
@@ -161,9 +162,14 @@ class Group:
         If only some ranks make a call of this series, other series remain usable.
         """
         series = copy.copy(self)
-        series._calls = itertools.count((next(self._calls) + 1) << 32)
+        series._first = (next(self._calls) + 1) << 32
+        series._calls = itertools.count(series._first)
         series.connect()
         return series
+
+    def numbered(self, number: int, timeout_s: float) -> Call:
+        """Returns a call that not all ranks make: a rank that raises in it fails it on all."""
+        return Call(self, self._first + number, timeout_s)
 
 
 class Call:

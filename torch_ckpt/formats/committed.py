@@ -187,7 +187,7 @@ def commit(
     index: bytes,
     save_id: str,
     *,
-    files: Sequence[str],
+    files: Sequence[str] | None,
     sync: bool,
     version: str,
     prefix: str = "",
@@ -195,7 +195,8 @@ def commit(
 ) -> None:
     """Commits the metadata and the index of a save in a directory; see ``csrc/engine/commit.h``.
 
-    ``files`` are removed if it certainly fails. ``version`` is that of the metadata to replace, on
+    ``files`` are removed if it certainly fails. With ``None``, all stay, with the pending file, for
+    another try. ``version`` is that of the metadata to replace, on
     a store. A hidden directory gets its ``new_name`` by the commit. Raises AlreadyExistsError if
     another save was committed meanwhile, or has removed files of this one. After a StorageError, it
     is unknown whether the save is committed.
@@ -210,7 +211,7 @@ def commit(
             metadata,
             index,
             save_id,
-            list(files),
+            None if files is None else list(files),
             sync,
             None if new_name is None else new_name.path,
             version,

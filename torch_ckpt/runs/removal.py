@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch_ckpt.agent.memory import discard_slots, folder_of, run_of
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.location import Location, remove_each
 from torch_ckpt.formats.committed import (
     committed_id,
@@ -135,7 +141,7 @@ class _Hidden:
         if self.doomed is not None:
             self.doomed.rename(self.path)
         for metadata, pending in self.pending:
-            pending.rename(metadata)
+            _unhide(metadata, pending)
 
     def delete(self) -> None:
         """Deletes the files. Requires: the new name of the directory is synced."""
@@ -149,6 +155,26 @@ class _Hidden:
         ordered = sorted(names, key=lambda name: not is_index(name))
         remove_each(self.path / name for name in ordered)
         self.path.remove_all()
+
+
+def _unhide(metadata: Location, pending: Location) -> None:
+    """Gives metadata its name again, unless a save has committed under this name meanwhile.
+
+    The pending file then remains: by it, the next save finds the files of the older checkpoint.
+    """
+    try:
+        if metadata.file_system.publishes_by_condition:
+            metadata.write(pending.read(), sync=True)
+        else:
+            pending.link(metadata, sync=True)
+    except (NotFoundError, StorageError, UnsupportedError):
+        if metadata.exists():
+            return
+        if metadata.file_system.publishes_by_condition:
+            raise
+        pending.rename(metadata)  # The file system has no links.
+        return
+    pending.discard()
 
 
 def _hide(path: Location) -> _Hidden:
@@ -189,12 +215,14 @@ def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
 
     Requires: no save uses the directory any more. Ignores errors: a later retention removes the
     rest. ``of_agents`` also removes the files by which agents of several machines inform each other
-    of the failure. All of them must have read these.
+    of the failure. All of them must have read these. While there are data files, all remain: by
+    these files, retention recognises the remains of a save.
     """
     with contextlib.suppress(CheckpointError):
-        if metadata_prefixes(path):
+        names = path.names()
+        if metadata_prefixes(path) or any(name.endswith(".distcp") for name in names):
             return
-        for name in path.names():
+        for name in names:
             if name in SMALL_FILES or (of_agents and name.startswith(".agents-")):
                 (path / name).discard()
         path.discard()

@@ -15,7 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
 from torch_ckpt.formats.committed import (
@@ -192,7 +198,7 @@ class CheckpointCopy:
         names = [name for name, _ in self._opened.files]
         commit(
             *(self.target, self._opened.metadata, self._opened.encoded_index, save_id),
-            files=[],  # Those that have arrived stay after an error.
+            files=None,  # Those that have arrived stay after an error, and their mark.
             sync=True,
             version=found.version,
         )
@@ -205,17 +211,24 @@ class CheckpointCopy:
         )
 
     def _open(self, nbytes_per_s: int) -> _Opened:
-        _, index = open_committed(self.source, "")
+        opened, index = open_committed(self.source, "")
         if index is None:
             raise UnsupportedError(
                 f"cannot copy {self.source}: it has no index, since stock DCP wrote it; use "
                 "torch-ckpt convert"
             )
+        pickled = opened.read_pickle()  # Verified. The copy has the same bytes, or it is none.
+        index.check()
         metadata = (self.source / ".metadata").read()
         encoded = (self.source / index_name(index.save_id)).read()
         if committed_id(self.source) != index.save_id:
             raise NotFoundError(
                 f"cannot copy {self.source}: another save has replaced it meanwhile"
+            )
+        if not metadata.startswith(pickled):
+            raise CorruptionError(
+                f"cannot copy {self.source}: .metadata differs between two reads; its disk or "
+                "memory is damaged"
             )
         job = _native.CopyJob(index, nbytes_per_s)
         return _Opened(index.save_id, metadata, encoded, index.files, job, index)

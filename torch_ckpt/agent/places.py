@@ -1,0 +1,67 @@
+"""The places of ranks: which machine each has, and what the ranks agree on when they start."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from itertools import chain
+
+from torch_ckpt.agent.client import Place
+from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
+from torch_ckpt.agent.memory import Save, complete_slots, folder_of, open_folder, run_of
+from torch_ckpt.agent.slot_reports import MachineSlots, machine_slots, orphans_among
+from torch_ckpt.coordination.addresses import this_machine
+from torch_ckpt.coordination.group import Group
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["find_place"]
+
+_Facts = tuple[bytes, bytes, str, RunId | None]
+"""What a rank reports at its start: run, session, machine, and the id of the run in its memory."""
+
+
+def find_place(
+    run: str | os.PathLike[str], group: Group, timeout_s: float, directory: Location | None
+) -> Place:
+    """Returns the identity of this rank; all ranks call this function.
+
+    If the run has a directory, it has an id.
+    """
+    name, rank = run_of(run), group.rank
+
+    def own() -> tuple[_Facts, Sequence[MachineSlots]]:
+        # Containers on one machine may have separate tmpfs. The parent folder identifies the tmpfs,
+        # because an ending agent removes the folder of the run.
+        folder = open_folder(name)
+        memory = folder.parent.stat()
+        machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
+        facts = name, _new_session(name), machine, id_in_memory(folder)
+        return facts, machine_slots(folder, name)
+
+    def agree(
+        answers: list[tuple[_Facts, Sequence[MachineSlots]]],
+    ) -> tuple[list[_Facts], RunId | None, list[Save]]:
+        facts = [fact for fact, _ in answers]
+        run_id = None if directory is None else begun_id([fact[3] for fact in facts], directory)
+        return facts, run_id, orphans_among(chain.from_iterable(slots for _, slots in answers))
+
+    facts, run_id, orphans = group.decide("starting the agent", own, agree, timeout_s=timeout_s)
+    names, sessions, machines, _ = zip(*facts, strict=True)
+    if len(set(names)) != 1:
+        raise CheckpointError(
+            f"cannot start the agent: ranks name different runs, {os.fspath(run)!r} on this rank"
+        )
+    nodes = list(dict.fromkeys(machines))
+    here = [other for other in range(group.size) if machines[other] == machines[rank]]
+    node = nodes.index(machines[rank])
+    return Place(name, max(sessions), rank, group.size, node, len(nodes), here, run_id, orphans)
+
+
+def _new_session(run: bytes) -> bytes:
+    """Returns a session later than all sessions in memory, whatever the clocks are."""
+    sessions = [header.session for header, _ in complete_slots(folder_of(run), run)]
+    since = int.from_bytes(max(sessions, default=b"")[:8], "big") + 1
+    return max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)
