@@ -25,6 +25,7 @@ from torch_ckpt.agent.messages import Kind, Message, has_arrived, raise_failure,
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
+from torch_ckpt.process_state import PROCESS
 
 __all__ = ["AcquiredSlot", "AgentClient", "Place"]
 
@@ -361,7 +362,7 @@ class AgentClient:
 
     def _register(self) -> socket.socket:
         place = self.place
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             connection.settimeout(self._timeout_s)
             with short_path(self.folder) as folder:
@@ -401,7 +402,7 @@ class AgentClient:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._read_errors()
         with contextlib.suppress(OSError):
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+            self._errors = PROCESS.own(tempfile.TemporaryFile())  # noqa: SIM115
         self._child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch_ckpt.cli.main", "agent", self._run),

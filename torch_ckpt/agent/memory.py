@@ -23,6 +23,7 @@ from typing import TypeVar
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
+from torch_ckpt.process_state import Descriptor
 
 __all__ = [
     "LOCK_NAME",
@@ -110,11 +111,9 @@ def short_path(folder: Path) -> Iterator[str]:
     if len(os.fsencode(folder)) <= _MAX_SOCKET_FOLDER_NBYTES:
         yield os.fspath(folder)  # Without `/proc`, which may not be mounted.
         return
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
+    descriptor = Descriptor(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+    with contextlib.closing(descriptor):
+        yield f"/proc/self/fd/{descriptor.number}"
 
 
 def slot_path(folder: Path, rank: int, number: int) -> Path:
@@ -197,8 +196,9 @@ def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool])
 @contextlib.contextmanager
 def agent_lock(folder: Path) -> Iterator[bool]:
     """Acquires the lock of a run's agent for a block; yields whether that succeeded."""
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    with contextlib.closing(Descriptor(os.open(folder / LOCK_NAME, flags, 0o600))) as opened:
+        descriptor = opened.number
         deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(descriptor, fcntl.LOCK_EX, folder):
             if time.monotonic() > deadline:
@@ -209,22 +209,21 @@ def agent_lock(folder: Path) -> Iterator[bool]:
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)  # For users to read.
         # The agent that released the lock may have removed the folder.
         yield os.fstat(descriptor).st_nlink > 0
-    finally:
-        os.close(descriptor)
 
 
 def has_agent(folder: Path) -> bool:
     """Returns whether a process holds the lock of a run's agent; the process may be ending."""
     try:
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        opened = Descriptor(os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
         return False
-    try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH, folder)
-    except OSError:  # A sandbox refuses locks: then no agent can run.
-        return False
-    finally:
-        os.close(descriptor)
+    with contextlib.closing(opened):
+        try:
+            is_free = _try_lock(opened.number, fcntl.LOCK_SH, folder)
+            fcntl.flock(opened.number, fcntl.LOCK_UN)  # A child forked meanwhile shares the lock.
+        except OSError:  # A sandbox refuses locks: then no agent can run.
+            return False
+        return not is_free
 
 
 def _try_lock(descriptor: int, kind: int, folder: Path) -> bool:

@@ -48,6 +48,7 @@ from torch_ckpt.agent.replicas import Replicas
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import Slots, SlotScan
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, UnsupportedError
+from torch_ckpt.process_state import PROCESS
 
 __all__ = ["Agent", "run_agent"]
 
@@ -122,7 +123,7 @@ class Agent:
 
         Returns whether the memory can be removed: its snapshots are on disk or were discarded.
         """
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         path = self.folder / "agent.socket"
         path.unlink(missing_ok=True)
         with short_path(self.folder) as folder:
@@ -229,7 +230,7 @@ class Agent:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = listener.accept()
+                connection = PROCESS.own(listener.accept()[0])
             except OSError as error:
                 if listener.fileno() < 0:  # The agent ends.
                     return

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from torch_ckpt.agent.messages import has_arrived
 from torch_ckpt.coordination.listeners import hello
+from torch_ckpt.process_state import PROCESS
 
 __all__ = [
     "ALL_SENT",
@@ -68,7 +69,8 @@ def dial(addresses: Sequence[tuple[str, int]], token: str, node: int) -> socket.
     failures = []
     for host, port in addresses:
         try:
-            connection = prepared(socket.create_connection((host, port), IO_TIMEOUT_S / 6))
+            within_s = IO_TIMEOUT_S / 6
+            connection = prepared(PROCESS.own(socket.create_connection((host, port), within_s)))
         except OSError as error:
             failures.append(f"{host}: {error}")
             continue

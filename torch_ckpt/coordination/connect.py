@@ -389,8 +389,7 @@ def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting)
 
 
 def _dial(host: str, port: int, timeout_s: float, message: bytes) -> socket.socket:
-    connection = _prepared(socket.create_connection((host, port), timeout_s))
-    PROCESS.unshared.add(connection)
+    connection = PROCESS.own(_prepared(socket.create_connection((host, port), timeout_s)))
     try:
         connection.sendall(message)
     except OSError:
