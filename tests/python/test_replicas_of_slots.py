@@ -79,7 +79,7 @@ class Machine:
         self.folder, self.node = folder, node
         self.changed = threading.Condition()
         self.options = AgentOptions(replicas=1, replicate_bytes_per_s=rate)
-        self.slots = Slots(folder, RUN)
+        self.slots = Slots(folder, RUN, self.changed)
         self.replicas = Replicas(
             folder, RUN, self.slots, self.changed, options=lambda: self.options
         )
@@ -95,7 +95,7 @@ class Machine:
     def fill(self, sequence: int) -> Save:
         save = fill(self.folder, sequence, node=self.node)
         with self.changed:  # As the ranks report it.
-            self.slots = self.replicas._sender._slots = Slots(self.folder, RUN)
+            self.slots = self.replicas._sender._slots = Slots(self.folder, RUN, self.changed)
             self.changed.notify_all()
         return save
 
@@ -278,6 +278,22 @@ def test_the_buddy_retains_what_has_a_mark(pair: tuple[Machine, Machine]) -> Non
         successor.replicas.decided(2, None)
     until(lambda: replicated(sender.folder) == [first, third])
     assert receiver.stored() == [first, third]
+    successor.close()
+
+
+def test_replication_continues_after_a_save_was_sent_twice(pair: tuple[Machine, Machine]) -> None:
+    sender, receiver = pair[1], pair[0]
+    first = sender.fill(0)
+    until(lambda: replicated(sender.folder) == [first])
+    sender.close()
+    (sender.folder / f"replicated-{first[0].hex()}-{first[1]}").unlink()  # As on a full tmpfs.
+    successor = Machine(sender.folder, 1)
+    with successor.changed:
+        successor.replicas.decided(2, first)
+    until(lambda: replicated(sender.folder) == [first])
+    second = successor.fill(1)
+    until(lambda: replicated(sender.folder) == [first, second])
+    assert receiver.stored() == [first, second]
     successor.close()
 
 

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,8 +37,11 @@ __all__ = [
     "done_mark",
     "folder_of",
     "found_slots",
+    "free",
     "has_agent",
+    "is_stopped",
     "open_folder",
+    "released",
     "remove_abandoned",
     "run_of",
     "sharing_of",
@@ -194,6 +198,30 @@ def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool])
 
 
 @contextlib.contextmanager
+def released(lock: threading.Condition) -> Iterator[None]:
+    """Releases the lock of an agent for a block of slow work. Others may change anything then.
+
+    An agent that answers no request within 30 s counts as lost, and it allocates or frees a few GB
+    per second. Requires: the caller holds the lock, once.
+    """
+    lock.release()
+    try:
+        yield
+    finally:
+        lock.acquire()
+
+
+def free(doomed: list[_native.Slot]) -> None:
+    """Empties a list of slots whose files have been removed: the memory is freed with the last.
+
+    Other threads may do so at the same time. It is slow; the caller holds no lock.
+    """
+    with contextlib.suppress(IndexError):
+        while True:
+            doomed.pop()
+
+
+@contextlib.contextmanager
 def agent_lock(folder: Path) -> Iterator[bool]:
     """Acquires the lock of a run's agent for a block; yields whether that succeeded."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -224,6 +252,16 @@ def has_agent(folder: Path) -> bool:
         except OSError:  # A sandbox refuses locks: then no agent can run.
             return False
         return not is_free
+
+
+def is_stopped(folder: Path) -> bool:
+    """Returns whether the process that holds the lock of a run's agent is stopped by a signal."""
+    try:
+        pid = int((folder / LOCK_NAME).read_text())
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, ValueError):  # It has ended, or belongs to another namespace.
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _try_lock(descriptor: int, kind: int, folder: Path) -> bool:

@@ -29,7 +29,9 @@ from torch_ckpt.agent.memory import (
     LOCK_NAME,
     Save,
     agent_lock,
+    free,
     open_folder,
+    released,
     remove_abandoned,
     short_path,
 )
@@ -89,7 +91,7 @@ class Agent:
         self.options = options
         self._signals = signals  # Polled: a signal handler cannot acquire the condition.
         self._changed = threading.Condition()
-        self._slots = Slots(folder, run)
+        self._slots = Slots(folder, run, self._changed)
         self._saves = Saves(
             *(folder, self._slots, self._changed),
             options=lambda: self.options,
@@ -293,6 +295,8 @@ class Agent:
                 return answers[message["kind"]](trainer, message)
         except Exception as error:
             return {"kind": Kind.ERROR, "failure": failure_of(error)}
+        finally:
+            free(self._slots.doomed)
 
     def _register(self, message: Message, pid: int) -> RankProcess:
         session, rank = bytes.fromhex(message["session"]), int(message["rank"])
@@ -380,6 +384,8 @@ class Agent:
     def _free_former(self) -> None:
         """Frees the memory of a run that another has replaced."""
         if self._next_id is not None:
+            self._changed.wait_for(lambda: not self._slots.is_allocating)
+        if self._next_id is not None:  # Another rank may have freed it meanwhile.
             _log.info("the memory of the former run is freed for run %s", self._next_id.id)
             self._slots.discard_all()
             self._replicas.discard()
@@ -399,6 +405,8 @@ class Agent:
             is_released = self._slots.release(self._ranks, self._saves.is_done)
             if not is_released and not self._replicas.give_up():
                 raise
+            with released(self._changed):
+                free(self._slots.doomed)
             return allocate()
 
     def _acquire(self, trainer: RankProcess, message: Message) -> Message:
