@@ -8,12 +8,14 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +24,9 @@ from waits import SOON_S, until
 
 import torch_ckpt
 from torch_ckpt._core import _native
-from torch_ckpt.agent import AgentOptions, messages
+from torch_ckpt.agent import AgentOptions, client, messages
 from torch_ckpt.agent.memory import folder_of, has_agent, run_of
+from torch_ckpt.agent.messages import Kind
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
@@ -193,6 +196,52 @@ def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> No
     assert len(said) == 1
     assert re.search(r"the agent of this machine did not answer within \d s", said[0])
     assert steps_of(run) == ["step-1", "step-2", "step-3"]
+
+
+REQUESTS = ["acquire", "filled", "hello", "persist", "no socket"]
+"""What a save sends, in this order, and an agent that is starting or ending."""
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_frozen_agent_is_lost_after_one_limit_whenever_it_freezes(
+    run: Path, monkeypatch: pytest.MonkeyPatch, request_: str
+) -> None:
+    limit_s, froze = 2.0, []
+    state = {"w": torch.ones(1000)}
+    training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    training.save(1, state)
+    training.wait()
+    agent, sent = agent_pid(run), client.send
+
+    def freeze() -> None:
+        os.kill(agent, signal.SIGSTOP)
+        froze.append(time.monotonic())
+
+    def freeze_before(connection: socket.socket, kind: Kind, **fields: Any) -> None:
+        if kind.value == request_ and not froze:
+            freeze()
+        sent(connection, kind, **fields)
+
+    for name in ("_ANSWER_S", "_START_S"):
+        monkeypatch.setattr(client, name, limit_s, raising=False)
+    monkeypatch.setattr(client, "send", freeze_before)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            if request_ == "no socket":
+                freeze()
+                (folder_of(run_of(run)) / "agent.socket").unlink()
+                training._saves._backend._agent._client.close()
+            training.save(2, state)
+            said = [str(each.message) for each in warned if "agent" in str(each.message)]
+            if not said:
+                said = [failure_of_wait(training)]
+        assert 0.8 * limit_s < time.monotonic() - froze[0] < limit_s + 8  # On a busy machine.
+        assert re.search("did not answer within 2 s|no agent answered", said[0])
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    with contextlib.suppress(CheckpointError):
+        training.close()
 
 
 @pytest.mark.slow
