@@ -371,11 +371,14 @@ class SnapshotAgent:
         Raises:
             CheckpointError: The save failed.
         """
-        client = self._client.clone()
         try:
-            client.persist(staged.header.sequence)
-        finally:
-            client.close()
+            client = self._client.clone()
+            with contextlib.closing(client):
+                client.persist(staged.header.sequence)
+        except CheckpointError as error:
+            # Also a killed agent has a successor, which may commit the save later.
+            error.may_be_committed = self.has_in_memory(staged.header.step)
+            raise
         if self._group.is_coordinator:
             with contextlib.suppress(OSError, ValueError):  # The agent removes old marks.
                 warn_of(json.loads(done_mark(client.folder, staged.header.save).read_text()))
@@ -488,6 +491,14 @@ class SnapshotAgent:
         first = sources[0][1]
         self._replication.keep = first.save
         return MemoryCheckpoint(first.save, first.step, folder, paths, replicas, part, others)
+
+    def has_in_memory(self, step: int) -> bool:
+        """Returns whether this machine has a complete slot of a step, which an agent may persist.
+
+        Any rank may call this method alone.
+        """
+        found = complete_slots(self._client.folder, self._place.run)
+        return any(header.step == step for header, _ in found)
 
     def slot_report(self) -> SlotReport:
         """Returns what this machine holds in memory, on its first rank; nothing on the others."""
