@@ -182,15 +182,14 @@ class AgentClient:
         """
         self._request(Kind.RESERVE_REPLICAS, slots=sorted(slots.items()))
 
-    def replicated(self) -> tuple[list[Save] | None, int]:
+    def replicated(self) -> tuple[list[Save], int, str]:
         """Returns the saves in memory that the buddy has too, and how many were superseded.
 
-        Instead of the saves, returns ``None`` if the agent does not replicate.
+        The text says why sends fail, or why the agent does not replicate; it is empty otherwise.
         """
         answer = self._request(Kind.REPLICATED)
-        found = answer["saves"]
-        saves = found and [(bytes.fromhex(session), number) for session, number in found]
-        return saves, answer["superseded"]
+        saves = [(bytes.fromhex(session), number) for session, number in answer["saves"] or ()]
+        return saves, answer["superseded"], answer.get("failure", "")
 
     def acquire(
         self, sequence: int, nbytes: int, timeout_s: float, keep: Save | None = None

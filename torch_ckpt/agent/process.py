@@ -501,7 +501,9 @@ class Agent:
     def _replicated(self, trainer: RankProcess, message: Message) -> Message:
         saves = self._replicas.replicated(self._slots.scan())
         encoded = None if saves is None else [(session.hex(), number) for session, number in saves]
-        return {"kind": Kind.SAVES, "saves": encoded, "superseded": self._replicas.superseded}
+        replicas = self._replicas
+        facts = {"superseded": replicas.superseded, "failure": replicas.failure}
+        return {"kind": Kind.SAVES, "saves": encoded, **facts}
 
     def _is_awaited(self, save: Save, scan: SlotScan) -> bool:
         """Returns whether the ranks that have not completed a save may still complete it."""

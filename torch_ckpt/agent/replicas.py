@@ -170,6 +170,13 @@ class Replicas:
         """Number of saves whose replica was not begun or not finished, because of a newer save."""
         return 0 if self._sender is None else self._sender.superseded
 
+    @property
+    def failure(self) -> str:
+        """Why this agent replicates nothing now; empty if no attempt has failed."""
+        if self._sender is None:
+            return f"its agent does not replicate any more; see {self._folder / 'agent.log'}"
+        return self._sender.failure
+
     def reserve(self, slots: dict[int, int]) -> None:
         """Checks that there is memory for replicas, besides the slots of this machine's ranks.
 

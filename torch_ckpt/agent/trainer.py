@@ -342,6 +342,10 @@ class SnapshotAgent:
         decide = functools.partial(self._stages.decide, "staging", timeout_s=self.timeout_s)
         decision: Decision
         decision, replication.keep = decide(list_and_answer, decide_both)
+        if self._group.is_coordinator:
+            replication.warn()
+            if replication.missing:
+                note(unreplicated=replication.missing)
         if decision == "assign":  # In the save after one in which all copied everything.
             decision = decide(assign_and_answer, decided)
         if decision != "shares":
