@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shlex
@@ -12,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,11 +24,10 @@ from waits import SOON_S, until
 
 import torch_ckpt
 from torch_ckpt._core import _native
-from torch_ckpt.agent import AgentOptions, client, messages, saves
-from torch_ckpt.agent.memory import agent_lock, folder_of, has_agent, open_folder, run_of
+from torch_ckpt.agent import AgentOptions, client, messages
+from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.agent.messages import Kind
-from torch_ckpt.agent.process import Agent
-from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
@@ -280,58 +277,6 @@ def test_a_step_that_a_frozen_agent_commits_later_has_its_metrics(
     assert training.best_step() == 2
     assert training.saved == 2
     training.close()
-
-
-@contextlib.contextmanager
-def agent_whose_saves_fail(
-    run: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[[str], bool]
-) -> Iterator[None]:
-    """An agent in a thread of this process; ``fails`` decides by the directory of a save."""
-    persist = saves.persist
-
-    def persist_or_fail(snapshots: Any, writing: Any, **how: Any) -> Any:
-        if fails(os.fsdecode(snapshots[0].directory)):
-            raise StorageError("no space left", errno.ENOSPC)
-        return persist(snapshots, writing, **how)
-
-    monkeypatch.setattr(saves, "persist", persist_or_fail)
-    folder = open_folder(run_of(run))
-    with agent_lock(folder):
-        served = Agent(run_of(run), folder, AgentOptions(linger_s=SOON_S))
-        thread = threading.Thread(target=served.serve)
-        thread.start()
-        until((folder / "agent.socket").exists)
-        yield
-        thread.join(SOON_S)
-        assert not thread.is_alive()
-
-
-def test_a_step_that_an_agent_commits_at_its_second_attempt_has_its_metrics(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [1]
-    with agent_whose_saves_fail(run, monkeypatch, lambda _: bool(failures and failures.pop())):
-        training = torch_ckpt.Run(run, asynchronous=True, agent=True)
-        training.save(1, {"w": torch.ones(1000)}, metrics={"loss": 1.0})
-        assert "no space left" in failure_of_wait(training)
-        training.close()  # The agent ends, and retries the newest step.
-    assert steps_of(run) == ["step-1"]
-    assert small_files(run, 1) == {"metrics.json"}
-
-
-def test_a_step_that_has_failed_leaves_no_directory_once_no_agent_can_commit_it(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {"w": torch.ones(1000)}
-    with agent_whose_saves_fail(run, monkeypatch, lambda path: path.endswith("step-1")):
-        training = torch_ckpt.Run(run, asynchronous=True, agent=True)
-        training.save(1, state, metrics={"loss": 1.0})
-        assert "no space left" in failure_of_wait(training)
-        for step in (2, 3, 4):
-            training.save(step, state)
-        training.close()
-    assert steps_of(run) == ["step-2", "step-3", "step-4"]
-    assert not (run / "step-1").exists()
 
 
 @pytest.mark.slow

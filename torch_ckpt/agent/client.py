@@ -286,8 +286,7 @@ class AgentClient:
                     raise
                 self.close()
                 if time.monotonic() > deadline:
-                    self.is_lost = True
-                    raise StorageError(
+                    raise self._unanswered(
                         f"cannot reach the agent of this machine: {error}"
                     ) from error
                 _log.warning("cannot reach the agent of this machine (%s): starting another", error)
@@ -337,9 +336,15 @@ class AgentClient:
             answered = time.monotonic()
 
     def _lost(self, seconds: float) -> StorageError:
-        self.is_lost = True
         text = f"the agent of this machine did not answer within {seconds:g} s"
-        return StorageError(text, errno.ETIMEDOUT)
+        return self._unanswered(text, errno.ETIMEDOUT)
+
+    def _unanswered(self, text: str, number: int | None = None) -> StorageError:
+        """Returns the error of a request whose outcome is unknown. The agent is lost."""
+        self.is_lost = True
+        error = StorageError(text, number)
+        error.may_be_committed = True
+        return error
 
     def _connect(self) -> None:
         """Connects to the agent; starts an agent if none runs."""
@@ -376,8 +381,7 @@ class AgentClient:
             time.sleep(0.02)
 
     def _cannot_start(self, reason: object, number: int | None = None) -> StorageError:
-        self.is_lost = True
-        return StorageError(f"cannot start an agent for {self.folder}: {reason}", number)
+        return self._unanswered(f"cannot start an agent for {self.folder}: {reason}", number)
 
     def _read_errors(self) -> str:
         """Returns the error output of the agent that this client has started, and closes it."""

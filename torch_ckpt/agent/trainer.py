@@ -374,15 +374,12 @@ class SnapshotAgent:
 
         Raises:
             CheckpointError: The save failed.
+            StorageError: The agent does not answer, if ``may_be_committed`` is true. It may still
+                commit the save, and so may an agent that is started later.
         """
-        try:
-            client = self._client.clone()
-            with contextlib.closing(client):
-                client.persist(staged.header.sequence)
-        except CheckpointError as error:
-            # Also a killed agent has a successor, which may commit the save later.
-            error.may_be_committed = self.has_in_memory(staged.header.step)
-            raise
+        client = self._client.clone()
+        with contextlib.closing(client):
+            client.persist(staged.header.sequence)
         if self._group.is_coordinator:
             with contextlib.suppress(OSError, ValueError):  # The agent removes old marks.
                 warn_of(json.loads(done_mark(client.folder, staged.header.save).read_text()))
