@@ -18,6 +18,7 @@ from torch_ckpt.coordination.addresses import own_addresses
 from torch_ckpt.coordination.connections import store_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.records.record import note
 
 __all__ = ["MAX_LAG", "Replication", "buddies"]
 
@@ -191,7 +192,12 @@ class Replication:
         return None if lag > MAX_LAG else keep
 
     def warn(self) -> None:
-        """Warns, once until there are replicas again, that the last saves have none."""
+        """Warns, once until there are replicas again, that the last saves have none.
+
+        The record of the save has the text as well. On the other ranks, it does nothing.
+        """
+        if self.missing:
+            note(unreplicated=self.missing)
         if self.missing and self._is_active and not self._has_warned:
             warnings.warn(
                 f"{self.missing}. If a machine is lost now, an older step is restored, from memory "

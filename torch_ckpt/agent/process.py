@@ -319,7 +319,7 @@ class Agent:
                 self._become(run_id, pid)
             trainer = self._trainers.get(rank)
             if trainer is None or trainer.pid != pid or trainer.session != session:
-                if trainer is not None and _is_active(trainer, pid):
+                if trainer is not None and trainer.is_active(pid):
                     raise CheckpointError(
                         f"cannot register rank {rank}: process {trainer.pid} already has this rank"
                     )
@@ -345,7 +345,7 @@ class Agent:
             check_reaches(message["url"], run_id)  # Without the lock: the store may be slow.
         except CheckpointError as error:
             with self._changed:
-                is_used = any(_is_active(trainer, 0) for trainer in self._trainers.values())
+                is_used = any(trainer.is_active(0) for trainer in self._trainers.values())
                 if is_used or self._saves.is_running or not message["may_end"]:
                     raise
                 self._is_useless = True
@@ -367,7 +367,7 @@ class Agent:
         own = id_in_memory(self.folder)
         present = self._next_id or own
         if present is not None and present.id != run_id.id:
-            active = [t.pid for t in self._trainers.values() if _is_active(t, pid)]
+            active = [t.pid for t in self._trainers.values() if t.is_active(pid)]
             if active:
                 raise CheckpointError(
                     f"cannot begin a new run: process {active[0]} of the earlier run under this "
@@ -383,9 +383,8 @@ class Agent:
 
     def _free_former(self) -> None:
         """Frees the memory of a run that another has replaced."""
+        self._changed.wait_for(lambda: self._next_id is None or not self._slots.is_allocating)
         if self._next_id is not None:
-            self._changed.wait_for(lambda: not self._slots.is_allocating)
-        if self._next_id is not None:  # Another rank may have freed it meanwhile.
             _log.info("the memory of the former run is freed for run %s", self._next_id.id)
             self._slots.discard_all()
             self._replicas.discard()
@@ -432,8 +431,7 @@ class Agent:
                 )
             )
             if slot is not None:
-                path = os.fspath(slot.path)
-                return {"kind": Kind.SLOT, "path": path, "has_waited": has_waited}
+                return {"kind": Kind.SLOT, "path": os.fspath(slot.path), "has_waited": has_waited}
             left = deadline - time.monotonic()
             if left <= 0:
                 return {"kind": Kind.BUSY}
@@ -501,8 +499,7 @@ class Agent:
     def _replicated(self, trainer: RankProcess, message: Message) -> Message:
         saves = self._replicas.replicated(self._slots.scan())
         encoded = None if saves is None else [(session.hex(), number) for session, number in saves]
-        replicas = self._replicas
-        facts = {"superseded": replicas.superseded, "failure": replicas.failure}
+        facts = {"superseded": self._replicas.superseded, "failure": self._replicas.failure}
         return {"kind": Kind.SAVES, "saves": encoded, **facts}
 
     def _is_awaited(self, save: Save, scan: SlotScan) -> bool:
@@ -555,13 +552,6 @@ class Agent:
         self._is_dropped = bool(message["drop"])
         self._changed.notify_all()
         return {"kind": Kind.OK}
-
-
-def _is_active(trainer: RankProcess, pid: int) -> bool:
-    """Returns whether a trainer lives, so that process ``pid`` cannot have its rank."""
-    if trainer.pid == pid and not trainer.connections:  # It has left, and begins a new session.
-        return False
-    return not trainer.has_detached and trainer.is_alive
 
 
 @contextlib.contextmanager

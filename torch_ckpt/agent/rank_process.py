@@ -53,6 +53,12 @@ class RankProcess:
             self._died = self._started == "0" or started_at(self.pid) not in (self._started, None)
         return not self._died
 
+    def is_active(self, pid: int) -> bool:
+        """Returns whether this process lives and has its rank, so that ``pid`` cannot have it."""
+        if self.pid == pid and not self.connections:  # It has left, and begins a new session.
+            return False
+        return not self.has_detached and self.is_alive
+
     @property
     def is_lost(self) -> bool:
         """Whether the process died without detaching."""

@@ -8,7 +8,6 @@ import functools
 import json
 import logging
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,27 +22,24 @@ import torch.distributed as dist
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.agent.buddies import Replication, Report
-from torch_ckpt.agent.client import AgentClient, Place
+from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.copies import AgentCopy
 from torch_ckpt.agent.destination import Destination
-from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
+from torch_ckpt.agent.identity import RunId, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
     complete_slots,
     done_mark,
-    folder_of,
-    open_folder,
-    run_of,
     slot_path,
 )
 from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.agent.place import find_place
 from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.agent.slot_reports import SlotReport, Source, machine_slots, sources_of_whole_saves
-from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
-from torch_ckpt.coordination.group import Group, group_of
+from torch_ckpt.coordination.group import group_of
 from torch_ckpt.coordination.waiting import submitted
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location, name_of
@@ -159,7 +155,7 @@ class SnapshotAgent:
         directory = Location(run).resolved() if has_directory else None
         run = name_of(run)  # Once: a link in the path may move.
         self._shared = None if local is None else Location(run)
-        self._place = _find_place(run, self._group, timeout_s, directory)
+        self._place = find_place(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
         self._client = AgentClient(run, self._place, options, timeout_s=timeout_s, local=local)
         self._replication = Replication(self._client, self._stages, timeout_s)
@@ -342,10 +338,7 @@ class SnapshotAgent:
         decide = functools.partial(self._stages.decide, "staging", timeout_s=self.timeout_s)
         decision: Decision
         decision, replication.keep = decide(list_and_answer, decide_both)
-        if self._group.is_coordinator:
-            replication.warn()
-            if replication.missing:
-                note(unreplicated=replication.missing)
+        replication.warn()
         if decision == "assign":  # In the save after one in which all copied everything.
             decision = decide(assign_and_answer, decided)
         if decision != "shares":
@@ -566,47 +559,3 @@ class SnapshotAgent:
 
 def _slot_nbytes(where: str, contents: SlotContents, *, sync: bool) -> int:
     return _native.slot_nbytes(len(contents.table(where, sync=sync)), contents.nbytes)
-
-
-_Facts = tuple[bytes, bytes, str, RunId | None]
-"""What a rank reports at its start: run, session, machine, and the id of the run in its memory."""
-
-
-def _find_place(
-    run: str | os.PathLike[str], group: Group, timeout_s: float, directory: Location | None
-) -> Place:
-    """Returns the identity of this rank; all ranks call this function.
-
-    If the run has a directory, it has an id.
-    """
-    name, rank = run_of(run), group.rank
-
-    def own() -> _Facts:
-        # Containers on one machine may have separate tmpfs. The parent folder identifies the tmpfs,
-        # because an ending agent removes the folder of the run.
-        folder = open_folder(name)
-        memory = folder.parent.stat()
-        machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
-        return name, _new_session(name), machine, id_in_memory(folder)
-
-    def agree(facts: list[_Facts]) -> tuple[list[_Facts], RunId | None]:
-        in_memory = [fact[3] for fact in facts]
-        return facts, None if directory is None else begun_id(in_memory, directory)
-
-    facts, run_id = group.decide("starting the agent", own, agree, timeout_s=timeout_s)
-    names, sessions, machines, _ = zip(*facts, strict=True)
-    if len(set(names)) != 1:
-        raise CheckpointError(
-            f"cannot start the agent: ranks name different runs, {os.fspath(run)!r} on this rank"
-        )
-    nodes = list(dict.fromkeys(machines))
-    here = [other for other in range(group.size) if machines[other] == machines[rank]]
-    node = nodes.index(machines[rank])
-    return Place(name, max(sessions), rank, group.size, node, len(nodes), here, run_id)
-
-
-def _new_session(run: bytes) -> bytes:
-    """Returns a session later than all sessions in memory, whatever the clocks are."""
-    sessions = [header.session for header, _ in complete_slots(folder_of(run), run)]
-    since = int.from_bytes(max(sessions, default=b"")[:8], "big") + 1
-    return max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)

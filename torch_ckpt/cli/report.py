@@ -70,8 +70,9 @@ def _report(options: argparse.Namespace) -> int:
     unreplicated = missing_replicas(options.run)
     if options.json:
         facts = {"run": str(options.run), "sentence": first_sentence(call)}
-        facts["unreplicated"] = unreplicated or None
-        print_json({**facts, **figures(call), "trend": trend(calls)})
+        print_json(
+            {**facts, "unreplicated": unreplicated or None, **figures(call), "trend": trend(calls)}
+        )
     else:
         _print_report(call, calls)
         if unreplicated:
