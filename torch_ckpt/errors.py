@@ -48,6 +48,9 @@ class CheckpointError(RuntimeError):
                 print(rank, isinstance(cause, torch_ckpt.CheckpointError), cause)
     """
 
+    may_be_committed: bool = False
+    """Whether the outcome of the save is unknown, so that the checkpoint may still appear."""
+
 
 class _ErrnoError(CheckpointError, OSError):
     """A :class:`CheckpointError` with an ``errno`` of the operating system."""

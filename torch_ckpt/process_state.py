@@ -6,12 +6,21 @@ the module that writes the attribute. Importing this module does not import torc
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 import weakref
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["PROCESS"]
+__all__ = ["PROCESS", "Descriptor"]
+
+C = TypeVar("C", bound="_Closable")
+
+
+class _Closable(Protocol):
+    """An object with descriptors: a socket, a pipe, a selector, a lock, a pidfd."""
+
+    def close(self) -> Any:
+        """Closes the descriptors of this process."""
 
 
 class _Forkable(Protocol):
@@ -49,8 +58,7 @@ class _Process:
             ``storage/temporary``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
             stagers.
-        unshared: Sockets of ``coordination`` that a forked child closes. Open copies would hide the
-            end of this process from other ranks.
+        unshared: Objects with descriptors, which a forked child closes; see :meth:`own`.
         inherited: Process groups of the parent of this forked process. Owner:
             ``coordination/connections``.
     """
@@ -71,15 +79,23 @@ class _Process:
         self.warned_placeholders: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
-        self.unshared: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self.unshared: weakref.WeakSet[Any] = weakref.WeakSet()
         self.inherited: weakref.WeakSet[Any] = weakref.WeakSet()
         os.register_at_fork(after_in_child=self._after_fork)
 
+    def own(self, opened: C) -> C:
+        """Makes forked children close an object with descriptors, and returns the object.
+
+        An open copy in a child would hide the end of this process, or hold its lock.
+        """
+        self.unshared.add(opened)
+        return opened
+
     def _after_fork(self) -> None:
         """Drops background work, which stays with the parent of a forked child."""
-        for connection in list(self.unshared):
-            if connection.fileno() >= 0:
-                os.close(connection.detach())
+        for opened in list(self.unshared):
+            with contextlib.suppress(OSError):  # The program may have closed all descriptors.
+                opened.close()
         for forkable in list(self.forkable):
             forkable.after_fork()
         self.save_processes.clear()
@@ -88,3 +104,23 @@ class _Process:
 
 
 PROCESS = _Process()
+
+
+class Descriptor:
+    """A number of an open descriptor, which :meth:`close` or the end of the object closes.
+
+    Forked children close their copies.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        PROCESS.own(self)
+
+    def close(self) -> None:
+        """Closes the descriptor, once."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        self.close()

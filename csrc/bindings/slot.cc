@@ -138,6 +138,18 @@ std::vector<PyItemExtent> extents(const PyStoredSnapshot& snapshot) {
   return out;
 }
 
+// The last owner of a removed file frees its memory: gigabytes take seconds.
+std::shared_ptr<Slot> freed_without_gil(std::unique_ptr<Slot> slot) {
+  return {slot.release(), [](Slot* last) {
+            if (PyGILState_Check() == 0) {
+              delete last;
+              return;
+            }
+            const py::gil_scoped_release released;
+            delete last;
+          }};
+}
+
 }  // namespace
 
 void bind_slot(py::module_& module) {
@@ -145,16 +157,16 @@ void bind_slot(py::module_& module) {
   py::class_<Slot, Snapshot, std::shared_ptr<Slot>>(module, "Slot")
       .def_static(
           "create",
-          [](const std::filesystem::path& path, int64_t nbytes) -> std::shared_ptr<Slot> {
-            return value_or_raise(without_gil([&] { return Slot::create(path.string(), nbytes); }));
+          [](const std::filesystem::path& path, int64_t nbytes) {
+            return freed_without_gil(
+                value_or_raise(without_gil([&] { return Slot::create(path.string(), nbytes); })));
           },
           py::arg("path"), py::arg("nbytes"))
       .def_static(
           "open",
-          [](const std::filesystem::path& path, bool writable,
-             bool at_hand) -> std::shared_ptr<Slot> {
-            return value_or_raise(
-                without_gil([&] { return Slot::open(path.string(), writable, at_hand); }));
+          [](const std::filesystem::path& path, bool writable, bool at_hand) {
+            return freed_without_gil(value_or_raise(
+                without_gil([&] { return Slot::open(path.string(), writable, at_hand); })));
           },
           py::arg("path"), py::arg("writable"), py::arg("at_hand") = false)
       .def(

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_te
 from waits import until, until_committed
 
 from torch_ckpt import FastLoadPlanner, FastReader, RankState, Run
-from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, trainer
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, places
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.coordination import addresses
 from torch_ckpt.errors import CancelledError, UnsupportedError
@@ -260,7 +260,7 @@ def find_places(run: Path) -> None:
 
     first = dist.get_rank() == 0
     patched = ("this_machine", look_first) if first else ("open_folder", remove_and_open)
-    with mock.patch.object(trainer, *patched):
+    with mock.patch.object(places, *patched):
         agent = SnapshotAgent(run)
     assert len(agent._place.ranks_here) == 2
     agent.close(drop=True)

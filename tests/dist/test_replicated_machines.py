@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,8 +31,12 @@ from waits import until
 from torch_ckpt import Run
 from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
+from torch_ckpt.agent.buddies import MAX_LAG, Replication
 from torch_ckpt.agent.memory import run_of
 from torch_ckpt.agent.replica_files import used_nbytes, whole_replicas
+from torch_ckpt.cli.main import main
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.records.reading import missing_replicas
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -281,6 +286,75 @@ def test_a_single_machine_saves_without_replicas(tmp_path: Path) -> None:
     with Ranks(2) as world:
         world.run(save_on_one_machine, tmp_path / "run")
     assert saved_steps(tmp_path / "run") == ["step-1"]
+
+
+def stop_replication(run: Path, memory: Path, how: str) -> None:
+    if dist.get_rank() != RANKS_PER_MACHINE:
+        return
+    if how == "ended":
+        backend: Any = run_on(run, memory, "{}")._saves._backend
+        backend._agent._client.end_replication()
+        return
+    folder = folder_on(memory, 1, run)
+    (folder / "replication").unlink()  # The next agent knows no buddy.
+    os.kill(int((folder / "agent.lock").read_text()), signal.SIGKILL)
+
+
+def warned_of_replicas(run: Path, memory: Path, step: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(run, memory, step, True, {})
+    return [str(each.message) for each in caught if "replicas" in str(each.message)]
+
+
+@pytest.mark.thin("ended")
+@pytest.mark.parametrize("how", ["ended", "killed"])
+def test_the_user_is_warned_once_when_replication_has_stopped(
+    tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        world.run(save, run, memory, 1, True, {})
+        until_replicated(memory, run, 1)
+        world.run(stop_replication, run, memory, how)
+        warned = [world.run(warned_of_replicas, run, memory, step) for step in range(2, 9)]
+        until(lambda: bool(missing_replicas(Location(run))))
+        world.run(end_run, run, memory)
+    texts = [text for ranks in warned for texts in ranks for text in texts]
+    assert len(texts) == 1
+    # On the coordinator, which perhaps did not hear of the replica of step 1.
+    assert texts in (warned[MAX_LAG - 1][0], warned[MAX_LAG][0])
+    expected = rf"the last {MAX_LAG} saves have no replicas: \S+: "
+    assert re.match(expected, texts[0])
+    for command in ("ls", "report"):
+        assert main([command, str(run)]) == 0
+        printed = capsys.readouterr()
+        assert "saves have no replicas: " in " ".join((printed.out + printed.err).split())
+
+
+def end_run(run: Path, memory: Path) -> None:
+    run_on(run, memory, "{}").close()
+
+
+def test_a_warning_names_slow_replicas_and_ends_with_the_next_one() -> None:
+    replication = Replication(mock.Mock(), mock.Mock(), SOON_S)
+    replication._is_active = True
+    session, machines = b"s" * 16, (0, 1)
+
+    def decide(sequence: int, *replicated: int) -> str:
+        saves = [(session, number) for number in replicated]
+        replication.agreed((session, sequence), [("host", saves, "") for _ in machines])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            replication.warn()
+        return str(caught[0].message) if caught else ""
+
+    assert not any(decide(sequence) for sequence in range(MAX_LAG))
+    assert "a replica takes longer than the time between two saves" in decide(MAX_LAG)
+    assert decide(MAX_LAG + 1) == ""
+    assert replication.missing
+    assert decide(MAX_LAG + 2, MAX_LAG + 1) == replication.missing == ""
+    assert decide(2 * MAX_LAG + 2, MAX_LAG + 1) != ""
 
 
 def end(run: Path, memory: Path) -> None:

@@ -683,7 +683,7 @@ def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(run: Path)
     folder = open_folder(run_of(run))
     for rank in (0, 5, 6):
         fill_slot(folder, 0, header_of(run_of(run), sequence=rank, rank=rank, world_size=7))
-    slots = Slots(folder, run_of(run))
+    slots = Slots(folder, run_of(run), threading.Condition())
     assert not slots.release([0], lambda save: False)
     assert slots.release([0], lambda save: save == (b"s" * 16, 5))
     assert {path.name for path in folder.iterdir()} == {"rank-0.0", "rank-6.0"}
@@ -750,7 +750,7 @@ def test_whatever_comes_to_its_socket_the_agent_goes_on(
 
 def test_the_agent_does_without_torch(run_new_python: Callable[..., str]) -> None:
     run_new_python(
-        "import sys; import torch_ckpt.agent.process, torch_ckpt.agent.client; "
+        "import sys; import torch_ckpt.agent.main, torch_ckpt.agent.client; "
         "assert 'torch' not in sys.modules"
     )
 

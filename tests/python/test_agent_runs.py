@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from waits import SOON_S, until
 
 import torch_ckpt
 from torch_ckpt._core import _native
-from torch_ckpt.agent import AgentOptions, messages
+from torch_ckpt.agent import AgentOptions, client, messages
 from torch_ckpt.agent.memory import folder_of, has_agent, run_of
+from torch_ckpt.agent.messages import Kind
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
@@ -194,6 +197,87 @@ def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> No
     assert len(said) == 1
     assert re.search(r"the agent of this machine did not answer within \d s", said[0])
     assert steps_of(run) == ["step-1", "step-2", "step-3"]
+
+
+REQUESTS = ["acquire", "filled", "hello", "persist", "no socket"]
+"""What a save sends, in this order, and an agent that is starting or ending."""
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_frozen_agent_is_lost_after_one_limit_whenever_it_freezes(
+    run: Path, monkeypatch: pytest.MonkeyPatch, request_: str
+) -> None:
+    limit_s, froze = 2.0, []
+    state = {"w": torch.ones(1000)}
+    training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    training.save(1, state)
+    training.wait()
+    agent, sent = agent_pid(run), client.send
+
+    def freeze() -> None:
+        os.kill(agent, signal.SIGSTOP)
+        froze.append(time.monotonic())
+
+    def freeze_before(connection: socket.socket, kind: Kind, **fields: Any) -> None:
+        if kind.value == request_ and not froze:
+            freeze()
+        sent(connection, kind, **fields)
+
+    for name in ("_ANSWER_S", "_START_S"):
+        monkeypatch.setattr(client, name, limit_s, raising=False)
+    monkeypatch.setattr(client, "send", freeze_before)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            if request_ == "no socket":
+                freeze()
+                (folder_of(run_of(run)) / "agent.socket").unlink()
+                training._saves._backend._agent._client.close()
+            training.save(2, state)
+            said = [str(each.message) for each in warned if "agent" in str(each.message)]
+            if not said:
+                said = [failure_of_wait(training)]
+        assert 0.8 * limit_s < time.monotonic() - froze[0] < limit_s + 8  # On a busy machine.
+        assert re.search("did not answer within 2 s|no agent answered", said[0])
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    with contextlib.suppress(CheckpointError):
+        training.close()
+
+
+def small_files(run: Path, step: int) -> set[str]:
+    return {path.name for path in (run / f"step-{step}").glob("*.json")}
+
+
+def test_a_step_that_a_frozen_agent_commits_later_has_its_metrics(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(8 << 20)}  # The agent has not written it when it freezes.
+    monkeypatch.setattr(client, "_ANSWER_S", 1.0, raising=False)
+    best = {"keep_best": 1, "monitor": "loss", "timeout_s": 3.0}
+    training = torch_ckpt.Run(run, asynchronous=True, agent=True, **best)
+    training.save(1, state, metrics={"loss": 2.0})
+    training.wait()
+    agent, sent = agent_pid(run), client.send
+
+    def freeze_before(connection: socket.socket, kind: Kind, **fields: Any) -> None:
+        if kind == Kind.PERSIST:
+            os.kill(agent, signal.SIGSTOP)
+        sent(connection, kind, **fields)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "send", freeze_before)
+        try:
+            training.save(2, state, metrics={"loss": 1.0})
+            assert "did not answer" in failure_of_wait(training)
+            assert steps_of(run) == ["step-1"]
+        finally:
+            os.kill(agent, signal.SIGCONT)
+    until(lambda: "step-2" in steps_of(run))
+    assert small_files(run, 2) == {"metrics.json"}
+    assert training.best_step() == 2
+    assert training.saved == 2
+    training.close()
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from support.run_steps import names_in_run
 
 import torch_ckpt
 from torch_ckpt import FastWriter, Run
+from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs import step_saves
 from torch_ckpt.runs.step_files import metrics_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -68,6 +70,30 @@ def test_a_failed_save_of_a_run_that_ends_leaves_no_directory(
     while names_in(small_disk / "run") != ["step-6"] and time.monotonic() < deadline:
         time.sleep(0.02)  # The agent tries once more when the run has ended.
     assert names_in(small_disk / "run") == ["step-6"]
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_save_whose_outcome_is_unknown_is_settled_later(
+    is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = step_saves.save
+
+    def save_and_be_late(*args: Any, **options: Any) -> None:
+        if is_committed:
+            save(*args, **options)
+        raise RankTimeoutError("rank 1 is late", [1], "committing", 1.0, True)
+
+    with Run(tmp_path / "run", keep_last=1) as run:
+        run.save(1, {"w": torch.ones(3)}, metrics={"loss": 1.0})
+        with monkeypatch.context() as patched:
+            patched.setattr(step_saves, "save", save_and_be_late)
+            with pytest.raises(RankTimeoutError):
+                run.save(2, {"w": torch.ones(3)}, metrics={"loss": 2.0})
+        run.wait()
+        assert run.saved == 1 + is_committed
+    left = 1 + is_committed  # Retention has removed step 1 if step 2 is committed.
+    assert names_in(tmp_path / "run") == [f"step-{left}"]
+    assert metrics_of(Location(tmp_path / f"run/step-{left}")) == {"loss": float(left)}
 
 
 @pytest.mark.parametrize("mode", ["direct", "thread"])

@@ -205,6 +205,22 @@ def test_the_buddy_retains_what_has_a_mark(pair: tuple[Machine, Machine]) -> Non
     successor.close()
 
 
+def test_replication_continues_after_a_save_was_sent_twice(pair: tuple[Machine, Machine]) -> None:
+    sender, receiver = pair[1], pair[0]
+    first = sender.fill(0)
+    until(lambda: replicated(sender.folder) == [first])
+    sender.close()
+    (sender.folder / f"replicated-{first[0].hex()}-{first[1]}").unlink()  # As on a full tmpfs.
+    successor = Machine(sender.folder, 1)
+    with successor.changed:
+        successor.replicas.decided(2, first)
+    until(lambda: replicated(sender.folder) == [first])
+    second = successor.fill(1)
+    until(lambda: replicated(sender.folder) == [first, second])
+    assert receiver.stored() == [first, second]
+    successor.close()
+
+
 def connected(machine: Machine, token: str | None = None) -> socket.socket:
     state = machine.replicas._state
     return dial(state["at"], token or state["token"], 1)

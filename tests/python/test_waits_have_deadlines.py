@@ -44,6 +44,8 @@ CHANNEL = "the timeout of the channel"
 
 PYTHON = {
     "agent/memory.py _try_lock fcntl.flock": Wait("at once: LOCK_NB", "the caller"),
+    "agent/memory.py has_agent fcntl.flock": Wait("at once: LOCK_UN", "the caller"),
+    "agent/memory.py released lock.acquire": Wait(BRIEF, "no rank waits"),
     "agent/messages.py _read connection.recv": Wait("the end of either process", "the caller"),
     "agent/process.py Agent._accept listener.accept": Wait("the end of the agent", "no rank waits"),
     "api.py _end_of.end staged.exception": Wait("at once: it is done", "the future"),
@@ -73,9 +75,7 @@ PYTHON = {
     "agent/messages.py send connection.sendall": Wait(
         "the timeout of the socket, or the end of either process", "the caller"
     ),
-    "agent/replica_receiver.py ReplicaReceiver with self._lock": Wait(
-        "the allocation of memory for replicas", "no rank waits"
-    ),
+    "agent/replica_receiver.py ReplicaReceiver with self._lock": Wait(BRIEF, "no rank waits"),
     "agent/replica_sender.py ReplicaSender._send connection.sendall": Wait(
         "the timeout of the socket", "no rank waits"
     ),

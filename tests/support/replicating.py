@@ -58,7 +58,7 @@ class Machine:
         self.folder, self.node = folder, node
         self.changed = threading.Condition()
         self.options = AgentOptions(replicas=1, replicate_bytes_per_s=rate)
-        self.slots = Slots(folder, RUN)
+        self.slots = Slots(folder, RUN, self.changed)
         self.replicas = Replicas(
             folder, RUN, self.slots, self.changed, options=lambda: self.options
         )
@@ -74,7 +74,7 @@ class Machine:
     def fill(self, sequence: int) -> Save:
         save = fill(self.folder, sequence, node=self.node)
         with self.changed:  # As the ranks report it.
-            self.slots = self.replicas._sender._slots = Slots(self.folder, RUN)
+            self.slots = self.replicas._sender._slots = Slots(self.folder, RUN, self.changed)
             self.changed.notify_all()
         return save
 

@@ -18,14 +18,21 @@ from torch_ckpt.coordination.addresses import is_loopback, node_id, own_addresse
 from torch_ckpt.coordination.connections import store_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.records.record import note
 
 __all__ = ["MAX_LAG", "Replication", "buddies"]
 
 MAX_LAG = 4
-"""Saves after which a replicated save is not retained any more: a slow replica gets more time."""
+"""Saves after which a replicated save is not retained any more: a slow replica gets more time.
 
-Report = list[Save] | None
-"""The saves of a machine that its buddy has too; ``None`` from all ranks but its first."""
+After so many saves without a replica, the coordinator warns.
+"""
+
+Report = tuple[str, list[Save], str] | None
+"""The host of a machine, the saves that its buddy has too, and why sends fail; else empty.
+
+``None`` from all ranks but the first of the machine.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,15 @@ class Replication:
     ``keep`` is the save that all agents retain: the newest of which all buddies have the replicas.
     Before there is one, it is the save that the ranks have restored. ``superseded`` is the number
     of saves of this machine whose replica a newer save has replaced; the first rank knows it.
+    ``missing`` states why the last saves have no replicas, on the coordinator; empty if they have.
     """
 
     def __init__(self, client: AgentClient, group: Group, timeout_s: float) -> None:
         self.keep: Save | None = None
         self.superseded = 0
+        self.missing = ""
+        self._has_warned = False
+        self._replicated = -1  # Sequence of the newest save of this session that all buddies had.
         self._client, self._group, self._timeout_s = client, group, timeout_s
         self._is_active = self._is_reserved = False
         self._is_first = client.place.is_first_here
@@ -160,26 +171,54 @@ class Replication:
             if self._is_first:
                 self._client.end_replication()
             if group.is_coordinator:
+                self.missing = f"saves have no replicas: {reason}"
                 warnings.warn(f"saving continues without replicas: {reason}", stacklevel=6)
 
     def report(self) -> Report:
         """Returns this rank's part of the decision on ``keep``. Any rank may call it."""
         if not self._is_active or not self._is_first:
             return None
-        saves, self.superseded = self._client.replicated()
-        return [] if saves is None else saves
+        saves, self.superseded, failure = self._client.replicated()
+        return socket.gethostname(), saves, failure
 
     def agreed(self, save: Save, reports: Sequence[Report]) -> Save | None:
         """Returns the save to keep during a save, on the coordinator, from the reports of all."""
         if not self._is_active:
             return None
-        machines = [set(report) for report in reports if report is not None]
-        common = set.intersection(*machines) if machines else set()
+        machines = [report for report in reports if report is not None]
+        common = set.intersection(*(set(saves) for _, saves, _ in machines)) if machines else set()
+        self._replicated = max(
+            self._replicated, *(n for found, n in common if found == save[0]), -1
+        )
+        count = save[1] - 1 - self._replicated
+        self.missing = "" if count < MAX_LAG else _missing(count, machines)
         keep = max([*common, *([] if self.keep is None else [self.keep])], default=None)
         if keep is None:
             return None
         lag = save[1] - keep[1] if keep[0] == save[0] else save[1] + 1
         return None if lag > MAX_LAG else keep
+
+    def warn(self) -> None:
+        """Warns, once until there are replicas again, that the last saves have none.
+
+        The record of the save has the text as well. On the other ranks, it does nothing.
+        """
+        if self.missing:
+            note(unreplicated=self.missing)
+        if self.missing and self._is_active and not self._has_warned:
+            warnings.warn(
+                f"{self.missing}. If a machine is lost now, an older step is restored, from memory "
+                "or from disk",
+                stacklevel=6,
+            )
+        self._has_warned = bool(self.missing)
+
+
+def _missing(count: int, machines: Sequence[tuple[str, list[Save], str]]) -> str:
+    """Returns that the last saves have no replicas, and why."""
+    failures = [f"{host}: {failure}" for host, _, failure in machines if failure]
+    reason = failures[0] if failures else "a replica takes longer than the time between two saves"
+    return f"the last {count} saves have no replicas: {reason}"
 
 
 def _sums(answers: Sequence[tuple[int, int]]) -> dict[int, int]:

@@ -20,7 +20,14 @@ from typing import IO, Any
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
-from torch_ckpt.agent.memory import Save, folder_of, has_agent, open_folder, short_path
+from torch_ckpt.agent.memory import (
+    Save,
+    folder_of,
+    has_agent,
+    is_stopped,
+    open_folder,
+    short_path,
+)
 from torch_ckpt.agent.messages import (
     Failure,
     Kind,
@@ -33,6 +40,7 @@ from torch_ckpt.agent.messages import (
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
+from torch_ckpt.process_state import PROCESS
 
 __all__ = ["AcquiredSlot", "AgentClient", "Place"]
 
@@ -41,11 +49,17 @@ _log = logging.getLogger("torch_ckpt.agent")
 _START_S = 30.0
 """Time within which a started agent must answer."""
 
+_ANSWER_S = 30.0
+"""Time without any answer after which an agent is lost, unless the client's timeout is shorter."""
+
+_POLLS = 6
+"""How often a client that waits for an answer checks in this time that the agent answers others."""
+
+_LEAST_S = 0.1
+"""Shortest timeout of a request: a busy machine may not run this process for a moment."""
+
 _GRACE_S = 5.0
 """Time for the answer of an agent that was asked to wait."""
-
-_POLL_S = 5.0
-"""Interval at which a client that waits for a commit checks that the agent answers."""
 
 _MAX_CRASHES = 2
 """Agents that may end by an error of their own before the client stops to start others."""
@@ -110,8 +124,9 @@ class AgentClient:
     """Sends requests to the agent of this machine, one at a time. Owned by one thread.
 
     If the agent has died, the client starts another, which recovers its state from the slots. An
-    agent that does not answer within ``timeout_s``, because it is frozen, is lost. So is one that
-    is gone, if no other could be started. ``is_first`` says that the agent must check that it finds
+    agent that has answered nothing for 30 s, or for ``timeout_s`` if that is shorter, is lost: it
+    is frozen. So is one that is gone, if no other could be started, and one that answers, but not
+    this request within ``timeout_s``. ``is_first`` says that the agent must check that it finds
     the run, if that has a URL. If it may not start another (``may_start``), a dead agent is lost.
     ``local`` is the local directory of this machine, if the run has some; see ``SnapshotAgent``.
     Raises CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
@@ -178,15 +193,14 @@ class AgentClient:
         """
         self._request(Kind.RESERVE_REPLICAS, slots=sorted(slots.items()))
 
-    def replicated(self) -> tuple[list[Save] | None, int]:
+    def replicated(self) -> tuple[list[Save], int, str]:
         """Returns the saves in memory that the buddy has too, and how many were superseded.
 
-        Instead of the saves, returns ``None`` if the agent does not replicate.
+        The text says why sends fail, or why the agent does not replicate; it is empty otherwise.
         """
         answer = self._request(Kind.REPLICATED)
-        found = answer["saves"]
-        saves = found and [(bytes.fromhex(session), number) for session, number in found]
-        return saves, answer["superseded"]
+        saves = [(bytes.fromhex(session), number) for session, number in answer["saves"] or ()]
+        return saves, answer["superseded"], answer.get("failure", "")
 
     def acquire(
         self, sequence: int, nbytes: int, timeout_s: float, keep: Save | None = None
@@ -239,7 +253,7 @@ class AgentClient:
 
         Returns the answer. Raises CheckpointError if it cannot copy, or does not answer.
         """
-        return self._request(Kind.COPY, _START_S, **fields)
+        return self._request(Kind.COPY, **fields)
 
     def detach(self, *, drop: bool) -> None:
         """Reports the orderly end of this rank, and closes the connection.
@@ -272,9 +286,10 @@ class AgentClient:
     def _request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
         """Returns the answer to a request, with these fields.
 
-        It waits for the timeout of the client if ``within_s`` is ``None``. With ``math.inf``, it
-        waits as long as the agent answers other requests.
+        It waits as long as the agent answers other requests, but at most for ``within_s``: the
+        timeout of the client if ``None``.
         """
+        within_s = self._timeout_s if within_s is None else within_s
         deadline = time.monotonic() + _START_S
         while True:
             try:
@@ -287,38 +302,66 @@ class AgentClient:
                     raise
                 self.close()
                 if time.monotonic() > deadline:
-                    self.is_lost = True
-                    raise StorageError(
+                    raise self._unanswered(
                         f"cannot reach the agent of this machine: {error}"
                     ) from error
                 _log.warning("cannot reach the agent of this machine (%s): starting another", error)
 
+    @property
+    def _answer_s(self) -> float:
+        return min(self._timeout_s, _ANSWER_S)
+
     def _exchange(
-        self, connection: socket.socket, kind: Kind, within_s: float | None, **fields: Any
+        self, connection: socket.socket, kind: Kind, within_s: float, **fields: Any
     ) -> Message:
-        limit_s = self._timeout_s if within_s in (None, math.inf) else within_s
-        connection.settimeout(limit_s)
+        connection.settimeout(self._answer_s)
         answer = None
         try:
             send(connection, kind, **fields)
-            while within_s == math.inf and not has_arrived(connection, _POLL_S):
-                self._register().close()  # Raises if the agent does not answer.
-                self.while_waiting()
+            self._await(connection, within_s)
             answer = receive(connection)
         except TimeoutError:
-            self.is_lost = True
-            raise StorageError(
-                f"the agent of this machine did not answer within {limit_s:g} s", errno.ETIMEDOUT
-            ) from None
+            raise self._lost(self._answer_s) from None
         finally:
             # If a signal handler raised, the next request would receive this request's answer.
             if answer is None and connection is self._connection:
                 self.close()
+        return self._check(answer)
+
+    @staticmethod
+    def _check(answer: Message | None) -> Message:
         if answer is None:
             raise ConnectionResetError("the agent closed the connection")
         if answer["kind"] == Kind.ERROR:
             raise_failure(answer["failure"])
         return answer
+
+    def _await(self, connection: socket.socket, within_s: float) -> None:
+        """Waits until an answer arrives.
+
+        Raises StorageError if the agent does not answer, either this or any other request.
+        """
+        began = answered = time.monotonic()
+        poll_s = self._answer_s / _POLLS
+        while not has_arrived(connection, min(poll_s, within_s)):
+            now = time.monotonic()
+            if now - began >= within_s:
+                raise self._lost(within_s)
+            left_s = answered + self._answer_s - now
+            self._register(left_s, is_ping=True).close()
+            answered = time.monotonic()
+            self.while_waiting()
+
+    def _lost(self, seconds: float) -> StorageError:
+        text = f"the agent of this machine did not answer within {seconds:g} s"
+        return self._unanswered(text, errno.ETIMEDOUT)
+
+    def _unanswered(self, text: str, number: int | None = None) -> StorageError:
+        """Returns the error of a request whose outcome is unknown. The agent is lost."""
+        self.is_lost = True
+        error = StorageError(text, number)
+        error.may_be_committed = True
+        return error
 
     def _connect(self) -> None:
         """Connects to the agent; starts an agent if none runs."""
@@ -328,7 +371,7 @@ class AgentClient:
             if self._may_start:
                 open_folder(self.place.run)  # An ending agent removes the folder.
             try:
-                self._connection = self._register()
+                self._connection = self._register(self._answer_s)
                 self.is_lost, self._crashes = False, 0
                 self._read_errors()
                 return
@@ -341,8 +384,9 @@ class AgentClient:
                     raise
                 reason = f"cannot connect to its socket: {error.strerror or error}"
                 raise self._cannot_start(reason, error.errno) from error
-            if has_agent(self.folder) and time.monotonic() < begin + self._timeout_s:
-                deadline = time.monotonic() + _START_S  # An ending agent may still write for long.
+            is_busy = has_agent(self.folder) and not is_stopped(self.folder)
+            if is_busy and time.monotonic() < begin + self._timeout_s:
+                deadline = time.monotonic() + self._answer_s  # It may free memory for long.
             elif time.monotonic() > deadline:
                 raise self._cannot_start(f"no agent answered; see {self.folder / 'agent.log'}")
             if self._child is None or self._child.poll() is not None:
@@ -354,8 +398,7 @@ class AgentClient:
             time.sleep(0.02)
 
     def _cannot_start(self, reason: object, number: int | None = None) -> StorageError:
-        self.is_lost = True
-        return StorageError(f"cannot start an agent for {self.folder}: {reason}", number)
+        return self._unanswered(f"cannot start an agent for {self.folder}: {reason}", number)
 
     def _read_errors(self) -> str:
         """Returns the error output of the agent that this client has started, and closes it."""
@@ -376,33 +419,40 @@ class AgentClient:
             last = next(filter(None, reversed(lines)), "unknown")
             raise self._cannot_start(f"it exited with status {self._child.returncode}: {last}")
 
-    def _register(self) -> socket.socket:
+    def _register(self, within_s: float, *, is_ping: bool = False) -> socket.socket:
+        """Returns a new connection, on which the agent has answered.
+
+        A ping only finds out whether it answers. It uses no directory, which may be slow.
+        """
         place = self.place
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            connection.settimeout(self._timeout_s)
+            connection.settimeout(max(within_s, _LEAST_S))
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
-            self._exchange(
+            send(
                 connection,
                 Kind.HELLO,
-                min(self._timeout_s, _START_S),
                 **{"run": place.run.hex(), "session": place.session.hex(), "rank": place.rank},
                 **{"ranks_here": list(place.ranks_here), "options": self._options.encode()},
-                orphans=[(session.hex(), sequence) for session, sequence in place.orphans],
-                **self._identity(),
+                **({} if is_ping else self._identity()),
             )
+            self._check(receive(connection))
+        except TimeoutError:
+            connection.close()
+            raise self._lost(self._answer_s) from None
         except BaseException:
             connection.close()
             raise
         return connection
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the fields of ``HELLO`` on the run's id, if it has one."""
+        """Returns the fields of ``HELLO`` on the run's orphans, and on its id if it has one."""
         run_id = self.place.run_id
+        orphans = [(session.hex(), sequence) for session, sequence in self.place.orphans]
         if run_id is None:
-            return {}
-        fields: dict[str, Any] = {"run_id": asdict(run_id)}
+            return {"orphans": orphans}
+        fields: dict[str, Any] = {"orphans": orphans, "run_id": asdict(run_id)}
         checked = self._run
         if self._local is not None and not self._is_first:  # That of the run may not answer later.
             checked = os.fspath(self._local)
@@ -419,7 +469,7 @@ class AgentClient:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._read_errors()
         with contextlib.suppress(OSError):
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+            self._errors = PROCESS.own(tempfile.TemporaryFile())  # noqa: SIM115
         self._child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch_ckpt.cli.main", "agent", self._run),

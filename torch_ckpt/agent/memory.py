@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import TypeVar
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
+from torch_ckpt.process_state import Descriptor
 
 __all__ = [
     "LOCK_NAME",
@@ -35,8 +37,11 @@ __all__ = [
     "done_mark",
     "folder_of",
     "found_slots",
+    "free",
     "has_agent",
+    "is_stopped",
     "open_folder",
+    "released",
     "remove_abandoned",
     "run_of",
     "sharing_of",
@@ -118,11 +123,9 @@ def short_path(folder: Path) -> Iterator[str]:
     if len(os.fsencode(folder)) <= _MAX_SOCKET_FOLDER_NBYTES:
         yield os.fspath(folder)  # Without `/proc`, which may not be mounted.
         return
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
+    descriptor = Descriptor(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+    with contextlib.closing(descriptor):
+        yield f"/proc/self/fd/{descriptor.number}"
 
 
 def slot_path(folder: Path, rank: int, number: int) -> Path:
@@ -203,10 +206,35 @@ def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool])
 
 
 @contextlib.contextmanager
+def released(lock: threading.Condition) -> Iterator[None]:
+    """Releases the lock of an agent for a block of slow work. Others may change anything then.
+
+    An agent that answers no request within 30 s counts as lost, and it allocates or frees a few GB
+    per second. Requires: the caller holds the lock, once.
+    """
+    lock.release()
+    try:
+        yield
+    finally:
+        lock.acquire()
+
+
+def free(doomed: list[_native.Slot]) -> None:
+    """Empties a list of slots whose files have been removed: the memory is freed with the last.
+
+    Other threads may do so at the same time. It is slow; the caller holds no lock.
+    """
+    with contextlib.suppress(IndexError):
+        while True:
+            doomed.pop()
+
+
+@contextlib.contextmanager
 def agent_lock(folder: Path) -> Iterator[bool]:
     """Acquires the lock of a run's agent for a block; yields whether that succeeded."""
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    with contextlib.closing(Descriptor(os.open(folder / LOCK_NAME, flags, 0o600))) as opened:
+        descriptor = opened.number
         deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(descriptor, fcntl.LOCK_EX, folder):
             if time.monotonic() > deadline:
@@ -217,22 +245,31 @@ def agent_lock(folder: Path) -> Iterator[bool]:
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)  # For users to read.
         # The agent that released the lock may have removed the folder.
         yield os.fstat(descriptor).st_nlink > 0
-    finally:
-        os.close(descriptor)
 
 
 def has_agent(folder: Path) -> bool:
     """Returns whether a process holds the lock of a run's agent; the process may be ending."""
     try:
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        opened = Descriptor(os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
         return False
+    with contextlib.closing(opened):
+        try:
+            is_free = _try_lock(opened.number, fcntl.LOCK_SH, folder)
+            fcntl.flock(opened.number, fcntl.LOCK_UN)  # A child forked meanwhile shares the lock.
+        except OSError:  # A sandbox refuses locks: then no agent can run.
+            return False
+        return not is_free
+
+
+def is_stopped(folder: Path) -> bool:
+    """Returns whether the process that holds the lock of a run's agent is stopped by a signal."""
     try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH, folder)
-    except OSError:  # A sandbox refuses locks: then no agent can run.
+        pid = int((folder / LOCK_NAME).read_text())
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, ValueError):  # It has ended, or belongs to another namespace.
         return False
-    finally:
-        os.close(descriptor)
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _try_lock(descriptor: int, kind: int, folder: Path) -> bool:

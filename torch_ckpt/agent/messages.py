@@ -99,7 +99,7 @@ class Kind(enum.StrEnum):
     """Requests the saves whose replicas are complete."""
     SAVES = "saves"
     """Answers ``REPLICATED``: ``saves`` in memory with a complete replica (``None`` if the agent
-    does not replicate), and the number of ``superseded`` saves."""
+    does not replicate), the number of ``superseded`` saves, and the last ``failure`` of a send."""
     REPLICA = "replica"
     """From agent to agent, begins the replica of a save: ``run``, ``session``, ``sequence``,
     ``node``, ``slots`` (rank and length of each), and the save to ``keep``. Blocks follow."""

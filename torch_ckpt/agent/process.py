@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import faulthandler
 import logging
 import os
-import shutil
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,11 +23,9 @@ from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, check_reaches, id_in_memory, inode_of, set_id
 from torch_ckpt.agent.manifests import Manifests, PendingFailures
 from torch_ckpt.agent.memory import (
-    LOCK_NAME,
     Save,
-    agent_lock,
-    open_folder,
-    remove_abandoned,
+    free,
+    released,
     short_path,
 )
 from torch_ckpt.agent.messages import (
@@ -48,8 +43,9 @@ from torch_ckpt.agent.replicas import Replicas
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import Slots, SlotScan
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, UnsupportedError
+from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Agent", "run_agent"]
+__all__ = ["Agent"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -88,7 +84,8 @@ class Agent:
         self.options = options
         self._signals = signals  # Polled: a signal handler cannot acquire the condition.
         self._changed = threading.Condition()
-        self._slots, self._failures = Slots(folder, run), PendingFailures()
+        self._slots = Slots(folder, run, self._changed)
+        self._failures = PendingFailures()
         self._saves = Saves(
             *(folder, self._slots, self._changed),
             options=lambda: self.options,
@@ -123,7 +120,7 @@ class Agent:
 
         Returns whether the memory can be removed: its snapshots are on disk or were discarded.
         """
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         path = self.folder / "agent.socket"
         path.unlink(missing_ok=True)
         with short_path(self.folder) as folder:
@@ -231,7 +228,7 @@ class Agent:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = listener.accept()
+                connection = PROCESS.own(listener.accept()[0])
             except OSError as error:
                 if listener.fileno() < 0:  # The agent ends.
                     return
@@ -295,6 +292,8 @@ class Agent:
                 return answers[message["kind"]](trainer, message)
         except Exception as error:
             return {"kind": Kind.ERROR, "failure": failure_of(error)}
+        finally:
+            free(self._slots.doomed)
 
     def _register(self, message: Message, pid: int) -> RankProcess:
         session, rank = bytes.fromhex(message["session"]), int(message["rank"])
@@ -386,6 +385,7 @@ class Agent:
 
     def _free_former(self) -> None:
         """Frees the memory of a run that another has replaced."""
+        self._changed.wait_for(lambda: self._next_id is None or not self._slots.is_allocating)
         if self._next_id is not None:
             _log.info("the memory of the former run is freed for run %s", self._next_id.id)
             self._slots.discard_all()
@@ -406,6 +406,8 @@ class Agent:
             is_released = self._slots.release(self._ranks, self._saves.is_done)
             if not is_released and not self._replicas.give_up():
                 raise
+            with released(self._changed):
+                free(self._slots.doomed)
             return allocate()
 
     def _acquire(self, trainer: RankProcess, message: Message) -> Message:
@@ -431,8 +433,7 @@ class Agent:
                 )
             )
             if slot is not None:
-                path = os.fspath(slot.path)
-                return {"kind": Kind.SLOT, "path": path, "has_waited": has_waited}
+                return {"kind": Kind.SLOT, "path": os.fspath(slot.path), "has_waited": has_waited}
             left = deadline - time.monotonic()
             if left <= 0:
                 return {"kind": Kind.BUSY}
@@ -504,7 +505,8 @@ class Agent:
     def _replicated(self, trainer: RankProcess, message: Message) -> Message:
         saves = self._replicas.replicated(self._slots.scan())
         encoded = None if saves is None else [(session.hex(), number) for session, number in saves]
-        return {"kind": Kind.SAVES, "saves": encoded, "superseded": self._replicas.superseded}
+        facts = {"superseded": self._replicas.superseded, "failure": self._replicas.failure}
+        return {"kind": Kind.SAVES, "saves": encoded, **facts}
 
     def _is_awaited(self, save: Save, scan: SlotScan) -> bool:
         """Returns whether the ranks that have not completed a save may still complete it."""
@@ -556,49 +558,3 @@ class Agent:
         self._is_dropped = bool(message["drop"])
         self._changed.notify_all()
         return {"kind": Kind.OK}
-
-
-@contextlib.contextmanager
-def _logged_errors() -> Iterator[None]:
-    """Logs the error that ends this process."""
-    try:
-        yield
-    except Exception:
-        _log.exception("the agent has failed")
-        raise
-
-
-def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None = None) -> int:
-    """Runs the agent of a run in this process, unless the run has an agent on this machine.
-
-    The options apply until a rank registers. ``first_within_s`` is ``options.linger_s`` if
-    ``None``. Returns the exit status of the process.
-    """
-    signals: list[int] = []
-    # Installed before the folder exists: a default handler would leave the folder behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends SIGINT to all its processes.
-    folder = open_folder(run)
-    with agent_lock(folder) as is_ours, _logged_errors():
-        if not is_ours:
-            return 0
-        log = (folder / "agent.log").open("a")
-        logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(message)s")
-        faulthandler.enable(log)  # A fatal signal leaves the stacks of all threads there.
-        with contextlib.suppress(OSError):  # Some sandboxes refuse it.
-            os.nice(options.io.background_nice)
-        inode = inode_of(os.fspath(folder))
-        for removed in remove_abandoned(folder):
-            _log.info("removed %s, the memory of an abandoned run", removed)
-        agent = Agent(run, folder, options, first_within_s=first_within_s, signals=signals)
-        # If others have removed the folder, a new one may be that of the next agent.
-        if agent.serve() and inode_of(os.fspath(folder)) == inode:
-            # The lock is removed last, so that no other agent begins in a partly deleted folder.
-            for path in folder.iterdir():
-                if path.name != LOCK_NAME:
-                    path.unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-    if signals:  # End by the signal, so that the exit status reports it.
-        signal.signal(signals[0], signal.SIG_DFL)
-        os.kill(os.getpid(), signals[0])
-    return 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import select
-import weakref
 
 from torch_ckpt.coordination.owner import started_at
+from torch_ckpt.process_state import Descriptor
 
 __all__ = ["RankProcess"]
 
@@ -32,12 +32,10 @@ class RankProcess:
         self.reached = 0
         self.connections = 0
         self._died = False
-        descriptor = _pidfd(pid)
         self._poll = select.poll()
-        self._close: weakref.finalize[..., RankProcess] | None = None
-        if descriptor is not None:
-            self._poll.register(descriptor, select.POLLIN)
-            self._close = weakref.finalize(self, os.close, descriptor)
+        self._pidfd = _pidfd(pid)
+        if self._pidfd is not None:
+            self._poll.register(self._pidfd.number, select.POLLIN)
         self._started = started_at(pid) if pid else None
 
     @property
@@ -45,10 +43,10 @@ class RankProcess:
         """Whether the process exists; its connections may be idle for long."""
         if self._died:
             return False
-        if self._close is not None:
+        if self._pidfd is not None:
             if self._poll.poll(0):
                 self._died = True
-                self._close()
+                self._pidfd.close()
         elif self._started is None:
             return self.connections > 0
         else:
@@ -67,9 +65,9 @@ class RankProcess:
         return not self.has_detached and self.is_alive
 
 
-def _pidfd(pid: int) -> int | None:
+def _pidfd(pid: int) -> Descriptor | None:
     """Returns a descriptor that becomes readable when a process ends; ``None`` if refused."""
     try:
-        return os.pidfd_open(pid)
+        return Descriptor(os.pidfd_open(pid))
     except (AttributeError, OSError):  # Python may have been built on an old system.
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from torch_ckpt.errors import CheckpointError, CorruptionError
 __all__ = [
     "BLOCK_NBYTES",
     "GENERATIONS",
+    "PENDING_REPLICA",
     "ReplicaFile",
     "clear_replica",
     "found_replicas",
+    "remove_replica",
     "replica_path",
     "slot_blocks",
     "used_nbytes",
@@ -34,6 +37,9 @@ __all__ = [
 
 BLOCK_NBYTES = 1 << 20
 """Bytes with one checksum."""
+
+PENDING_REPLICA = "pending-replica-"
+"""Prefix of the file of a replica whose memory is being allocated."""
 
 GENERATIONS = 2
 """Replicas of each rank: one remains complete while the next one arrives."""
@@ -80,10 +86,20 @@ def whole_replicas(
     }
 
 
-def clear_replica(path: Path) -> None:
-    """Marks a replica as incomplete; does nothing if its file is no slot."""
+def clear_replica(path: Path) -> list[_native.Slot]:
+    """Marks a replica as incomplete, and returns its memory; empty if its file is no slot."""
     with contextlib.suppress(CheckpointError):
-        _native.Slot.open(os.fsencode(path), True).clear()
+        slot = _native.Slot.open(os.fsencode(path), True)
+        slot.clear()
+        return [slot]
+    return []
+
+
+def remove_replica(path: Path) -> list[_native.Slot]:
+    """Removes a replica, and returns its memory, which is freed with the last reference."""
+    memory = clear_replica(path)
+    path.unlink(missing_ok=True)
+    return memory
 
 
 def used_nbytes(slot: _native.Slot) -> int:
@@ -114,6 +130,7 @@ class ReplicaFile:
     path: Path
     slot_nbytes: int
     memory: _native.Slot
+    pending: Path | None = None
 
     @staticmethod
     def file_nbytes(slot_nbytes: int) -> int:
@@ -122,21 +139,24 @@ class ReplicaFile:
         return -(-end // 8) * 8
 
     @classmethod
-    def begin(cls, path: Path, slot_nbytes: int) -> ReplicaFile:
-        """Returns an incomplete replica, in the memory of a former one if that is large enough.
+    def create(cls, path: Path, slot_nbytes: int) -> ReplicaFile:
+        """Returns an incomplete replica in new memory, whose file is not at ``path`` yet.
 
-        Raises StorageError if the tmpfs has too little space.
+        :meth:`move` puts it there. Raises StorageError if the tmpfs has too little space.
         """
-        nbytes = cls.file_nbytes(slot_nbytes)
-        memory = None
-        with contextlib.suppress(CheckpointError):
-            found = _native.Slot.open(os.fsencode(path), True)
-            found.clear()
-            memory = found if found.nbytes >= nbytes else None
-        if memory is None:
-            path.unlink(missing_ok=True)
-            memory = _native.Slot.create(os.fsencode(path), nbytes)
-        return cls(path, slot_nbytes, memory)
+        pending = path.with_name(f"{PENDING_REPLICA}{secrets.token_hex(8)}")
+        memory = _native.Slot.create(os.fsencode(pending), cls.file_nbytes(slot_nbytes))
+        return cls(path, slot_nbytes, memory, pending)
+
+    def move(self) -> None:
+        """Moves a new file to its path."""
+        if self.pending is not None:
+            self.pending.rename(self.path)
+            self.pending = None
+
+    def remove(self) -> None:
+        """Removes the file. Its memory is freed with the last reference."""
+        (self.pending or self.path).unlink(missing_ok=True)
 
     def finish(self, sums: Sequence[int]) -> None:
         """Stores the checksums of all blocks."""

@@ -9,17 +9,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from torch_ckpt._core import _native
-from torch_ckpt.agent.memory import Save
+from torch_ckpt.agent.memory import Save, free
 from torch_ckpt.agent.messages import Kind, Message, failure_of, receive, send
 from torch_ckpt.agent.replica_files import (
     GENERATIONS,
     ReplicaFile,
     clear_replica,
     found_replicas,
+    remove_replica,
     replica_path,
     slot_blocks,
     whole_replicas,
@@ -75,7 +77,7 @@ class ReplicaReceiver:
         with self._lock:
             self._is_closed = True
             for file in self._arriving:
-                file.path.unlink(missing_ok=True)
+                file.remove()
 
     def _accept(self) -> None:
         with contextlib.closing(self._listeners):
@@ -123,10 +125,7 @@ class ReplicaReceiver:
         try:
             slots, save = self._checked(message)
             keep = _save_of(message.get("keep"))
-            with self._lock:
-                if self._is_closed:
-                    raise ConnectionAbortedError("this agent receives no more replicas")
-                files = self._arriving = self._begin(slots, save, keep)
+            files = self._begin(connection, slots, save, keep)
         except ConnectionAbortedError:
             raise
         except Exception as error:
@@ -156,41 +155,86 @@ class ReplicaReceiver:
         return slots, (self._session, int(message["sequence"]))
 
     def _begin(
-        self, slots: Sequence[tuple[int, int]], save: Save, keep: Save | None
+        self,
+        connection: socket.socket,
+        slots: Sequence[tuple[int, int]],
+        save: Save,
+        keep: Save | None,
     ) -> list[ReplicaFile]:
         """Returns incomplete files for the slots of a save.
 
         One earlier save remains: the one to keep, or else the newest. Raises StorageError if there
-        is too little memory.
+        is too little memory, and ConnectionAbortedError if the connection is no longer wanted.
+        """
+        with self._locked(connection):
+            paths, files, doomed = self._choose(slots, save, keep)
+        free(doomed)
+        nbytes_of = {path: nbytes for path, (_, nbytes) in zip(paths, slots, strict=True)}
+        absent = [path for path in paths if path not in files]
+        check_memory(self._folder, sum(ReplicaFile.file_nbytes(nbytes_of[path]) for path in absent))
+        try:
+            for path in absent:
+                files[path] = ReplicaFile.create(path, nbytes_of[path])
+            with self._locked(connection):
+                for path in absent:
+                    files[path].move()
+                self._arriving = [files[path] for path in paths]
+                return self._arriving
+        except BaseException:
+            for path in absent:
+                if path in files:
+                    files[path].remove()
+            raise
+
+    @contextlib.contextmanager
+    def _locked(self, connection: socket.socket) -> Iterator[None]:
+        """Holds the lock for a block. Raises ConnectionAbortedError unless the connection serves.
+
+        Memory is allocated and freed without it: :meth:`close` must not wait.
+        """
+        with self._lock:
+            if not self._is_wanted(connection):
+                raise ConnectionAbortedError("this agent receives no more replicas from there")
+            yield
+
+    def _choose(
+        self, slots: Sequence[tuple[int, int]], save: Save, keep: Save | None
+    ) -> tuple[list[Path], dict[Path, ReplicaFile], list[_native.Slot]]:
+        """Returns the paths of the files for a save, and those files whose memory is large enough.
+
+        Removes all other files, except those that remain, and returns their memory as well.
         """
         whole = whole_replicas(self._folder, self._run)
         saves = {found for found, _ in whole}
         retained = keep if keep in saves else max(saves - {save}, default=None)
-        remaining = {
-            path for (found, _), slots in whole.items() if found == retained for _, path in slots
-        }
+        kept = [path for (found, _), each in whole.items() if found == retained for _, path in each]
+        # A save is in both if its sender lost the mark, and sent it again.
+        in_generation = [
+            {path for path in kept if path.suffix == f".{number}"} for number in range(GENERATIONS)
+        ]
+        remaining = max(in_generation, key=len)
         generations = [
             [replica_path(self._folder, self._source, rank, number) for rank, _ in slots]
             for number in range(GENERATIONS)
         ]
         paths = next(each for each in generations if not remaining.intersection(each))
+        lengths = {path: nbytes for path, (_, nbytes) in zip(paths, slots, strict=True)}
+        files: dict[Path, ReplicaFile] = {}
+        doomed = []
         for _, _, path in found_replicas(self._folder):
-            if path not in remaining:
-                clear_replica(path)
-                if path not in paths:
-                    path.unlink(missing_ok=True)
-        self._check_memory(paths, [nbytes for _, nbytes in slots])
-        return [
-            ReplicaFile.begin(path, nbytes) for path, (_, nbytes) in zip(paths, slots, strict=True)
-        ]
-
-    def _check_memory(self, paths: Sequence[Path], nbytes: Sequence[int]) -> None:
-        missing = 0
-        for path, slot_nbytes in zip(paths, nbytes, strict=True):
-            with contextlib.suppress(FileNotFoundError):
-                missing -= path.stat().st_size
-            missing += ReplicaFile.file_nbytes(slot_nbytes)
-        check_memory(self._folder, missing)
+            if path in remaining:
+                continue
+            memory = clear_replica(path)
+            if (
+                path in lengths
+                and memory
+                and memory[0].nbytes >= ReplicaFile.file_nbytes(lengths[path])
+            ):
+                files[path] = ReplicaFile(path, lengths[path], memory[0])
+            else:
+                path.unlink(missing_ok=True)
+                doomed += memory
+        return paths, files, doomed
 
     def _receive(self, connection: socket.socket, files: Sequence[ReplicaFile]) -> bool:
         """Receives the blocks of all files; returns whether the sender has sent all of them.
@@ -252,11 +296,9 @@ def check_memory(folder: Path, missing: int) -> None:
         )
 
 
-def remove_replicas(folder: Path) -> None:
-    """Removes all replicas."""
-    for _, _, path in found_replicas(folder):
-        clear_replica(path)
-        path.unlink(missing_ok=True)
+def remove_replicas(folder: Path) -> list[_native.Slot]:
+    """Removes all replicas, and returns their memory, which is freed with the last reference."""
+    return list(chain.from_iterable(remove_replica(path) for _, _, path in found_replicas(folder)))
 
 
 def _save_of(value: object) -> Save | None:

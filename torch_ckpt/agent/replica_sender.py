@@ -98,7 +98,8 @@ class ReplicaSender:
         self._slots, self._changed = slots, changed
         self._keep, self._is_deciding, self._rate = keep, is_deciding, rate
         self._is_closed = False
-        self._logged = ""
+        self.failure = ""
+        """Why the last attempt has failed; empty after a success."""
         self._retries_at = 0.0  # After the buddy has refused a save.
         self._newest = -1  # Sequence of the last save that was begun.
         self._connection: socket.socket | None = None
@@ -137,6 +138,7 @@ class ReplicaSender:
                     break
                 if is_sent:
                     self._mark(save)
+                    self.failure = ""
                     _log.info("save %d is replicated to %s", save[1], self._name)
                 else:
                     self.superseded += 1
@@ -145,8 +147,8 @@ class ReplicaSender:
         self._disconnect()
 
     def _log_once(self, text: str) -> None:
-        if text != self._logged:  # Attempts are repeated every second.
-            self._logged = text
+        if text != self.failure:  # Attempts are repeated every second.
+            self.failure = text
             _log.warning(text)
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from torch_ckpt.agent.messages import has_arrived
 from torch_ckpt.coordination.handshake import Dialling
+from torch_ckpt.process_state import PROCESS
 
 __all__ = [
     "ALL_SENT",
@@ -73,7 +74,7 @@ def dial(addresses: Sequence[tuple[str, int]], token: str, node: int) -> socket.
     for host, port in addresses:
         ends_at = time.monotonic() + DIAL_S
         try:
-            connection = prepared(socket.create_connection((host, port), DIAL_S))
+            connection = prepared(PROCESS.own(socket.create_connection((host, port), DIAL_S)))
         except OSError as error:
             failures.append(f"{host}: {error}")
             continue

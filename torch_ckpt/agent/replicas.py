@@ -12,7 +12,12 @@ from typing import Any
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import decode, encode
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.replica_files import GENERATIONS, ReplicaFile, found_replicas
+from torch_ckpt.agent.replica_files import (
+    GENERATIONS,
+    PENDING_REPLICA,
+    ReplicaFile,
+    found_replicas,
+)
 from torch_ckpt.agent.replica_receiver import ReplicaReceiver, check_memory, remove_replicas
 from torch_ckpt.agent.replica_sender import Buddy, ReplicaSender
 from torch_ckpt.agent.slots import Slots, SlotScan
@@ -53,6 +58,8 @@ class Replicas:
         self._listeners: Listeners | None = None  # Until its receiver has it.
         self._sender: ReplicaSender | None = None
         self._receiver: ReplicaReceiver | None = None
+        for path in folder.glob(f"{PENDING_REPLICA}*"):  # A former agent was allocating these.
+            path.unlink()
         state = folder / _STATE_NAME
         try:
             if state.exists():
@@ -163,6 +170,13 @@ class Replicas:
         """Number of saves whose replica was not begun or not finished, because of a newer save."""
         return 0 if self._sender is None else self._sender.superseded
 
+    @property
+    def failure(self) -> str:
+        """Why this agent replicates nothing now; empty if no attempt has failed."""
+        if self._sender is None:
+            return f"its agent does not replicate any more; see {self._folder / 'agent.log'}"
+        return self._sender.failure
+
     def reserve(self, slots: dict[int, int]) -> None:
         """Checks that there is memory for replicas, besides the slots of this machine's ranks.
 
@@ -195,9 +209,9 @@ class Replicas:
             self.end()
 
     def discard(self) -> bool:
-        """Frees all replicas that are stored here; returns whether there were any."""
+        """Removes all replicas that are stored here; returns whether there were any."""
         found = found_replicas(self._folder)
-        remove_replicas(self._folder)
+        self._slots.doomed += remove_replicas(self._folder)
         return bool(found)
 
     def give_up(self) -> bool:

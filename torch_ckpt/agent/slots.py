@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
     found_slots,
+    free,
+    released,
     slot_path,
     whole_saves,
 )
@@ -25,7 +28,9 @@ __all__ = ["SlotFile", "SlotScan", "Slots"]
 
 @dataclass
 class SlotFile:
-    """A slot of this machine. ``readers`` counts the saves in progress that read it.
+    """A slot of this machine.
+
+    ``readers`` counts the saves in progress that read it, and the allocation of its memory.
 
     ``memory`` is the mapped file; ``None`` if it does not exist yet.
     """
@@ -75,13 +80,19 @@ SavePredicate = Callable[[Save, SlotScan], bool]
 
 
 class Slots:
-    """All slots of a run on this machine. Requires: the caller holds the agent's lock.
+    """All slots of a run on this machine. Requires: the caller holds ``changed``, the agent's lock.
 
     Each slot's header describes its snapshot, so a restarted agent recovers all state from files.
-    Slots of other runs, by their 16 bytes, are ignored.
+    Slots of other runs, by their 16 bytes, are ignored. :meth:`reserve` and :meth:`acquire` release
+    the lock while they allocate memory. Removed memory is ``doomed``: the caller passes that to
+    :func:`~torch_ckpt.agent.memory.free` without the lock.
     """
 
-    def __init__(self, folder: Path, run: bytes) -> None:
+    def __init__(self, folder: Path, run: bytes, changed: threading.Condition) -> None:
+        self.doomed: list[_native.Slot] = []
+        self.is_allocating = False
+        """Whether a rank's memory is being allocated. Only one is at a time."""
+        self._changed = changed
         self._folder = folder
         self._run = run
         self._slots: dict[int, list[SlotFile]] = {}
@@ -153,6 +164,7 @@ class Slots:
             for slot in slots:
                 if slot.memory is not None:
                     slot.memory.clear()
+                    self.doomed.append(slot.memory)
         self._slots.clear()
         for _, _, path in found_slots(self._folder):
             path.unlink(missing_ok=True)
@@ -160,7 +172,13 @@ class Slots:
     def _remove(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             for slot in self._slots.pop(rank):
-                slot.path.unlink(missing_ok=True)
+                self._remove_file(slot)
+
+    def _remove_file(self, slot: SlotFile) -> None:
+        slot.path.unlink(missing_ok=True)  # Frees nothing while the file is mapped.
+        if slot.memory is not None:
+            self.doomed.append(slot.memory)
+            slot.memory = None
 
     @property
     def nbytes(self) -> int:
@@ -262,14 +280,29 @@ class Slots:
             )
 
     def _allocate(self, slot: SlotFile, nbytes: int) -> None:
-        """Replaces the memory of a free slot if it is too small."""
+        """Replaces the memory of a free slot if it is too small; releases the lock meanwhile."""
         if slot.memory is not None and slot.memory.nbytes >= nbytes:
             return
-        self._check_limit(slot, nbytes)
-        slot.memory = None
-        slot.path.unlink(missing_ok=True)
+        slot.readers += 1
         try:
-            slot.memory = _native.Slot.create(os.fsencode(slot.path), nbytes)
+            self._changed.wait_for(lambda: not self.is_allocating)
+            self.is_allocating = True
+            try:
+                self._check_limit(slot, nbytes)
+                self._remove_file(slot)
+                with released(self._changed):
+                    free(self.doomed)
+                    memory = self._create(slot.path, nbytes)
+                slot.memory = memory
+            finally:
+                self.is_allocating = False
+        finally:
+            slot.readers -= 1
+            self._changed.notify_all()
+
+    def _create(self, path: Path, nbytes: int) -> _native.Slot:
+        try:
+            return _native.Slot.create(os.fsencode(path), nbytes)
         except CheckpointError as error:
             space = os.statvfs(self._folder)
             error.args = (

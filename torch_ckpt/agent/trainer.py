@@ -345,6 +345,7 @@ class SnapshotAgent:
         decide = functools.partial(self._stages.decide, "staging", timeout_s=self.timeout_s)
         decision: Decision
         decision, replication.keep = decide(list_and_answer, decide_both)
+        replication.warn()
         if decision == "assign":  # In the save after one in which all copied everything.
             decision = decide(assign_and_answer, decided)
         if decision != "shares":
@@ -373,6 +374,8 @@ class SnapshotAgent:
 
         Raises:
             CheckpointError: The save failed.
+            StorageError: The agent does not answer, if ``may_be_committed`` is true. It may still
+                commit the save, and so may an agent that is started later.
         """
         sequence, is_joint = staged.header.sequence, self._place.node_count > 1
 
@@ -502,6 +505,14 @@ class SnapshotAgent:
         first = sources[0][1]
         self._replication.keep = first.save
         return MemoryCheckpoint(first.save, first.step, folder, paths, replicas, part, others)
+
+    def has_in_memory(self, step: int) -> bool:
+        """Returns whether this machine has a complete slot of a step, which an agent may persist.
+
+        Any rank may call this method alone.
+        """
+        found = complete_slots(self._client.folder, self._place.run)
+        return any(header.step == step for header, _ in found)
 
     def slot_report(self) -> SlotReport:
         """Returns what this machine holds in memory, on its first rank; nothing on the others."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from torch_ckpt.agent.main import run_agent
 from torch_ckpt.agent.memory import run_of
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.process import run_agent
 from torch_ckpt.cli.arguments import seconds
 
 __all__ = ["add_to"]

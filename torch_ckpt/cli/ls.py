@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_ckpt.cli.arguments import add_json
-from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_table
+from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_table, printable
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import open_committed
+from torch_ckpt.records.reading import missing_replicas
 from torch_ckpt.runs.step_files import (
     branch_of,
     listed_steps,
@@ -79,12 +80,18 @@ def _ls(options: argparse.Namespace) -> int:
     if not options.run.file_system.has_folders:  # Some servers list folders that are empty.
         steps = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
     newest = next((step["step"] for step in steps if step["state"] == "whole"), None)
+    unreplicated = ""
+    with contextlib.suppress(CheckpointError):  # The record is unreadable.
+        unreplicated = missing_replicas(promoted_to or run)
     if options.json:
         for step in steps:  # JSON has neither NaN nor infinity.
             metrics = step["metrics"].items()
             step["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in metrics}
-        print_json({"run": str(options.run), "newest": newest, "steps": steps})
+        facts = {"run": str(options.run), "newest": newest, "unreplicated": unreplicated or None}
+        print_json({**facts, "steps": steps})
     else:
+        if unreplicated:
+            print(printable(f"warning: {unreplicated}"), file=sys.stderr)
         print_table([_row(step, newest) for step in steps], right=(0, 1, 2, 3))
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
 

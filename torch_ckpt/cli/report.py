@@ -15,7 +15,7 @@ from torch_ckpt.records.calls import Call, calls_of
 from torch_ckpt.records.diagnosis import first_sentence
 from torch_ckpt.records.exports import chrome_trace, prometheus_text
 from torch_ckpt.records.page import page
-from torch_ckpt.records.reading import read_events
+from torch_ckpt.records.reading import missing_replicas, read_events
 from torch_ckpt.records.summary import (
     figures,
     heading,
@@ -67,11 +67,18 @@ def _report(options: argparse.Namespace) -> int:
     call = _chosen(calls, options.step)
     if call is None:
         return fail(f"the record of {options.run} has no save or load of step {options.step}")
+    unreplicated = missing_replicas(options.run)
     if options.json:
         facts = {"run": str(options.run), "sentence": first_sentence(call)}
-        print_json({**facts, **figures(call), "trend": trend(calls)})
+        print_json(
+            {**facts, "unreplicated": unreplicated or None, **figures(call), "trend": trend(calls)}
+        )
     else:
         _print_report(call, calls)
+        if unreplicated:
+            print()
+            for line in textwrap.wrap(printable(f"Warning: {unreplicated}."), _WIDTH):
+                print(line)
     if options.html is not None:
         _write(options.html, page(call, calls))
     if options.trace is not None:

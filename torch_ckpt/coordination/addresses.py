@@ -15,6 +15,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_ckpt.process_state import PROCESS
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
@@ -72,7 +74,7 @@ def own_addresses(store: Store | None) -> list[str]:
         return list(dict.fromkeys(hosts))
     address = store_address(store)
     if address is not None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        with contextlib.suppress(OSError), _datagram_socket() as s:
             s.connect(address)  # Sends nothing, but makes the kernel choose a route.
             hosts.append(s.getsockname()[0])
     with contextlib.suppress(OSError):
@@ -81,10 +83,14 @@ def own_addresses(store: Store | None) -> list[str]:
     return list(dict.fromkeys([*hosts, "127.0.0.1"]))
 
 
+def _datagram_socket() -> socket.socket:
+    return PROCESS.own(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+
+
 def _addresses_of(interface: str) -> list[str]:
     """Returns the addresses of a network interface; none if there is no such interface."""
     hosts = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    with contextlib.suppress(OSError), _datagram_socket() as s:
         request = struct.pack("256s", interface.encode()[:15])
         hosts.append(socket.inet_ntoa(fcntl.ioctl(s, _SIOCGIFADDR, request)[20:24]))
     with contextlib.suppress(OSError):
@@ -120,7 +126,7 @@ def refuses(addresses: Sequence[tuple[str, int]]) -> bool:
     answers = set()
     for host, port in addresses:
         try:
-            socket.create_connection((host, port), _PROBE_TIMEOUT_S).close()
+            PROCESS.own(socket.create_connection((host, port), _PROBE_TIMEOUT_S)).close()
             return False
         except OSError as error:
             answers.add(error.errno)

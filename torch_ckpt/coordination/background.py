@@ -269,7 +269,7 @@ def _listening() -> socket.socket:
     for host in sorted(hosts, key=is_loopback):
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, 0), family=family)
+            return PROCESS.own(socket.create_server((host, 0), family=family))
         except OSError as error:
             failures.append(f"{host}: {error}")
     raise CheckpointError(
@@ -292,7 +292,7 @@ class _SaveProcess:
         self.last: Future[Metadata] | None = None
         self._rank = call.group.names[call.group.rank]
         context = mp.get_context("spawn")
-        self._connection, remote_end = context.Pipe()
+        self._connection, remote_end = map(PROCESS.own, context.Pipe())
         arguments = remote_end, address, listener, call.group.rank, call.group.names
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
@@ -329,7 +329,7 @@ class _SaveProcess:
 
     def _send(self, message: Any, call: Call) -> None:
         """Sends a message. A process that is frozen does not read it."""
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+        with PROCESS.own(socket.socket(fileno=os.dup(self._connection.fileno()))) as end:
             end.setblocking(True)  # Whatever the default of this program is.
             seconds = struct.pack("ll", math.ceil(call.timeout_s), 0)
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):

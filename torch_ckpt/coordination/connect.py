@@ -405,8 +405,7 @@ def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting)
 
 
 def _dial(place: tuple[str, int], timeout_s: float, secret: str, rank: int) -> Dialling:
-    connection = _prepared(socket.create_connection(place, timeout_s))
-    PROCESS.unshared.add(connection)
+    connection = PROCESS.own(_prepared(socket.create_connection(place, timeout_s)))
     try:
         return Dialling(connection, secret, rank)
     except OSError:

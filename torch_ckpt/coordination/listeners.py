@@ -68,7 +68,7 @@ class Listeners:
         self.secret = self._secret.hex()
         self._rank = rank
         self._sockets: list[socket.socket] = []
-        self._selector = selectors.DefaultSelector()
+        self._selector = PROCESS.own(selectors.DefaultSelector())
         self._pending: dict[socket.socket, _Pending] = {}
         self._refused = 0
         failure: OSError | None = None
@@ -85,8 +85,7 @@ class Listeners:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        PROCESS.unshared.add(listener)
+        listener = PROCESS.own(socket.socket(family, socket.SOCK_STREAM))
         try:
             if self._is_named:  # The next process that listens there finds lingering connections.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -130,7 +129,7 @@ class Listeners:
         """Accepts the connections that wait, and reads what has arrived on them."""
         for _ in range(_MOST_PENDING):
             try:
-                connection, _ = listener.accept()
+                connection = PROCESS.own(listener.accept()[0])
             except (BlockingIOError, ConnectionAbortedError):
                 return
             if len(self._pending) >= _MOST_PENDING:
@@ -138,7 +137,6 @@ class Listeners:
                 self._refuse(
                     min(self._pending, key=lambda c: self._pending[c].handshake is not None)
                 )
-            PROCESS.unshared.add(connection)
             connection.setblocking(False)
             self._pending[connection] = _Pending()
             self._selector.register(connection, selectors.EVENT_READ)

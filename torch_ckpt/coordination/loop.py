@@ -34,10 +34,11 @@ class Loop(ABC):
         self.stopped = False
         self.lost: Exception | None = None
         self._posted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._selector = selectors.DefaultSelector()
+        self._selector = PROCESS.own(selectors.DefaultSelector())
         # A pipe: some sandboxes refuse sockets of this machine.
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._woken, self._wake = io.FileIO(woken, "r"), io.FileIO(wake, "w")
+        self._woken = PROCESS.own(io.FileIO(woken, "r"))
+        self._wake = PROCESS.own(io.FileIO(wake, "w"))
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         PROCESS.forkable.add(self)
 
@@ -117,12 +118,9 @@ class Loop(ABC):
         self._fail_posted()
 
     def after_fork(self) -> None:
-        """Refuses the functions that a forked child posts. Its connections are closed already."""
+        """Refuses the functions that a forked child posts. Its descriptors are closed already."""
         self.stopped = True
         self.lost = CheckpointError(FORKED)
-        self._selector.close()
-        self._wake.close()
-        self._woken.close()
 
     def _serve(self, peer: Peer, events: int) -> None:
         try:

@@ -45,8 +45,9 @@ class Event:
             but wait for storage), ``waited_for_ranks`` (the same for other ranks, which read for
             this one in an exchange), ``mode`` (``"direct"``, ``"buffered"`` or ``"store"``),
             ``background`` (true if training goes on meanwhile), ``of`` (of a message: the phase
-            whose end it reports), ``error`` (text), and ``unfinished`` (true if the phase had not
-            ended: ``end`` is the time of the line).
+            whose end it reports), ``unreplicated`` (text: why the last saves have no replicas in
+            the memory of other machines), ``error`` (text), and ``unfinished`` (true if the phase
+            had not ended: ``end`` is the time of the line).
     """
 
     call: str

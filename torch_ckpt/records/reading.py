@@ -7,7 +7,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EVENTS, OLDER_EVENTS
 
-__all__ = ["read_events"]
+__all__ = ["missing_replicas", "read_events"]
 
 _MAX_RANK, _MAX_STEP, _MAX_S = 1 << 31, 1 << 63, 1e11
 """A line with larger numbers is not of this package, and would be no date."""
@@ -32,6 +32,22 @@ def read_events(directory: Location) -> list[Event]:
         )
     lines = (older or b"").split(b"\n") + (newest or b"").split(b"\n")
     return [event for event in map(_event_of, lines) if event is not None]
+
+
+def missing_replicas(directory: Location) -> str:
+    """Returns why the newest save of a run has no replicas in memory; empty if that is not known.
+
+    It reads the events from the end, and only those of one save.
+    """
+    save = None
+    for event in map(_event_of, reversed((_contents(directory / EVENTS) or b"").split(b"\n"))):
+        if event is not None and (event.kind, event.phase) == ("save", "stage"):
+            save = save or event.call
+            if event.call != save:
+                break
+            if text := event.details.get("unreplicated"):
+                return str(text)
+    return ""
 
 
 def _contents(file: Location) -> bytes | None:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CancelledError, StorageError
 
-__all__ = ["Failures", "OnFailure", "storage_failure"]
+__all__ = ["Failures", "OnFailure", "may_be_committed", "storage_failure"]
 
 OnFailure = Literal["raise", "warn"]
 
@@ -68,6 +68,20 @@ class Failures:
         if not in_background:
             self.succeeded()
         self.is_open = in_background and self._on_failure == "warn"
+
+
+def may_be_committed(error: BaseException | None) -> bool:
+    """Returns whether the outcome of a save is unknown: it may still be committed.
+
+    The coordinator was publishing it, or an agent did not answer that was to persist it.
+    """
+    while error is not None:
+        if getattr(error, "may_be_committed", False):
+            return True
+        if isinstance(error, CheckpointException):
+            return any(may_be_committed(cause) for cause, _ in error.failures.values())
+        error = error.__cause__
+    return False
 
 
 def storage_failure(error: BaseException) -> StorageError | None:

@@ -24,7 +24,7 @@ from torch_ckpt.runs.background.agent import AgentBackend
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.branches import Branches
-from torch_ckpt.runs.failures import Failures
+from torch_ckpt.runs.failures import Failures, may_be_committed
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.promotion import Promotion
@@ -98,6 +98,7 @@ class StepSaves:
         self.branches = Branches(self._disks, retention)
         self._pending: BackgroundSave | None = None
         self._failed: set[int] = set()  # Steps whose directories may have remains.
+        self._unknown: dict[int, Callable[[], None]] = {}  # Steps that may still be committed.
 
     @property
     def is_busy(self) -> bool:
@@ -125,8 +126,10 @@ class StepSaves:
     def settle(self, timeout_s: float | None = None) -> None:
         """Waits for the background save, and reports its outcome.
 
-        Raises a CheckpointError that names its step if it failed, or is still in progress.
+        Raises a CheckpointError that names its step if it failed, or is still in progress. Saves
+        whose outcome was unknown are settled first.
         """
+        self._settle_unknown()
         pending = self._pending
         if pending is None:
             return
@@ -134,10 +137,10 @@ class StepSaves:
             with self._bar(pending.step):
                 seconds = pending.settle(timeout_s or self._timeout_s)
             self._clock.background_save_ended(seconds)
-        except CheckpointError:
+        except CheckpointError as error:
             self._boundary.stored = None
             if not pending.is_in_progress:
-                self._remove_failed(pending.step)
+                self._has_failed(pending.step, error, pending.then)
                 if self._promotion is not None:
                     self._promotion.not_saved(pending.step)
             raise
@@ -178,6 +181,7 @@ class StepSaves:
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._retention.monitor))
             self.settle(timeout_s)
+            self._unknown.pop(step, None)  # This save replaces it.
             return step, None if self._promotion is None else self._promotion.failure
 
         def begin(
@@ -271,8 +275,9 @@ class StepSaves:
                 no_dist=self._group.size == 1,
                 timeout_s=timeout_s,
             )
-        except BaseException:
-            self._remove_failed(step)
+        except BaseException as error:
+            then = functools.partial(self._committed, step, files, current_record())
+            self._has_failed(step, error, then)
             raise
         self._boundary.save_began(step)
         self._committed(step, files, current_record())
@@ -556,6 +561,31 @@ class StepSaves:
                 self._retention.apply(self._disk, step)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"old steps were not removed: {error}", stacklevel=2)
+
+    def _has_failed(self, step: int, error: BaseException, then: Callable[[], None]) -> None:
+        """Removes what a failed save has left, unless it may still be committed.
+
+        Then :meth:`settle` finds out later, and calls ``then`` if it was committed.
+        """
+        if may_be_committed(error):
+            # Several places pass over the step: they may learn of its commit at different times.
+            self._unknown[step] = (lambda: None) if self._is_at_several_places else then
+        else:
+            self._remove_failed(step)
+
+    def _settle_unknown(self) -> None:
+        """Settles the saves whose outcome was unknown, and is known now."""
+        for step, then in list(self._unknown.items()):
+            try:
+                is_committed = has_checkpoint(self._disk.path(step))
+            except CheckpointError:  # Storage does not answer now.
+                continue
+            if is_committed:
+                del self._unknown[step]
+                then()
+            elif self._backend is None or not self._backend.may_commit(step):
+                del self._unknown[step]
+                self._remove_failed(step)
 
     def _remove_failed(self, step: int) -> None:
         """Removes what a failed save has left in the directory of its step, on the coordinator."""

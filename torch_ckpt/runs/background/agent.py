@@ -93,6 +93,10 @@ class AgentBackend:
         if self._fallback is None:
             self._run_or_fall_back(lambda: self._agent.reserve(state), lambda: None)
 
+    def may_commit(self, step: int) -> bool:
+        """Returns whether an agent may still commit a step whose save has not succeeded."""
+        return self._agent.has_in_memory(step)
+
     def copy(self, source: Location, target: Location, **options: Any) -> CheckpointCopy:
         """Returns a copy of a checkpoint, whose files the agent sends."""
         if self._fallback is None:

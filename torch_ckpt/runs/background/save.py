@@ -28,7 +28,7 @@ class BackgroundSave:
     """
 
     def __init__(self, step: int, future: Future[Any], then: Callable[[], None]) -> None:
-        self.step = step
+        self.step, self.then = step, then
         self._ended: SaveFuture[float] = SaveFuture(f"step {step} was not saved")
         began = time.monotonic()
 

@@ -47,6 +47,10 @@ class ThreadBackend:
         assert isinstance(future, Future)  # The writer stages before it returns.
         return future
 
+    def may_commit(self, step: int) -> bool:
+        """Returns false: a save of this process has ended with its future."""
+        return False
+
     def copy(self, source: Location, target: Location, **options: Any) -> CheckpointCopy:
         """Returns a copy of a checkpoint, whose files this process sends."""
         return CheckpointCopy(source, target, **options)
