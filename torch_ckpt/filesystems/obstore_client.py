@@ -19,7 +19,13 @@ from typing import Any, TypeVar
 
 from typing_extensions import Buffer
 
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+)
 from torch_ckpt.filesystems.store_client import METADATA, MOST_PARTS, StoreClient
 
 try:

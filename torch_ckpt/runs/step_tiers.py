@@ -28,6 +28,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.load_planner import FastLoadPlanner
+from torch_ckpt.runs.step_files import listed_steps
 
 __all__ = ["StepTiers", "Tier"]
 
@@ -213,9 +214,12 @@ class StepTiers:
                         "start over, use another directory"
                     )
                 if (self._directory / ".metadata").is_file():
+                    path = self._directory
+                    advice = f"call torch_ckpt.load(state, checkpoint_id={str(path)!r})"
+                    if path.name in map("step-{}".format, listed_steps(path.parent)):
+                        advice = f"pass the directory of its run, {path.parent}"
                     raise NotFoundError(
-                        f"cannot restore from {self._directory}: it is a checkpoint, not a run; "
-                        f"pass the directory of its run, such as {self._directory.parent}"
+                        f"cannot restore from {path}: it is a checkpoint, not a run; {advice}"
                     )
             return found
 
