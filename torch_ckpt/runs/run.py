@@ -465,8 +465,8 @@ class Run(LastSaves):
     ) -> int | None:
         """Loads the newest whole step, or a given step, in place.
 
-        If the newest step proves damaged during the load, or is removed meanwhile, all ranks fall
-        back to the next older step, with a warning. A given step is loaded with a warning if newer
+        If the newest step proves damaged during the load, or is removed meanwhile, all ranks load
+        the newest other step, with a warning. A given step is loaded with a warning if newer
         steps exist, unless it is the best one: the next restore loads the newest one again.
 
         Args:

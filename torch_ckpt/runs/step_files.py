@@ -12,7 +12,8 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
@@ -22,6 +23,7 @@ __all__ = [
     "BRANCH",
     "LEASE_S",
     "SMALL_FILES",
+    "agreed",
     "branch_of",
     "committed_steps",
     "lease",
@@ -35,6 +37,8 @@ __all__ = [
     "what_is_missing",
     "write_small_files",
 ]
+
+T = TypeVar("T")
 
 LEASE_S = 300.0
 """Seconds for which a lease protects a step after it was renewed."""
@@ -74,8 +78,27 @@ def listed_steps(directory: Location) -> list[int]:
 
 def committed_steps(directory: Location) -> list[int]:
     """Returns the steps with a committed checkpoint, whole or damaged, the newest first."""
-    steps = listed_steps(directory)
-    return [step for step in steps if has_checkpoint(directory / f"step-{step}")]
+
+    def look() -> tuple[list[int], list[int]]:
+        steps = listed_steps(directory)
+        return [step for step in steps if has_checkpoint(directory / f"step-{step}")], steps
+
+    return agreed(look, lambda found: found[0] == found[1] != [])[0]
+
+
+def agreed(look: Callable[[], T], is_certain: Callable[[T], bool]) -> T:
+    """Returns what a look at the steps of a run finds: a certain result, or that of two in a row.
+
+    Meanwhile, another process may commit a step that was looked at, or not listed, and remove the
+    step that is looked at next. So a look is not certain if it finds no step, or one that is not
+    committed.
+    """
+    found = look()
+    while not is_certain(found):
+        before, found = found, look()
+        if found == before:
+            break
+    return found
 
 
 def what_is_missing(step: Location) -> str:
