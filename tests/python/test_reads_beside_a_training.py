@@ -6,6 +6,7 @@ moment. Before each access of the reader to files, it may go on by any number of
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -60,7 +61,7 @@ def pending_of(saved: Path, run: Path, step: int) -> Path:
 
 def on_a_disk(saved: Path, run: Path) -> Iterator[None]:
     """A directory gets its name when it is complete, and loses it before it is removed."""
-    for old, new in zip(STEPS[1:], STEPS[2:], strict=False):
+    for old, new in itertools.pairwise(STEPS[1:]):
         (run / ".partial").mkdir()
         put(saved, run / ".partial", new)
         (run / f".partial/step-{new}").rename(run / f"step-{new}")
@@ -74,7 +75,7 @@ def on_a_disk(saved: Path, run: Path) -> Iterator[None]:
 
 def on_a_store(saved: Path, run: Path) -> Iterator[None]:
     """Nothing is renamed: a step begins and ends with its metadata."""
-    for old, new in zip(STEPS[1:], STEPS[2:], strict=False):
+    for old, new in itertools.pairwise(STEPS[1:]):
         pending = pending_of(saved, run, new)
         pending.parent.mkdir()
         pending.touch()

@@ -12,7 +12,8 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
@@ -24,6 +25,7 @@ __all__ = [
     "LEASE_S",
     "SMALL_FILES",
     "agreed",
+    "announced_removal",
     "branch_of",
     "committed_steps",
     "lease",
@@ -57,6 +59,14 @@ SMALL_FILES = frozenset({_METRICS, BRANCH})
 """Names of the small files of a step, beside its checkpoint."""
 
 _RENEW_S = 60.0
+
+_REMOVAL = f"{PENDING}removal-"
+"""Begin of the names of files that announce removals. Retention deletes old pending files."""
+
+_REMOVAL_S = 30.0
+"""For how long a lease waits for announced removals. Their steps are renamed within moments."""
+
+_POLL_S = 0.02
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _MODEL = "model.safetensors.index.json"
@@ -236,7 +246,8 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
 
     thread = threading.Thread(target=renew, name="torch_ckpt-lease", daemon=True)
     try:
-        # A removal that began before the lease was written has renamed the step by now.
+        # A removal that is announced later finds the lease.
+        _wait_for_removals(directory, path.name)
         if not has_checkpoint(path):
             raise _no_step(directory, step)
         thread.start()
@@ -246,6 +257,40 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
         if thread.is_alive():
             thread.join()
         file.discard()
+
+
+@contextlib.contextmanager
+def announced_removal(directory: Location, names: Sequence[str]) -> Iterator[None]:
+    """Lets new leases of some steps wait until the block ends, if a file for it can be written.
+
+    If the process dies, the leases wait for ``_REMOVAL_S``, and a later retention deletes the file.
+    """
+    file = directory / f"{_REMOVAL}{secrets.token_hex(8)}"
+    with contextlib.suppress(CheckpointError):
+        file.write(json.dumps(list(names)).encode(), sync=False)
+    try:
+        yield
+    finally:
+        file.discard()
+
+
+def _wait_for_removals(directory: Location, name: str) -> None:
+    """Waits until no removal of a step is announced, or its process has probably died."""
+    deadline = time.monotonic() + _REMOVAL_S
+    while time.monotonic() < deadline:
+        files = (each for each in directory.names() if each.startswith(_REMOVAL))
+        if not any(_announces(directory / each, name) for each in files):
+            return
+        time.sleep(_POLL_S)
+
+
+def _announces(file: Location, name: str) -> bool:
+    try:
+        return name in json.loads(file.read())
+    except NotFoundError:
+        return False
+    except ValueError:  # It is being written.
+        return True
 
 
 def leased_steps(directory: Location) -> set[int]:
