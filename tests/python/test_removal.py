@@ -251,7 +251,7 @@ def test_checkpoints_of_single_ranks_are_hidden_too_before_their_files_are_delet
     path = Location(merged / "step-1")
     assert metadata_prefixes(path) == ["__0"]
     for looks in ([[path]], [[], [path]]):  # Before the step is hidden, and after it.
-        answers: Iterator[list[Location]] = iter(looks + [[]])
+        answers: Iterator[list[Location]] = iter([*looks, []])
         outcome = removal.remove_directories([path], leased=functools.partial(next, answers))
         assert outcome.leased == [path]
     assert metadata_prefixes(path) == ["__0"]

@@ -87,9 +87,10 @@ def remove_directories(
     called, and a lease waits until the file is gone. So no checkpoint is renamed whose lease has
     begun. It is called again after the renaming, for leases of a version that does not wait, or if
     the file cannot be written, as on a full disk. Such a checkpoint is restored. A checkpoint that
-    another process has removed is not in the result. Raises StorageError if the parent cannot be read or synced. The
-    checkpoints are then hidden from readers, unless their leases are unknown; a later retention
-    deletes them.
+    another process has removed is not in the result.
+
+    Raises StorageError if the parent cannot be read or synced. The checkpoints are then hidden from
+    readers, unless their leases are unknown; a later retention deletes them.
     """
     outcome = Removal()
     hidden: list[_Hidden] = []
