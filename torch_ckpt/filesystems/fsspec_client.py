@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import errno
 import logging
-import time
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,7 +151,7 @@ class FsspecClient(StoreClient):
         try:
             modified: datetime.datetime = self._store(path).modified(self._key(path))
         except (NotImplementedError, FileNotFoundError):
-            return time.time()  # As if it was written now: what is old by it may be removed.
+            return math.nan  # Unknown: what is old by it may be removed.
         return modified.timestamp()
 
 

@@ -91,6 +91,7 @@ _NO_ANSWER = re.compile(
 )
 _BROKEN_ANSWER = re.compile(r"body error|response body|Got invalid \w+ response")
 _STATUS = re.compile(r"status code: (\d{3})")
+_BUSY = re.compile(r"status code: (429|5\d\d)")
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.\d+\.\d+|/latest/(api/token|meta-data)|/metadata/identity|Missing \w*(Key|Secret)"
 )
@@ -317,6 +318,10 @@ class ObstoreClient(StoreClient):
                     ) from None
             except exceptions.PermissionDeniedError:
                 pass  # Some stores answer so for an object that is not there.
+            except exceptions.GenericError as error:
+                if not _BUSY.search(str(error)):
+                    raise
+                # The store is there, and busy. Later requests are repeated for longer.
             self._impatient[bucket] = first
             return connect(
                 url,

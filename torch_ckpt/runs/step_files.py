@@ -319,8 +319,10 @@ def _leases(directory: Location) -> Iterator[tuple[int, Location, bool]]:
     now = _now_s(directory) if leases else None
     for match in leases:
         file = directory / match[0]
-        written = file.modified_s()
-        is_valid = now is None or written is None or abs(now - written) < LEASE_S
+        by, written = now, file.modified_s()
+        if written is None:  # The file system dates no files.
+            by, written = time.time(), _renewed_s(file)
+        is_valid = by is None or written is None or abs(by - written) < LEASE_S
         yield int(match[1]), file, is_valid
 
 
@@ -339,9 +341,19 @@ def _now_s(directory: Location) -> float | None:
 
 
 def _renew(file: Location) -> None:
-    """Writes the lease again, with its owner for people. The time of the write counts."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid()}
+    """Writes the lease again, with its owner for people.
+
+    The time of the write counts, or that in the file if the file system dates no files.
+    """
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "renewed_s": time.time()}
     file.replace(json.dumps(owner).encode(), sync=False)
+
+
+def _renewed_s(file: Location) -> float | None:
+    """Returns when a lease was written by the clock of its process; ``None`` if it is unknown."""
+    with contextlib.suppress(CheckpointError, ValueError, TypeError, KeyError):
+        return float(json.loads(file.read())["renewed_s"])
+    return None
 
 
 def _no_step(directory: Location, step: int) -> NotFoundError:
