@@ -125,7 +125,7 @@ def test_an_error_of_the_first_request_to_a_bucket_names_what_it_was_for(
     store_proxy: StoreProxy, store_url: str, writer: Writer
 ) -> None:
     PROCESS.file_systems.clear()
-    store_proxy.add(Fault("status", ("get",), "is-there-a-bucket", status=500))
+    store_proxy.add(Fault("status", ("get",), "is-there-a-bucket", status=400))
     with pytest.raises(BaseException, match="cannot reach s3://") as raised:
         save(store_url, 1, writer=writer)
     assert f"(needed for {store_url}" in str(cause_of(raised.value))

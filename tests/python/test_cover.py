@@ -174,6 +174,7 @@ def test_a_load_gives_each_element_the_value_of_its_only_box_or_is_an_error(
             continue
         error = failure_of(LOADS[way], state, path)
         assert "'w'" in str(error)
+        assert str(path) in str(error)
         assert (state["w"] == -1).all()
         is_missing = type(error) is MismatchError
         if kind == "safetensors":
@@ -203,7 +204,7 @@ def test_the_part_that_a_checkpoint_has_can_be_loaded_and_the_rest_is_an_error(
         state = {"a": torch.zeros(2), "w": wanted}
         error = failure_of(LOADS[way], state, tmp_path)
         assert type(error) is MismatchError
-        assert "of 'w': no stored box contains [2:3, 0:2]" in str(error)
+        assert f"of 'w': no stored box contains [2:3, 0:2], in {tmp_path}" in str(error)
         assert not state["a"].any()
 
 

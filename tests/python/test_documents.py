@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forks import run_python
@@ -127,22 +128,41 @@ def test_the_journey_page_has_the_script_that_the_examples_have() -> None:
     assert page.endswith(f"```python\n{script}```\n")
 
 
-def test_the_options_page_has_every_option_with_its_default() -> None:
+def documented(public: Any) -> dict[str, str]:
+    """The options of a class or function -> their text in `help()`, without markup."""
+    document = inspect.cleandoc(public.__doc__)
+    section = re.search(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", document, re.M | re.S)
+    entries = inspect.cleandoc("\n" + section[1]) if section else ""
+    entries = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", entries).replace("`", "")
+    pairs = re.findall(r"^\**(\w+): (.*?)(?=^\S|\Z)", entries, re.M | re.S)
+    return {name: " ".join(text.split()) for name, text in pairs}
+
+
+def test_the_options_page_has_every_option_with_its_default_and_the_text_of_help() -> None:
     page = (ROOT / "docs" / "options.md").read_text()
     sections = zip(*[iter(re.split(r"^## (.*)$", page, flags=re.M)[1:])] * 2, strict=True)
     found = {name: section for names, section in sections for name in names.split(", ")}
+    different = []
     for name in (*torch_ckpt.__all__, *torch_ckpt.agent.__all__):
         public = getattr(torch_ckpt, name, None) or getattr(torch_ckpt.agent, name)
         if public in (CheckpointError, MemoryCheckpoint):
             continue
         section = found[name if isinstance(public, type) else f"torch_ckpt.{name}"]
-        rows = dict(re.findall(r"^\| `(?:\*\*)?(\w+)` \| (.*?) \|", section, re.M))
+        rows = re.findall(r"^\| `(?:\*\*)?(\w+)` \| (.*?) \| (.*) \|$", section, re.M)
         options = inspect.signature(public).parameters
-        assert list(rows) == list(options), name
-        for option, parameter in options.items():
-            if isinstance(parameter.default, bool | int | float | str):
-                shown = re.sub(r"\.0$", "", repr(parameter.default))
-                assert rows[option] == f"`{shown}`", (name, option)
+        assert [option for option, _, _ in rows] == list(options), name
+        texts = documented(public)
+        for option, default, text in rows:
+            value = options[option].default
+            if isinstance(value, bool | int | float | str):
+                shown = re.sub(r"\.0$", "", repr(value))
+                assert default == f"`{shown}`", (name, option)
+            # The page has links besides.
+            plain = re.sub(r" \(\[[^\]]*\]\([^)]*\)\)", "", text)
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain).replace("`", "")
+            if plain != texts[option]:
+                different.append(f"{name}.{option}: {plain!r} is in help: {texts[option]!r}")
+    assert different == []
 
 
 def heading_ids(path: Path) -> set[str]:

@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
 from torch_ckpt import FastWriter, RankState, Run, SafetensorsWriter, SnapshotStager
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.planning.local_shards import LocalShards
 
 pytestmark = pytest.mark.timeout(180)
@@ -204,6 +206,49 @@ def test_a_failed_save_names_the_value(way: str, tmp_path: Path) -> None:
                 wrong[value] = "no error"
             if error is not None and FQN not in str(error) and (value, way) not in DCPS_OWN:
                 wrong[value] = str(error)
+    assert wrong == {}
+
+
+class Loss(Exception):
+    """An error of a program."""
+
+
+class RaisesWhat:
+    """Raises an error of this class when Python copies or pickles it."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def __getstate__(self) -> Any:
+        raise self.kind("epoch")
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The errors of ranks in an error, and what caused each."""
+    found = [error]
+    if isinstance(error, CheckpointException):
+        found = [cause for cause, _ in error.failures.values()]
+    for one in found:
+        cause: BaseException | None = one
+        while cause is not None:
+            yield cause
+            cause = cause.__cause__
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"safetensors"}))  # It has no objects.
+def test_an_error_of_the_program_keeps_its_class(way: str, tmp_path: Path) -> None:
+    wrong = {}
+    with WAYS[way]() as save:
+        for kind in (KeyError, NotImplementedError, ValueError, RuntimeError, OSError, Loss):
+            with pytest.raises(BaseException) as caught:  # noqa: PT011
+                save(around(RaisesWhat(kind)), tmp_path / kind.__name__)
+            error = caught.value
+            found = [one for one in causes(error) if type(one) is kind and "epoch" in str(one)]
+            if any(isinstance(one, UnsupportedError) for one in causes(error)):
+                found = []
+            if not found or FQN not in str(error) + "".join(map(str, found)):
+                wrong[kind.__name__] = [repr(one) for one in causes(error)]
     assert wrong == {}
 
 

@@ -581,3 +581,18 @@ def test_the_process_of_a_save_says_that_it_does_not_reach_the_store(
     writer = FastWriter(f"{folder}/step")
     future = torch_ckpt.async_save(state_of(2), storage_writer=writer, **IN_PROCESS)
     assert "register" in str(future.exception())
+
+
+def test_a_forked_process_is_refused_at_once(folder: str) -> None:
+    file = Location(f"{folder}/file")
+    file.write(b"1", sync=True)
+    pid = os.fork()
+    if not pid:
+        try:
+            file.read()
+        except UnsupportedError as error:
+            os._exit(0 if "start processes with 'spawn' or 'forkserver'" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert file.read() == b"1"

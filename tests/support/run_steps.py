@@ -32,8 +32,12 @@ CHANGES = ("rename", "sync", "remove")
 
 
 def names_in_run(directory: Path) -> list[str]:
-    """What the directory of a run has, sorted, without the record, which appears a little later."""
-    return sorted(name for name in os.listdir(directory) if not name.startswith("events."))
+    """What the directory of a run has, sorted, without the record, which appears a little later.
+
+    And without the announcements of removals that were killed, which remain for five minutes.
+    """
+    others = ("events.", ".pending-removal-")
+    return sorted(name for name in os.listdir(directory) if not name.startswith(others))
 
 
 def state_of(step: int, numel: int = 5000) -> dict[str, Any]:

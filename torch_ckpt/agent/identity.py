@@ -79,9 +79,10 @@ def new_id() -> str:
 
 
 def write_id(directory: Location, run_id: str) -> None:
-    """Writes the id of a run into its directory, which is created if it is missing."""
+    """Writes the id of a run into its directory, durably. Creates the directory if necessary."""
     directory.create_directories()
     (directory / _NAME).replace(f"{run_id}\n".encode(), sync=True)
+    directory.sync()
 
 
 def id_in_memory(folder: Path) -> RunId | None:

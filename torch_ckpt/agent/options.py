@@ -39,8 +39,8 @@ class AgentOptions:
             memory. Doubles the memory for slots.
         failure_domain: Name of what fails together with this machine, such as its rack. The buddy
             of a machine is in another failure domain. The name of the host if ``None``.
-        replicate_bytes_per_s: Maximum rate at which the agent sends replicas; unlimited if
-            ``None``.
+        replicate_bytes_per_s: Maximum rate at which the agent sends replicas, at least 1 MiB per
+            second; unlimited if ``None``.
 
     Raises:
         ValueError: ``check_replicas`` is not one of ``"sample"``, ``"full"`` and ``"off"``,

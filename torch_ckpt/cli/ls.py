@@ -18,6 +18,7 @@ from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.records.reading import missing_replicas
 from torch_ckpt.runs.step_files import (
+    agreed,
     branch_of,
     listed_steps,
     metrics_of,
@@ -57,28 +58,21 @@ def _ls(options: argparse.Namespace) -> int:
     promoted_to, is_part = run_of_local(run)
     # The steps of the run are those of both directories, and count where they are whole.
     directories = {"local": run, "run": promoted_to} if promoted_to is not None else {"": run}
-    where: dict[int, list[str]] = {}
-    for tier, directory in directories.items():
-        try:
-            numbers = listed_steps(directory)
-        except CheckpointError as error:
-            if tier != "run":
-                raise
-            print(f"the steps of {directory} are not listed: {error}", file=sys.stderr)
-            continue
-        for number in numbers:
-            where.setdefault(number, []).append(tier)
-    if not where:
+    steps: list[dict[str, Any]] = []
+
+    def look() -> list[tuple[int, str]]:
+        steps[:] = _steps_of(directories, is_part=is_part)
+        return [(step["step"], step["state"]) for step in steps]
+
+    # A training may save and remove steps meanwhile.
+    agreed(look, lambda found: found != [] and all(state != "unfinished" for _, state in found))
+    if not steps:
         with contextlib.suppress(NotFoundError):
             if options.run.is_file() or options.run.names():
                 return fail(f"{options.run} is not a run: it has no directory step-<n>")
         raise no_checkpoint(options.run)
-    steps = []
-    for number in sorted(where, reverse=True):
-        paths = {tier: directories[tier] / f"step-{number}" for tier in where[number]}
-        steps.append(_facts_of(paths, number, is_part=is_part))
     if not options.run.file_system.has_folders:  # Some servers list folders that are empty.
-        steps = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
+        steps[:] = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
     newest = next((step["step"] for step in steps if step["state"] == "whole"), None)
     unreplicated = ""
     with contextlib.suppress(CheckpointError):  # The record is unreadable.
@@ -94,6 +88,26 @@ def _ls(options: argparse.Namespace) -> int:
             print(printable(f"warning: {unreplicated}"), file=sys.stderr)
         print_table([_row(step, newest) for step in steps], right=(0, 1, 2, 3))
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
+
+
+def _steps_of(directories: Mapping[str, Location], *, is_part: bool) -> list[dict[str, Any]]:
+    """Returns the facts of each step in the directories of a run, by tier; the newest first."""
+    where: dict[int, list[str]] = {}
+    for tier, directory in directories.items():
+        try:
+            numbers = listed_steps(directory)
+        except CheckpointError as error:
+            if tier != "run":
+                raise
+            print(f"the steps of {directory} are not listed: {error}", file=sys.stderr)
+            continue
+        for number in numbers:
+            where.setdefault(number, []).append(tier)
+    found = []
+    for number in sorted(where, reverse=True):
+        paths = {tier: directories[tier] / f"step-{number}" for tier in where[number]}
+        found.append(_facts_of(paths, number, is_part=is_part))
+    return found
 
 
 def _facts_of(paths: Mapping[str, Location], number: int, *, is_part: bool) -> dict[str, Any]:

@@ -6,14 +6,19 @@ import contextlib
 import datetime
 import errno
 import logging
-import time
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from typing_extensions import Buffer
 
 from torch_ckpt.errors import StorageError, UnsupportedError
-from torch_ckpt.filesystems.store_client import METADATA, StoreClient, pending_path
+from torch_ckpt.filesystems.store_client import (
+    METADATA,
+    StoreClient,
+    grown_part_nbytes,
+    pending_path,
+)
 
 try:
     import fsspec
@@ -73,10 +78,14 @@ class FsspecClient(StoreClient):
             self._make_folder(path)
             with self._store(path).open(self._key(path), "wb", block_size=part_nbytes) as file:
                 try:
+                    sent_nbytes = 0
                     for window in windows:
                         contents = bytes(window)
                         del window  # Frames of an error may live on, and the save waits for it.
+                        if hasattr(file, "blocksize"):  # Some files have no parts.
+                            file.blocksize = grown_part_nbytes(part_nbytes, sent_nbytes)
                         file.write(contents)
+                        sent_nbytes += len(contents)
                 except BaseException:
                     with contextlib.suppress(Exception):
                         file.discard()
@@ -142,7 +151,7 @@ class FsspecClient(StoreClient):
         try:
             modified: datetime.datetime = self._store(path).modified(self._key(path))
         except (NotImplementedError, FileNotFoundError):
-            return time.time()  # As if it was written now: what is old by it may be removed.
+            return math.nan  # Unknown: what is old by it may be removed.
         return modified.timestamp()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import os
 import re
 import secrets
@@ -258,7 +259,8 @@ class Location:
     def modified_s(self) -> float | None:
         """Returns the time of the last write, in seconds since 1970; ``None`` if it is unknown."""
         with contextlib.suppress(CheckpointError):
-            return self.file_system.modified_s(self.path)
+            found = self.file_system.modified_s(self.path)
+            return None if math.isnan(found) else found
         return None
 
     def identity(self) -> tuple[int, ...] | str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import logging
 import os
@@ -12,12 +14,19 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from typing_extensions import Buffer
 
-from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
-from torch_ckpt.filesystems.store_client import METADATA, StoreClient
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+)
+from torch_ckpt.filesystems.store_client import METADATA, MOST_PARTS, StoreClient
 
 try:
     import obstore
@@ -34,6 +43,16 @@ _log = logging.getLogger("torch_ckpt")
 
 _UPLOADS = 8
 """Parts of one file in flight."""
+
+_GROWTH = 8
+"""By how much the parts of a stream grow if it has become too long for the number of parts. Its
+first bytes are then read back, and written again."""
+
+_GROWN_UPLOADS = 2
+"""Parts of such a stream in flight, which are copies."""
+
+_PIECE_NBYTES = 8 << 20
+"""Bytes that one request reads back; as many are in flight as of ``_UPLOADS``."""
 
 _TIMEOUT = "120s"
 """How long one request may take, with its bytes."""
@@ -72,6 +91,7 @@ _NO_ANSWER = re.compile(
 )
 _BROKEN_ANSWER = re.compile(r"body error|response body|Got invalid \w+ response")
 _STATUS = re.compile(r"status code: (\d{3})")
+_BUSY = re.compile(r"status code: (429|5\d\d)")
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.\d+\.\d+|/latest/(api/token|meta-data)|/metadata/identity|Missing \w*(Key|Secret)"
 )
@@ -175,13 +195,46 @@ class ObstoreClient(StoreClient):
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         store, key = self._locate(path)
-        with self._naming("write", path):
+
+        def upload(pieces: Iterator[Buffer], in_flight: int) -> None:
             obstore.put(
-                *(store, key, windows),
+                *(store, key, pieces),
                 use_multipart=True,
                 chunk_size=part_nbytes,
-                max_concurrency=_UPLOADS,
+                max_concurrency=in_flight,
             )
+
+        stream = _Stream(windows)
+        has_object = False
+        with self._naming("write", path):
+            try:
+                upload(stream.until(MOST_PARTS * part_nbytes), _UPLOADS)
+                while stream.goes_on:  # All parts of one upload have the same length.
+                    has_object, sent = True, self._read_back(path, stream.nbytes)
+                    part_nbytes *= _GROWTH
+                    # The writer has no memory for larger parts, so they are of copies.
+                    rest = (bytes(one) for one in stream.until(MOST_PARTS * part_nbytes))
+                    upload(itertools.chain(sent, rest), _GROWN_UPLOADS)
+            except BaseException:
+                if has_object:
+                    with contextlib.suppress(CheckpointError):
+                        self.remove(path)
+                raise
+
+    def _read_back(self, path: str, nbytes: int) -> Iterator[Buffer]:
+        """Yields the bytes of an object, read by other threads.
+
+        The library can make no request in the thread in which it pulls from an iterator.
+        """
+        reads: collections.deque[Future[Buffer]] = collections.deque()
+        with ThreadPoolExecutor(_UPLOADS, "torch_ckpt-read") as executor:
+            for offset in range(0, nbytes, _PIECE_NBYTES):
+                if len(reads) == _UPLOADS:
+                    yield reads.popleft().result()
+                length = min(_PIECE_NBYTES, nbytes - offset)
+                reads.append(executor.submit(self.get, path, offset, length))
+            while reads:
+                yield reads.popleft().result()
 
     def list(self, path: str) -> list[str]:
         store, key = self._locate(path)
@@ -265,6 +318,10 @@ class ObstoreClient(StoreClient):
                     ) from None
             except exceptions.PermissionDeniedError:
                 pass  # Some stores answer so for an object that is not there.
+            except exceptions.GenericError as error:
+                if not _BUSY.search(str(error)):
+                    raise
+                # The store is there, and busy. Later requests are repeated for longer.
             self._impatient[bucket] = first
             return connect(
                 url,
@@ -327,6 +384,36 @@ class ObstoreClient(StoreClient):
         retries = self._options.get("retry_config") or {}
         limit = retries.get("retry_timeout", datetime.timedelta(seconds=_RETRY_S))
         return _repeated(request, _NO_ANSWER, seconds=limit.total_seconds())
+
+
+class _Stream:
+    """Windows of a stream, which several uploads pull one after the other.
+
+    ``nbytes`` is the length of those that were pulled. ``goes_on`` says that the last upload ended
+    before the stream.
+    """
+
+    def __init__(self, windows: Iterator[Buffer]) -> None:
+        self._windows = windows
+        self._next: Buffer | None = None
+        self.nbytes, self.goes_on = 0, False
+
+    def until(self, end: int) -> Iterator[Buffer]:
+        """Yields the windows of which the stream does not become longer than ``end`` bytes."""
+        self.goes_on = True
+        while (window := self._pulled()) is not None:
+            nbytes = memoryview(window).nbytes
+            if self.nbytes + nbytes > end:
+                self._next = window
+                return
+            self.nbytes += nbytes
+            yield window
+            del window  # The client releases a window when the store has its part.
+        self.goes_on = False
+
+    def _pulled(self) -> Buffer | None:
+        window, self._next = self._next, None
+        return next(self._windows, None) if window is None else window
 
 
 def _repeated(

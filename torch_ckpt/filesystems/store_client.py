@@ -14,13 +14,16 @@ from typing import Any
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 
-__all__ = ["METADATA", "PENDING", "StoreClient", "pending_path"]
+__all__ = ["METADATA", "MOST_PARTS", "PENDING", "StoreClient", "grown_part_nbytes", "pending_path"]
 
 PENDING = ".pending-"
 """Begin of the names of files that have not been renamed yet to the name that readers know."""
 
 METADATA = re.compile(r"(__\d+)?\.metadata")
 """Names that make a directory a checkpoint: removed first."""
+
+MOST_PARTS = 10_000
+"""Most parts of one upload, as S3 and Google Cloud Storage limit it. Others allow more."""
 
 _FAILED_S = 1.0
 """For how long a bucket that was not reached is not tried again."""
@@ -30,6 +33,15 @@ def pending_path(path: str) -> str:
     """Returns a new path beside another one. Garbage collection finds it by its name."""
     folder, _, name = path.rpartition("/")
     return f"{folder}/{PENDING}{secrets.token_hex(8)}-{name}"
+
+
+def grown_part_nbytes(part_nbytes: int, sent_nbytes: int) -> int:
+    """Returns the length of the next part of a stream, after bytes that were sent in parts.
+
+    A thousandth of these, if that is more than the length that was planned. So 10,000 parts of
+    8 MiB at first have room for 60 TiB.
+    """
+    return max(part_nbytes, 10 * sent_nbytes // MOST_PARTS)
 
 
 class StoreClient:

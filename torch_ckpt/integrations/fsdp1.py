@@ -89,8 +89,8 @@ def load_fsdp1_state_dict(
     Args:
         model: The model.
         optimizers: Its optimizers.
-        model_state_dict: The model's state dict.
-        optim_state_dict: The optimizers' state dict.
+        model_state_dict: The model's state dict, filled by ``dcp.load``.
+        optim_state_dict: The optimizers' state dict, filled by ``dcp.load``.
 
     Raises:
         MismatchError: A state dict lacks a parameter or its optimizer state, or has another range.

@@ -208,11 +208,12 @@ def install(
     A later call replaces the options of an earlier one.
 
     Args:
-        timeout_s: Deadline of each exchange between ranks, in seconds.
+        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
+            arrives at an exchange waits at most this long for the last one.
         io: Memory budgets and I/O modes of the writers and readers.
-        verify: Whether the readers verify the bytes that they read.
+        verify: Whether the readers verify the bytes that they read. See :class:`FastReader`.
         trust_pickle: Whether the readers unpickle objects of any class, which can run arbitrary
-            code.
+            code. See :class:`FastReader`.
 
     Raises:
         ValueError: ``timeout_s`` is not a positive number.

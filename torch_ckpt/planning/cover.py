@@ -5,23 +5,25 @@ DCP's planner lists a read for each stored box that overlaps a tensor, and does 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import cpu_as_default, printable
+from torch_ckpt.errors import CorruptionError, MismatchError
 from torch_ckpt.planning.columns import overrides
 
-__all__ = ["check_plan", "check_reads"]
+__all__ = ["check_plan", "check_reads", "naming_checkpoint"]
 
 _Box = tuple[Sequence[int], Sequence[int]]
 
@@ -36,16 +38,29 @@ def check_plan(plan: LoadPlan, planner: object) -> None:
         and planner.metadata is not None
         and not overrides(planner, DefaultLoadPlanner, ("create_local_plan",))
     ):
-        check_reads(plan.items, planner.state_dict, planner.metadata.state_dict_metadata)
+        check_reads(plan.items, planner.state_dict, planner.metadata)
+
+
+@contextlib.contextmanager
+def naming_checkpoint(metadata: Metadata) -> Iterator[None]:
+    """Adds the checkpoint to an error of the block about its boxes."""
+    try:
+        yield
+    except (CorruptionError, MismatchError) as error:
+        path = getattr(metadata.storage_meta, "checkpoint_id", None)
+        if path and str(path) not in str(error):
+            error.args = (f"{error}, in {path}",)
+        raise
 
 
 def check_reads(
-    items: Sequence[ReadItem], state_dict: Mapping[str, Any], stored: Mapping[str, Any]
+    items: Sequence[ReadItem], state_dict: Mapping[str, Any], metadata: Metadata
 ) -> None:
     """Checks the items that DCP's planner has made for a flat state dict.
 
     Raises MismatchError if no stored box contains an element, and CorruptionError if several do.
     """
+    stored = metadata.state_dict_metadata
     reads: dict[str, list[ReadItem]] = {}
     for item in items:
         if item.type == LoadItemType.TENSOR:
@@ -54,7 +69,8 @@ def check_reads(
         if isinstance(value, torch.Tensor) and isinstance(stored.get(fqn), TensorStorageMetadata):
             found = reads.get(fqn, [])
             if len(found) != 1 or not _fills(found[0], value):
-                _check_boxes(fqn, value, found)
+                with naming_checkpoint(metadata):
+                    _check_boxes(fqn, value, found)
 
 
 def _fills(item: ReadItem, value: torch.Tensor) -> bool:

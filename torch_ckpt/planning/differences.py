@@ -50,7 +50,8 @@ def with_differences(
         ("in the checkpoint, but not requested", unrequested),
     ]
     text = "".join(f"\n  {what}: {listed(names)}" for what, names in lines if names)
-    return type(error)(f"{error}\nAll differences:{text}" if text else str(error))
+    path = getattr(metadata.storage_meta, "checkpoint_id", None) or "the checkpoint"
+    return type(error)(f"{error}\nAll differences from {path}:{text}" if text else str(error))
 
 
 def with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[str]:

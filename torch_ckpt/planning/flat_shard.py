@@ -31,9 +31,10 @@ class FlatShard(LocalShards):
 
     Args:
         local: The elements of this rank: 1-D, contiguous, on any device. May have no elements.
+            A load fills it.
         fqn: Name of the tensor, for messages.
         shape: Shape of the whole tensor.
-        start: Position of the first element of ``local`` in the whole tensor.
+        start: Position of the first element of ``local`` in the whole tensor, in row-major order.
 
     Attributes:
         local: The elements of this rank.

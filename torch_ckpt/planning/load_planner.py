@@ -21,7 +21,7 @@ from torch_ckpt._core.unpickling import allow_in_messages
 from torch_ckpt.errors import MismatchError, NotFoundError
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
-from torch_ckpt.planning.cover import check_reads
+from torch_ckpt.planning.cover import check_reads, naming_checkpoint
 from torch_ckpt.planning.differences import with_differences
 from torch_ckpt.planning.dtensor_boxes import lookup_box, with_boxes
 from torch_ckpt.planning.loaded_objects import store_object, store_value
@@ -246,9 +246,9 @@ class FastLoadPlanner(DefaultLoadPlanner):
 
     def _plan(self) -> LoadPlan:
         index = index_of(self.metadata)
-        if index is not None:
+        if index is not None and self.metadata is not None:
             try:
-                with gc_paused():
+                with gc_paused(), naming_checkpoint(self.metadata):
                     table, sources = table_of(self.state_dict, for_load=True)
                     reads = _native.Reads(index, table, self.allow_partial_load)
                     planned = PlannedReads(reads, sources)
@@ -263,7 +263,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         try:
             plan = super().create_local_plan()
             if self.metadata is not None:
-                check_reads(plan.items, self.state_dict, self.metadata.state_dict_metadata)
+                check_reads(plan.items, self.state_dict, self.metadata)
             return plan
         except BaseException:  # Ties of names are found in the tensors of the program.
             self.state_dict = state_dict

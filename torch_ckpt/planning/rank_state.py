@@ -68,7 +68,8 @@ class RankState:
         get_state: Function that returns the state to save. Or an object with ``state_dict`` and
             ``load_state_dict``.
         set_state: Function that receives the loaded state. Omit it if ``get_state`` is an object.
-        on_resize: Action on another number of ranks, as listed above.
+        on_resize: Action on another number of ranks: ``"error"``, ``"drop"``, ``"by_rank"`` or a
+            function.
         group: The ranks that are counted. Defaults to all ranks. If several groups have the same
             size, ranks with the same number share one state, and one of them saves it. Without
             ``torch.distributed`` there is one rank.

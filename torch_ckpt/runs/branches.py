@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -49,14 +50,14 @@ class Branches:
         if newest > step:
             self._record = {"continued_from": step}
             if not self._is_best(step):  # An evaluation restores the best step.
-                self._warn(f"step {step} was restored", newest)
+                self._warn("was restored", step, newest)
 
     def saving(self, step: int) -> dict[str, bytes]:
         """Returns the file that records the branch of a step that is saved, by name, if any."""
         newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
         if newest is not None and newest != self._passed_over:
             self._record = self._record or {"continued_from": self._at}
-            self._warn(f"step {step} is saved", newest)
+            self._warn("is saved", step, newest)
         return {} if self._record is None else {BRANCH: json.dumps(self._record).encode()}
 
     def discarded_after(self, step: int) -> None:
@@ -75,16 +76,16 @@ class Branches:
             return step in self._retention.best(self._disks)
         return False
 
-    def _warn(self, what: str, newest: int) -> None:
+    def _warn(self, what: str, step: int, newest: int) -> None:
+        """Warns that a step is older than the newest one, and how to remove those after it."""
         if self._has_warned:
             return
         self._has_warned = True
-        run, at, meaning = self._disks[0].directory, str(self._at), ""
-        if self._at is None:
-            at, meaning = "STEP", ". STEP is the newest step to retain"
+        run = self._disks[0].directory
         warnings.warn(
-            f"{what}, but step {newest} of {run} is newer: the next restore() without a step loads "
-            f"step {newest}. To remove the newer steps, call run.discard_after({at}), or run: "
-            f"torch-ckpt rm {run} --after {at}{meaning}",
+            f"step {step} {what}, but step {newest} of {run} is newer: the next restore() without "
+            f"a step loads step {newest}. To remove the steps after step {step}, call "
+            f"run.discard_after({step}), or run: "
+            f"torch-ckpt rm {shlex.quote(str(run))} --after {step}",
             stacklevel=4,
         )

@@ -331,8 +331,11 @@ class Promotion:
                 )
             yield
         finally:
+            # A step that could not be removed remains, and so does what is known of it.
+            with contextlib.suppress(CheckpointError), self._changed:
+                local, in_run = (listed_steps(d.directory) for d in (self._local, self._run))
+                self._steps.forget(local, in_run)
             with self._changed:
-                self._steps.forget_after(step)
                 self._is_ended = False
                 if self._thread is not None and not self._thread.is_alive():
                     self._thread = None

@@ -136,9 +136,12 @@ class PromotionSteps:
         for step, each in self._steps.items():
             each.is_in_run = each.is_in_run and step in steps
 
-    def forget_after(self, step: int) -> None:
-        self._steps = {each: found for each, found in self._steps.items() if each <= step}
-        self._unreported = {each for each in self._unreported if each <= step}
+    def forget(self, local: Collection[int], in_run: Collection[int]) -> None:
+        """Forgets the steps that neither directory has any more, after a removal in both."""
+        self.remain_in_run(in_run)
+        there = {*local, *in_run}
+        self._steps = {each: found for each, found in self._steps.items() if each in there}
+        self._unreported.intersection_update(there)
 
     # ---- What follows ----
 

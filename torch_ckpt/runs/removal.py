@@ -25,7 +25,13 @@ from torch_ckpt.formats.committed import (
     metadata_prefixes,
     pending_name,
 )
-from torch_ckpt.runs.step_files import SMALL_FILES, leased_steps, listed_steps, what_is_missing
+from torch_ckpt.runs.step_files import (
+    SMALL_FILES,
+    announced_removal,
+    leased_steps,
+    listed_steps,
+    what_is_missing,
+)
 
 __all__ = [
     "Removal",
@@ -41,7 +47,7 @@ __all__ = [
 
 _REMOVED = ".removed-"
 
-# A step whose lease begins during a removal is missing while so many are renamed.
+# A lease that begins during a removal waits while so many steps are renamed.
 _HIDDEN_AT_A_TIME = 64
 
 _AGAIN = "Try again when it has ended; a lease ends 300 s after the death of its process"
@@ -83,29 +89,25 @@ def remove_directories(
     A reader that has already opened a checkpoint either finishes or raises
     :class:`~torch_ckpt.errors.NotFoundError`.
 
-    ``leased`` returns checkpoints that must remain. It is called while no reader finds a
-    checkpoint, which is restored if it must remain. A checkpoint that another process has removed
-    is not in the result. Raises StorageError if the parent cannot be read or synced. The
-    checkpoints are then hidden from readers, unless their leases are unknown; a later retention
-    deletes them.
+    ``leased`` returns checkpoints that must remain. A file announces the removal before it is
+    called, and a lease waits until the file is gone. So no checkpoint is renamed whose lease has
+    begun. It is called again after the renaming, for leases of a version that does not wait, or if
+    the file cannot be written, as on a full disk. Such a checkpoint is restored. A checkpoint that
+    another process has removed is not in the result.
+
+    Raises StorageError if the parent cannot be read or synced. The checkpoints are then hidden from
+    readers, unless their leases are unknown; a later retention deletes them.
     """
     outcome = Removal()
     hidden: list[_Hidden] = []
     for begin in range(0, len(paths), _HIDDEN_AT_A_TIME):
-        batch: list[_Hidden] = []
-        for path in paths[begin : begin + _HIDDEN_AT_A_TIME]:
-            with outcome.of(path):
-                batch.append(_hide(path))
-        in_use: Collection[Location] = [each.path for each in batch]
-        try:
+        batch = paths[begin : begin + _HIDDEN_AT_A_TIME]
+        with contextlib.ExitStack() as announced:
+            for parent in {path.parent for path in batch}:
+                announced.enter_context(announced_removal(parent, [path.name for path in batch]))
             in_use = leased()
-        finally:
-            for each in batch:
-                if each.path in in_use:
-                    with outcome.of(each.path):
-                        each.restore()
-                        outcome.leased.append(each.path)
-        hidden += [each for each in batch if each.path not in in_use]
+            outcome.leased += [path for path in batch if path in in_use]
+            hidden += _hide_unused([path for path in batch if path not in in_use], leased, outcome)
     for parent in {each.doomed.parent for each in hidden if each.doomed is not None}:
         parent.sync()
     for each in hidden:
@@ -113,6 +115,26 @@ def remove_directories(
             each.delete()
             outcome.removed.append(each.path)
     return outcome
+
+
+def _hide_unused(
+    paths: Sequence[Location], leased: Callable[[], Collection[Location]], outcome: Removal
+) -> list[_Hidden]:
+    """Hides checkpoints, and restores those that are leased by then."""
+    hidden: list[_Hidden] = []
+    for path in paths:
+        with outcome.of(path):
+            hidden.append(_hide(path))
+    in_use: Collection[Location] = [each.path for each in hidden]
+    try:
+        in_use = leased()
+    finally:
+        for each in hidden:
+            if each.path in in_use:
+                with outcome.of(each.path):
+                    each.restore()
+                    outcome.leased.append(each.path)
+    return [each for each in hidden if each.path not in in_use]
 
 
 def remove_directory(path: Location) -> None:

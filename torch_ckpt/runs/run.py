@@ -63,7 +63,8 @@ class Run(LastSaves):
             or else a thread of the first rank, promotes the steps: copies them to ``directory``.
         keep_local: Number of newest steps to retain in ``local``. A step that is to be retained
             also remains there until it is promoted.
-        promote_bytes_per_s: Most bytes that are promoted in a second; no limit if ``None``.
+        promote_bytes_per_s: Most bytes that each machine promotes in a second; no limit if
+            ``None``.
         every: Save each step that is a multiple of this number. If ``None``, ``max_overhead``
             determines the interval.
         max_overhead: Largest share of training time that saving may cost; see :meth:`should_save`.
@@ -465,8 +466,8 @@ class Run(LastSaves):
     ) -> int | None:
         """Loads the newest whole step, or a given step, in place.
 
-        If the newest step proves damaged during the load, or is removed meanwhile, all ranks fall
-        back to the next older step, with a warning. A given step is loaded with a warning if newer
+        If the newest step proves damaged during the load, or is removed meanwhile, all ranks load
+        the newest other step, with a warning. A given step is loaded with a warning if newer
         steps exist, unless it is the best one: the next restore loads the newest one again.
 
         Args:

@@ -22,6 +22,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
 from torch_ckpt.runs.removal import leased_paths, remove_directories, removed_directories
 from torch_ckpt.runs.step_files import (
+    agreed,
     leased_steps,
     listed_steps,
     metrics_of,
@@ -72,16 +73,35 @@ class StepDirectories:
 
         Warns of steps that were committed and are damaged, and of data files without metadata.
         """
-        for step in listed_steps(self.directory):
-            try:
-                self.check(self.path(step))
-            except NotFoundError:  # Never committed, or removed meanwhile.
-                if missing := what_is_missing(self.path(step)):
-                    warnings.warn(f"step {step} is passed over: {missing}", stacklevel=2)
-            except CheckpointError as error:
-                warnings.warn(f"step {step} is passed over: {error}", stacklevel=2)
-            else:
-                yield step
+        passed: set[int] = set()
+        damaged: dict[int, CheckpointError] = {}
+
+        def look() -> tuple[int | None, list[int]]:
+            """Returns the newest whole step, and newer directories without a checkpoint."""
+            absent = []
+            for step in listed_steps(self.directory):
+                if step in passed or step in damaged:
+                    continue
+                try:
+                    self.check(self.path(step))
+                except NotFoundError:  # Never committed, not yet, or removed meanwhile.
+                    absent.append(step)
+                except CheckpointError as error:
+                    damaged[step] = error
+                else:
+                    return step, absent
+            return None, absent
+
+        while True:
+            step, absent = agreed(look, lambda found: found[0] is not None and not found[1])
+            for other in sorted({*damaged, *absent}, reverse=True):
+                if reason := damaged.get(other) or what_is_missing(self.path(other)):
+                    warnings.warn(f"step {other} is passed over: {reason}", stacklevel=2)
+            if step is None:
+                return
+            passed |= {*damaged, *absent, step}
+            damaged.clear()
+            yield step
 
     def newest_after(self, step: int) -> int | None:
         """Returns the newest whole step after a step, by the lengths of its files.
@@ -134,12 +154,18 @@ class StepDirectories:
 
     def values(self, monitor: str) -> dict[int, float]:
         """Returns the metric of each committed step that has one, and not a NaN."""
-        found = {}
-        for step in listed_steps(self.directory):
-            value = metrics_of(self.path(step)).get(monitor, math.nan)
-            if not math.isnan(value) and has_checkpoint(self.path(step)):
-                found[step] = value
-        return found
+
+        def look() -> tuple[dict[int, float], list[int]]:
+            found, absent = {}, []
+            for step in listed_steps(self.directory):
+                value = metrics_of(self.path(step)).get(monitor, math.nan)
+                if not has_checkpoint(self.path(step)):
+                    absent.append(step)
+                elif not math.isnan(value):
+                    found[step] = value
+            return found, absent
+
+        return agreed(look, lambda found: found[0] != {} and not found[1])[0]
 
     def retain(
         self, saved: int, *, last: int, every: int | None, others: Collection[int] = ()

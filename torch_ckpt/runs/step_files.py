@@ -12,7 +12,9 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
@@ -22,6 +24,8 @@ __all__ = [
     "BRANCH",
     "LEASE_S",
     "SMALL_FILES",
+    "agreed",
+    "announced_removal",
     "branch_of",
     "committed_steps",
     "lease",
@@ -35,6 +39,8 @@ __all__ = [
     "what_is_missing",
     "write_small_files",
 ]
+
+T = TypeVar("T")
 
 LEASE_S = 300.0
 """Seconds for which a lease protects a step after it was renewed."""
@@ -53,6 +59,14 @@ SMALL_FILES = frozenset({_METRICS, BRANCH})
 """Names of the small files of a step, beside its checkpoint."""
 
 _RENEW_S = 60.0
+
+_REMOVAL = f"{PENDING}removal-"
+"""Begin of the names of files that announce removals. Retention deletes old pending files."""
+
+_REMOVAL_S = 30.0
+"""For how long a lease waits for announced removals. Their steps are renamed within moments."""
+
+_POLL_S = 0.02
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _MODEL = "model.safetensors.index.json"
@@ -74,8 +88,27 @@ def listed_steps(directory: Location) -> list[int]:
 
 def committed_steps(directory: Location) -> list[int]:
     """Returns the steps with a committed checkpoint, whole or damaged, the newest first."""
-    steps = listed_steps(directory)
-    return [step for step in steps if has_checkpoint(directory / f"step-{step}")]
+
+    def look() -> tuple[list[int], list[int]]:
+        steps = listed_steps(directory)
+        return [step for step in steps if has_checkpoint(directory / f"step-{step}")], steps
+
+    return agreed(look, lambda found: found[0] == found[1] != [])[0]
+
+
+def agreed(look: Callable[[], T], is_certain: Callable[[T], bool]) -> T:
+    """Returns what a look at the steps of a run finds: a certain result, or that of two in a row.
+
+    Meanwhile, another process may commit a step that was looked at, or not listed, and remove the
+    step that is looked at next. So a look is not certain if it finds no step, or one that is not
+    committed.
+    """
+    found = look()
+    while not is_certain(found):
+        before, found = found, look()
+        if found == before:
+            break
+    return found
 
 
 def what_is_missing(step: Location) -> str:
@@ -213,7 +246,8 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
 
     thread = threading.Thread(target=renew, name="torch_ckpt-lease", daemon=True)
     try:
-        # A removal that began before the lease was written has renamed the step by now.
+        # A removal that is announced later finds the lease.
+        _wait_for_removals(directory, path.name)
         if not has_checkpoint(path):
             raise _no_step(directory, step)
         thread.start()
@@ -223,6 +257,40 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
         if thread.is_alive():
             thread.join()
         file.discard()
+
+
+@contextlib.contextmanager
+def announced_removal(directory: Location, names: Sequence[str]) -> Iterator[None]:
+    """Lets new leases of some steps wait until the block ends, if a file for it can be written.
+
+    If the process dies, the leases wait for ``_REMOVAL_S``, and a later retention deletes the file.
+    """
+    file = directory / f"{_REMOVAL}{secrets.token_hex(8)}"
+    with contextlib.suppress(CheckpointError):
+        file.write(json.dumps(list(names)).encode(), sync=False)
+    try:
+        yield
+    finally:
+        file.discard()
+
+
+def _wait_for_removals(directory: Location, name: str) -> None:
+    """Waits until no removal of a step is announced, or its process has probably died."""
+    deadline = time.monotonic() + _REMOVAL_S
+    while time.monotonic() < deadline:
+        files = (each for each in directory.names() if each.startswith(_REMOVAL))
+        if not any(_announces(directory / each, name) for each in files):
+            return
+        time.sleep(_POLL_S)
+
+
+def _announces(file: Location, name: str) -> bool:
+    try:
+        return name in json.loads(file.read())
+    except NotFoundError:
+        return False
+    except ValueError:  # It is being written.
+        return True
 
 
 def leased_steps(directory: Location) -> set[int]:
@@ -251,8 +319,10 @@ def _leases(directory: Location) -> Iterator[tuple[int, Location, bool]]:
     now = _now_s(directory) if leases else None
     for match in leases:
         file = directory / match[0]
-        written = file.modified_s()
-        is_valid = now is None or written is None or abs(now - written) < LEASE_S
+        by, written = now, file.modified_s()
+        if written is None:  # The file system dates no files.
+            by, written = time.time(), _renewed_s(file)
+        is_valid = by is None or written is None or abs(by - written) < LEASE_S
         yield int(match[1]), file, is_valid
 
 
@@ -271,9 +341,19 @@ def _now_s(directory: Location) -> float | None:
 
 
 def _renew(file: Location) -> None:
-    """Writes the lease again, with its owner for people. The time of the write counts."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid()}
+    """Writes the lease again, with its owner for people.
+
+    The time of the write counts, or that in the file if the file system dates no files.
+    """
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "renewed_s": time.time()}
     file.replace(json.dumps(owner).encode(), sync=False)
+
+
+def _renewed_s(file: Location) -> float | None:
+    """Returns when a lease was written by the clock of its process; ``None`` if it is unknown."""
+    with contextlib.suppress(CheckpointError, ValueError, TypeError, KeyError):
+        return float(json.loads(file.read())["renewed_s"])
+    return None
 
 
 def _no_step(directory: Location, step: int) -> NotFoundError:

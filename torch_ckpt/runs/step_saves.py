@@ -407,6 +407,9 @@ class StepSaves:
         deadline = time.monotonic() + timeout_s
         promotion, activity = self._promotion, "waiting for promotion"
 
+        def limit_s() -> float:  # A process that is about to be killed has less than a call.
+            return min(max(deadline - time.monotonic(), 0.0) + _ROUND_S, self._timeout_s)
+
         def settle() -> bool:
             try:
                 self.settle(min(timeout_s, self._timeout_s))
@@ -437,7 +440,7 @@ class StepSaves:
             heard = Choice() if promotion is None else promotion.choice(may_choose=False)
             return is_busy, goes_on, heard
 
-        chosen = self._group.decide(activity, settle, choose, timeout_s=self._timeout_s)
+        chosen = self._group.decide(activity, settle, choose, timeout_s=limit_s())
         if chosen is None:
             return False
         if promotion is not None:
@@ -445,7 +448,7 @@ class StepSaves:
         is_busy = goes_on = True
         while goes_on:  # In rounds: a rank that is lost, or fails, is noticed soon.
             is_busy, goes_on, choice = self._group.decide(
-                activity, progress, go_on, timeout_s=self._timeout_s
+                activity, progress, go_on, timeout_s=limit_s()
             )
             if promotion is not None:
                 promotion.heard(choice)

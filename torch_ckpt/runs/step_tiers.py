@@ -28,10 +28,14 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.load_planner import FastLoadPlanner
+from torch_ckpt.runs.step_files import listed_steps
 
 __all__ = ["StepTiers", "Tier"]
 
 T = TypeVar("T")
+
+_MOST_TRIES = 100
+"""Most steps that a restore tries. A training may remove each while it is loaded."""
 
 _GRACE_S = 60.0
 """Longest time that a failed rank waits for the other ranks, to report its error."""
@@ -97,7 +101,7 @@ class StepTiers:
 
         ``first`` is called on each rank before. Raises CorruptionError if none is whole.
         """
-        found = self._choose_older(None, first)
+        found = self._choose((), first)
         return None if found is None else found[0]
 
     def restore(
@@ -113,11 +117,12 @@ class StepTiers:
         ``first`` is called on each rank before. ``then`` is called on the coordinator with the
         loaded step, twice. If it raises, all ranks do.
         """
-        before: tuple[int, int] | None = None
+        tried: list[tuple[int, int]] = []
         failure: CheckpointException | None = None
         try:
-            while found := self._choose_older(before, first):
-                step, number = before = found
+            while len(tried) < _MOST_TRIES and (found := self._choose(tried, first)):
+                tried.append(found)
+                step, number = found
                 load = functools.partial(self._load, self._tiers[number], step, state, strict)
                 try:
                     load(functools.partial(then, step, step))
@@ -129,7 +134,7 @@ class StepTiers:
                 else:
                     return step
             if failure is not None:
-                failure.add_note("no older step is whole; the state may be partly loaded")
+                failure.add_note("no other step is whole; the state may be partly loaded")
                 raise failure
             return None
         finally:
@@ -184,27 +189,25 @@ class StepTiers:
         return first(), [tier.report() for tier in self._tiers]
 
     def _newest(
-        self, before: tuple[int, int] | None, reports: Sequence[list[Any]]
+        self, tried: Sequence[tuple[int, int]], reports: Sequence[list[Any]]
     ) -> tuple[int, int] | None:
-        """Returns the newest whole step after ``before``, and the number of its tier.
+        """Returns the newest whole step that was not tried, and the number of its tier.
 
-        ``before`` is a step and the number of its tier. The same step in a later tier follows it.
+        ``tried`` are such steps and tiers. The same step in a later tier follows it.
         """
         tiers = [
             _numbered(tier.steps([rank_reports[number] for rank_reports in reports]), number)
             for number, tier in enumerate(self._tiers)
         ]
-        for step, number in heapq.merge(*tiers, key=lambda found: -found[0]):
-            if before is None or (-step, number) > (-before[0], before[1]):
-                return step, number
-        return None
+        found = heapq.merge(*tiers, key=lambda found: -found[0])
+        return next((each for each in found if each not in tried), None)
 
-    def _choose_older(
-        self, before: tuple[int, int] | None, first: Callable[[], None]
+    def _choose(
+        self, tried: Sequence[tuple[int, int]], first: Callable[[], None]
     ) -> tuple[int, int] | None:
         def choose(answers: list[tuple[None, list[Any]]]) -> tuple[int, int] | None:
-            found = self._newest(before, [reports for _, reports in answers])
-            if found is None and before is None:
+            found = self._newest(tried, [reports for _, reports in answers])
+            if found is None and not tried:
                 damaged = [step for tier in self._tiers for step in tier.damaged()]
                 if damaged:
                     raise CorruptionError(
@@ -213,9 +216,12 @@ class StepTiers:
                         "start over, use another directory"
                     )
                 if (self._directory / ".metadata").is_file():
+                    path = self._directory
+                    advice = f"call torch_ckpt.load(state, checkpoint_id={str(path)!r})"
+                    if path.name in map("step-{}".format, listed_steps(path.parent)):
+                        advice = f"pass the directory of its run, {path.parent}"
                     raise NotFoundError(
-                        f"cannot restore from {self._directory}: it is a checkpoint, not a run; "
-                        f"pass the directory of its run, such as {self._directory.parent}"
+                        f"cannot restore from {path}: it is a checkpoint, not a run; {advice}"
                     )
             return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io as _io
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -310,11 +311,20 @@ def _naming(item: WriteItem) -> Iterator[None]:
         yield
     except CheckpointError:
         raise  # It already has the name, or is an error of the disk.
-    except (KeyError, NotImplementedError) as error:  # From torch.save, for some dtypes.
+    except (KeyError, NotImplementedError) as error:
+        if not _is_of_torch(error):
+            add_name(error, "save", item.index.fqn)
+            raise
         raise UnsupportedError(f"cannot save {item.index.fqn!r}: {error}") from error
     except Exception as error:
         add_name(error, "save", item.index.fqn)
         raise
+
+
+def _is_of_torch(error: Exception) -> bool:
+    """Returns whether torch raised an error, as it does for some dtypes, and not the program."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesIO:

@@ -1,0 +1,197 @@
+"""Leases and removals of one step, in the orders in which two processes may access files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.run_steps import state_of
+
+from torch_ckpt import Run
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs import step_files
+from torch_ckpt.runs.removal import discard_after, leased_paths, remove_directories
+from torch_ckpt.runs.step_directories import StepDirectories
+
+pytestmark = pytest.mark.timeout(120)
+
+ACCESSES = (
+    *("names", "exists", "modified_s", "read_range", "write", "rename", "sync", "remove"),
+    "remove_all",
+)
+
+
+class Remover(threading.Thread):
+    """A thread that removes a step, and goes on to its next access of files when it is told to."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self._turns, self._arrived = threading.Semaphore(0), threading.Semaphore(0)
+        self.has_ended = False
+
+    def run(self) -> None:
+        self.before_access()
+        with contextlib.suppress(CheckpointError):
+            self._work()
+        self.has_ended = True
+        self._arrived.release()
+
+    def before_access(self) -> None:
+        self._arrived.release()
+        self._turns.acquire()
+
+    def go_on(self, count: int = 1) -> None:
+        for _ in range(count):
+            if not self.has_ended:
+                self._turns.release()
+                self._arrived.acquire()
+
+    def start(self) -> None:
+        super().start()
+        self._arrived.acquire()
+
+    def end(self) -> None:
+        while not self.has_ended:
+            self.go_on()
+        self.join()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    with Run(folder, record=False) as run:
+        for step in (1, 2):
+            run.save(step, state_of(step, 10))
+    return folder
+
+
+def retain(run: Path) -> None:
+    StepDirectories(Location(run)).retain(2, last=1, every=None)
+
+
+def discard(run: Path) -> None:
+    discard_after([Location(run)], 0)
+
+
+def remove_looking_once(run: Path) -> None:
+    """As a removal that has listed leases before."""
+    remove_directories([Location(run) / "step-1"], leased=lambda: leased_paths(Location(run)))
+
+
+REMOVALS = {"retention": retain, "discard_after": discard, "one step": remove_looking_once}
+
+
+@contextlib.contextmanager
+def interleaved(
+    remover: Remover, before: Callable[[int], None], *, renames_folders: bool
+) -> Iterator[None]:
+    """Calls ``before`` each access of this thread to files, with the number of the access."""
+    reader, count = threading.get_ident(), 0
+
+    def watch(name: str, method: Any) -> Any:
+        def access(location: Location, *arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            if threading.get_ident() == remover.ident:
+                remover.before_access()
+            elif threading.get_ident() == reader:
+                before(count)
+                count += 1
+            if name == "rename" and not renames_folders and Path(location.path).is_dir():
+                raise StorageError(f"cannot rename the folder {location}")
+            return method(location, *arguments, **options)
+
+        return access
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ACCESSES:
+            patch.setattr(Location, name, watch(name, getattr(Location, name)))
+        patch.setattr(step_files, "_POLL_S", 0.0)
+        yield
+
+
+@pytest.mark.parametrize("renames_folders", [True, False])
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_a_lease_that_was_entered_has_its_step_until_it_ends(
+    removal: str, renames_folders: bool, saved: Path, tmp_path: Path, seed: int
+) -> None:
+    run = tmp_path / "run"
+    outcomes = set()
+
+    def attempt(schedule: dict[int, int]) -> str:
+        """Enters a lease while a step is removed, ``schedule[n]`` accesses before access n."""
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(saved, run, copy_function=os.link)
+        remover = Remover(lambda: REMOVALS[removal](run))
+        remover.start()
+
+        def before(access: int) -> None:
+            # The lease may wait for the removal.
+            remover.go_on(schedule.get(access, 0) if access < 40 else 1)
+
+        def check() -> None:
+            assert (run / "step-1/.metadata").exists(), schedule
+
+        with interleaved(remover, before, renames_folders=renames_folders):
+            try:
+                with step_files.lease(Location(run), 1):
+                    check()
+                    while not remover.has_ended:
+                        remover.go_on()
+                        check()
+            except NotFoundError:
+                return "refused"
+            finally:
+                remover.end()
+        return "leased"
+
+    rng = random.Random(seed)
+    every = [{at: count} for at in range(12) for count in range(1, 30)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for schedule in rng.sample(every, 100):
+            outcomes.add(attempt(schedule))
+        for _ in range(100):
+            schedule = {at: rng.choice((0, 0, 0, 1, 2, 4, 8)) for at in range(12)}
+            outcomes.add(attempt(schedule))
+    assert outcomes == {"leased", "refused"}
+
+
+def test_a_lease_does_not_wait_for_a_removal_whose_process_has_died(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_files, "_REMOVAL_S", 0.05)
+    shutil.copytree(saved, tmp_path / "run")
+    run = Location(tmp_path / "run")
+    with contextlib.ExitStack() as died:
+        died.enter_context(step_files.announced_removal(run, ["step-1"]))
+        with step_files.lease(run, 2), step_files.lease(run, 1) as path:
+            assert path.names()
+
+
+def test_a_step_is_removed_from_a_disk_that_is_full(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+
+    def write(location: Location, *_: object, **__: object) -> None:
+        raise StorageError(f"cannot write {location}: no space left")
+
+    monkeypatch.setattr(Location, "write", write)
+    retain(tmp_path / "run")
+    assert not (tmp_path / "run/step-1").exists()
+
+
+def test_a_removal_leaves_no_announcement(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    retain(tmp_path / "run")
+    assert [name for name in os.listdir(tmp_path / "run") if name.startswith(".")] == []
