@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,8 +21,17 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId, inode_of, nearest_directory
 from torch_ckpt.agent.memory import Save, folder_of, has_agent, open_folder, short_path
-from torch_ckpt.agent.messages import Kind, Message, has_arrived, raise_failure, receive, send
+from torch_ckpt.agent.messages import (
+    Kind,
+    Message,
+    has_arrived,
+    peer_of,
+    raise_failure,
+    receive,
+    send,
+)
 from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
 
@@ -38,6 +47,16 @@ _GRACE_S = 5.0
 
 _POLL_S = 5.0
 """Interval at which a client that waits for a commit checks that the agent answers."""
+
+_START_POLL_S = 0.02
+"""Interval at which a client finds out whether a started agent answers."""
+
+_AWAITED = {
+    Kind.ACQUIRE: "for a free slot: earlier saves occupy all slots, or it does not answer",
+    Kind.PERSIST: "to commit a save",
+    Kind.RESERVE: "to allocate memory",
+}
+"""What a request waits for, in the log, if it is more than the answer."""
 
 _MAX_CRASHES = 2
 """Agents that may end by an error of their own before the client stops to start others."""
@@ -129,6 +148,8 @@ class AgentClient:
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # Where the child writes the error that ends it.
         self._crashes = 0
+        self.name = "the agent of this machine"
+        """Name of the agent in messages, with its process once that is known."""
         self._connection: socket.socket | None = None
         self._connect()
         self._is_first = False
@@ -280,13 +301,24 @@ class AgentClient:
     def _exchange(
         self, connection: socket.socket, kind: Kind, within_s: float | None, **fields: Any
     ) -> Message:
-        limit_s = self._timeout_s if within_s in (None, math.inf) else within_s
+        is_probed = within_s == math.inf
+        limit_s = self._timeout_s if within_s is None or is_probed else within_s
+        pid, _ = peer_of(connection)
+        self.name = f"the agent of this machine, process {pid},"
+        waiting = self._waiting(lambda: f"{self.name} {_AWAITED.get(kind, 'to answer')}")
         connection.settimeout(limit_s)
         answer = None
         try:
             send(connection, kind, **fields)
-            while within_s == math.inf and not has_arrived(connection, _POLL_S):
-                self._register().close()  # Raises if the agent does not answer.
+            for pause_s in waiting.rounds(
+                *((math.inf, _POLL_S) if is_probed else (limit_s, math.inf))
+            ):
+                if has_arrived(connection, pause_s):
+                    break
+                if is_probed:
+                    self._register().close()  # Raises if the agent does not answer.
+            else:
+                raise TimeoutError
             answer = receive(connection)
         except TimeoutError:
             self.is_lost = True
@@ -307,7 +339,8 @@ class AgentClient:
         """Connects to the agent; starts an agent if none runs."""
         begin = time.monotonic()
         deadline = begin + _START_S
-        while True:
+        waiting = self._waiting(lambda: f"an agent to start; see {self.folder / 'agent.log'}")
+        for pause_s in waiting.rounds(poll_s=_START_POLL_S):
             if self._may_start:
                 open_folder(self.place.run)  # An ending agent removes the folder.
             try:
@@ -334,7 +367,11 @@ class AgentClient:
                     self._start()
                 except OSError as error:
                     raise self._cannot_start(error, error.errno) from error
-            time.sleep(0.02)
+            time.sleep(pause_s)
+
+    def _waiting(self, awaited: Callable[[], str]) -> LongWait:
+        """Returns the log of a wait. Of the ranks of a machine, the first one warns."""
+        return LongWait(awaited, is_named=self.place.is_first_here)
 
     def _cannot_start(self, reason: object, number: int | None = None) -> StorageError:
         self.is_lost = True

@@ -412,7 +412,11 @@ class SnapshotAgent:
             return None
         if persist:
             phases.begin("persisting")
-            return submitted(self._waiting, self._persist, staged, phases)
+            return submitted(
+                *(self._waiting, self._persist, staged, phases),
+                awaited=lambda: f"{self._client.name} to commit {staged.directory}",
+                is_named=self._place.is_first_here,
+            )
         future: Future[None] = Future()
         future.set_result(None)
         return future
