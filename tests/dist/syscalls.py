@@ -20,9 +20,20 @@ from pathlib import Path
 _SECCOMP, _OPENAT, _IO_URING_ENTER = 317, 257, 426
 _BY_DESCRIPTOR = {18: "pwrite64", 74: "fsync", 77: "ftruncate", 285: "fallocate"}
 _BY_PATH = {82: "rename", 83: "mkdir", 84: "rmdir", 87: "unlink", 265: "link", 316: "exchange"}
+_LIST = 217
+_LOOKUPS = {_OPENAT: "open", 4: "stat", 6: "lstat", 21: "access", 262: "stat", 332: "statx"}
+_LOOKUPS[_LIST] = "list"
+_CREATIONS = {82: "rename", 83: "mkdir", 265: "link"}
 _CALLS = {**_BY_DESCRIPTOR, **_BY_PATH, _OPENAT: "create", _IO_URING_ENTER: "io_uring_enter"}
 _RENAME, _LINKAT, _RENAMEAT2 = 82, 265, 316
-_PATH_AT = {_OPENAT: 1, _RENAME: 1, _LINKAT: 3, _RENAMEAT2: 3}  # The first argument otherwise.
+_PATH_AT = {
+    _OPENAT: 1,
+    262: 1,
+    332: 1,
+    _RENAME: 1,
+    _LINKAT: 3,
+    _RENAMEAT2: 3,
+}  # The first argument otherwise.
 _SOCKET, _SOCKETPAIR, _AF_UNIX = 41, 53, 1
 
 _AUDIT_ARCH_X86_64 = 0xC000003E
@@ -92,11 +103,13 @@ class Listener:
         ticket, pid, _, number, _, _, *args = _NOTICE.unpack(notice)
         path = ""
         with contextlib.suppress(OSError):  # Killed meanwhile.
-            if number in _BY_DESCRIPTOR:
+            if number in _BY_DESCRIPTOR or number == _LIST:
                 path = os.readlink(f"/proc/{pid}/fd/{args[0]}")
-            elif number in _CALLS and number != _IO_URING_ENTER:
+            elif number in (_CALLS | _LOOKUPS) and number != _IO_URING_ENTER:
                 path = _text_at(pid, args[_PATH_AT.get(number, 0)])
-        return Stop(_CALLS[number], path, ticket)
+        creates = number == _OPENAT and args[2] & os.O_CREAT
+        calls = _CALLS if creates or number not in _LOOKUPS else _LOOKUPS
+        return Stop(calls[number], path, ticket)
 
     def let_through(self, stop: Stop) -> None:
         """Has the thread make its call."""
@@ -105,6 +118,10 @@ class Listener:
     def fail(self, stop: Stop, number: int) -> None:
         """Has the call fail with this ``errno`` without being made."""
         self._reply(stop, -number, 0)
+
+    def end_listing(self, stop: Stop) -> None:
+        """Has a directory look empty, or listed to its end."""
+        self._reply(stop, 0, 0)
 
     def _reply(self, stop: Stop, error: int, flags: int) -> None:
         with contextlib.suppress(FileNotFoundError):  # Killed meanwhile.
@@ -118,6 +135,15 @@ class Listener:
 def can_stop() -> bool:
     """Whether this machine can stop its processes so."""
     return platform.machine() == "x86_64" and Path("/proc/sys/kernel/seccomp").is_dir()
+
+
+def stop_before_lookups() -> int:
+    """Like :func:`stop_before_changes`, also before calls that look up a name."""
+    steps = [(_LOAD, 0, 0, _ARCH_AT), (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH_X86_64), _return(_ALLOW)]
+    steps.append((_LOAD, 0, 0, _NUMBER_AT))
+    for number in (*_LOOKUPS, *_CREATIONS):
+        steps += [(_JUMP_EQUAL, 0, 1, number), _return(_NOTIFY)]
+    return _install([*steps, _return(_ALLOW)], _NEW_LISTENER)
 
 
 def stop_before_changes() -> int:
