@@ -396,7 +396,7 @@ def test_a_rank_whose_first_file_cannot_be_opened_says_what_may_have_removed_it(
 ) -> None:
     failed, _ = worlds.run(2, _save_that_is_ended_on_rank_1, tmp_path / "checkpoint")
     assert "files of this save are gone" in failed
-    assert "Another save or program may have removed them, or a rank of this save" in failed
+    assert "another save or program may have removed them, or a rank of this save" in failed
     assert not os.listdir(tmp_path)
 
 

@@ -299,7 +299,7 @@ class DirectoryWriter(StagingWriter):
                 "meanwhile, and files of this one are gone"
             )
         return StorageError(
-            f"cannot save to {self.path}: files of this save are gone ({error}). Another save or "
+            f"cannot save to {self.path}: files of this save are gone ({error}): another save or "
             "program may have removed them, or a rank of this save that failed"
         )
 
