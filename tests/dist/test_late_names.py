@@ -11,10 +11,8 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe, reduction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from states import assert_same, failures_of
-from syscalls import Listener, can_stop, stop_before_lookups
+from syscalls import Listener, Stop, can_stop, have_answered, stop_before_lookups
 
 import torch_ckpt
 from torch_ckpt import FastWriter, Run, SafetensorsWriter
@@ -41,13 +39,9 @@ LATE_S = 0.7
 NEVER_S = 1e6
 
 
-def show_late(pipe: Any, folder: Path, late_s: float) -> None:
-    """Answers what a rank looks up in a folder, until the rank ends."""
-    listener = Listener(reduction.recv_handle(pipe))
+def see_late(folder: Path, late_s: float) -> None:
+    """Makes this rank see the names of others late, from now on."""
     own, found = set[Path](), dict[Path, float]()  # When each name was looked up first.
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    poll.register(pipe, select.POLLHUP)
 
     def is_late(path: Path) -> bool:
         now = time.time()
@@ -67,42 +61,22 @@ def show_late(pipe: Any, folder: Path, late_s: float) -> None:
             appeared_s = found[each] + late_s
         return False
 
-    while True:
-        ready = dict(poll.poll())
-        if listener.fileno() not in ready or not ready[listener.fileno()] & select.POLLIN:
-            return
-        stop = listener.receive()
-        if stop is None:
-            continue
+    def answer(listener: Listener, stop: Stop) -> None:
         path = Path(os.path.normpath(stop.path))
         if stop.call in ("create", "mkdir", "rename", "link"):
             if not path.exists():
                 own.add(path)
             listener.let_through(stop)
-        elif stop.call == "list" and folder in path.parents and is_late(path / "listed"):
+        elif folder not in path.parents:
+            listener.let_through(stop)
+        elif stop.call == "list" and is_late(path / "listed"):
             listener.end_listing(stop)  # As it was when it was new.
-        elif stop.call != "list" and folder in path.parents and is_hidden(path):
+        elif stop.call != "list" and is_hidden(path):
             listener.fail(stop, errno.ENOENT)
         else:
             listener.let_through(stop)
 
-
-def see_late(folder: Path, late_s: float) -> None:
-    """Makes this rank see the names of others late, from now on."""
-    ours, theirs = Pipe()
-    if os.fork() == 0:  # It ends with this rank, whose pipe closes.
-        ours.close()
-        with contextlib.suppress(BaseException):
-            show_late(theirs, folder, late_s)
-        os._exit(0)
-    theirs.close()
-    listener = stop_before_lookups()
-    reduction.send_handle(ours, listener, None)
-    os.close(listener)
-    _KEPT.append(ours)
-
-
-_KEPT: list[Any] = []
+    have_answered(stop_before_lookups, answer)
 
 
 def state_of(rank: int, value: float = 1.0) -> dict[str, torch.Tensor]:
