@@ -47,6 +47,8 @@ class _Process:
             ``planning/placeholders``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``storage/temporary``.
+        probed: Pairs of a device and a call of file systems that was not refused there. Owner:
+            ``storage/commit_probe``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
             stagers.
         unshared: Sockets of ``coordination`` that a forked child closes. Open copies would hide the
@@ -70,6 +72,7 @@ class _Process:
         self.warned_replicas: set[frozenset[str]] = set()
         self.warned_placeholders: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.probed: set[tuple[int | str, str]] = set()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         self.unshared: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.inherited: weakref.WeakSet[Any] = weakref.WeakSet()

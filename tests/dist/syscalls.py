@@ -75,12 +75,14 @@ class Stop:
             ``io_uring_enter``.
         ticket: Tells it from other stops.
         old: The old name, where it is renamed or linked.
+        nbytes: The bytes that it writes.
     """
 
     call: str
     path: str
     ticket: int
     old: str = ""
+    nbytes: int = 0
 
 
 class Listener:
@@ -117,7 +119,8 @@ class Listener:
                     old = _text_at(pid, args[_OLD_AT[number]])
         creates = number == _OPENAT and args[2] & os.O_CREAT
         calls = _CALLS if creates or number not in _LOOKUPS else _LOOKUPS
-        return Stop(calls[number], path, ticket, old)
+        nbytes = args[2] if _BY_DESCRIPTOR.get(number) == "pwrite64" else 0
+        return Stop(calls[number], path, ticket, old, nbytes)
 
     def let_through(self, stop: Stop) -> None:
         """Has the thread make its call."""

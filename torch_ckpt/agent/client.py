@@ -232,6 +232,10 @@ class AgentClient:
                 destination=destination.encode(),
             )
 
+    def to_commit(self, directory: object) -> Callable[[], str]:
+        """Returns the function that says what a commit of a checkpoint waits for."""
+        return lambda: f"{self.name} to commit {directory}"
+
     def persist(self, sequence: int) -> None:
         """Requests that a save of this session is persisted, and waits for its commit.
 

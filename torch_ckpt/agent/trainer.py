@@ -412,11 +412,9 @@ class SnapshotAgent:
             return None
         if persist:
             phases.begin("persisting")
-            return submitted(
-                *(self._waiting, self._persist, staged, phases),
-                awaited=lambda: f"{self._client.name} to commit {staged.directory}",
-                is_named=self._place.is_first_here,
-            )
+            awaited, named = self._client.to_commit(staged.directory), self._place.is_first_here
+            work = self._waiting, self._persist, staged, phases
+            return submitted(*work, awaited=awaited, is_named=named)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -15,6 +15,7 @@ from torch_ckpt.formats.deepspeed.folders import WRITTEN_FILE
 from torch_ckpt.options import IoOptions
 from torch_ckpt.staging.staged import Staged
 from torch_ckpt.storage.archive_writer import write_value
+from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.late_names import still_missing
 from torch_ckpt.storage.temporary import (
     TMP,
@@ -90,6 +91,7 @@ class DeepSpeedCheckpoint:
         remove_abandoned(parent, self._place.name)
         for directory in {parent, self.directory}:
             remove_abandoned(directory)
+        check_commit(parent, self.folder, sync=True, directories=True)
         self._hidden = temporary(self._place, TMP)
         self._hidden.create_directories()
         return self._hidden.name

@@ -30,6 +30,7 @@ from torch_ckpt.formats.committed import (
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter
 from torch_ckpt.storage import late_names
+from torch_ckpt.storage.commit_probe import can_be_renamed_to, check_commit
 from torch_ckpt.storage.gc import (
     Found,
     collect_garbage,
@@ -40,7 +41,6 @@ from torch_ckpt.storage.gc import (
 from torch_ckpt.storage.late_names import still_missing
 from torch_ckpt.storage.temporary import (
     PARTIAL,
-    can_be_renamed_to,
     end_partials,
     remove_abandoned,
     remove_temporary,
@@ -134,6 +134,12 @@ class DirectoryWriter(StagingWriter):
         if self.location.file_system.has_folders and self.location.is_missing():
             self._created = self.location
         self.location.create_directories()
+        try:
+            check_commit(self.location, self.location, sync=self.sync_files)
+        except BaseException:
+            if self._created is not None:
+                self._created.discard()
+            raise
         self._found = find(self.location, self._pending_pattern, self._commit_name)
         self._check_may_replace(self._found.names)
         if not self._committed_names.isdisjoint(self._found.names) and not self.rank:
@@ -169,6 +175,7 @@ class DirectoryWriter(StagingWriter):
             self._found_beside = remove_abandoned(parent)
         is_coordinated = self.use_collectives or self.rank is None
         if can_hide and self._hides and is_coordinated and can_be_renamed_to(self.location):
+            check_commit(parent, self.location, sync=self.sync_files)
             self._before, self._hidden = None, temporary(self.location, PARTIAL)
             self._hidden.create_directories()
             for name, contents in self.small_files.items():
