@@ -25,6 +25,7 @@ from torch_ckpt import FastReader, FastWriter, IoOptions, Run, SafetensorsWriter
 from torch_ckpt.cli.directory_probes import directory
 from torch_ckpt.conversion.convert import convert
 from torch_ckpt.coordination.group import group_of
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 
 pytestmark = [
@@ -113,7 +114,10 @@ def save_by_deepspeed(mount: Path) -> Path:
 
 
 def examine(mount: Path) -> Path:
-    assert len(list(directory(Location(mount)))) > 5
+    facts = list(directory(Location(mount)))
+    assert len(facts) > 5
+    if refused := [means for name, _, means in facts if name == "commit" and means]:
+        raise CheckpointError(refused[0])
     return mount / "again"
 
 

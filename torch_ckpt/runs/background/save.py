@@ -30,12 +30,11 @@ class BackgroundSave:
 
     def __init__(self, step: int, future: Future[Any], then: Callable[[], None]) -> None:
         self.step = step
-        own = isinstance(future, OwnFuture)
-        self._ended: SaveFuture[float] = SaveFuture(
-            f"step {step} was not saved",
-            future.awaited if own else lambda: f"the background save of step {step}",
-            is_named=not own or future.is_named,
-        )
+        is_named, awaited = True, lambda: f"the background save of step {step}"
+        if isinstance(future, OwnFuture):
+            is_named, awaited = future.is_named, future.awaited
+        failure = f"step {step} was not saved"
+        self._ended: SaveFuture[float] = SaveFuture(failure, awaited, is_named=is_named)
         began = time.monotonic()
 
         def end(done: Future[Any]) -> None:
