@@ -17,7 +17,7 @@ __all__ = ["can_be_renamed_to", "check_commit"]
 
 _REFUSALS = {
     *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL),
-    *(errno.ENOTTY, errno.EBADF, errno.EROFS),
+    *(errno.ENOTTY, errno.EBADF),
 }
 """Error codes by which file systems and sandboxes refuse a call."""
 
@@ -33,19 +33,18 @@ def check_commit(
     """
     if not directory.file_system.writes_at_offsets:  # A store.
         return
-    if not _passes(directory, "sync" if sync else "rename"):
-        try:
+    call = "sync" if sync else "rename"
+    try:
+        if not _passes(directory, call):
             _rename_file(directory, sync)
-        except StorageError as error:
-            if error.errno not in _REFUSALS:
-                raise
-            raise _refusal(target, error, is_sync=str(error).startswith("cannot sync")) from error
-        _passed(directory, "sync" if sync else "rename")
-    if directories:
-        try:
+            _passed(directory, call)
+        if directories:
             _rename_directory(directory)
-        except StorageError as error:
-            raise _refusal(target, error, is_sync=False) from error
+    except StorageError as error:
+        is_sync = str(error).startswith("cannot sync")
+        if error.errno in _REFUSALS and (is_sync or str(error).startswith("cannot rename")):
+            raise _refusal(target, error, is_sync=is_sync) from error
+        raise
 
 
 def can_be_renamed_to(target: Location) -> bool:
