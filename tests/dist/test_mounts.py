@@ -258,7 +258,8 @@ def test_a_save_works_without_a_call_or_is_refused_before_its_first_byte(
             assert not [name for name in tree(mount) if "/." in f"/{name}" and ".tmp" in name]
             assert not [name for name in tree(mount) if ".partial" in name or ".removed" in name]
         return
-    assert not (tmp_path / "has data").exists(), error
+    if way != "doctor":  # It measures the rate of writes.
+        assert not (tmp_path / "has data").exists(), error
     assert str(mount) in error
     assert "save to the URL of the store" in error
     if lack not in LEAVES:
