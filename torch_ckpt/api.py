@@ -252,7 +252,7 @@ def _default_stager() -> AsyncStager:
 
 def _end_of(staging: Future[Any]) -> Future[None]:
     """Returns a future that completes with ``staging``, with its error but without its result."""
-    ended: Future[None] = OwnFuture()
+    ended: Future[None] = OwnFuture(lambda: "the copy of a state dict into host memory")
 
     def end(staged: Future[Any]) -> None:
         error = staged.exception()

@@ -56,6 +56,8 @@ class _Process:
             ``planning/placeholders``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``storage/temporary``.
+        probed: Pairs of a device and a call of file systems that was not refused there. Owner:
+            ``storage/commit_probe``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
             stagers.
         unshared: Objects with descriptors, which a forked child closes; see :meth:`own`.
@@ -78,6 +80,7 @@ class _Process:
         self.warned_replicas: set[frozenset[str]] = set()
         self.warned_placeholders: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.probed: set[tuple[int | str, str]] = set()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         self.unshared: weakref.WeakSet[Any] = weakref.WeakSet()
         self.inherited: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -14,15 +14,30 @@ import os
 import platform
 import select
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import Pipe, reduction
 from pathlib import Path
+from typing import Any
 
 _SECCOMP, _OPENAT, _IO_URING_ENTER = 317, 257, 426
 _BY_DESCRIPTOR = {18: "pwrite64", 74: "fsync", 77: "ftruncate", 285: "fallocate"}
 _BY_PATH = {82: "rename", 83: "mkdir", 84: "rmdir", 87: "unlink", 265: "link", 316: "exchange"}
+_LIST = 217
+_LOOKUPS = {_OPENAT: "open", 4: "stat", 6: "lstat", 21: "access", 262: "stat", 332: "statx"}
+_LOOKUPS[_LIST] = "list"
+_CREATIONS = {82: "rename", 83: "mkdir", 265: "link"}
 _CALLS = {**_BY_DESCRIPTOR, **_BY_PATH, _OPENAT: "create", _IO_URING_ENTER: "io_uring_enter"}
 _RENAME, _LINKAT, _RENAMEAT2 = 82, 265, 316
-_PATH_AT = {_OPENAT: 1, _RENAME: 1, _LINKAT: 3, _RENAMEAT2: 3}  # The first argument otherwise.
+_PATH_AT = {
+    _OPENAT: 1,
+    262: 1,
+    332: 1,
+    _RENAME: 1,
+    _LINKAT: 3,
+    _RENAMEAT2: 3,
+}  # The first argument otherwise.
+_OLD_AT = {_RENAME: 0, _LINKAT: 1, _RENAMEAT2: 1}
 _SOCKET, _SOCKETPAIR, _AF_UNIX = 41, 53, 1
 
 _AUDIT_ARCH_X86_64 = 0xC000003E
@@ -59,11 +74,15 @@ class Stop:
         path: Of the file; where it is renamed or linked, the new one. Empty for
             ``io_uring_enter``.
         ticket: Tells it from other stops.
+        old: The old name, where it is renamed or linked.
+        nbytes: The bytes that it writes.
     """
 
     call: str
     path: str
     ticket: int
+    old: str = ""
+    nbytes: int = 0
 
 
 class Listener:
@@ -90,13 +109,18 @@ class Listener:
                 return None
             raise
         ticket, pid, _, number, _, _, *args = _NOTICE.unpack(notice)
-        path = ""
+        path = old = ""
         with contextlib.suppress(OSError):  # Killed meanwhile.
-            if number in _BY_DESCRIPTOR:
+            if number in _BY_DESCRIPTOR or number == _LIST:
                 path = os.readlink(f"/proc/{pid}/fd/{args[0]}")
-            elif number in _CALLS and number != _IO_URING_ENTER:
+            elif number in (_CALLS | _LOOKUPS) and number != _IO_URING_ENTER:
                 path = _text_at(pid, args[_PATH_AT.get(number, 0)])
-        return Stop(_CALLS[number], path, ticket)
+                if number in _OLD_AT:
+                    old = _text_at(pid, args[_OLD_AT[number]])
+        creates = number == _OPENAT and args[2] & os.O_CREAT
+        calls = _CALLS if creates or number not in _LOOKUPS else _LOOKUPS
+        nbytes = args[2] if _BY_DESCRIPTOR.get(number) == "pwrite64" else 0
+        return Stop(calls[number], path, ticket, old, nbytes)
 
     def let_through(self, stop: Stop) -> None:
         """Has the thread make its call."""
@@ -105,6 +129,10 @@ class Listener:
     def fail(self, stop: Stop, number: int) -> None:
         """Has the call fail with this ``errno`` without being made."""
         self._reply(stop, -number, 0)
+
+    def end_listing(self, stop: Stop) -> None:
+        """Has a directory look empty, or listed to its end."""
+        self._reply(stop, 0, 0)
 
     def _reply(self, stop: Stop, error: int, flags: int) -> None:
         with contextlib.suppress(FileNotFoundError):  # Killed meanwhile.
@@ -118,6 +146,15 @@ class Listener:
 def can_stop() -> bool:
     """Whether this machine can stop its processes so."""
     return platform.machine() == "x86_64" and Path("/proc/sys/kernel/seccomp").is_dir()
+
+
+def stop_before_lookups() -> int:
+    """Like :func:`stop_before_changes`, also before calls that look up a name."""
+    steps = [(_LOAD, 0, 0, _ARCH_AT), (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH_X86_64), _return(_ALLOW)]
+    steps.append((_LOAD, 0, 0, _NUMBER_AT))
+    for number in (*_LOOKUPS, *_CREATIONS):
+        steps += [(_JUMP_EQUAL, 0, 1, number), _return(_NOTIFY)]
+    return _install([*steps, _return(_ALLOW)], _NEW_LISTENER)
 
 
 def stop_before_changes() -> int:
@@ -152,6 +189,44 @@ def refuse(error: int, *numbers: int, unix_sockets: bool = False) -> None:
         steps += [(_LOAD, 0, 0, _FIRST_AT), (_JUMP_EQUAL, 0, 1, _AF_UNIX)]
         steps += [_return(_ERRNO | error)]
     _install([*steps, _return(_ALLOW)], _ALL_THREADS)
+
+
+def refuse_direct(error: int) -> None:
+    """Has files not be opened for direct I/O from now on, in this process and its threads."""
+    steps = [(_LOAD, 0, 0, _NUMBER_AT), (_JUMP_EQUAL, 0, 3, _OPENAT), (_LOAD, 0, 0, _OPEN_FLAGS_AT)]
+    steps += [(_JUMP_SET, 0, 1, os.O_DIRECT), _return(_ERRNO | error), _return(_ALLOW)]
+    _install(steps, _ALL_THREADS)
+
+
+def have_answered(stop_before: Callable[[], int], answer: Callable[[Listener, Stop], None]) -> None:
+    """Has a child of this process answer the stops of this one, until it ends.
+
+    The calls of this thread, and of what it starts, stop from now on. The child calls ``answer``.
+    """
+    ours, theirs = Pipe()
+    if os.fork() == 0:
+        ours.close()
+        with contextlib.suppress(BaseException):
+            _answer_all(theirs, answer)
+        os._exit(0)
+    theirs.close()
+    listener = stop_before()
+    reduction.send_handle(ours, listener, None)
+    os.close(listener)
+    ours.close()
+
+
+def _answer_all(pipe: Any, answer: Callable[[Listener, Stop], None]) -> None:
+    listener = Listener(reduction.recv_handle(pipe))
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while True:
+        events = dict(poll.poll())[listener.fileno()]
+        if not events & select.POLLIN:  # The last thread of the other process has ended.
+            return
+        stop = listener.receive()
+        if stop is not None:
+            answer(listener, stop)
 
 
 def _install(steps: list[tuple[int, int, int, int]], flags: int) -> int:

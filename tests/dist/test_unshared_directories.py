@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import torch_ckpt
 from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
 from torch_ckpt.errors import StorageError
+from torch_ckpt.storage import late_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -33,7 +35,8 @@ def save_locally(folder: Path, call: str, planner: str, writer: Any) -> Any:
     """Saves to a directory of this rank's own machine; returns the errors, and its files."""
     path = folder / f"machine {dist.get_rank()}" / "run" / "checkpoint"
     options = {"storage_writer": writer(path), "planner": PLANNERS[planner]()}
-    failed = failures_of(CALLS[call], state_of_rank(), **options)
+    with mock.patch.object(late_names, "APPEARS_S", 0.3):
+        failed = failures_of(CALLS[call], state_of_rank(), **options)
     dist.barrier()
     return failed, sorted(os.listdir(path)) if path.exists() else None
 

@@ -1,10 +1,14 @@
-"""Every wait has a deadline, or a row in this table that says what ends it and what it names."""
+"""Every wait has a deadline, or a row in this table that says what ends it and what it names.
+
+And every wait with a time limit is one round of a ``LongWait``, which logs it, or has a row in the
+table of those that are short, or that no rank waits for.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +21,7 @@ METHODS = {
     *("accept", "acquire", "communicate", "exception", "get", "join", "recv", "recv_bytes"),
     *("result", "select", "shutdown", "wait"),
 }
+TIMED_METHODS = {"poll", "settimeout", "sleep", "wait_for"}  # And those that always have a timeout.
 SENDING = {"send_bytes", "sendall"}  # They have no timeout of their own.
 FUNCTIONS = {"check_call", "check_output", "flock", "lockf", "waitpid"}
 EXECUTORS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
@@ -87,15 +92,6 @@ PYTHON = {
     "coordination/connect.py _Waiting store": Wait(STORE, "the store"),
     "coordination/connect.py _place_all store": Wait(STORE, "the store"),
     "coordination/connect.py connect store": Wait(STORE, "the store"),
-    "integrations/megatron.py FastSaveStrategy._writer_for wait": Wait(
-        "the deadlines of the save, and the disk", CALL
-    ),
-    "integrations/megatron_queues.py _caller_class.ThreadCaller.close wait": Wait(
-        "the deadlines of the save, and the disk", CALL
-    ),
-    "integrations/megatron_queues.py _caller_class.ThreadCaller.is_current_async_call_done wait": (
-        Wait("the deadlines of the save, and the disk", CALL)
-    ),
     "planning/plan_cache.py PlanCache with self._lock": Wait(BRIEF, CALL),
     "staging/staged.py Staged with self._thread_lock": Wait(BRIEF, CALL),
     "staging/stager.py SnapshotStager with self._changed": Wait(BRIEF, CALL),
@@ -148,7 +144,7 @@ PYTHON = {
     ),
     "formats/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
     "formats/megatron.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
-    "integrations/deepspeed.py FastCheckpointEngine.wait result_of": Wait(
+    "integrations/deepspeed.py FastCheckpointEngine.wait pending.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
     "integrations/deepspeed.py FastCheckpointEngine.create self.wait": Wait(
@@ -213,6 +209,62 @@ PYTHON = {
     "self._reader.read_data(LoadPlan(items), planner).wait": Wait(DISK, "the file"),
 }
 
+SHORT = "at most 5 s, or a poll of a loop that logs"
+AGENT = "in the agent, whose ranks log that they wait for it"
+NOBODY = "a thread for which no rank waits"
+AWAITED = "the caller logs"
+
+TIMED = {
+    "agent/answers.py Answers.get self._silent.join": AGENT,
+    "agent/client.py AgentClient._exchange connection.settimeout": "of a message, not of the wait",
+    "agent/client.py AgentClient._register connection.settimeout": "of a local connection",
+    "agent/copies.py Copies.advance last.wait": SHORT,
+    "agent/copies.py Copies.close self._changed.wait_for": SHORT,
+    "agent/copies.py _Copy.wait self._changed.wait_for": SHORT,
+    "agent/manifests.py PendingAborts._watch time.sleep": AGENT,
+    "agent/manifests.py PendingAborts.close time.sleep": AGENT,
+    "agent/memory.py agent_lock time.sleep": SHORT,
+    "agent/messages.py has_arrived poll.poll": AWAITED,
+    "agent/process.py Agent._accept time.sleep": AGENT,
+    "agent/process.py Agent._acquire self._changed.wait": AGENT,
+    "agent/process.py Agent._persist self._changed.wait": AGENT,
+    "agent/process.py Agent._register self._changed.wait_for": AGENT,
+    "agent/process.py Agent.serve self._changed.wait": AGENT,
+    "agent/replica_receiver.py ReplicaReceiver._accept time.sleep": AGENT,
+    "agent/replica_receiver.py ReplicaReceiver._replace self._serving.join": AGENT,
+    "agent/replica_receiver.py ReplicaReceiver._serve connection.settimeout": AGENT,
+    "agent/replica_sender.py ReplicaSender._run_all self._changed.wait": AGENT,
+    "agent/replica_sender.py ReplicaSender._send pace.wait": AGENT,
+    "agent/replica_sender.py _Pace.wait time.sleep": AGENT,
+    "agent/replica_wire.py dial connection.settimeout": AGENT,
+    "agent/replica_wire.py send_block connection.settimeout": AGENT,
+    "agent/saves.py Saves._run_joint time.sleep": AGENT,
+    "cli/doctor.py _within thread.join": "a probe, whose line states the time",
+    "cli/watch.py _new_steps time.sleep": "the user, who watches",
+    "coordination/background.py SaveFuture.exception super().exception": "OwnFuture logs",
+    "coordination/background.py SaveFuture.result super().result": "OwnFuture logs",
+    "coordination/background.py _Replies._live time.sleep": NOBODY,
+    "coordination/background.py _SaveProcess._ended self._process.join": SHORT,
+    "coordination/connect.py _Waiting._polls time.sleep": SHORT,
+    "coordination/connect.py _dialled wait": SHORT,
+    "coordination/group.py Call.fail futures.wait": SHORT,
+    "coordination/listeners.py Listeners.accepted self._selector.select": SHORT,
+    "coordination/loop.py Loop.run self._selector.select": "the thread that logs for the ranks",
+    "filesystems/hdfs_client.py HdfsClient._call future.result": CLIENT,
+    "filesystems/hdfs_client.py HdfsClient._claim time.sleep": CLIENT,
+    "filesystems/hdfs_client.py HdfsClient._patiently time.sleep": CLIENT,
+    "filesystems/obstore_client.py _repeated time.sleep": CLIENT,
+    "records/event_log.py EventLog._work self._waiting.get": NOBODY,
+    "records/event_log.py EventLog.close self._thread.join": SHORT,
+    "runs/promotion.py Promotion._check_goes_on self._changed.wait_for": SHORT,
+    "runs/promotion.py Promotion.close self.wait": "Promotion.wait logs",
+    "runs/step_files.py lease.renew ended.wait": NOBODY,
+    "storage/exchange.py _Connection._wait_for_ready time.sleep": AWAITED,
+    "storage/exchange.py _delete_keys thread.join": "the load has ended; at most 10 s",
+    "storage/progress.py progress_bar.show ended.wait": NOBODY,
+}
+"""Waits with a time limit that are no rounds of a ``LongWait``, and why not."""
+
 CPP = {
     "base/niceness.h ).join": Wait(LOCAL, CALL),
     "base/parallel_for.h other.join": Wait(LOCAL, CALL),
@@ -253,11 +305,57 @@ CPP = {
 }
 
 
-def python_waits() -> Iterator[str]:
+def python_waits(
+    find: Callable[[ast.AST, str], Iterator[str]],
+) -> Iterator[str]:
     for path in sorted((ROOT / "torch_ckpt").rglob("*.py")):
         tree = ast.parse(path.read_text())
         name = path.relative_to(ROOT / "torch_ckpt").as_posix()
-        yield from (f"{name} {where}" for where in waits_in(tree, ""))
+        yield from (f"{name} {where}" for where in find(tree, ""))
+
+
+def timed_waits_in(
+    node: ast.AST, scope: str, rounds: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Yields ``Class.function receiver.method`` for each timed wait that is no logged round.
+
+    ``rounds`` are the variables that a loop over ``LongWait.rounds`` sets.
+    """
+    for child in ast.iter_child_nodes(node):
+        inner, within = scope, rounds
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = f"{scope}.{child.name}".lstrip(".")
+        loops = [child] if isinstance(child, ast.For) else getattr(child, "generators", [])
+        for loop in loops:
+            if re.search(r"\.rounds\(", ast.unparse(loop.iter)):
+                within = rounds | {ast.unparse(loop.target)}
+        if isinstance(child, ast.Call) and (name := timed_wait(child, within)):
+            yield f"{inner} {name}"
+        yield from timed_waits_in(child, inner, within)
+
+
+NO_WAIT = re.compile(  # Methods of the same name, of paths, texts, tables, loggers and sockets.
+    r"(?<!thread)(?<!_serving)(?<!_process)(?<!_silent)\.join$|(?<!_waiting)\.get$"
+    r"|(?<!selector)(^|\.)select$|(?<!lock)\.acquire$|_(LOG|log)\.exception$|\.shutdown$"
+)
+
+
+def timed_wait(call: ast.Call, rounds: frozenset[str]) -> str:
+    """Returns the name of a wait that ends by itself, and is no round of a logged wait."""
+    function, name = call.func, ast.unparse(call.func)
+    method = function.attr if isinstance(function, ast.Attribute) else name
+    if method not in {*METHODS, *TIMED_METHODS}:
+        return ""
+    if NO_WAIT.search(name):
+        return ""
+    times = [word.value for word in call.keywords if word.arg in {"timeout", "timeout_s"}]
+    place = 1 if method == "wait_for" or name in {"wait", "futures.wait"} else 0
+    times = (times or call.args[place:])[:1]
+    if not times or is_none(times[0]) or is_wait(call):
+        return ""
+    if isinstance(times[0], ast.Constant) and times[0].value in (0, "", False):
+        return ""
+    return "" if ast.unparse(times[0]) in rounds else name
 
 
 def waits_in(node: ast.AST, scope: str, locks: frozenset[str] | None = None) -> Iterator[str]:
@@ -343,7 +441,11 @@ def cpp_waits() -> Iterator[str]:
 
 
 def test_every_wait_of_python_has_a_deadline_or_a_row() -> None:
-    assert set(python_waits()) == set(PYTHON)
+    assert set(python_waits(waits_in)) == set(PYTHON)
+
+
+def test_every_wait_with_a_time_limit_is_logged_or_is_short_or_nobody_waits_for_it() -> None:
+    assert set(python_waits(timed_waits_in)) == set(TIMED)
 
 
 def test_every_wait_of_the_engine_has_a_row() -> None:
@@ -375,6 +477,30 @@ def test_each_form_of_a_wait_is_found(wait: str) -> None:
 def test_locks_are_found_by_their_name_or_type(lock: str) -> None:
     text = f"guard = threading.RLock()\nself._changed = threading.Condition()\nwith {lock}: pass"
     assert list(waits_in(ast.parse(text), "")) == [f" with {lock}"]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        *("changed.wait(1)", "thread.join(wait_s)", "time.sleep(3)", "f.result(timeout=2)"),
+        *("changed.wait_for(f, wait_s)", "lock.acquire(timeout=1)", "futures.wait([f], 2)"),
+        "for left_s in countdown(wait_s): changed.wait(left_s)",
+    ],
+)
+def test_a_wait_that_bypasses_the_log_is_found(wait: str) -> None:
+    assert len(list(timed_waits_in(ast.parse(wait), ""))) == 1
+
+
+@pytest.mark.parametrize(
+    "logged",
+    [
+        "for pause_s in LongWait(f).rounds(wait_s): changed.wait(pause_s)",
+        "any(lock.acquire(timeout=s) for s in used.rounds(wait_s))",
+        "for pause_s in waiting.rounds():\n  if done:\n    changed.wait_for(f, pause_s)",
+    ],
+)
+def test_a_round_of_a_logged_wait_is_no_breach(logged: str) -> None:
+    assert not list(timed_waits_in(ast.parse(logged), ""))
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,13 @@ from torch_ckpt.agent.messages import (
     Kind,
     Message,
     has_arrived,
+    peer_of,
     raise_failure,
     receive,
     send,
 )
 from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
 from torch_ckpt.process_state import PROCESS
@@ -60,6 +62,16 @@ _LEAST_S = 0.1
 
 _GRACE_S = 5.0
 """Time for the answer of an agent that was asked to wait."""
+
+_START_POLL_S = 0.02
+"""Interval at which a client finds out whether a started agent answers."""
+
+_AWAITED = {
+    Kind.ACQUIRE: "for a free slot: earlier saves occupy all slots, or it does not answer",
+    Kind.PERSIST: "to commit a save",
+    Kind.RESERVE: "to allocate memory",
+}
+"""What a request waits for, in the log, if it is more than the answer."""
 
 _MAX_CRASHES = 2
 """Agents that may end by an error of their own before the client stops to start others."""
@@ -154,6 +166,8 @@ class AgentClient:
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # Where the child writes the error that ends it.
         self._crashes = 0
+        self.name = "the agent of this machine"
+        """Name of the agent in messages, with its process once that is known."""
         self._connection: socket.socket | None = None
         self.while_waiting: Callable[[], None] = lambda: None
         self._connect()
@@ -240,6 +254,10 @@ class AgentClient:
         """Reports that a save of this session has failed on another machine."""
         self._request(Kind.FAIL, sequence=sequence, failure=failure)
 
+    def to_commit(self, directory: object) -> Callable[[], str]:
+        """Returns the function that says what a commit of a checkpoint waits for."""
+        return lambda: f"{self.name} to commit {directory}"
+
     def persist(self, sequence: int) -> None:
         """Requests that a save of this session is persisted, and waits for its commit.
 
@@ -314,11 +332,12 @@ class AgentClient:
     def _exchange(
         self, connection: socket.socket, kind: Kind, within_s: float, **fields: Any
     ) -> Message:
+        self.name = f"the agent of this machine, process {peer_of(connection)[0]},"
         connection.settimeout(self._answer_s)
         answer = None
         try:
             send(connection, kind, **fields)
-            self._await(connection, within_s)
+            self._await(connection, within_s, _AWAITED.get(kind, "to answer"))
             answer = receive(connection)
         except TimeoutError:
             raise self._lost(self._answer_s) from None
@@ -336,21 +355,21 @@ class AgentClient:
             raise_failure(answer["failure"])
         return answer
 
-    def _await(self, connection: socket.socket, within_s: float) -> None:
+    def _await(self, connection: socket.socket, within_s: float, awaited: str) -> None:
         """Waits until an answer arrives.
 
         Raises StorageError if the agent does not answer, either this or any other request.
         """
-        began = answered = time.monotonic()
-        poll_s = self._answer_s / _POLLS
-        while not has_arrived(connection, min(poll_s, within_s)):
-            now = time.monotonic()
-            if now - began >= within_s:
-                raise self._lost(within_s)
-            left_s = answered + self._answer_s - now
+        answered = time.monotonic()
+        waiting = self._waiting(lambda: f"{self.name} {awaited}")
+        for pause_s in waiting.rounds(within_s, self._answer_s / _POLLS):
+            if has_arrived(connection, pause_s):
+                return
+            left_s = answered + self._answer_s - time.monotonic()
             self._register(left_s, is_ping=True).close()
             answered = time.monotonic()
             self.while_waiting()
+        raise self._lost(within_s)
 
     def _lost(self, seconds: float) -> StorageError:
         text = f"the agent of this machine did not answer within {seconds:g} s"
@@ -367,7 +386,8 @@ class AgentClient:
         """Connects to the agent; starts an agent if none runs."""
         begin = time.monotonic()
         deadline = begin + _START_S
-        while True:
+        waiting = self._waiting(lambda: f"an agent to start; see {self.folder / 'agent.log'}")
+        for pause_s in waiting.rounds(poll_s=_START_POLL_S):
             if self._may_start:
                 open_folder(self.place.run)  # An ending agent removes the folder.
             try:
@@ -395,7 +415,11 @@ class AgentClient:
                     self._start()
                 except OSError as error:
                     raise self._cannot_start(error, error.errno) from error
-            time.sleep(0.02)
+            time.sleep(pause_s)
+
+    def _waiting(self, awaited: Callable[[], str]) -> LongWait:
+        """Returns the log of a wait. Of the ranks of a machine, the first one warns."""
+        return LongWait(awaited, is_named=self.place.is_first_here)
 
     def _cannot_start(self, reason: object, number: int | None = None) -> StorageError:
         return self._unanswered(f"cannot start an agent for {self.folder}: {reason}", number)
@@ -437,6 +461,9 @@ class AgentClient:
                 **{"ranks_here": list(place.ranks_here), "options": self._options.encode()},
                 **({} if is_ping else self._identity()),
             )
+            waiting = self._waiting(lambda: f"{self.name} to answer")
+            if not any(has_arrived(connection, s) for s in waiting.rounds(max(within_s, _LEAST_S))):
+                raise TimeoutError
             self._check(receive(connection))
         except TimeoutError:
             connection.close()

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.storage.commit_probe import check_commit
 
 __all__ = [
     "RunId",
@@ -81,6 +82,7 @@ def new_id() -> str:
 def write_id(directory: Location, run_id: str) -> None:
     """Writes the id of a run into its directory, durably. Creates the directory if necessary."""
     directory.create_directories()
+    check_commit(directory, directory, sync=True)
     (directory / _NAME).replace(f"{run_id}\n".encode(), sync=True)
     directory.sync()
 

@@ -29,6 +29,7 @@ from torch_ckpt.formats.committed import (
 )
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
+from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads, write_planned
 from torch_ckpt.storage.gc import (
     Found,
@@ -86,12 +87,12 @@ def persist(
     """
     _check_one_save(snapshots)
     first = snapshots[0]
-    with _created(directory_of(first)) as directory:
+    with _created(directory_of(first), first.sync) as directory:
         return _persist(snapshots, directory, how, check_replicas, is_current)
 
 
 @contextlib.contextmanager
-def _created(directory: Location) -> Iterator[Location]:
+def _created(directory: Location, sync: bool) -> Iterator[Location]:
     """Creates the directory of a checkpoint; removes it if the block raises and leaves it empty.
 
     A directory that exists remains: somebody may have given it a quota or permissions.
@@ -99,6 +100,7 @@ def _created(directory: Location) -> Iterator[Location]:
     is_new = directory.file_system.has_folders and directory.is_missing()
     directory.create_directories()
     try:
+        check_commit(directory, directory, sync=sync)
         yield directory
     except BaseException:
         if is_new:

@@ -178,8 +178,7 @@ class SnapshotAgent:
         )
         self._devices = _native.Devices()
         self._staging = Exclusive("the memory of this rank in the agent")
-        self._has_left = False
-        self._pid = os.getpid()
+        self._has_left, self._pid = False, os.getpid()
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
 
@@ -417,8 +416,7 @@ class SnapshotAgent:
             persist: Whether the agent writes the save to disk; see :meth:`stage`.
 
         Returns:
-            A future that completes when the checkpoint is committed, or at once without
-            ``persist``; its error is that of the failed save. ``None`` if the save was skipped.
+            A future of the commit, which is done at once without ``persist``. ``None`` if skipped.
 
         Raises:
             CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
@@ -429,7 +427,9 @@ class SnapshotAgent:
             return None
         if persist:
             phases.begin("persisting")
-            return submitted(self._waiting, self._persist, staged, phases)
+            awaited, named = self._client.to_commit(staged.directory), self._place.is_first_here
+            work = self._waiting, self._persist, staged, phases
+            return submitted(*work, awaited=awaited, is_named=named)
         future: Future[None] = Future()
         future.set_result(None)
         return future

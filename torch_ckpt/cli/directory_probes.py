@@ -18,6 +18,7 @@ from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.cgroups import memory_limit
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import READ_THREADS, IoMode, IoOptions
+from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.temporary import TMP, remove_temporary, temporary
@@ -93,6 +94,11 @@ def _renames(folder: Location) -> Generator[Fact]:
         yield "commit", "by one write on a condition, if the store respects it", ""
         return
     one, other = folder / "one", folder / "other"
+    try:
+        check_commit(folder, folder.parent, sync=True)
+        yield "commit", "by renaming a file", ""
+    except CheckpointError as error:
+        yield "commit", "refused by the file system", str(error)
     one.create_directories()
     try:
         one.rename(other)

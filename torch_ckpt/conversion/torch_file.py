@@ -16,6 +16,7 @@ from torch_ckpt.conversion.pieces import IO, Piece, Source
 from torch_ckpt.errors import AlreadyExistsError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor, lay_out
+from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.temporary import TMP, remove_abandoned, temporary
@@ -44,6 +45,7 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
     layout = lay_out_value(state, target)
     target.parent.create_directories()
     remove_abandoned(target.parent, target.name)
+    check_commit(target.parent, target, sync=True)
     unpublished = temporary(target, TMP)
     try:
         write_files(source, [(unpublished, layout)], target)

@@ -21,6 +21,7 @@ from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
+from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.temporary import TMP, remove_abandoned, replace_directory, temporary
 
 __all__ = ["RESTORE", "write_universal"]
@@ -69,6 +70,8 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     check_target(target, overwrite)
     _check_replaced(source, target)
     groups = _parameter_groups(source)
+    place.parent.create_directories()
+    check_commit(place.parent, target, sync=True, directories=True)
     _warn_of_options(groups, target)
     unpublished = temporary(place, TMP)
     try:

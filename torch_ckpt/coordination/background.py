@@ -55,10 +55,17 @@ class SaveFuture(OwnFuture[T]):
 
     The failure is printed to stderr and logged when the future is dropped, and at the latest when
     the process exits. The report begins with ``failure``, such as ``"step 4 was not saved"``.
+    The log of a long wait is as of OwnFuture.
     """
 
-    def __init__(self, failure: str) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        failure: str,
+        awaited: Callable[[], str] = lambda: "a background save",
+        *,
+        is_named: bool = True,
+    ) -> None:
+        super().__init__(awaited, is_named=is_named)
         self._failure = failure
         self._is_read = False
         self.set_running_or_notify_cancel()  # A save cannot be cancelled.
@@ -134,17 +141,17 @@ class Order:
 
 def save_in_thread(
     order: Order, state: Any, call: Call, *, initializer: Callable[[], object] | None = None
-) -> Future[Metadata]:
+) -> SaveFuture[Metadata]:
     """Saves in a thread, which calls ``initializer`` first. The interpreter waits for it on exit.
 
     The state is the staged state dict, or a future of it.
     """
-    return _started(order, initializer, order.carry_out, state, call)
+    return _started(order, initializer, call, order.carry_out, state, call)
 
 
 def save_in_process(
     order: Order, state: Any, call: Call, *, initializer: Callable[[], object] | None = None
-) -> Future[Metadata]:
+) -> SaveFuture[Metadata]:
     """Saves in a separate process of this rank, which the first save of a process group starts.
 
     The processes of all ranks form a process group of their own, of the same size. They save one
@@ -179,22 +186,28 @@ def save_in_process(
                 del state
                 raise
 
-    process.last = _started(order, initializer, carry_out, state)
+    process.last = _started(order, initializer, call, carry_out, state)
     return process.last
 
 
 def _started(
     order: Order,
     initializer: Callable[[], object] | None,
+    call: Call,
     function: Callable[..., Metadata],
     *arguments: Any,
-) -> Future[Metadata]:
+) -> SaveFuture[Metadata]:
     """Starts a thread that calls ``initializer``, then ``function``.
 
     Raises CheckpointError if the system has no more threads.
     """
     path = order.checkpoint_id or getattr(order.writer, "checkpoint_id", None)
-    future: SaveFuture[Metadata] = SaveFuture(f"the asynchronous save to {path} failed")
+    what = f"the asynchronous save to {path}"
+    future: SaveFuture[Metadata] = SaveFuture(
+        f"{what} failed",
+        lambda: f"{what}: {call.progress()}",
+        is_named=call.group.is_coordinator,
+    )
     work = future, initializer, function, arguments
     reason = ""
     try:
@@ -248,14 +261,16 @@ def _wait_for(earlier: Future[Metadata] | None, call: Call) -> None:
 
     Raises CheckpointError if it did not within the timeout of this one.
     """
-    waiting = LongWait()
-    while earlier is not None and not wait([earlier], _POLL_S).done:
+    if earlier is None:
+        return
+    waiting = LongWait(lambda: "the end of an earlier save in the save process")
+    for pause_s in waiting.rounds(call.timeout_s, _POLL_S):
+        if wait([earlier], pause_s).done:
+            return
         call.raise_if_failed()
-        waiting.log(lambda: "the end of an earlier save in the save process")
-        if waiting.waited_s > call.timeout_s:
-            raise CheckpointError(
-                f"the save process did not end an earlier save within {call.timeout_s:g} s"
-            )
+    raise CheckpointError(
+        f"the save process did not end an earlier save within {call.timeout_s:g} s"
+    )
 
 
 def _listening() -> socket.socket:
@@ -289,7 +304,7 @@ class _SaveProcess:
     def __init__(
         self, address: tuple[str, int], listener: socket.socket | None, call: Call
     ) -> None:
-        self.last: Future[Metadata] | None = None
+        self.last: SaveFuture[Metadata] | None = None
         self._rank = call.group.names[call.group.rank]
         context = mp.get_context("spawn")
         self._connection, remote_end = map(PROCESS.own, context.Pipe())
@@ -349,9 +364,10 @@ class _SaveProcess:
         the process ends, because its reply would be taken for that of the next save.
         """
         heard, ends = time.monotonic(), math.inf
-        while True:
+        waiting = LongWait(lambda: f"the save process {self._process.pid} of rank {self._rank}")
+        for pause_s in waiting.rounds(poll_s=_POLL_S):
             try:
-                if self._connection.poll(_POLL_S):
+                if self._connection.poll(pause_s):
                     succeeded, value = self._connection.recv()
                     if succeeded is not None:
                         break

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import socket
 import time
@@ -185,6 +184,7 @@ class _Waiting:
         self._probed = time.monotonic()
         self._next_probe = 0
         self._long: LongWait | None = None  # Begins when this rank begins to wait.
+        self._neighbours: Sequence[int] = ()  # Those to which this rank is connecting.
 
     @property
     def phase(self) -> str:
@@ -238,15 +238,31 @@ class _Waiting:
             remaining = self.deadline.remaining_s + grace_s
             if remaining <= 0:
                 return
-            if self.deadline.is_set:
-                self._long = self._long or LongWait(logging.INFO if self.rank else logging.WARNING)
-                self._long.log(self._awaited)
+            self.log()
             time.sleep(min(pause, remaining))
             longest = _LONGEST_PAUSE_S if self.deadline.is_set else _IDLE_PAUSE_S
             pause = min(1.2 * pause, longest)
 
+    def log(self) -> None:
+        """Logs for which ranks this one has waited long, if it does not merely connect early.
+
+        The first rank names all that have not arrived, and a few others name the first rank.
+        """
+        if self.deadline.is_set:
+            is_named = self.rank <= _WATCHERS
+            self._long = self._long or LongWait(self._awaited, is_named=is_named)
+            self._long.log()
+
+    def log_for(self, neighbours: Sequence[int]) -> None:
+        """Logs, from now on, for which neighbours this rank has waited long, by their names."""
+        self._neighbours = neighbours
+        self.log()
+
     def _awaited(self) -> str:
-        late = [self.names[rank] for rank in self._missing(range(len(self.names)))]
+        if self._neighbours:
+            return f"ranks to connect: {listed_ranks(self._neighbours)} still {self.phase}"
+        ranks = range(len(self.names)) if self.rank == 0 else [0]
+        late = [self.names[rank] for rank in self._missing(ranks)]
         return f"ranks to connect: {listed_ranks(late)} still {self.phase}" if late else ""
 
     def _fail_if_refusing(self, ranks: Sequence[int]) -> None:
@@ -364,6 +380,7 @@ def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting)
     failures, dialled_at = [], -math.inf
     try:
         while untried or silent:
+            waiting.log_for([parent])
             remaining_s = waiting.deadline.remaining_s + _GRACE_S
             if remaining_s <= 0 or waiting.is_aborted():
                 failures += [f"{host}: it does not answer" for _, (host, _) in silent.values()]
@@ -422,6 +439,7 @@ def _accept(
     """
     children: dict[int, socket.socket] = {}
     while missing := sorted(expected - children.keys()):
+        waiting.log_for([waiting.names[child] for child in missing])
         remaining_s = waiting.deadline.remaining_s + _GRACE_S
         accepted = listeners.accepted(missing, max(min(remaining_s, _PROBE_S), 0.01))
         for child, connection in accepted.items():

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import RankTimeoutError
 
 __all__ = [
@@ -83,6 +84,8 @@ class ExchangeState:
     """Time at which the coordinator fails the call: the earliest end of a rank's timeout."""
     shortest_s: float = math.inf
     """The shortest timeout of the contributions that have arrived."""
+    wait: LongWait | None = None
+    """The wait of this rank, or on the coordinator of other ranks, for its log lines."""
     raised_until: float = math.inf
     """Time at which the coordinator sends the errors that have arrived to all ranks."""
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError
 
 __all__ = ["Exclusive", "exclusive"]
@@ -62,7 +63,8 @@ class Exclusive:
             )
         self._threads.add(thread)  # Before the lock, so that a signal handler always finds it.
         try:
-            if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            used = LongWait(lambda: f"another thread, which uses {self._name}, to {activity}")
+            if not any(self._lock.acquire(timeout=s) for s in used.rounds(timeout_s)):
                 raise CheckpointError(
                     f"cannot {activity}: another thread used {self._name} for {timeout_s:g} s"
                 )

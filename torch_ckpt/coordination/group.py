@@ -44,9 +44,10 @@ from torch_ckpt.coordination.portable import (
 )
 from torch_ckpt.coordination.relay import COMMITTING, WRITING
 from torch_ckpt.coordination.waiting import GRACE_S, result_of
-from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError, listed_ranks
+from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.records import record as records
+from torch_ckpt.records.figures import nbytes_text
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -193,6 +194,10 @@ class Call:
         # On the coordinator: the exchange that it waits in, and the ranks that were too late.
         self._awaited: tuple[int, str, float] | None = None
         self._late: tuple[str, list[int], float] | None = None
+        self.phase = "beginning"
+        """What this rank does, for messages."""
+        self.written_nbytes: Callable[[], tuple[int, int]] | None = None
+        """Returns the bytes that this rank has written, and those in all, while it writes."""
         self.record = records.current_record()
         """The record of the save or load that this call is part of, if there is one."""
         if self.record is not None:
@@ -214,6 +219,13 @@ class Call:
                 yield
         finally:
             _current.reset(token)
+
+    def progress(self) -> str:
+        """Returns how far this rank is, for the log of a long wait."""
+        rank, written = self.group.names[self.group.rank], self.written_nbytes
+        done, total = (0, 0) if written is None else written()
+        nbytes = f", {nbytes_text(done)} of {nbytes_text(total)} written" if total else ""
+        return f"rank {rank} is {self.phase}{nbytes}"
 
     # ---- The record ----
 
@@ -285,9 +297,8 @@ class Call:
         claim = relay.submit(relay.claim, self.number)
         try:
             # After the deadline, the communication thread names the ranks that are late.
-            result_of(
-                claim, lambda: "the promises of all ranks", timeout_s=self.timeout_s + GRACE_S
-            )
+            limit_s = self.timeout_s + GRACE_S
+            result_of(claim, lambda: "the promises of all ranks", timeout_s=limit_s, is_named=False)
         except Exception as error:
             failed = error if isinstance(error, RankTimeoutError) else self.fail(error)
             raise self._as_shared(failed) from None
@@ -350,7 +361,7 @@ class Call:
         Returns this rank's answer. With ``is_error``, the contribution is an error, which fails the
         call on all ranks.
         """
-        group, number = self.group, next(self._exchanges)
+        group, number, self.phase = self.group, next(self._exchanges), phase
         if group.size == 1:
             answer = decide([contribution])
             return answer if isinstance(answer, bytes) else answer[0]
@@ -366,14 +377,10 @@ class Call:
                 self._awaited = number, recorded, begin
             future = relay.submit(relay.begin, self.number, number, phase, own)
 
-            def awaited() -> str:
-                if not group.is_coordinator:
-                    return f"the other ranks: {phase} is not finished"
-                late = relay.late(self.number, number)
-                return f"other ranks: {listed_ranks(late)} still {phase}" if late else "no rank"
-
-            try:
-                received = result_of(future, awaited, is_named=group.is_coordinator)
+            try:  # The communication threads name the ranks that are late.
+                received = result_of(
+                    future, lambda: f"the other ranks, while {phase}", is_named=False
+                )
             except RankTimeoutError as error:
                 self._late = (recorded, list(error.ranks), begin) if group.is_coordinator else None
                 raise
@@ -433,6 +440,7 @@ class Call:
         phase = _PHASES.get(step, step)
         mine = step if step in _DECIDED_IN else recorded
         deciding = _DECIDED_IN.get(step, recorded)
+        self.phase = phase
         with self._working(phase):
             own_value: Any = _attempted(own, mine)
         if self.group.size == 1:

@@ -121,9 +121,13 @@ def save(
         return writer.prepare_global_plan(planned)
 
     def write() -> Any:
-        writes = writer.write_data(chosen.finish_plan(planned), chosen)
-        writes.wait()
-        return writes.value()
+        call.written_nbytes = getattr(writer, "written_nbytes", None)
+        try:
+            writes = writer.write_data(chosen.finish_plan(planned), chosen)
+            writes.wait()
+            return writes.value()
+        finally:
+            call.written_nbytes = None
 
     def finish(results: list[Any]) -> Metadata:
         assert metadata is not None

@@ -13,6 +13,7 @@ even while the rank itself is busy. So the group distinguishes three failures:
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -41,6 +42,7 @@ from torch_ckpt.coordination.contributions import (
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.loop import Loop, settle
 from torch_ckpt.coordination.peer import Message, Peer
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.records.record import Heard
 
@@ -173,6 +175,7 @@ class Relay(Loop):
                     if now >= state.raised_until:
                         self._raise_on_all(call, state)
                 elif self._parent is None:
+                    self._log_late(call, state)
                     due = min(due, self._fail_if_late(call, state, now))
                 else:
                     if state.contributions and now - state.forwarded >= _FORWARD_S:
@@ -308,7 +311,7 @@ class Relay(Loop):
         elif is_complete and state.has_raised:
             self._raise_on_all(call, state)
         elif is_complete:
-            state.complete = time.monotonic()
+            state.complete, state.wait = time.monotonic(), None
             state.deadline = state.complete + state.shortest_s
             settle(state.future, [state.contributions[rank].data for rank in range(state.count)])
 
@@ -455,22 +458,37 @@ class Relay(Loop):
         deadline = state.deadline + self._tree.height * _FORWARD_S
         if now < deadline:
             return deadline
-        phase, late = state.phase, self._late(state, now)
+        phase, names = self._missing(call, state, now)
         if state.complete:
-            phase = COMMITTING if phase == WRITING else phase
-            late = [0] if call.claim is None else self._without_promise(call, now)
             first = next((rank for rank in state.contributions if rank), 0)
             since, timeout_s = state.complete, state.contributions[first].timeout_s
         else:
             first = min(state.contributions, key=lambda rank: sum(state.contributions[rank][:2]))
             timeout_s, since, *_ = state.contributions[first]
-        names = [self.names[rank] for rank in late]
         message = (
             f"{listed_ranks(names)} slow, stuck or gone: {phase} not finished {now - since:.1f} s "
             f"after rank {self.names[first]}, whose timeout is {timeout_s:g} s"
         )
         self.fail(call, call.timeout_error(message, names, now - since, phase))
         return deadline
+
+    def _log_late(self, call: CallState, state: ExchangeState) -> None:
+        """Logs which ranks the others have waited for long, on the coordinator: itself, too."""
+
+        def awaited() -> str:
+            phase, names = self._missing(call, state, time.monotonic())
+            return f"ranks: {listed_ranks(names)} still {phase}"
+
+        state.wait = state.wait or LongWait(awaited)
+        state.wait.log()
+
+    def _missing(self, call: CallState, state: ExchangeState, now: float) -> tuple[str, list[int]]:
+        """Returns the phase that ranks have not finished, and these ranks, on the coordinator."""
+        phase, late = state.phase, self._late(state, now)
+        if state.complete:
+            phase = COMMITTING if phase == WRITING else phase
+            late = [0] if call.claim is None else self._without_promise(call, now)
+        return phase, [self.names[rank] for rank in late]
 
     def _late(self, state: ExchangeState, now: float) -> list[int]:
         """Returns the ranks without a contribution, except those below a silent rank."""
@@ -494,10 +512,20 @@ class Relay(Loop):
         silent = [rank for child in call.awaited for rank in self._children[child].silent(now)]
         return sorted(silent or call.awaited) or [0]
 
+    def _silent_parent(self, call: CallState) -> str:
+        """Returns the line about the rank above this one, if that is frozen."""
+        assert self._parent is not None
+        if self._parent.rank not in self._parent.silent(time.monotonic()):
+            return ""
+        return f"rank {self.names[self._parent.rank]}, which does not answer, while {call.phase}"
+
     def _fail_if_silent(self, call: CallState, state: ExchangeState, now: float) -> None:
         """Fails a call if a rank above this one is frozen, so that no answer can arrive."""
         if state.future is None or self._parent is None:
             return
+        if state.wait is None:
+            state.wait = LongWait(functools.partial(self._silent_parent, call))
+        state.wait.log()
         for rank, silent_s in self._parent.silent(now).items():
             waited = min(silent_s, now - state.began)
             if waited >= state.timeout_s:

@@ -1,17 +1,19 @@
-"""Waits for futures. A long wait is logged with what it is for, and a forked child never waits."""
+"""Waits. A long wait is logged with what it is for, and a forked child never waits."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
+from torch_ckpt.records.figures import seconds_text
 
 __all__ = ["GRACE_S", "LOG_S", "LongWait", "OwnFuture", "no_thread", "result_of", "submitted"]
 
@@ -20,31 +22,75 @@ T = TypeVar("T")
 _LOG = logging.getLogger("torch_ckpt")
 
 LOG_S = 5.0
-"""Seconds after which a wait is logged."""
+"""Seconds after which a wait is logged for the first time."""
+
+_LOG_AGAIN_S = 60.0, 300.0, 900.0
+"""Seconds after which it is logged again. The last one is also the interval of all later lines."""
 
 GRACE_S = 5.0
 """Extra seconds after a deadline, in which the communication thread reports a specific error."""
 
 
 class LongWait:
-    """The duration of a wait, and its log line: a warning if the line names what is missing."""
+    """A wait, which is logged after 5 s, after 1, 5 and 15 minutes, and every 15 minutes.
 
-    def __init__(self, level: int = logging.WARNING) -> None:
-        self._began, self._level = time.monotonic(), level
-        self._is_logged = False
+    ``awaited`` returns what the wait is for: which rank or process, and what it does; if empty,
+    there is no line yet. The line is a warning if it ``is_named``, because it names what is
+    missing, and otherwise information. Every wait that may take long is a loop over
+    :meth:`rounds`, or calls :meth:`log` in one.
+
+    Example::
+
+        for pause_s in LongWait(lambda: "rank 3, which is writing").rounds(timeout_s):
+            if changed.wait(pause_s):
+                break
+        else:
+            raise CheckpointError("rank 3 did not finish in time")
+    """
+
+    def __init__(self, awaited: Callable[[], str], *, is_named: bool = True) -> None:
+        self._awaited = awaited
+        self._level = logging.WARNING if is_named else logging.INFO
+        self._began = time.monotonic()
+        self._due = 0.0  # Seconds of the wait after which the next line is due.
+        self._plan()
 
     @property
     def waited_s(self) -> float:
         """Seconds since the begin of the wait."""
         return time.monotonic() - self._began
 
-    def log(self, awaited: Callable[[], str]) -> None:
-        """Logs, once and after :data:`LOG_S`, what the wait is for; nothing if that is empty."""
-        if self._is_logged or self.waited_s < LOG_S:
+    def log(self) -> None:
+        """Logs what the wait is for, if a line is due."""
+        waited_s = self.waited_s
+        if waited_s < self._due:
             return
-        self._is_logged = True
-        if _LOG.isEnabledFor(self._level) and (text := awaited()):
-            _LOG.log(self._level, "waiting for %s", text)
+        if _LOG.isEnabledFor(self._level):
+            text = self._awaited()
+            if not text:
+                return
+            _LOG.log(self._level, "waiting for %s (%s so far)", text, seconds_text(waited_s))
+        while self._due <= waited_s:
+            self._plan()
+
+    def rounds(self, timeout_s: float = math.inf, poll_s: float = math.inf) -> Iterator[float]:
+        """Yields how many seconds to wait next, at most ``poll_s``, and logs between.
+
+        Ends after ``timeout_s``. Yields at least once, so that a wait of no time looks once.
+        """
+        while True:
+            waited_s = self.waited_s
+            due_s = self._due - waited_s
+            pause_s = min(due_s if due_s > 0 else LOG_S, poll_s, timeout_s - waited_s)
+            yield max(pause_s, 0.0)
+            self.log()
+            if self.waited_s >= timeout_s:
+                return
+
+    def _plan(self) -> None:
+        """Plans the next line."""
+        later = [after for after in (LOG_S, *_LOG_AGAIN_S) if after > self._due]
+        self._due = later[0] if later else self._due + _LOG_AGAIN_S[-1]
 
 
 def result_of(
@@ -54,26 +100,50 @@ def result_of(
     timeout_s: float | None = None,
     is_named: bool = True,
 ) -> Any:
-    """Returns the result of a future, or raises its error.
+    """Returns the result of a future, or raises its error. Logs a long wait (:class:`LongWait`).
 
-    ``awaited`` returns what the wait is for, for the log: a warning if it ``is_named``, because it
-    names what is missing, and otherwise information. Raises TimeoutError after ``timeout_s``;
-    ``None`` if another thread ends the wait in time.
+    Raises TimeoutError after ``timeout_s``; ``None`` if another thread ends the wait in time.
     """
-    wait = LongWait(logging.WARNING if is_named else logging.INFO)
-    first_s = LOG_S if timeout_s is None else min(LOG_S, timeout_s)
-    if not futures.wait([future], first_s).done:
-        wait.log(awaited)
-    remaining_s = None if timeout_s is None else max(timeout_s - wait.waited_s, 0.0)
-    return future.result(remaining_s)
+    limit_s = math.inf if timeout_s is None else timeout_s
+    for pause_s in LongWait(awaited, is_named=is_named).rounds(limit_s):
+        if futures.wait([future], pause_s).done:
+            break
+    return future.result(0)
 
 
 class OwnFuture(Future[T]):
-    """A future of work of this process. In a forked child, it fails at once unless it is done."""
+    """A future of work of this process. In a forked child, it fails at once unless it is done.
 
-    def __init__(self) -> None:
+    A long wait for it is logged: ``awaited`` returns what it does; see :class:`LongWait`.
+    """
+
+    def __init__(
+        self, awaited: Callable[[], str] = lambda: "a background save", *, is_named: bool = True
+    ) -> None:
         super().__init__()
+        self.awaited, self.is_named = awaited, is_named
         PROCESS.forkable.add(self)
+
+    def has_ended(self, timeout_s: float = math.inf) -> bool:
+        """Waits for the end, and returns whether it came within ``timeout_s``."""
+        if not self.done():
+            for pause_s in LongWait(self.awaited, is_named=self.is_named).rounds(timeout_s):
+                if futures.wait([self], pause_s).done:
+                    break
+        return self.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Returns the result, or raises the error; TimeoutError after ``timeout``."""
+        self.has_ended(math.inf if timeout is None else timeout)
+        try:
+            return super().result(0)
+        finally:
+            del self  # The error of the future has a traceback that refers to this frame.
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns the error, or ``None``; raises TimeoutError after ``timeout``."""
+        self.has_ended(math.inf if timeout is None else timeout)
+        return super().exception(0)
 
     def after_fork(self) -> None:
         """Fails the child's copy: the thread that would complete it is the parent's."""
@@ -86,12 +156,18 @@ class OwnFuture(Future[T]):
             self.set_exception(CheckpointError(text))
 
 
-def submitted(executor: Executor, function: Callable[..., T], *arguments: Any) -> OwnFuture[T]:
-    """Calls a function in a thread of an executor.
+def submitted(
+    executor: Executor,
+    function: Callable[..., T],
+    *arguments: Any,
+    awaited: Callable[[], str],
+    is_named: bool = True,
+) -> OwnFuture[T]:
+    """Calls a function in a thread of an executor. The log of a long wait is as of OwnFuture.
 
     Raises CheckpointError if the system has no more threads.
     """
-    future: OwnFuture[T] = OwnFuture()
+    future: OwnFuture[T] = OwnFuture(awaited, is_named=is_named)
     work = [(function, arguments)]
 
     def run() -> None:

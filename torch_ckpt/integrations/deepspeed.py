@@ -21,7 +21,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from torch_ckpt.coordination.background import SaveFuture, SaveThread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, first_error, group_of
 from torch_ckpt.coordination.portable import why
-from torch_ckpt.coordination.waiting import no_thread, result_of
+from torch_ckpt.coordination.waiting import no_thread
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
 from torch_ckpt.options import IoOptions
@@ -71,7 +71,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if pending is None:
             return
         try:
-            result_of(pending, lambda: "a background save of DeepSpeed", is_named=False)
+            pending.result()
         finally:
             if pending.done():
                 self._pending = None
@@ -456,8 +456,12 @@ def _method(reference: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., 
 
 
 def _finish_in_background(checkpoint: DeepSpeedCheckpoint) -> SaveFuture[None]:
-    name = str(checkpoint.folder)
-    future: SaveFuture[None] = SaveFuture(f"the checkpoint {name} of DeepSpeed was not saved")
+    name, call = str(checkpoint.folder), checkpoint.call
+    future: SaveFuture[None] = SaveFuture(
+        f"the checkpoint {name} of DeepSpeed was not saved",
+        lambda: f"the background save of {name}: {call.progress()}",
+        is_named=call.group.is_coordinator,
+    )
 
     def finish() -> None:
         try:

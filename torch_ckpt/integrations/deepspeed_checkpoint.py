@@ -15,6 +15,8 @@ from torch_ckpt.formats.deepspeed.folders import WRITTEN_FILE
 from torch_ckpt.options import IoOptions
 from torch_ckpt.staging.staged import Staged
 from torch_ckpt.storage.archive_writer import write_value
+from torch_ckpt.storage.commit_probe import check_commit
+from torch_ckpt.storage.late_names import still_missing
 from torch_ckpt.storage.temporary import (
     TMP,
     remove_abandoned,
@@ -89,6 +91,7 @@ class DeepSpeedCheckpoint:
         remove_abandoned(parent, self._place.name)
         for directory in {parent, self.directory}:
             remove_abandoned(directory)
+        check_commit(parent, self.folder, sync=True, directories=True)
         self._hidden = temporary(self._place, TMP)
         self._hidden.create_directories()
         return self._hidden.name
@@ -178,6 +181,9 @@ class DeepSpeedCheckpoint:
     def _write(self, target: Location, value: Any) -> None:
         # Ranks may write the same file. The last one counts, as in DeepSpeed.
         partial = temporary(target, TMP)
+        if self._hidden is None and PurePath(target.path).is_relative_to(self._folder.path):
+            # One that does not appear is named by the error of the write.
+            still_missing([self._folder], "the coordinator")
         if target.parent != self._folder:
             target.parent.create_directories()
         pool = _native.BufferPool(self._io.buffer_nbytes, self._io.block_nbytes(target.file_system))
@@ -220,7 +226,9 @@ class DeepSpeedCheckpoint:
             replaced = replace_directory(self._hidden, self._place)
             self._place.parent.sync()
             self._hidden = replaced
-        for unpublished, path in (pair for _, pairs in reports for pair in pairs):
+        beside = [pair for _, pairs in reports for pair in pairs]
+        still_missing([Location(unpublished) for unpublished, _ in beside], "its rank")
+        for unpublished, path in beside:
             Location(unpublished).rename(Location(path))
             Location(path).parent.sync()
         if self._saves_latest:

@@ -13,7 +13,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from typing import Any, cast
 
 import torch
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_ckpt.api import async_save, load, save
+from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import is_index
@@ -114,7 +114,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         self.timeout_s = timeout_s
         self._io, self._stager = io, stager or PROCESS.stager
         self._writer: _Writer | None = None
-        self._background: Future[Metadata] | None = None
+        self._background: SaveFuture[Metadata] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> None:
         """Saves the sharded tensors and objects. All ranks call it.
@@ -159,7 +159,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             planner=_save_planner(),
             timeout_s=self.timeout_s,
         )
-        self._background = cast(Future[Metadata], future)
+        self._background = cast(SaveFuture[Metadata], future)
         return QueuedSave(self._background).request(modules["AsyncRequest"])
 
     def reserve(self, sharded_state_dict: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     def _writer_for(self, checkpoint_dir: Any) -> _Writer:
         if self._background is not None:
             # A writer runs one save at a time, and the memory of the former save is needed.
-            wait([self._background])
+            self._background.has_ended()
         if self._writer is None:
             self._writer = _Writer(checkpoint_dir, io=self._io, stager=self._stager)
         else:

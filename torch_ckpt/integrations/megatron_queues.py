@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt.coordination.background import SaveFuture
 
 __all__ = ["QueuedSave", "async_modules", "or_megatrons_own", "poll_threads"]
 
@@ -17,7 +18,7 @@ __all__ = ["QueuedSave", "async_modules", "or_megatrons_own", "poll_threads"]
 class QueuedSave:
     """A save in a thread, for Megatron's queue of asynchronous saves."""
 
-    def __init__(self, future: Future[Metadata]) -> None:
+    def __init__(self, future: SaveFuture[Metadata]) -> None:
         self.future = future
 
     def request(self, kind: Callable[..., Any]) -> Any:
@@ -92,7 +93,7 @@ def _caller_class(base: Any) -> Any:
     """Returns a class of callers that poll a thread, for the queues of one package."""
 
     class ThreadCaller(base):  # type: ignore[misc]
-        def __init__(self, future: Future[Metadata]) -> None:
+        def __init__(self, future: SaveFuture[Metadata]) -> None:
             super().__init__()
             self.future = future
 
@@ -102,14 +103,14 @@ def _caller_class(base: Any) -> Any:
         def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
             """Returns whether the saves of all ranks have ended."""
             if blocking:
-                wait([self.future])
+                self.future.has_ended()
             is_alive = not self.future.done()
             return not is_alive if no_dist else bool(self.sync_all_async_calls(int(is_alive)))
 
         def close(self, abort: bool = False) -> None:
             """Waits for the save, unless the caller aborts: a thread cannot be killed."""
             if not abort:
-                wait([self.future])
+                self.future.has_ended()
 
         def __del__(self) -> None: ...
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch_ckpt.agent.identity import id_in_directory
 from torch_ckpt.coordination.portable import why
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
     CancelledError,
     CheckpointError,
@@ -28,6 +29,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, has_checkpoint
+from torch_ckpt.records.figures import nbytes_text
 from torch_ckpt.records.record import Recorder, note, phase
 from torch_ckpt.runs.failures import OnFailure, storage_failure
 from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
@@ -258,8 +260,18 @@ class Promotion:
     def progress(self, wait_s: float) -> tuple[bool, CheckpointError | None]:
         """Waits for promotions; returns whether some are in progress, and why the last failed."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_busy, min(wait_s, threading.TIMEOUT_MAX))
+            for pause_s in LongWait(self.awaited).rounds(wait_s):
+                if self._changed.wait_for(lambda: not self._is_busy, pause_s):
+                    break
             return self._is_busy, self._failure
+
+    def awaited(self) -> str:
+        """Returns what the promotion in progress does, for the log of those who wait for it."""
+        attempt = self._attempt
+        if attempt is None:
+            return f"the promotion of steps to {self._run.directory}"
+        copied = "" if attempt.copy is None else f", {nbytes_text(attempt.copy.read_nbytes)} copied"
+        return f"the promotion of step {attempt.step} to {self._run.directory}{copied}"
 
     def wait(self, timeout_s: float = math.inf) -> None:
         """Waits until all steps are promoted, or were skipped; tries those that have failed again.
@@ -309,7 +321,10 @@ class Promotion:
                 self._attempt.stop(leaves=leaves)
             self._changed.notify_all()
         if thread is not None:
-            thread.join(wait_s)
+            for pause_s in LongWait(self.awaited).rounds(wait_s):
+                thread.join(pause_s)
+                if not thread.is_alive():
+                    break
         atexit.unregister(self._at_exit)
         return thread is None or not thread.is_alive()
 
@@ -457,7 +472,15 @@ class Promotion:
                 if not attempt.is_stopped:
                     self._steps.sent(step)
             return False
-        while not self._is_alone and copy.missing_files():
+        missing: Sequence[str] = ()
+        others = LongWait(
+            lambda: (
+                f"{len(missing)} files of step {step} in {copy.target}, including {missing[0]}, "
+                "which other machines copy"
+            )
+        )
+        while not self._is_alone and (missing := copy.missing_files()):
+            others.log()
             self._check_goes_on(attempt, _POLL_S)
         copy.copy_small_files(SMALL_FILES)
         copy.commit()

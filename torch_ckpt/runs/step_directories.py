@@ -29,6 +29,7 @@ from torch_ckpt.runs.step_files import (
     remove_expired_leases,
     what_is_missing,
 )
+from torch_ckpt.storage.late_names import still_missing
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
 
@@ -150,6 +151,8 @@ class StepDirectories:
         )
 
     def _reader_of(self, step: int) -> FastReader:
+        # The first rank has just found it. One that does not appear is an error of the load.
+        still_missing([self.path(step) / ".metadata"], "the save of this step")
         return FastReader(self.path(step).checkpoint_id, **self._reader)
 
     def values(self, monitor: str) -> dict[int, float]:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.records.record import Record, Recorder, current_record
@@ -423,6 +424,9 @@ class StepSaves:
                 return None
             return Choice() if promotion is None else promotion.choice()
 
+        def awaited() -> str:
+            return activity if promotion is None else promotion.awaited()
+
         def progress() -> tuple[bool, CheckpointError | None]:
             wait_s = min(_ROUND_S, max(deadline - time.monotonic(), 0.0))
             return (False, None) if promotion is None else promotion.progress(wait_s)
@@ -446,12 +450,14 @@ class StepSaves:
         if promotion is not None:
             promotion.retry(chosen)
         is_busy = goes_on = True
+        waiting = LongWait(awaited, is_named=self._group.is_coordinator)
         while goes_on:  # In rounds: a rank that is lost, or fails, is noticed soon.
             is_busy, goes_on, choice = self._group.decide(
                 activity, progress, go_on, timeout_s=limit_s()
             )
             if promotion is not None:
                 promotion.heard(choice)
+            waiting.log()
         return not is_busy
 
     def close_promotion(self, timeout_s: float = math.inf) -> None:

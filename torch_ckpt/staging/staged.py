@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_ckpt.coordination.background import SaveThread
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 
 __all__ = ["POLL_S", "PartlyStaged", "Staged"]
@@ -108,14 +108,17 @@ class Staged:
 
         Raises CheckpointError if neither happened within ``timeout_s``.
         """
-        deadline = time.monotonic() + timeout_s
+        waiting = LongWait(
+            lambda: f"the tensors of {self.name} that did not fit in memory to be written"
+        )
         try:
-            while not (self._unstaged_written.wait(POLL_S) or self.is_over):
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        "cannot save: tensors that did not fit in memory were not written within "
-                        f"{timeout_s:g} s"
-                    )
+            for pause_s in waiting.rounds(timeout_s, POLL_S):
+                if self._unstaged_written.wait(pause_s) or self.is_over:
+                    return
+            raise CheckpointError(
+                "cannot save: tensors that did not fit in memory were not written within "
+                f"{timeout_s:g} s"
+            )
         except BaseException:
             self._aborted = True
             raise

@@ -360,7 +360,9 @@ class SnapshotStager:
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "torch_ckpt-stage")
-        self._copying = submitted(self._executor, copy)
+        self._copying = submitted(
+            self._executor, copy, awaited=lambda: "the copy of a state dict into host memory"
+        )
         return done
 
     def _acquire(self) -> list[_native.Snapshot | None]:
@@ -371,25 +373,24 @@ class SnapshotStager:
         Raises:
             CheckpointError: The snapshot was in use until the timeout.
         """
-        limit_s, waiting = time_limit_s(), LongWait()
+        limit_s = time_limit_s()
+        waiting = LongWait(
+            lambda: f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
+        )
         with self._changed:
             self._reclaim()
             self.waited += not self._free
-            while not self._free:
-                remaining_s = limit_s - waiting.waited_s
-                if remaining_s <= 0:
-                    raise CheckpointError(
-                        f"cannot stage: no snapshot was free within {limit_s:g} s. In use: "
-                        f"{self._names_in_use()}"
-                    )
-                waiting.log(
-                    lambda: (
-                        f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
-                    )
-                )
-                self._changed.wait(min(remaining_s, POLL_S))
+            for pause_s in waiting.rounds(limit_s, POLL_S):
+                if self._free:
+                    return [self._free.pop()]
+                self._changed.wait(pause_s)
                 self._reclaim()
-            return [self._free.pop()]
+            if self._free:
+                return [self._free.pop()]
+            raise CheckpointError(
+                f"cannot stage: no snapshot was free within {limit_s:g} s. In use: "
+                f"{self._names_in_use()}"
+            )
 
     def _reclaim(self) -> None:
         """Releases the snapshots of finished saves, even if errors still refer to their tensors."""

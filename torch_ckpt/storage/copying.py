@@ -33,6 +33,7 @@ from torch_ckpt.formats.committed import (
     open_committed,
     pending_name,
 )
+from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.gc import collect_garbage, find, pending_pattern
 
 __all__ = ["CheckpointCopy"]
@@ -140,6 +141,8 @@ class CheckpointCopy:
             CorruptionError: A file of the source is damaged.
             StorageError: A file cannot be read or written.
         """
+        self.target.parent.create_directories()
+        check_commit(self.target.parent, self.target, sync=True)
         self.target.create_directories()
         self._mark()
         here = set(self.source.names())

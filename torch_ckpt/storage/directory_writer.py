@@ -29,6 +29,8 @@ from torch_ckpt.formats.committed import (
 )
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter
+from torch_ckpt.storage import late_names
+from torch_ckpt.storage.commit_probe import can_be_renamed_to, check_commit
 from torch_ckpt.storage.gc import (
     Found,
     collect_garbage,
@@ -36,9 +38,9 @@ from torch_ckpt.storage.gc import (
     pending_pattern,
     remove_files,
 )
+from torch_ckpt.storage.late_names import still_missing
 from torch_ckpt.storage.temporary import (
     PARTIAL,
-    can_be_renamed_to,
     end_partials,
     remove_abandoned,
     remove_temporary,
@@ -98,6 +100,7 @@ class DirectoryWriter(StagingWriter):
         self._commits = False  # Whether this rank commits the present save.
         self._hidden: Location | None = None  # Where this save writes, if not to `location`.
         self._pending: Location | None = None  # The pending file, on the rank that commits.
+        self._before: object = None  # The identity of the metadata before this save, on that rank.
         self._claimed: Claim | None = None  # What that rank has created, on the others.
         self._created: Location | None = None  # The directory, if this save has created it there.
         self._finished: list[str] = []  # The complete files of this rank.
@@ -131,6 +134,12 @@ class DirectoryWriter(StagingWriter):
         if self.location.file_system.has_folders and self.location.is_missing():
             self._created = self.location
         self.location.create_directories()
+        try:
+            check_commit(self.location, self.location, sync=self.sync_files)
+        except BaseException:
+            if self._created is not None:
+                self._created.discard()
+            raise
         self._found = find(self.location, self._pending_pattern, self._commit_name)
         self._check_may_replace(self._found.names)
         if not self._committed_names.isdisjoint(self._found.names) and not self.rank:
@@ -166,12 +175,14 @@ class DirectoryWriter(StagingWriter):
             self._found_beside = remove_abandoned(parent)
         is_coordinated = self.use_collectives or self.rank is None
         if can_hide and self._hides and is_coordinated and can_be_renamed_to(self.location):
-            self._hidden = temporary(self.location, PARTIAL)
+            check_commit(parent, self.location, sync=self.sync_files)
+            self._before, self._hidden = None, temporary(self.location, PARTIAL)
             self._hidden.create_directories()
             for name, contents in self.small_files.items():
                 (self._hidden / name).write(contents, sync=self.sync_files)
             return
         self._open_directory()
+        self._before = (self.location / self._commit_name).identity()
         self._pending = self._create_pending()
 
     def _create_pending(self) -> Location:
@@ -206,7 +217,7 @@ class DirectoryWriter(StagingWriter):
         created = self.location / claim.name
         if claim.is_hidden:
             created = self._hidden = self.location.with_name(claim.name)
-        if not _is_found(created):
+        if still_missing([created], f"the coordinator on host {claim.host}", _is_found):
             raise self._not_found(created, claim.host)
         self._claimed = claim
 
@@ -215,12 +226,12 @@ class DirectoryWriter(StagingWriter):
         directory = created.parent
         removed = ""
         if not directory.is_missing():
-            removed = ". Otherwise another save, or a rank that failed, has removed it"
+            removed = ". Otherwise another save, or a rank that failed, may have removed it"
         return StorageError(
             f"cannot save to {self.path}: rank {self.rank} on host {socket.gethostname()} does not "
-            f"find {created}, which the coordinator on host {host} has created. Make sure that "
-            f"{directory} is on storage that all ranks share, and that links in the path lead to "
-            f"the same directory on all hosts{removed}"
+            f"find {created}, which the coordinator on host {host} has created, within "
+            f"{late_names.APPEARS_S:g} s. Make sure that {directory} is on storage that all ranks "
+            f"share, and that links in the path lead to the same directory on all hosts{removed}"
         )
 
     # ---- Failure ----
@@ -257,8 +268,9 @@ class DirectoryWriter(StagingWriter):
         """Removes the files of a save that has failed with ``error``.
 
         The pending file stays if other ranks may yet search it (``may_others_begin``): without it,
-        they would take the directory for one that is not shared. Raises StorageError if the save
-        failed because another one has removed a file of this one.
+        they would take the directory for one that is not shared. Raises the error of the call if
+        another rank has failed and removed its files first, and StorageError if files are missing
+        for an unknown reason.
         """
         names = list(names)
         is_ended = self._is_ended(names, error)
@@ -266,54 +278,70 @@ class DirectoryWriter(StagingWriter):
         if self._hidden is not None or not may_others_begin:
             self.end_failed_save()
         if is_ended:
-            raise self._ended_by_other() from error
+            raise self._files_are_missing(error) from error
 
     def _is_ended(self, names: Iterable[str], error: BaseException) -> bool:
-        """Returns whether a save failed because another one has removed a file of this one."""
+        """Returns whether a save failed because files that this rank has found are gone."""
         if not isinstance(error, NotFoundError | StorageError):
             return False
-        # The other save has removed the pending file first. Only one rank has such a file.
+        # Another save removes the pending file first. Only one rank has such a file.
         if self._pending is not None:
             return self._pending.is_missing()
         directory = self._write_directory
+        if self._hidden is not None:
+            return directory.is_missing()
         return directory.is_missing() or any((directory / name).is_missing() for name in names)
 
-    def _ended_by_other(self) -> StorageError:
-        other = None
-        with contextlib.suppress(CheckpointError):
-            other = self._other_save()
-        who = "save or program" if other is None else f"save, {other}, was committed there and"
+    def _files_are_missing(self, error: BaseException) -> StorageError:
+        """Returns the error of a rank whose files are gone. Says who did it only if that is known.
+
+        Raises the error of the call if another rank has failed: it removes the files of the save.
+        """
+        call = current_call()
+        if call is not None:
+            call.raise_if_failed()
+        if (other := self._other_save()) is not None:
+            return StorageError(
+                f"cannot save to {self.path}: another save, {other}, was committed there "
+                "meanwhile, and files of this one are gone"
+            )
         return StorageError(
-            f"cannot save to {self.path}: another {who} has removed the files of this one"
+            f"cannot save to {self.path}: files of this save are gone ({error}): another save or "
+            "program may have removed them, or a rank of this save that failed"
         )
 
     def _other_save(self) -> str | None:
-        """Returns the id of the committed save."""
-        return committed_id(self.location, self._own_name(""))
+        """Returns the id of a save that was committed since this one began, if that is known."""
+        with contextlib.suppress(CheckpointError):
+            # Only the rank that commits knows what was there before, or where nothing was.
+            is_new = (self.location / self._commit_name).identity() != self._before
+            if is_new and (self._commits or self._hidden is not None):
+                return committed_id(self.location, self._own_name(""))
+        return None
 
     # ---- Commit ----
 
     def _check_files(self, files: Collection[str]) -> None:
         """Checks that the data files are in the directory, and no checkpoint that must stay.
 
-        Raises StorageError if files are missing, and AlreadyExistsError if another save has
-        committed.
+        Raises StorageError if files are missing for 30 s, and AlreadyExistsError if another save
+        has committed.
         """
         names = self._write_directory.names()
         self._check_may_replace(names)
         # A store may ignore the condition of the commit.
         is_marked = self._pending is None or self._pending.name in names
         if not is_marked and self.location.file_system.publishes_by_condition:
-            raise self._ended_by_other()
+            raise self._files_are_missing(NotFoundError(f"there is no {self._pending}"))
         # Check each file by name as well: a network file system may return a stale listing.
-        unlisted = set(files).difference(names)
-        missing = sorted(name for name in unlisted if not (self._write_directory / name).exists())
+        unlisted = [self._write_directory / name for name in sorted(set(files).difference(names))]
+        missing = still_missing(unlisted, "its rank", Location.exists)
         if missing:
             raise StorageError(
                 f"cannot commit {self.path}: the coordinator on host {socket.gethostname()} does "
                 f"not find {len(missing)} data files that ranks have written, including "
-                f"{self._write_directory / missing[0]}. Make sure that this directory is on "
-                "storage that all ranks share, and that links in the path lead to the same "
+                f"{missing[0]}, within {late_names.APPEARS_S:g} s. Make sure that this directory "
+                "is on storage that all ranks share, and that links in the path lead to the same "
                 "directory on all hosts"
             )
 
@@ -358,7 +386,7 @@ class DirectoryWriter(StagingWriter):
                 new_name=None if self._hidden is None else self.location,
             )
         except AlreadyExistsError as error:
-            raise self._ended_by_other() from error
+            raise self._files_are_missing(error) from error
         self._hidden = self._created = None
 
     def _has_hidden(self, files: Collection[str]) -> bool:
@@ -384,7 +412,7 @@ class DirectoryWriter(StagingWriter):
             self.end_failed_save()
             self.location.discard()  # If this save has created it.
             if isinstance(error, NotFoundError):
-                raise self._ended_by_other() from error
+                raise self._files_are_missing(error) from error
             raise
         self._hidden = None
         remove_temporary(hidden)

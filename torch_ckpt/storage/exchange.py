@@ -288,21 +288,22 @@ def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     _check_threads()
     connection = _Connection(assigned, timedelta(seconds=limit_s))
     try:
-        waiting = LongWait()
-        while not wait([connection.made], _POLL_S).done:
+        waiting = LongWait(lambda: f"an exchange of reads: {connection.awaited}")
+        for pause_s in waiting.rounds(limit_s, _POLL_S):
+            if wait([connection.made], pause_s).done:
+                break
             if call is not None:
                 call.raise_if_failed()
-            waiting.log(lambda: f"an exchange of reads: {connection.awaited}")
-            if waiting.waited_s > limit_s:
-                raise CancelledError(
-                    f"cannot connect to the other ranks within {limit_s:g} s: {connection.awaited}"
-                )
-        failed_at = time.monotonic()
-        while call is not None and connection.made.exception() is not None:
-            call.raise_if_failed()  # The end of another rank explains the failure of this one.
-            if time.monotonic() - failed_at > connection.explained_s:
-                break
-            time.sleep(_POLL_S)
+        else:
+            raise CancelledError(
+                f"cannot connect to the other ranks within {limit_s:g} s: {connection.awaited}"
+            )
+        if call is not None and (failure := connection.made.exception()) is not None:
+            why = LongWait(lambda: f"the reason of an error of the connections: {failure}")
+            for pause_s in why.rounds(connection.explained_s, _POLL_S):
+                call.raise_if_failed()  # The end of another rank explains the failure of this one.
+                time.sleep(pause_s)
+            call.raise_if_failed()
         return connection.made.result()
     finally:
         connection.is_abandoned = True

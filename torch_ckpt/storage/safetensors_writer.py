@@ -53,6 +53,7 @@ from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
 from torch_ckpt.storage.gc import Found, remove_files
+from torch_ckpt.storage.late_names import still_missing
 from torch_ckpt.storage.progress import Phases
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_base import (
@@ -286,6 +287,10 @@ class SafetensorsWriter(FastWriter):
                 for file, file_pieces in itertools.groupby(groups[number], lambda piece: piece.file)
             ]
 
+        if not (self._commits or self._writes_streams):
+            used = sorted({names[piece.file] for piece in pieces})
+            # One that does not appear is named by the error of the job that opens it.
+            still_missing([self.location / name for name in used], "the coordinator")
         try:
             with self._progress(sum(piece.nbytes for piece in pieces)) as jobs:
                 results = in_threads(write_group, len(groups), jobs)
@@ -296,7 +301,7 @@ class SafetensorsWriter(FastWriter):
             if current_call() is None:
                 self._abandon(names, error)
             elif self._is_ended(names, error):
-                raise self._ended_by_other() from error
+                raise self._files_are_missing(error) from error
             raise
 
     def end_failed_save(self) -> None:
@@ -342,13 +347,13 @@ class SafetensorsWriter(FastWriter):
             super()._check_files(files)
         elif (self.location / INDEX).exists():  # It came after the model had been written.
             (self.location / MODEL).discard()
-            raise self._ended_by_other()
+            raise StorageError(
+                f"cannot save to {self.path}: another save or program has written {INDEX} there "
+                "meanwhile"
+            )
 
-    def _ended_by_other(self) -> StorageError:
-        return StorageError(  # Files of a model have no save id, so the other save has no name.
-            f"cannot save to {self.path}: the files of this save were removed, by another save or "
-            "program, or by a rank of this save that has failed"
-        )
+    def _other_save(self) -> None:
+        """Returns ``None``: files of a model have no save id."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""
@@ -377,10 +382,10 @@ class SafetensorsWriter(FastWriter):
                 names = self._publish(layout)
             self._layout, self._names = None, []
         except NotFoundError as error:
-            raise self._ended_by_other() from error
+            raise self._files_are_missing(error) from error
         except StorageError as error:
             if error.errno == errno.EEXIST and self._writes_streams:
-                raise self._ended_by_other() from error
+                raise self._files_are_missing(error) from error
             raise
         _describe(metadata, layout, names, self)
         self._log_saved(sum(file.nbytes for file in layout.files))

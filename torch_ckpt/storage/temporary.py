@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 
 from torch_ckpt.coordination.owner import is_dead, this_process
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
 
@@ -25,7 +25,6 @@ __all__ = [
     "OLD",
     "PARTIAL",
     "TMP",
-    "can_be_renamed_to",
     "end_partials",
     "remove_abandoned",
     "remove_temporary",
@@ -64,22 +63,6 @@ def temporary(target: Location, kind: str) -> Location:
     path = target.with_name(name)
     PROCESS.temporaries[name] = path
     return path
-
-
-def can_be_renamed_to(target: Location) -> bool:
-    """Returns whether a directory can be written beside its target, and renamed once complete.
-
-    It cannot if the target exists, even as an empty directory: somebody may have given it a quota,
-    stripes or permissions, or may hold it open. It cannot if this process must not list the parent,
-    since it could then neither sync the parent nor find what dead processes have left.
-    """
-    if not target.file_system.renames_directories(target.parent.path):
-        return False
-    try:
-        target.parent.names()
-    except CheckpointError:
-        return False
-    return target.is_missing()
 
 
 def remove_abandoned(directory: Location, target: str | None = None) -> list[str]:
@@ -147,7 +130,12 @@ def remove_temporary(path: Location) -> None:
             path.remove_all()
             return
         doomed = temporary(path, _REMOVED)
-        path.rename(doomed)
+        try:
+            path.rename(doomed)
+        except NotFoundError:
+            return
+        except StorageError:  # The file system does not rename directories.
+            doomed = path
         doomed.remove_all()
 
 

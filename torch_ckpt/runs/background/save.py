@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.portable import why
+from torch_ckpt.coordination.waiting import OwnFuture
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.runs.failures import storage_failure
 
@@ -29,7 +30,11 @@ class BackgroundSave:
 
     def __init__(self, step: int, future: Future[Any], then: Callable[[], None]) -> None:
         self.step, self.then = step, then
-        self._ended: SaveFuture[float] = SaveFuture(f"step {step} was not saved")
+        is_named, awaited = True, lambda: f"the background save of step {step}"
+        if isinstance(future, OwnFuture):
+            is_named, awaited = future.is_named, future.awaited
+        failure = f"step {step} was not saved"
+        self._ended: SaveFuture[float] = SaveFuture(failure, awaited, is_named=is_named)
         began = time.monotonic()
 
         def end(done: Future[Any]) -> None:
@@ -55,7 +60,7 @@ class BackgroundSave:
         Raises CheckpointError if the save failed, or is still in progress after ``timeout_s``. It
         is a StorageError if storage made it fail.
         """
-        if not wait([self._ended], timeout_s).done:
+        if not self._ended.has_ended(timeout_s):
             raise CheckpointError(
                 f"step {self.step} is still being saved in the background after a wait of "
                 f"{timeout_s:g} s"

@@ -1,0 +1,115 @@
+"""Finds out before the first byte of data whether a file system has the calls that a commit needs.
+
+Mounts of stores and of other machines may refuse to rename or to sync files, or to rename
+directories. A save would otherwise find this only at its commit, after all data were written.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.process_state import PROCESS
+from torch_ckpt.storage.temporary import TMP, remove_abandoned, remove_temporary, temporary
+
+__all__ = ["can_be_renamed_to", "check_commit"]
+
+_REFUSALS = {
+    *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL),
+    *(errno.ENOTTY, errno.EBADF),
+}
+"""Error codes by which file systems and sandboxes refuse a call."""
+
+
+def check_commit(
+    directory: Location, target: Location, *, sync: bool, directories: bool = False
+) -> None:
+    """Checks that files of a directory that exists can be renamed, and with ``sync`` be synced.
+
+    With ``directories``, directories must be renamed as well. Nothing remains in the directory.
+    Each process checks a file system once. Raises StorageError, which names the target and what to
+    do, if a call is refused.
+    """
+    if not directory.file_system.writes_at_offsets:  # A store.
+        return
+    call = "sync" if sync else "rename"
+    try:
+        if not _passes(directory, call):
+            _rename_file(directory, sync)
+            _passed(directory, call)
+        if directories:
+            _rename_directory(directory)
+    except StorageError as error:
+        is_sync = str(error).startswith("cannot sync")
+        if error.errno in _REFUSALS and (is_sync or str(error).startswith("cannot rename")):
+            raise _refusal(target, error, is_sync=is_sync) from error
+        raise
+
+
+def can_be_renamed_to(target: Location) -> bool:
+    """Returns whether a directory can be written beside its target, and renamed once complete.
+
+    It cannot if the target exists, even as an empty directory: somebody may have given it a quota,
+    stripes or permissions, or may hold it open. It cannot if this process must not list the parent,
+    since it could then neither sync the parent nor find what dead processes have left. Renames a
+    directory to find out whether the file system does that.
+    """
+    parent = target.parent
+    if not parent.file_system.renames_directories(parent.path):
+        return False
+    try:
+        parent.names()
+        if not target.is_missing():
+            return False
+        _rename_directory(parent)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _rename_file(directory: Location, sync: bool) -> None:
+    remove_abandoned(directory)  # Of a process that died here.
+    one, other = (temporary(directory / "probe", TMP) for _ in range(2))
+    try:
+        one.write(b"", sync=sync)
+        one.rename(other)
+    finally:
+        one.discard()
+        other.discard()
+
+
+def _rename_directory(directory: Location) -> None:
+    if _passes(directory, "rename directory"):
+        return
+    one, other = (temporary(directory / "probe", TMP) for _ in range(2))
+    one.create_directories()
+    try:
+        one.rename(other)
+    finally:
+        remove_temporary(other)
+        remove_temporary(one)
+    _passed(directory, "rename directory")
+
+
+def _refusal(target: Location, error: StorageError, *, is_sync: bool) -> StorageError:
+    way_out = ". Or save with sync_files=False, which may lose checkpoints in a power cut"
+    return StorageError(
+        f"cannot save to {target}: its file system refuses what a commit needs: {error}. If it is "
+        "a mount of a store, save to the URL of the store, such as s3://bucket/run, and not to the "
+        f"mount. Otherwise save to another file system{way_out if is_sync else ''}",
+        error.errno,
+    )
+
+
+def _passes(directory: Location, call: str) -> bool:
+    return (_device(directory), call) in PROCESS.probed
+
+
+def _passed(directory: Location, call: str) -> None:
+    PROCESS.probed.add((_device(directory), call))
+
+
+def _device(directory: Location) -> int | str:
+    identity = directory.identity()
+    return str(directory) if identity is None else int(identity[0])

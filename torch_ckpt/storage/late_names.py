@@ -1,0 +1,51 @@
+"""Waits for files that another rank has created, and that a network file system shows late.
+
+A client of NFS or Lustre may remember for a while that a name was missing, and may list a directory
+as it was before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.waiting import LongWait
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["APPEARS_S", "still_missing"]
+
+APPEARS_S = 30.0
+"""Seconds within which every rank must find what another one has created."""
+
+_POLL_S = 0.1
+
+
+def _is_found(name: Location) -> bool:
+    return not name.is_missing()
+
+
+def still_missing(
+    names: Sequence[Location], creator: str, is_found: Callable[[Location], bool] = _is_found
+) -> list[Location]:
+    """Waits for files or directories that ``creator`` has created, and returns what is missing.
+
+    Ends after :data:`APPEARS_S`. Raises the error of the present call if it fails meanwhile: then
+    the rank that has created them may have removed them.
+    """
+    missing = [name for name in names if not is_found(name)]
+    waiting = LongWait(
+        lambda: (
+            f"{missing[0]}, which {creator} has created, to appear on this machine"
+            + (f", and {len(missing) - 1} other files" if len(missing) > 1 else "")
+        )
+    )
+    call = current_call()
+    for pause_s in waiting.rounds(APPEARS_S, _POLL_S):
+        if not missing:
+            break
+        if call is not None:
+            call.raise_if_failed()
+        time.sleep(pause_s)
+        missing = [name for name in missing if not is_found(name)]
+    return missing
