@@ -288,12 +288,9 @@ class StepSaves:
         path = self._disk.path(step).checkpoint_id
         try:
             future = self._backend.save(step, state, path, persist=persist)
-        except (Exception, CheckpointException) as error:
+        except BaseException as error:
             self._remove_failed(step)
             return error
-        except BaseException:
-            self._remove_failed(step)
-            raise
         self._boundary.save_began(step)
         is_stored = persist or not self._backend.can_stay_in_memory
         record = current_record()
