@@ -227,10 +227,11 @@ def load(
 
         torch_ckpt.load(state, checkpoint_id="run/step-100", timeout_s=600)
     """
-    if trust_pickle and storage_reader is not None:
-        raise ValueError("trust_pickle has no effect on a storage_reader: pass it to the reader")
-    planner = planner or FastLoadPlanner()
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
+        if trust_pickle and storage_reader is not None:
+            text = "trust_pickle has no effect on a storage_reader: pass it to the reader"
+            raise ValueError(text)
+        planner = planner or FastLoadPlanner()
         reader: Any = storage_reader
         if reader is None and checkpoint_id:
             reader = FastReader(checkpoint_id, trust_pickle=trust_pickle)

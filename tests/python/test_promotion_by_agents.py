@@ -209,7 +209,7 @@ def test_an_agent_ends_when_a_copy_that_was_left_behind_has_ended(tmp_path: Path
     run = _run(tmp_path, SLOWLY)
     _save(run, 1)
     until(lambda: _is_being_copied(tmp_path))
-    with pytest.raises(CheckpointError, match="is still being promoted"):
+    with pytest.raises(CheckpointError, match="are still being promoted"):
         run._saves.close_promotion(0.1)
     run.close()
     assert not _arrived(tmp_path)

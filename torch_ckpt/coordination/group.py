@@ -154,7 +154,7 @@ class Group:
         if self.size == 1:
             with records.phase(recorded):
                 return decide([own()])
-        with self.call(timeout_s) as call, first_error(f"of the group, while {activity}"):
+        with self.call(timeout_s) as call, first_error(self, f"of the group, while {activity}"):
             return call.all_reduce(activity, own, decide, recorded)
 
     def series(self) -> Group:
@@ -180,6 +180,9 @@ class Call:
     is lost or misses the deadline, every exchange raises the same
     :class:`~torch_ckpt.errors.RankTimeoutError` on all ranks. ``number`` is that of the call within
     the group. This rank waits ``timeout_s`` for others in each exchange.
+
+    The block must contain all that may raise on one rank alone, such as a ``state_dict()`` of the
+    program. If that follows the last exchange, call :meth:`begin_last` before.
     """
 
     def __init__(self, group: Group, number: int, timeout_s: float) -> None:
@@ -198,6 +201,7 @@ class Call:
         """What this rank does, for messages."""
         self.written_nbytes: Callable[[], tuple[int, int]] | None = None
         """Returns the bytes that this rank has written, and those in all, while it writes."""
+        self._last_phase = ""
         self.record = records.current_record()
         """The record of the save or load that this call is part of, if there is one."""
         if self.record is not None:
@@ -209,6 +213,19 @@ class Call:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and error is not self._shared_error():
             self.fail(error)
+        if error is None and self._last_phase:
+            phase, self._last_phase = self._last_phase, ""
+            self.barrier(phase)
+
+    def begin_last(self, phase: str) -> None:
+        """Begins the last phase, without an exchange of its own: the end of the block is one.
+
+        So a rank that raises in this phase fails the call on all ranks.
+        """
+        self._last_phase = phase
+        relay = self.group.connections.current
+        if relay is not None:
+            relay.post(relay.enter, self.number, phase, self._jobs or Jobs())
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -549,12 +566,21 @@ def claim_commit() -> None:
 
 
 @contextlib.contextmanager
-def first_error(where: str) -> Iterator[None]:
-    """Raises the error of the first rank that failed, and not DCP's error with all of them."""
+def first_error(group: Group, where: str) -> Iterator[None]:
+    """Raises the error of the first rank that failed, and not DCP's error with all of them.
+
+    An interrupt is raised as it is by its own rank alone, since it must not end the others.
+    """
+    interrupts = KeyboardInterrupt, SystemExit
     try:
         yield
     except CheckpointException as error:
+        own, _ = error.failures.get(group.rank, (None, None))
+        if isinstance(own, interrupts):
+            raise own from None
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(cause, interrupts):
+            raise CheckpointError(f"rank {rank} was interrupted {where}: {why(cause)}") from None
         cause.add_note(f"raised on rank {rank} {where}")
         raise cause from None
 

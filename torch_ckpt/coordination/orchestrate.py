@@ -172,7 +172,8 @@ def load(
     """Loads a state dict in place, like DCP's ``state_dict_loader._load_state_dict``.
 
     ``Stateful`` objects at any depth receive their loaded state dicts. Other values replace those
-    of the state dict. Raises as :func:`save`.
+    of the state dict. Raises as :func:`save`. The caller enters the call: its block ends after the
+    last ``load_state_dict()``, and then waits for all ranks.
     """
     objects = StateDicts(state_dict, for_load=True)
     chosen = planner or DefaultLoadPlanner()
@@ -204,6 +205,7 @@ def load(
         with contextlib.nullcontext() if shown is None else shown(group.size):
             planned = call.reduce_scatter("plan", plan, plan_for_all)
         call.all_reduce("read", read, lambda _: None)
+    call.begin_last("restoring")
     objects.restore()
 
 

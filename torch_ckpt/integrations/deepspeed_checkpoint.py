@@ -79,7 +79,7 @@ class DeepSpeedCheckpoint:
         self._beside: list[tuple[Location, Location]] = []
         self._call = group.call(timeout_s)
         self._hidden: Location | None = None  # On the coordinator, which removes it.
-        with self._call, first_error("in a save of DeepSpeed"):
+        with self._call, first_error(self._call.group, "in a save of DeepSpeed"):
             name = self._call.all_reduce("beginning", lambda: None, lambda _: self._begin())
         self._folder = self._place.with_name(name)
 
@@ -136,7 +136,7 @@ class DeepSpeedCheckpoint:
                 raise failure
 
         try:
-            with self._call, first_error("in a save of DeepSpeed"):
+            with self._call, first_error(self._call.group, "in a save of DeepSpeed"):
                 self._call.all_reduce("preparing", own, lambda _: None)
         except BaseException:
             self._clear()
@@ -149,7 +149,7 @@ class DeepSpeedCheckpoint:
         was before.
         """
         try:
-            with self._call, first_error("in a save of DeepSpeed"):
+            with self._call, first_error(self._call.group, "in a save of DeepSpeed"):
                 self._call.all_reduce("write", self._write_all, self._commit)
         finally:
             self._clear()

@@ -13,9 +13,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
     _storage_utils,
     format_utils,
@@ -35,12 +37,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
-from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
 from torch_ckpt.coordination.statefuls import state_dicts_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter
-from torch_ckpt.integrations.replacing import has_only, replacing
+from torch_ckpt.integrations.replacing import first_value, has_only, replacing
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -160,6 +162,15 @@ def installed(
             (_storage_utils, "FileSystemReader", _Chosen(replaced.new_reader)),
             (FileSystemWriter, "stage", replaced.stage),
             (state_dict_saver, "DefaultStager", _ProcessStager),
+            *(
+                (owner, name, replaced.whole(first_value(module, name)))
+                for module, name in (
+                    (state_dict_saver, "save"),
+                    (state_dict_saver, "async_save"),
+                    (state_dict_loader, "load"),
+                )
+                for owner in (dcp, module)
+            ),
             (state_dict_saver, "_save_state_dict", replaced.save),
             (state_dict_loader, "_load_state_dict", replaced.load),
             (format_utils, "_save_state_dict", replaced.save),
@@ -286,9 +297,9 @@ class _Replaced:
     ) -> None:
         self.timeout_s = timeout_s
         self._io, self._verify, self._trust_pickle = io, verify, trust_pickle
-        self._stage = FileSystemWriter.stage
-        self._save = state_dict_saver._save_state_dict
-        self._load = state_dict_loader._load_state_dict
+        self._stage = first_value(FileSystemWriter, "stage")
+        self._save = first_value(state_dict_saver, "_save_state_dict")
+        self._load = first_value(state_dict_loader, "_load_state_dict")
         # DCP stages and saves with the same writer, so both must use the same replacement.
         self._writers: weakref.WeakKeyDictionary[StorageWriter, FastWriter] = (
             weakref.WeakKeyDictionary()
@@ -368,6 +379,38 @@ class _Replaced:
 
     # ---- Functions ----
 
+    def whole(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``dcp.save``, ``dcp.async_save`` or ``dcp.load`` within one call of the ranks.
+
+        DCP calls the first ``state_dict()`` before the functions that are replaced below, and the
+        last ``load_state_dict()`` after them.
+        """
+
+        @functools.wraps(stock)
+        def function(*arguments: Any, **options: Any) -> Any:
+            group = group_of(
+                options.get("process_group"), no_dist=bool(options.get("no_dist", False))
+            )
+            with group.call(self.timeout_s) as call, call.current():
+                token = _begun.set(call)
+                try:
+                    return stock(*arguments, **options)
+                finally:
+                    _begun.reset(token)
+
+        return function
+
+    @contextlib.contextmanager
+    def call(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[Call]:
+        """Continues the call that has begun in this thread, or else makes one within the block."""
+        group, call = group_of(process_group, no_dist=no_dist), _begun.get()
+        if call is not None and call.group.connections is group.connections:
+            _begun.set(None)
+            yield call
+        else:
+            with group.call(self.timeout_s) as call:
+                yield call
+
     @property
     def stage(self) -> Callable[[FileSystemWriter, dict[str, Any]], Any]:
         """The replacement of ``FileSystemWriter.stage``."""
@@ -401,7 +444,7 @@ class _Replaced:
                     *(state_dict, writer, process_group, coordinator_rank, no_dist, planner),
                     use_collectives=use_collectives,
                 )
-            with group_of(process_group, no_dist=no_dist).call(self.timeout_s) as call:
+            with self.call(process_group, no_dist) as call:
                 return orchestrate.save(
                     state_dict, writer, planner, call, use_collectives=use_collectives
                 )
@@ -424,8 +467,12 @@ class _Replaced:
             if coordinator_rank:
                 self._load(state_dict, reader, process_group, coordinator_rank, no_dist, planner)
                 return
-            with group_of(process_group, no_dist=no_dist).call(self.timeout_s) as call:
+            with self.call(process_group, no_dist) as call:
                 orchestrate.load(state_dict, reader, planner, call)
+
+
+_begun: ContextVar[Call | None] = ContextVar("torch_ckpt_begun", default=None)
+"""The call of ``dcp.save``, ``async_save`` or ``load`` in this thread, until it is continued."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -464,7 +511,7 @@ class _Executor:
         use_collectives: bool = True,
     ) -> Future[Metadata]:
         """Starts a save, like DCP's executors."""
-        with group_of(process_group, no_dist=no_dist).call(self._replaced.timeout_s) as call:
+        with self._replaced.call(process_group, no_dist) as call:
             writer: StorageWriter | None = None
             if storage_writer is not None:
                 writer = self._replaced.writer(storage_writer)

@@ -253,7 +253,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             for shard in itertools.chain.from_iterable(values.resized.values()):
                 shard.data.detach().zero_()  # Rows that the checkpoint lacks.
             planner.resized = list(values.resized)
-        except Exception as error:
+        except BaseException as error:
             if self.exchange_group is None:
                 raise  # No other rank waits.
             planner.error = error
@@ -325,14 +325,14 @@ def _values(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the values to save, or one that fails the save on all ranks."""
     try:
         return values_to_save(sharded_state_dict)
-    except Exception as error:
+    except BaseException as error:
         return {"": _Failure(error)}
 
 
 class _Failure:
     """A value whose planning raises an error, which all ranks exchange."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
@@ -352,7 +352,7 @@ class _LoadPlanner(FastLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.resized: list[str] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def set_up_planner(
         self,

@@ -9,12 +9,17 @@ from typing import Any
 
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["has_only", "replacing"]
+__all__ = ["first_value", "has_only", "replacing"]
 
 
 def has_only(kind: type, arguments: Collection[str]) -> bool:
     """Returns whether a class of another library has no arguments but these."""
     return set(inspect.signature(kind).parameters) <= set(arguments)
+
+
+def first_value(owner: Any, name: str) -> Any:
+    """Returns an attribute without the replacements that apply."""
+    return PROCESS.replaced.get((owner, name), [getattr(owner, name)])[0]
 
 
 @contextlib.contextmanager

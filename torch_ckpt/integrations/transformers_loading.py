@@ -36,7 +36,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.safetensors.opening import open_safetensors_directory, read_tensors
-from torch_ckpt.integrations.replacing import replacing
+from torch_ckpt.integrations.replacing import first_value, replacing
 from torch_ckpt.options import IoOptions
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.storage.exchange import can_exchange
@@ -248,9 +248,9 @@ class _Replaced:
     def __init__(self, timeout_s: float, io: IoOptions | None) -> None:
         modeling, converting = sys.modules[_MODELS], sys.modules[_CONVERTING]
         self._timeout_s, self._io = timeout_s, io
-        self._safe_open = _stock(modeling, "safe_open")
-        self._convert = _stock(modeling, "convert_and_load_state_dict_in_model")
-        self._materialize = _stock(converting, "spawn_materialize")
+        self._safe_open = first_value(modeling, "safe_open")
+        self._convert = first_value(modeling, "convert_and_load_state_dict_in_model")
+        self._materialize = first_value(converting, "spawn_materialize")
 
     def safe_open(self, filename: Any, *args: Any, **options: Any) -> Any:
         """The replacement of ``safe_open``."""
@@ -328,11 +328,6 @@ class _Replaced:
             return self._materialize(None, tensor, device, dtype, **options)()
 
         return load
-
-
-def _stock(owner: Any, name: str) -> Any:
-    """Returns a function without the replacements that apply."""
-    return PROCESS.replaced.get((owner, name), [getattr(owner, name)])[0]
 
 
 @contextlib.contextmanager

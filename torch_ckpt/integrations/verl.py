@@ -128,7 +128,9 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if self.rank == 0:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
         if state:
-            with first_error("in a save of verl"):  # Ray's workers expect an ``Exception``.
+            with first_error(
+                group_of(None), "in a save of verl"
+            ):  # Ray's workers expect an ``Exception``.
                 save(state, checkpoint_id=local_path)
             if self.rank == 0:  # Those of an earlier save of this step by verl.
                 folder = Location(local_path)
@@ -221,7 +223,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                     "save with torch_ckpt there"
                 )
             state["optim"] = self.optimizer.state_dict()  # With numbers, as verl saves it.
-        with first_error("in a load of verl"):
+        with first_error(group_of(None), "in a load of verl"):
             load(state, storage_reader=reader)
         self._apply(state, {**model, **state.get("model", {})}, is_verls)
 

@@ -44,9 +44,9 @@ from torch_ckpt.runs.step_files import (
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.progress import progress_bar
 
-__all__ = ["Promotion"]
+__all__ = ["END_S", "Promotion"]
 
-_END_S = 5.0
+END_S = 5.0
 """Time for a promotion to end that was cancelled."""
 
 _POLL_S = 0.5
@@ -91,7 +91,7 @@ class Promotion:
     one that is saved when no promotion is in progress, and those that have waited.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
-    or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` raises.
+    or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` returns why.
 
     ``run_id`` is the id that both directories have. A directory that another run has taken over is
     neither read nor written.
@@ -244,18 +244,19 @@ class Promotion:
                 self._attempt.stop(failure)
                 self._changed.notify_all()
 
-    def check(self) -> None:
-        """Raises CheckpointError if promotions have failed, and training must not go on.
+    def check(self) -> CheckpointError | None:
+        """Returns why promotions have failed, once, if training must not go on; ``None`` if it may.
 
-        So it does if another run has taken over the local directory, before a save goes there.
+        Raises CheckpointError if another run has taken over the local directory, before a save goes
+        there.
         """
         self._check_id(self._local.directory)
         with self._changed:
             failure = self._failure
             if failure is None or self._may_go_on():
-                return
-            self._failure = None  # Is raised once.
-        raise CheckpointError(str(failure)) from failure  # No failure of the save that asks.
+                return None
+            self._failure = None
+        return failure
 
     def progress(self, wait_s: float) -> tuple[bool, CheckpointError | None]:
         """Waits for promotions; returns whether some are in progress, and why the last failed."""
@@ -273,45 +274,12 @@ class Promotion:
         copied = "" if attempt.copy is None else f", {nbytes_text(attempt.copy.read_nbytes)} copied"
         return f"the promotion of step {attempt.step} to {self._run.directory}{copied}"
 
-    def wait(self, timeout_s: float = math.inf) -> None:
-        """Waits until all steps are promoted, or were skipped; tries those that have failed again.
-
-        Raises CheckpointError if a promotion has failed, or is in progress after ``timeout_s``.
-        """
-        self._request()
-        is_busy, failure = self.progress(timeout_s)
-        with self._changed:
-            step = None if self._attempt is None else self._attempt.step
-            if not is_busy:
-                self._failure = None
-        if is_busy:
-            raise CheckpointError(
-                f"step {step} is still being promoted to {self._run.directory} after a wait of "
-                f"{timeout_s:g} s"
-            )
-        if failure is not None:
-            raise failure
-
-    def close(self, timeout_s: float = math.inf) -> None:
-        """Promotes what can be promoted within ``timeout_s``, and ends.
-
-        Shows a progress bar. Raises CheckpointError as :meth:`wait` does. The steps then remain in
-        the local directory, and the next process of the run promotes them. With several places, the
-        caller has waited before: the files of another place may never arrive.
-        """
-        deadline = time.monotonic() + timeout_s
-        try:
-            if self._is_alone:
-                with self._bar():
-                    self.wait(timeout_s)
-        finally:
-            self.cancel(max(min(deadline - time.monotonic(), _END_S), 0.1))
-
-    def cancel(self, wait_s: float = _END_S, *, leaves: bool = True) -> bool:
+    def cancel(self, wait_s: float = END_S, *, leaves: bool = True) -> bool:
         """Ends the promotion in progress. Its step remains in the local directory.
 
-        An agent may go on to copy its files, unless ``leaves`` is false. Returns whether the
-        promotion has ended within ``wait_s``. A store that does not answer may keep it.
+        The next process of the run promotes it. An agent may go on to copy its files, unless
+        ``leaves`` is false. Returns whether the promotion has ended within ``wait_s``. A store that
+        does not answer may keep it.
         """
         with self._changed:
             self._is_ended = True
@@ -563,7 +531,8 @@ class Promotion:
         _LOG.warning("%s; it is promoted after the next save", message)
 
     @contextlib.contextmanager
-    def _bar(self) -> Iterator[None]:
+    def bar(self) -> Iterator[None]:
+        """Shows how far the promotion in progress is, while the block waits for it."""
         attempt = self._attempt
         copy = None if attempt is None else attempt.copy
         if copy is None:

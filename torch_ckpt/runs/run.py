@@ -326,9 +326,9 @@ class Run(LastSaves):
             step was skipped, or if its save failed and ``on_failure`` is ``"warn"``.
 
         Raises:
-            CheckpointError: The previous background save failed; the message names its step. The
-                new save did not begin. It is a StorageError if storage was the reason. Or the
-                previous save is still in progress, and ``on_busy`` is ``"error"``.
+            CheckpointError: The previous background save or a promotion failed; the message names
+                its step. The new save did not begin. It is a StorageError if storage was the
+                reason. Or the previous save is still in progress, and ``on_busy`` is ``"error"``.
             CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
                 ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
@@ -553,12 +553,14 @@ class Run(LastSaves):
     def close(self) -> None:
         """Waits for the background save and ends the run; the run cannot be used afterwards.
 
-        With ``local``, the first rank also waits until all steps are promoted, with a progress bar.
-        In a forked child of the process of the run, the method does nothing.
+        With ``local``, all ranks also wait until all steps are promoted; the first one shows a
+        progress bar. In a forked child of the process of the run, the method does nothing.
 
         Raises:
-            CheckpointError: The background save or a promotion failed; see :meth:`wait`. The steps
-                remain in ``local``, and the next run promotes them.
+            CheckpointError: The background save or a promotion failed; see :meth:`wait`. All ranks
+                raise it. The steps remain in ``local``, and the next run promotes them.
+            RankTimeoutError: With ``local``: another rank has left its block by an error, is late
+                or gone. The first rank has promoted what it can.
         """
         if self._exclusive.is_forked:
             return
@@ -584,7 +586,7 @@ class Run(LastSaves):
         if error is not None and not self._exclusive.is_forked:
             if self._backend is not None:
                 self._backend.leave()  # The snapshots remain for the next process.
-            self._saves.give_up_promotion()  # The next process continues it.
+            self._saves.give_up_promotion(error)  # The next process continues it.
         try:
             self.close()
         except CheckpointError as save_error:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
-from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.errors import CheckpointError, RankTimeoutError, StorageError
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.records.record import Record, Recorder, current_record
 from torch_ckpt.runs.background.agent import AgentBackend
@@ -28,7 +27,7 @@ from torch_ckpt.runs.branches import Branches
 from torch_ckpt.runs.failures import Failures, may_be_committed
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.preemption import Preemption
-from torch_ckpt.runs.promotion import Promotion
+from torch_ckpt.runs.promotion import END_S, Promotion
 from torch_ckpt.runs.promotion_steps import Choice
 from torch_ckpt.runs.removal import (
     discard_after,
@@ -92,6 +91,7 @@ class StepSaves:
         self._failures, self._promotion = failures, promotion
         self._recorder = recorder
         self._is_at_several_places = places.are_several
+        self._promotes = len(disks) > 1
         self.saved = 0
         self._reuses = reuses
         self._last: int | None = None  # The step that was saved or restored last.
@@ -168,12 +168,13 @@ class StepSaves:
         *,
         persist: bool = True,
         is_last: bool = False,
-    ) -> dict[str, bytes]:
+    ) -> tuple[dict[str, bytes], CheckpointError | None]:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
         Returns the small files of the step, with the metrics of the first rank. ``persist`` says
         that the step is to be on disk, and ``is_last`` that the process ends after it, so that
-        failed promotions do not matter.
+        failed promotions do not matter. If they do, nothing has begun, and their failure is
+        returned as well.
         """
         path = self._disk.path(step)
         files: dict[str, bytes] = {}
@@ -187,14 +188,15 @@ class StepSaves:
 
         def begin(
             answers: list[tuple[int, CheckpointError | None]],
-        ) -> tuple[dict[str, bytes], Choice, int | None]:
+        ) -> tuple[dict[str, bytes], Choice, int | None, CheckpointError | None]:
             common_step([rank_step for rank_step, _ in answers])
             choice = Choice()
             if self._promotion is not None:
                 for failure in filter(None, (failure for _, failure in answers[1:])):
                     self._promotion.failed_elsewhere(failure)
-                if not is_last:
-                    self._promotion.check()
+                unpromoted = None if is_last else self._promotion.check()
+                if unpromoted is not None:
+                    return {}, choice, None, unpromoted
                 choice = self._promotion.choice(step)
             for failed in self._failed:  # No rank and no agent uses its directory any more.
                 remove_unfinished(self._disk.path(failed))
@@ -204,18 +206,20 @@ class StepSaves:
             is_agent = isinstance(self._backend, AgentBackend)
             if is_agent and persist and not has_checkpoint(path):
                 write_small_files(path, files)
-            return files, choice, self._base(step) if self._reuses else None
+            return files, choice, self._base(step) if self._reuses else None, None
 
         what = "beginning to save"
-        files, choice, base = self._group.decide(
+        files, choice, base, unpromoted = self._group.decide(
             what, own, begin, timeout_s=timeout_s, recorded="begin"
         )
+        if unpromoted is not None:
+            return files, unpromoted
         if base is not None:
             self._writer.base = self._disk.path(base).checkpoint_id
         if self._promotion is not None:
             self._promotion.saving(step, choice)
         self._writer.small_files = files
-        return files
+        return files, None
 
     def _base(self, step: int) -> int:
         """Returns the step from which a save takes what has not changed; itself if there is none.
@@ -257,11 +261,14 @@ class StepSaves:
             else:
                 self._failures.succeeded()
         try:
-            return self.begin(step, timeout_s, metrics, persist=persist)
+            files, unpromoted = self.begin(step, timeout_s, metrics, persist=persist)
         except StorageError as error:
             if not self._failures.may_go_on(error, warns=warns):
                 raise
             return None
+        if unpromoted is not None:  # Not a failure of this save, which the options let go on.
+            raise unpromoted
+        return files
 
     def save_now(
         self, step: int, state: dict[str, Any], files: Mapping[str, bytes], timeout_s: float
@@ -294,12 +301,9 @@ class StepSaves:
         path = self._disk.path(step).checkpoint_id
         try:
             future = self._backend.save(step, state, path, persist=persist)
-        except (Exception, CheckpointException) as error:
+        except BaseException as error:
             self._remove_failed(step)
             return error
-        except BaseException:
-            self._remove_failed(step)
-            raise
         self._boundary.save_began(step)
         is_stored = persist or not self._backend.can_stay_in_memory
         record = current_record()
@@ -463,22 +467,39 @@ class StepSaves:
     def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted in this time; the next process promotes the rest.
 
-        The ranks wait for each other if they save at several places.
+        All ranks call it. Raises as :meth:`wait_for_promotion`, on all of them.
         """
-        deadline = time.monotonic() + timeout_s
-        try:
-            if self._is_at_several_places:
+        if not self._promotes:
+            return
+        deadline, promotion = time.monotonic() + timeout_s, self._promotion
+        with contextlib.ExitStack() as stack:
+            if promotion is not None:
+                stack.callback(
+                    lambda: promotion.cancel(max(min(deadline - time.monotonic(), END_S), 0.1))
+                )
+                if self._group.is_coordinator:
+                    stack.enter_context(promotion.bar())
+            try:
                 self.wait_for_promotion(timeout_s)
-        finally:
-            if self._promotion is not None:
-                self._promotion.close(max(deadline - time.monotonic(), 0.0))
+            except RankTimeoutError:
+                if promotion is not None and not self._is_at_several_places:
+                    promotion.retry(Choice())  # The other ranks have no part in it.
+                    promotion.progress(max(deadline - time.monotonic(), 0.0))
+                raise
 
-    def give_up_promotion(self) -> None:
-        """Ends the promotion in progress. The ranks no longer wait for each other."""
-        self._is_at_several_places = False
+    def give_up_promotion(self, error: BaseException) -> None:
+        """Ends the promotion in progress because of an error of this rank.
+
+        The other ranks raise it in their next call, which may be the one that waits for promotion.
+        """
+        if not self._promotes:
+            return
+        self._promotes = False
         promotion, self._promotion = self._promotion, None
         if promotion is not None:
             promotion.cancel()
+        with contextlib.suppress(Exception):  # The first error counts.
+            self._group.call(self._timeout_s).fail(error)
 
     def settled(self, step: int) -> int:
         """Waits for the background save, and returns the step."""
@@ -538,9 +559,8 @@ class StepSaves:
         """Saves the last step of this process; returns the reason if that fails."""
         try:
             with self.recording("save", step):
-                files = self.begin(
-                    step, left_s(), is_last=True
-                )  # First: the state may need collectives.
+                # First: the state may need collectives.
+                files, _ = self.begin(step, left_s(), is_last=True)
                 self.save_now(step, state(), files, left_s())
             # Otherwise the agent writes its newest step in memory, which is this one or older.
             self._discard_from_memory(lambda each: each <= step)

@@ -23,7 +23,6 @@ from torch_ckpt.errors import (
     CancelledError,
     CorruptionError,
     NotFoundError,
-    RankTimeoutError,
     StorageError,
 )
 from torch_ckpt.filesystems.location import Location
@@ -36,9 +35,6 @@ T = TypeVar("T")
 
 _MOST_TRIES = 100
 """Most steps that a restore tries. A training may remove each while it is loaded."""
-
-_GRACE_S = 60.0
-"""Longest time that a failed rank waits for the other ranks, to report its error."""
 
 
 class Tier(Protocol):
@@ -241,38 +237,17 @@ class StepTiers:
         strict: bool | None,
         then: Callable[[], None],
     ) -> None:
-        failure: Exception | None = None
         planner = FastLoadPlanner(strict=strict)
         planner.is_whole = True
-        try:
-            tier.load(
-                step,
-                state,
-                planner=planner,
-                process_group=self._process_group,
-                no_dist=self._group.size == 1,
-                timeout_s=self._timeout_s,
-            )
-        except RankTimeoutError:
-            raise
-        except Exception as error:  # Raised on this rank alone, for example by a load_state_dict.
-            failure = error
-
-        def own() -> None:
-            if failure is not None:
-                raise failure
-
-        timeout_s = self._timeout_s
-        if failure is not None:
-            timeout_s = min(_GRACE_S, timeout_s)
-        try:
-            self._group.decide("restoring", own, lambda _: then(), timeout_s=timeout_s)
-        except RankTimeoutError:
-            if failure is not None:
-                raise failure from None
-            raise
-        finally:
-            failure = None  # As in `restore`.
+        tier.load(  # If it raises on one rank, it raises on all.
+            step,
+            state,
+            planner=planner,
+            process_group=self._process_group,
+            no_dist=self._group.size == 1,
+            timeout_s=self._timeout_s,
+        )
+        self._group.decide("restoring", lambda: None, lambda _: then(), timeout_s=self._timeout_s)
 
 
 def common_step(steps: list[int]) -> int:

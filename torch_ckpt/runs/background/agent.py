@@ -129,7 +129,7 @@ class AgentBackend:
         result, failure = None, None
         try:
             result = work()
-        except Exception as error:  # Reported to the other ranks below.
+        except BaseException as error:  # Reported to the other ranks below.
             failure = error
         try:
             reason = self._group.decide(
@@ -157,7 +157,7 @@ class AgentBackend:
             _warn_of(reason)
 
 
-def _fallback_reason(failure: Exception | None) -> str:
+def _fallback_reason(failure: BaseException | None) -> str:
     """Returns why the ranks must save without an agent; empty if they need not.
 
     Raises the failure if saving without an agent would fail too.
@@ -169,13 +169,13 @@ def _fallback_reason(failure: Exception | None) -> str:
     raise failure
 
 
-def _is_of_agent(failure: Exception) -> bool:
+def _is_of_agent(failure: BaseException) -> bool:
     """Returns whether a failure concerns the agent alone, which is optional."""
     is_of_system = isinstance(failure, OSError) and not isinstance(failure, CheckpointError)
     return is_of_system or isinstance(failure, (StorageError, UnsupportedError))
 
 
-def _with_rank(failure: Exception) -> str:
+def _with_rank(failure: BaseException) -> str:
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank = "" if is_alone else f"rank {dist.get_rank()} ({socket.gethostname()}): "
     return f"{rank}{failure}"
@@ -269,7 +269,7 @@ def _start_agent(
             has_directory=True,
             local=local,
         )
-    except Exception as error:
+    except BaseException as error:  # Reported to the other ranks below.
         failure = error
 
     def own() -> str:
