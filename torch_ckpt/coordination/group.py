@@ -33,13 +33,15 @@ from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.portable import (
-    drop_frames,
+    attempted,
+    first_error,
     pickled,
     pickled_values,
     portable,
     reference_to,
     unpickled,
     unpickled_error,
+    value_of,
     why,
 )
 from torch_ckpt.coordination.relay import COMMITTING, WRITING
@@ -56,7 +58,6 @@ __all__ = [
     "Group",
     "claim_commit",
     "current_call",
-    "first_error",
     "group_of",
     "time_limit_s",
 ]
@@ -154,7 +155,10 @@ class Group:
         if self.size == 1:
             with records.phase(recorded):
                 return decide([own()])
-        with self.call(timeout_s) as call, first_error(self, f"of the group, while {activity}"):
+        with (
+            self.call(timeout_s) as call,
+            first_error(self.rank, f"of the group, while {activity}"),
+        ):
             return call.all_reduce(activity, own, decide, recorded)
 
     def series(self) -> Group:
@@ -269,7 +273,7 @@ class Call:
         Returns this rank's element of the result of ``reduce``. Raises a CheckpointException, whose
         ``failures`` maps ranks to their errors, if ``own`` or ``reduce`` raised.
         """
-        return cast(R, _value_of(self._reduced(step, own, reduce, "", scatters=True)))
+        return cast(R, value_of(self._reduced(step, own, reduce, "", scatters=True)))
 
     def all_reduce(
         self, step: str, own: Callable[[], T], reduce: Callable[[list[T]], R], recorded: str = ""
@@ -278,7 +282,7 @@ class Call:
 
         ``recorded`` is the phase of the record, if the step is none of DCP's.
         """
-        return cast(R, _value_of(self._reduced(step, own, reduce, recorded, scatters=False)))
+        return cast(R, value_of(self._reduced(step, own, reduce, recorded, scatters=False)))
 
     def barrier(self, phase: str) -> None:
         """Waits until all ranks have called it."""
@@ -459,7 +463,7 @@ class Call:
         deciding = _DECIDED_IN.get(step, recorded)
         self.phase = phase
         with self._working(phase):
-            own_value: Any = _attempted(own, mine)
+            own_value: Any = attempted(own, mine)
         if self.group.size == 1:
             outcome = self._outcome(step, [own_value], reduce, deciding, scatters)
             is_error = isinstance(outcome, CheckpointException)
@@ -513,7 +517,7 @@ class Call:
         if not failures:
             self._is_deciding = True
             with self.current():
-                result = _attempted(lambda: reduce(values), deciding)
+                result = attempted(lambda: reduce(values), deciding)
             self._is_deciding = False
             if not _is_wrapped_exception(result):
                 if not scatters or len(result) == self.group.size:
@@ -565,26 +569,6 @@ def claim_commit() -> None:
         call.claim_commit()
 
 
-@contextlib.contextmanager
-def first_error(group: Group, where: str) -> Iterator[None]:
-    """Raises the error of the first rank that failed, and not DCP's error with all of them.
-
-    An interrupt is raised as it is by its own rank alone, since it must not end the others.
-    """
-    interrupts = KeyboardInterrupt, SystemExit
-    try:
-        yield
-    except CheckpointException as error:
-        own, _ = error.failures.get(group.rank, (None, None))
-        if isinstance(own, interrupts):
-            raise own from None
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if isinstance(cause, interrupts):
-            raise CheckpointError(f"rank {rank} was interrupted {where}: {why(cause)}") from None
-        cause.add_note(f"raised on rank {rank} {where}")
-        raise cause from None
-
-
 def group_of(
     process_group: dist.ProcessGroup | None,
     *,
@@ -606,27 +590,3 @@ def group_of(
     if group is None:
         group = PROCESS.groups[key] = Group(key, names)
     return group
-
-
-def _value_of(outcome: Any) -> Any:
-    """Returns a result, or raises it if it is the error of a call."""
-    try:
-        if isinstance(outcome, CheckpointException):
-            raise outcome
-        return outcome
-    finally:
-        del outcome  # The traceback of an error refers to this frame, and so to the state.
-
-
-def _attempted(function: Callable[[], Any], phase: str) -> Any:
-    """Returns the function's result, or its error in the form in which DCP sends errors.
-
-    The record has it as this phase, if that is not empty.
-    """
-    try:
-        with records.phase(phase):
-            return function()
-    except BaseException as error:
-        wrapped = _wrap_exception(error)  # Contains the stack as text.
-        drop_frames(error)
-        return wrapped

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from traceback import StackSummary
 from typing import Any, TypeVar, cast
 
@@ -18,15 +19,19 @@ from typing_extensions import Buffer
 
 from torch_ckpt._core.unpickling import allow_in_messages, unpickle
 from torch_ckpt.errors import CheckpointError, UnsupportedError, pickles, portable_error
+from torch_ckpt.records import record as records
 
 __all__ = [
+    "attempted",
     "drop_frames",
+    "first_error",
     "pickled",
     "pickled_values",
     "portable",
     "reference_to",
     "unpickled",
     "unpickled_error",
+    "value_of",
     "why",
 ]
 
@@ -141,3 +146,48 @@ def why(error: BaseException) -> str:
             f"rank {rank}: {why(cause)}" for rank, (cause, _) in sorted(error.failures.items())
         )
     return f"{type(error).__qualname__}: {error}"
+
+
+@contextlib.contextmanager
+def first_error(rank: int, where: str) -> Iterator[None]:
+    """Raises the error of the first rank that failed, and not DCP's error with all of them.
+
+    An interrupt is raised as it is by its own rank alone, since it must not end the others.
+    ``rank`` is the present one.
+    """
+    interrupts = KeyboardInterrupt, SystemExit
+    try:
+        yield
+    except CheckpointException as error:
+        own, _ = error.failures.get(rank, (None, None))
+        if isinstance(own, interrupts):
+            raise own from None
+        first, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(cause, interrupts):
+            raise CheckpointError(f"rank {first} was interrupted {where}: {why(cause)}") from None
+        cause.add_note(f"raised on rank {first} {where}")
+        raise cause from None
+
+
+def value_of(outcome: Any) -> Any:
+    """Returns a result, or raises it if it is the error of a call."""
+    try:
+        if isinstance(outcome, CheckpointException):
+            raise outcome
+        return outcome
+    finally:
+        del outcome  # The traceback of an error refers to this frame, and so to the state.
+
+
+def attempted(function: Callable[[], Any], phase: str) -> Any:
+    """Returns the function's result, or its error in the form in which DCP sends errors.
+
+    The record has it as this phase, if that is not empty.
+    """
+    try:
+        with records.phase(phase):
+            return function()
+    except BaseException as error:
+        wrapped = _wrap_exception(error)  # Contains the stack as text.
+        drop_frames(error)
+        return wrapped

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.abc
-import importlib.util
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -41,6 +38,7 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
 from torch_ckpt.coordination.statefuls import state_dicts_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
+from torch_ckpt.integrations.after_import import after_import
 from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter
 from torch_ckpt.integrations.replacing import first_value, has_only, replacing
 from torch_ckpt.options import IoOptions, Verification
@@ -202,8 +200,8 @@ def installed(
 
             stack.enter_context(replaced_loading(timeout_s=timeout_s, io=io))
 
-        stack.enter_context(_after_import(_MEGATRON_STRATEGIES, replace_strategies))
-        stack.enter_context(_after_import(_TRANSFORMERS_MODELS, replace_loading))
+        stack.enter_context(after_import(_MEGATRON_STRATEGIES, replace_strategies))
+        stack.enter_context(after_import(_TRANSFORMERS_MODELS, replace_loading))
         yield
 
 
@@ -237,56 +235,6 @@ def install(
     context = installed(timeout_s=timeout_s, io=io, verify=verify, trust_pickle=trust_pickle)
     context.__enter__()
     PROCESS.installed.append(context)  # An unreferenced context would end.
-
-
-@contextlib.contextmanager
-def _after_import(name: str, function: Callable[[], None]) -> Iterator[None]:
-    """Calls a function after a module is imported: at once, or later within the context."""
-    if name in sys.modules:
-        function()
-        yield
-        return
-    finder = _Finder(name, function)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        finder.remove()
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as Python does, and calls a function once after it was executed."""
-
-    def __init__(self, name: str, function: Callable[[], None]) -> None:
-        self._name, self._function = name, function
-        self._is_searching = False
-
-    def remove(self) -> None:
-        """Removes the finder from ``sys.meta_path``."""
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Finds the module by the other finders."""
-        if name != self._name or self._is_searching:
-            return None
-        self._is_searching = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._is_searching = False
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            if self in sys.meta_path:  # The context has not ended.
-                self.remove()
-                self._function()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 class _Replaced:
@@ -440,10 +388,11 @@ class _Replaced:
             _giving_back(planner, given, _FOUND_BY_SAVE_PLANNER),
         ):
             if coordinator_rank:
-                return self._save(
+                saved: Metadata = self._save(
                     *(state_dict, writer, process_group, coordinator_rank, no_dist, planner),
                     use_collectives=use_collectives,
                 )
+                return saved
             with self.call(process_group, no_dist) as call:
                 return orchestrate.save(
                     state_dict, writer, planner, call, use_collectives=use_collectives

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
-from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, StorageError
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.records.record import Record, Recorder, current_record
@@ -29,6 +28,7 @@ from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.promotion import END_S, Promotion
 from torch_ckpt.runs.promotion_steps import Choice
+from torch_ckpt.runs.promotion_wait import await_promotion
 from torch_ckpt.runs.removal import (
     discard_after,
     discard_from_memory,
@@ -47,9 +47,6 @@ from torch_ckpt.storage.writer import FastWriter
 __all__ = ["Reuse", "StepSaves"]
 
 Reuse = Literal["auto", "off"]
-
-_ROUND_S = 2.0
-"""Interval at which the ranks exchange whether their promotions are in progress."""
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -409,11 +406,6 @@ class StepSaves:
         Raises CheckpointError on all ranks if either fails, or takes longer. Without ``must_end``,
         they may take longer, and it returns whether both have ended.
         """
-        deadline = time.monotonic() + timeout_s
-        promotion, activity = self._promotion, "waiting for promotion"
-
-        def limit_s() -> float:  # A process that is about to be killed has less than a call.
-            return min(max(deadline - time.monotonic(), 0.0) + _ROUND_S, self._timeout_s)
 
         def settle() -> bool:
             try:
@@ -423,46 +415,13 @@ class StepSaves:
                     raise
             return self._pending is None
 
-        def choose(settled: list[bool]) -> Choice | None:
-            if not all(settled):
-                return None
-            return Choice() if promotion is None else promotion.choice()
-
-        def awaited() -> str:
-            return activity if promotion is None else promotion.awaited()
-
-        def progress() -> tuple[bool, CheckpointError | None]:
-            wait_s = min(_ROUND_S, max(deadline - time.monotonic(), 0.0))
-            return (False, None) if promotion is None else promotion.progress(wait_s)
-
-        def go_on(answers: list[tuple[bool, CheckpointError | None]]) -> tuple[bool, bool, Choice]:
-            for failure in filter(None, (failure for _, failure in answers)):
-                raise failure
-            is_busy = any(busy for busy, _ in answers)
-            goes_on = is_busy and time.monotonic() < deadline
-            if is_busy and not goes_on and must_end:
-                raise CheckpointError(
-                    f"steps of {self._disk.directory} are still being promoted to "
-                    f"{self._disks[-1].directory} after a wait of {timeout_s:g} s"
-                )
-            heard = Choice() if promotion is None else promotion.choice(may_choose=False)
-            return is_busy, goes_on, heard
-
-        chosen = self._group.decide(activity, settle, choose, timeout_s=limit_s())
-        if chosen is None:
-            return False
-        if promotion is not None:
-            promotion.retry(chosen)
-        is_busy = goes_on = True
-        waiting = LongWait(awaited, is_named=self._group.is_coordinator)
-        while goes_on:  # In rounds: a rank that is lost, or fails, is noticed soon.
-            is_busy, goes_on, choice = self._group.decide(
-                activity, progress, go_on, timeout_s=limit_s()
-            )
-            if promotion is not None:
-                promotion.heard(choice)
-            waiting.log()
-        return not is_busy
+        return await_promotion(
+            *(self._group, self._promotion, settle),
+            copied=(self._disk.directory, self._disks[-1].directory),
+            timeout_s=timeout_s,
+            call_timeout_s=self._timeout_s,
+            must_end=must_end,
+        )
 
     def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted in this time; the next process promotes the rest.
