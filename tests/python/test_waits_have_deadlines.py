@@ -194,6 +194,12 @@ PYTHON = {
     "runs/promotion.py Promotion._work self._changed.wait": Wait(
         "the next save, or the end of the run", "no rank waits"
     ),
+    "filesystems/obstore_client.py ObstoreClient._read_back reads.popleft().result": Wait(
+        STORE, "the writer of the stream"
+    ),
+    "filesystems/obstore_client.py ObstoreClient._read_back with ThreadPoolExecutor": Wait(
+        STORE, "the writer of the stream"
+    ),
     "runs/step_files.py lease thread.join": Wait("at once: it was told to end", "no rank waits"),
     "staging/copied_state.py CopiedState._copy_values x.wait": Wait(
         "the collective of torch that makes the tensor", "torch"
@@ -221,8 +227,8 @@ TIMED = {
     "agent/copies.py Copies.advance last.wait": SHORT,
     "agent/copies.py Copies.close self._changed.wait_for": SHORT,
     "agent/copies.py _Copy.wait self._changed.wait_for": SHORT,
-    "agent/manifests.py PendingAborts._watch time.sleep": AGENT,
-    "agent/manifests.py PendingAborts.close time.sleep": AGENT,
+    "agent/manifests.py PendingFailures._watch time.sleep": AGENT,
+    "agent/manifests.py PendingFailures.close time.sleep": AGENT,
     "agent/memory.py agent_lock time.sleep": SHORT,
     "agent/messages.py has_arrived poll.poll": AWAITED,
     "agent/process.py Agent._accept time.sleep": AGENT,
@@ -257,9 +263,9 @@ TIMED = {
     "records/event_log.py EventLog._work self._waiting.get": NOBODY,
     "records/event_log.py EventLog.close self._thread.join": SHORT,
     "runs/promotion.py Promotion._check_goes_on self._changed.wait_for": SHORT,
-    "runs/promotion.py Promotion.close self.wait": "Promotion.wait logs",
     "runs/step_files.py lease.renew ended.wait": NOBODY,
     "storage/exchange.py _Connection._wait_for_ready time.sleep": AWAITED,
+    "storage/exchange.py _swapped work.wait": AWAITED,
     "storage/exchange.py _delete_keys thread.join": "the load has ended; at most 10 s",
     "storage/progress.py progress_bar.show ended.wait": NOBODY,
 }

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.committed import has_checkpoint, index_name, prefixes_among
@@ -276,12 +277,12 @@ def announced_removal(directory: Location, names: Sequence[str]) -> Iterator[Non
 
 def _wait_for_removals(directory: Location, name: str) -> None:
     """Waits until no removal of a step is announced, or its process has probably died."""
-    deadline = time.monotonic() + _REMOVAL_S
-    while time.monotonic() < deadline:
+    waiting = LongWait(lambda: f"the removal of {directory / name} to end")
+    for pause_s in waiting.rounds(_REMOVAL_S, _POLL_S):
         files = (each for each in directory.names() if each.startswith(_REMOVAL))
         if not any(_announces(directory / each, name) for each in files):
             return
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
 
 
 def _announces(file: Location, name: str) -> bool:
