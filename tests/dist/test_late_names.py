@@ -202,3 +202,24 @@ def test_a_restore_waits_for_a_step_that_appears_late_on_a_rank(tmp_path: Path) 
     path = tmp_path / "run"
     with Ranks(2) as ranks:
         assert ranks.run(restore_late, path) == [1, 1]
+
+
+def restore_missing(path: Path) -> Any:
+    run, rank = Run(path), dist.get_rank()
+    run.save(1, state_of(rank))
+    began = time.monotonic()
+    failed = failures_of(lambda: run.restore(state_of(rank), step=7))
+    took_s = time.monotonic() - began
+    run.close()
+    return took_s, [failure.message for failure in failed.values()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_restore_of_a_step_that_was_never_saved_does_not_wait_for_it(
+    tmp_path: Path, size: int
+) -> None:
+    with Ranks(size) as ranks:
+        for took_s, messages in ranks.run(restore_missing, tmp_path / "run"):
+            assert took_s < late_names.APPEARS_S / 3
+            assert messages
+            assert all("no checkpoint is committed" in text for text in messages)
