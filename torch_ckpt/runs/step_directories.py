@@ -30,7 +30,7 @@ from torch_ckpt.runs.step_files import (
     remove_expired_leases,
     what_is_missing,
 )
-from torch_ckpt.storage.late_names import still_missing
+from torch_ckpt.storage.late_names import wait_on_all
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
 
@@ -157,19 +157,10 @@ class StepDirectories:
 
     def _reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader of a step, once this rank finds the step. Called on all ranks."""
-        metadata = self.path(step) / ".metadata"
-
-        def is_there(_: object) -> bool:
-            with contextlib.suppress(CheckpointError):  # The load raises it.
-                return metadata.exists()
-            return False
-
-        # Only a step that the coordinator finds can appear late on another rank.
-        what = "opening a step"
-        is_there_now = group.decide(what, lambda: None, is_there, timeout_s=timeout_s)
-        if is_there_now and not group.is_coordinator:
-            still_missing([metadata], "the save of this step")  # The load raises if it is.
-        return FastReader(self.path(step).checkpoint_id, **self._reader)
+        path = self.path(step)
+        # One that does not appear is an error of the load.
+        wait_on_all(group, path / ".metadata", "the save of this step", timeout_s=timeout_s)
+        return FastReader(path.checkpoint_id, **self._reader)
 
     def values(self, monitor: str) -> dict[int, float]:
         """Returns the metric of each committed step that has one, and not a NaN."""

@@ -530,7 +530,8 @@ class StepSaves:
     def _committed(self, step: int, files: Mapping[str, bytes], record: Record | None) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
-        self.set_base(step)
+        if self._boundary.stored in (None, step):  # Else another save has begun since.
+            self.set_base(step)
         self._boundary.committed(step)
         if not self._group.is_coordinator and self._promotion is None:
             return
