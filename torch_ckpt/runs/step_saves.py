@@ -169,9 +169,9 @@ class StepSaves:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
         Returns the small files of the step, with the metrics of the first rank. ``persist`` says
-        that the step is to be on disk, and ``is_last`` that the process ends after it, so that
-        failed promotions do not matter. If they do, nothing has begun, and their failure is
-        returned as well.
+        that the step is to be on disk. A failed promotion is returned as well, and the save has not
+        begun then. With ``is_last``, the process ends after the save, and such failures are
+        ignored.
         """
         path = self._disk.path(step)
         files: dict[str, bytes] = {}
