@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from syscalls import Listener, Stop, can_stop, have_answered, stop_before_lookup
 import torch_ckpt
 from torch_ckpt import FastWriter, Run, SafetensorsWriter
 from torch_ckpt.coordination import waiting
+from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.storage import late_names
 
 pytestmark = [
@@ -202,3 +204,56 @@ def test_a_restore_waits_for_a_step_that_appears_late_on_a_rank(tmp_path: Path) 
     path = tmp_path / "run"
     with Ranks(2) as ranks:
         assert ranks.run(restore_late, path) == [1, 1]
+
+
+def restore_missing(path: Path) -> Any:
+    run, rank = Run(path), dist.get_rank()
+    run.save(1, state_of(rank))
+    began = time.monotonic()
+    failed = failures_of(lambda: run.restore(state_of(rank), step=7))
+    took_s = time.monotonic() - began
+    run.close()
+    return took_s, [failure.message for failure in failed.values()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_restore_of_a_step_that_was_never_saved_does_not_wait_for_it(
+    tmp_path: Path, size: int
+) -> None:
+    with Ranks(size) as ranks:
+        for took_s, messages in ranks.run(restore_missing, tmp_path / "run"):
+            assert took_s < late_names.APPEARS_S / 3
+            assert messages
+            assert all("no checkpoint is committed" in text for text in messages)
+
+
+def restore_removed(path: Path) -> Any:
+    """Restores while the newest step is removed after it was chosen."""
+    run, rank = Run(path), dist.get_rank()
+    for step in (1, 2):
+        run.save(step, state_of(rank, step))
+    reader_of, state = StepDirectories._reader_of, state_of(rank, 0.0)
+
+    def remove_first(self: StepDirectories, step: int, *args: Any) -> Any:
+        if rank == 0 and step == 2:
+            shutil.rmtree(path / "step-2", ignore_errors=True)
+        return reader_of(self, step, *args)
+
+    began = time.monotonic()
+    with (
+        mock.patch.object(StepDirectories, "_reader_of", remove_first),
+        pytest.warns(UserWarning, match="step 2 is passed over"),
+    ):
+        found = run.restore(state)
+    took_s = time.monotonic() - began
+    assert_same(state, state_of(rank))
+    run.close()
+    return found, took_s < late_names.APPEARS_S / 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_restore_does_not_wait_for_a_step_that_is_removed_meanwhile(
+    tmp_path: Path, size: int
+) -> None:
+    with Ranks(size) as ranks:
+        assert ranks.run(restore_removed, tmp_path / "run") == [(1, True)] * size

@@ -15,6 +15,7 @@ from torch_ckpt import FastWriter, Run
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_saves
+from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_files import metrics_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,6 +95,14 @@ def test_a_save_whose_outcome_is_unknown_is_settled_later(
     left = 1 + is_committed  # Retention has removed step 1 if step 2 is committed.
     assert names_in(tmp_path / "run") == [f"step-{left}"]
     assert metrics_of(Location(tmp_path / f"run/step-{left}")) == {"loss": float(left)}
+
+
+def test_a_step_that_is_committed_late_leaves_what_is_known_of_a_newer_one() -> None:
+    boundary = StepBoundary()
+    boundary.save_began(2)
+    boundary.committed(2)
+    boundary.committed(1)
+    assert (boundary.stored, boundary.is_on_disk) == (2, True)
 
 
 @pytest.mark.parametrize("mode", ["direct", "thread"])

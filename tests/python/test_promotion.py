@@ -334,6 +334,22 @@ def test_steps_are_discarded_in_both_directories(tmp_path: Path) -> None:
     assert torch.equal(state["w"], _state(12)["w"])
 
 
+def test_a_failed_promotion_of_a_discarded_step_is_not_raised(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", local=tmp_path / "local", keep_local=3)
+    run.save(1, _state(1))
+    run.wait(promoted=True)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    (tmp_path / "run").touch()
+    run.save(2, _state(2))
+    _wait_until_idle(run)
+    (tmp_path / "run").unlink()
+    (tmp_path / "gone").rename(tmp_path / "run")
+    assert run.discard_after(1) == [2]
+    run.save(3, _state(3))
+    run.close()
+    assert _steps(tmp_path / "run") == [3, 1]
+
+
 def test_a_step_that_is_saved_again_is_promoted_again(tmp_path: Path) -> None:
     with Run(tmp_path / "run", local=tmp_path / "local") as run:
         for values in (1, 2):

@@ -122,6 +122,23 @@ def test_a_flipped_bit_is_found_by_a_full_check_or_by_the_load_which_falls_back(
         assert Run(tmp_path, verify="full").latest_step() == 1
 
 
+def test_a_full_check_reads_a_step_once_below_one_that_is_not_committed(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "step-3").mkdir()
+    checked: list[str] = []
+    steps = StepDirectories(Location(tmp_path))
+
+    def check(path: Location) -> None:
+        checked.append(path.name)
+        check_whole(path)
+
+    steps.check = check
+
+    assert list(steps.steps()) == [2, 1]
+
+    assert [checked.count(f"step-{step}") for step in (2, 1)] == [1, 1]
+
+
 def test_training_does_not_begin_anew_where_all_steps_are_damaged(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     for step in (1, 2):

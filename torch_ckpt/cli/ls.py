@@ -59,13 +59,17 @@ def _ls(options: argparse.Namespace) -> int:
     # The steps of the run are those of both directories, and count where they are whole.
     directories = {"local": run, "run": promoted_to} if promoted_to is not None else {"": run}
     steps: list[dict[str, Any]] = []
+    unlisted: list[str] = []
 
     def look() -> list[tuple[int, str]]:
-        steps[:] = _steps_of(directories, is_part=is_part)
+        unlisted.clear()
+        steps[:] = _steps_of(directories, unlisted, is_part=is_part)
         return [(step["step"], step["state"]) for step in steps]
 
     # A training may save and remove steps meanwhile.
     agreed(look, lambda found: found != [] and all(state != "unfinished" for _, state in found))
+    for problem in unlisted:
+        print(printable(problem), file=sys.stderr)
     if not steps:
         with contextlib.suppress(NotFoundError):
             if options.run.is_file() or options.run.names():
@@ -90,8 +94,13 @@ def _ls(options: argparse.Namespace) -> int:
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
 
 
-def _steps_of(directories: Mapping[str, Location], *, is_part: bool) -> list[dict[str, Any]]:
-    """Returns the facts of each step in the directories of a run, by tier; the newest first."""
+def _steps_of(
+    directories: Mapping[str, Location], unlisted: list[str], *, is_part: bool
+) -> list[dict[str, Any]]:
+    """Returns the facts of each step in the directories of a run, by tier; the newest first.
+
+    Appends to ``unlisted`` why the directory of the run cannot be listed.
+    """
     where: dict[int, list[str]] = {}
     for tier, directory in directories.items():
         try:
@@ -99,7 +108,7 @@ def _steps_of(directories: Mapping[str, Location], *, is_part: bool) -> list[dic
         except CheckpointError as error:
             if tier != "run":
                 raise
-            print(f"the steps of {directory} are not listed: {error}", file=sys.stderr)
+            unlisted.append(f"the steps of {directory} are not listed: {error}")
             continue
         for number in numbers:
             where.setdefault(number, []).append(tier)

@@ -151,7 +151,7 @@ class FsspecClient(StoreClient):
         try:
             modified: datetime.datetime = self._store(path).modified(self._key(path))
         except (NotImplementedError, FileNotFoundError):
-            return math.nan  # Unknown: what is old by it may be removed.
+            return math.nan  # Unknown. A guess could remove a file that counts as old.
         return modified.timestamp()
 
 

@@ -45,14 +45,14 @@ _UPLOADS = 8
 """Parts of one file in flight."""
 
 _GROWTH = 8
-"""By how much the parts of a stream grow if it has become too long for the number of parts. Its
+"""Factor by which the parts of a stream grow when it has reached the maximum number of parts. Its
 first bytes are then read back, and written again."""
 
 _GROWN_UPLOADS = 2
-"""Parts of such a stream in flight, which are copies."""
+"""Parts of such a stream in flight. Each is a copy in memory."""
 
 _PIECE_NBYTES = 8 << 20
-"""Bytes that one request reads back; as many are in flight as of ``_UPLOADS``."""
+"""Bytes that one request reads back. ``_UPLOADS`` requests are in flight."""
 
 _TIMEOUT = "120s"
 """How long one request may take, with its bytes."""
@@ -389,8 +389,8 @@ class ObstoreClient(StoreClient):
 class _Stream:
     """Windows of a stream, which several uploads pull one after the other.
 
-    ``nbytes`` is the length of those that were pulled. ``goes_on`` says that the last upload ended
-    before the stream.
+    ``nbytes`` is the length of those that were pulled. ``goes_on`` says that the stream has
+    not ended with the last upload.
     """
 
     def __init__(self, windows: Iterator[Buffer]) -> None:
@@ -399,7 +399,7 @@ class _Stream:
         self.nbytes, self.goes_on = 0, False
 
     def until(self, end: int) -> Iterator[Buffer]:
-        """Yields the windows of which the stream does not become longer than ``end`` bytes."""
+        """Yields windows until the next one would make the stream longer than ``end`` bytes."""
         self.goes_on = True
         while (window := self._pulled()) is not None:
             nbytes = memoryview(window).nbytes

@@ -73,7 +73,7 @@ class Failures:
 def may_be_committed(error: BaseException | None) -> bool:
     """Returns whether the outcome of a save is unknown: it may still be committed.
 
-    The coordinator was publishing it, or an agent did not answer that was to persist it.
+    The coordinator was publishing it, or the agent that was to persist it did not answer.
     """
     while error is not None:
         if getattr(error, "may_be_committed", False):

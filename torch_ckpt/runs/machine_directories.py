@@ -75,7 +75,7 @@ class MachineDirectories(StepDirectories):
             if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
                 yield step
 
-    def _reader_of(self, step: int) -> FastReader:
+    def _reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader by which machines pass on what others lack. Called on all ranks."""
         self._spread(step)
         return MachineReader(self.path(step).checkpoint_id, **self._reader)

@@ -320,6 +320,8 @@ class Promotion:
                 self._steps.forget(local, in_run)
             with self._changed:
                 self._is_ended = False
+                if isinstance(self._failure, StorageError):
+                    self._failure = None  # Perhaps of a step that is gone. The others are retried.
                 if self._thread is not None and not self._thread.is_alive():
                     self._thread = None
             self._request()

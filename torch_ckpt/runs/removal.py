@@ -182,7 +182,7 @@ class _Hidden:
 def _unhide(metadata: Location, pending: Location) -> None:
     """Gives metadata its name again, unless a save has committed under this name meanwhile.
 
-    The pending file then remains: by it, the next save finds the files of the older checkpoint.
+    The pending file then remains, so that the next save finds the files of the older checkpoint.
     """
     try:
         if metadata.file_system.publishes_by_condition:
@@ -237,8 +237,8 @@ def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
 
     Requires: no save uses the directory any more. Ignores errors: a later retention removes the
     rest. ``of_agents`` also removes the files by which agents of several machines inform each other
-    of the failure. All of them must have read these. While there are data files, all remain: by
-    these files, retention recognises the remains of a save.
+    of the failure. All of them must have read these. If there are data files, nothing is removed:
+    without the files of agents, retention would not recognize the remains of a save.
     """
     with contextlib.suppress(CheckpointError):
         names = path.names()

@@ -42,8 +42,8 @@ class StepBoundary:
         self.stored, self.is_on_disk = step, False
 
     def committed(self, step: int) -> None:
-        """Records that a step is on disk."""
-        self.is_on_disk = self.stored == step
+        """Records that a step is on disk. It may be older than ``stored``."""
+        self.is_on_disk = self.is_on_disk or self.stored == step
 
     def restored(self, step: int) -> None:
         """Records that the state in memory is that of a checkpoint."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt.api import load
+from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
@@ -29,7 +30,7 @@ from torch_ckpt.runs.step_files import (
     remove_expired_leases,
     what_is_missing,
 )
-from torch_ckpt.storage.late_names import still_missing
+from torch_ckpt.storage.late_names import wait_on_all
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
 
@@ -75,6 +76,7 @@ class StepDirectories:
         Warns of steps that were committed and are damaged, and of data files without metadata.
         """
         passed: set[int] = set()
+        checked: set[int] = set()  # A full check reads all bytes: once.
         damaged: dict[int, CheckpointError] = {}
 
         def look() -> tuple[int | None, list[int]]:
@@ -83,13 +85,15 @@ class StepDirectories:
             for step in listed_steps(self.directory):
                 if step in passed or step in damaged:
                     continue
+                check = self._check_whole if step in checked else self.check
                 try:
-                    self.check(self.path(step))
+                    check(self.path(step))
                 except NotFoundError:  # Never committed, not yet, or removed meanwhile.
                     absent.append(step)
                 except CheckpointError as error:
                     damaged[step] = error
                 else:
+                    checked.add(step)
                     return step, absent
             return None, absent
 
@@ -141,19 +145,22 @@ class StepDirectories:
         timeout_s: float,
     ) -> None:
         """Loads a step on all ranks of the group, as :func:`torch_ckpt.load` does."""
+        group = group_of(process_group, no_dist=no_dist)
         load(
             state,
-            storage_reader=self._reader_of(step),
+            storage_reader=self._reader_of(step, group, timeout_s),
             planner=planner,
             process_group=process_group,
             no_dist=no_dist,
             timeout_s=timeout_s,
         )
 
-    def _reader_of(self, step: int) -> FastReader:
-        # The first rank has just found it. One that does not appear is an error of the load.
-        still_missing([self.path(step) / ".metadata"], "the save of this step")
-        return FastReader(self.path(step).checkpoint_id, **self._reader)
+    def _reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
+        """Returns a reader of a step, once this rank finds the step. Called on all ranks."""
+        path = self.path(step)
+        # One that does not appear is an error of the load.
+        wait_on_all(group, path / ".metadata", "the save of this step", timeout_s=timeout_s)
+        return FastReader(path.checkpoint_id, **self._reader)
 
     def values(self, monitor: str) -> dict[int, float]:
         """Returns the metric of each committed step that has one, and not a NaN."""

@@ -169,9 +169,9 @@ class StepSaves:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
         Returns the small files of the step, with the metrics of the first rank. ``persist`` says
-        that the step is to be on disk, and ``is_last`` that the process ends after it, so that
-        failed promotions do not matter. If they do, nothing has begun, and their failure is
-        returned as well.
+        that the step is to be on disk. A failed promotion is returned as well, and the save has not
+        begun then. With ``is_last``, the process ends after the save, and such failures are
+        ignored.
         """
         path = self._disk.path(step)
         files: dict[str, bytes] = {}
@@ -530,7 +530,8 @@ class StepSaves:
     def _committed(self, step: int, files: Mapping[str, bytes], record: Record | None) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
-        self.set_base(step)
+        if self._boundary.stored in (None, step):  # Else another save has begun since.
+            self.set_base(step)
         self._boundary.committed(step)
         if not self._group.is_coordinator and self._promotion is None:
             return

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.group import Group, current_call
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["APPEARS_S", "still_missing"]
+__all__ = ["APPEARS_S", "still_missing", "wait_on_all"]
 
 APPEARS_S = 30.0
 """Seconds within which every rank must find what another one has created."""
@@ -49,3 +49,21 @@ def still_missing(
         time.sleep(pause_s)
         missing = [name for name in missing if not is_found(name)]
     return missing
+
+
+def wait_on_all(group: Group, name: Location, creator: str, *, timeout_s: float) -> None:
+    """Waits until all ranks find a file that ``creator`` has created, or none does.
+
+    Ends after :data:`APPEARS_S` in any case. All ranks call it, outside of a call. A file that is
+    removed meanwhile is missing on all ranks soon, so the wait ends. ``timeout_s`` is the deadline
+    of each exchange.
+    """
+    awaited = f"{name}, which {creator} has created, to appear on this machine"
+    waiting = LongWait(lambda: "" if _is_found(name) else awaited)
+
+    def goes_on(found: list[bool]) -> bool:
+        return any(found) and not all(found) and waiting.waited_s < APPEARS_S
+
+    while group.decide("opening", lambda: _is_found(name), goes_on, timeout_s=timeout_s):
+        waiting.log()
+        time.sleep(_POLL_S)

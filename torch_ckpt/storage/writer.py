@@ -89,7 +89,8 @@ class FastWriter(DirectoryWriter):
             A relative path is that of the present working directory. Links in the path are resolved
             once for each save, when it begins. A missing directory appears with the commit, where
             the file system renames directories. To write other files there before the commit,
-            create it first. Subclasses create it when the save begins, since they may do so.
+            create it first. Subclasses of ``FastWriter`` may write other files, so they create it
+            when the save begins.
         single_file_per_rank: Whether a rank writes ``thread_count`` files. Otherwise it writes one
             file for each tensor and object.
         sync_files: Whether a save returns only after its bytes would survive a power cut. If false,
