@@ -73,6 +73,9 @@ _AWAITED = {
 }
 """What a request waits for, in the log, if it is more than the answer."""
 
+_MAX_LOST = 3
+"""Agents that a request may lose. Within ``_START_S`` of its begin, it may lose more."""
+
 _MAX_CRASHES = 2
 """Agents that may end by an error of their own before the client stops to start others."""
 
@@ -309,6 +312,7 @@ class AgentClient:
         """
         within_s = self._timeout_s if within_s is None else within_s
         deadline = time.monotonic() + _START_S
+        lost = 0
         while True:
             try:
                 if self._connection is None:
@@ -319,7 +323,9 @@ class AgentClient:
                 if isinstance(error, CheckpointError):
                     raise
                 self.close()
-                if time.monotonic() > deadline:
+                lost += 1
+                # A request may wait for hours, and its agent may be killed then.
+                if lost >= _MAX_LOST and time.monotonic() > deadline:
                     raise self._unanswered(
                         f"cannot reach the agent of this machine: {error}"
                     ) from error
@@ -332,7 +338,6 @@ class AgentClient:
     def _exchange(
         self, connection: socket.socket, kind: Kind, within_s: float, **fields: Any
     ) -> Message:
-        self.name = f"the agent of this machine, process {peer_of(connection)[0]},"
         connection.settimeout(self._answer_s)
         answer = None
         try:
@@ -365,6 +370,7 @@ class AgentClient:
         for pause_s in waiting.rounds(within_s, self._answer_s / _POLLS):
             if has_arrived(connection, pause_s):
                 return
+            waiting.log()  # The ping may wait as well.
             left_s = answered + self._answer_s - time.monotonic()
             self._register(left_s, is_ping=True).close()
             answered = time.monotonic()
@@ -454,6 +460,7 @@ class AgentClient:
             connection.settimeout(max(within_s, _LEAST_S))
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
+            self.name = f"the agent of this machine, process {peer_of(connection)[0]},"
             send(
                 connection,
                 Kind.HELLO,
@@ -461,7 +468,8 @@ class AgentClient:
                 **{"ranks_here": list(place.ranks_here), "options": self._options.encode()},
                 **({} if is_ping else self._identity()),
             )
-            waiting = self._waiting(lambda: f"{self.name} to answer")
+            # The wait that sends a ping has a log of its own.
+            waiting = self._waiting(lambda: "" if is_ping else f"{self.name} to answer")
             if not any(has_arrived(connection, s) for s in waiting.rounds(max(within_s, _LEAST_S))):
                 raise TimeoutError
             self._check(receive(connection))
