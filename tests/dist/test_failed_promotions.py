@@ -1,9 +1,9 @@
-"""A failed promotion is one error, of one type and with one message, on all ranks and in each call."""
+"""A failed promotion is one error, of one type and with one text, on all ranks and in each call."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from local_machines import run_on, state_of
 from ranks import Worlds
 from waits import until
 
+from torch_ckpt import Run
 from torch_ckpt.errors import RankTimeoutError, StorageError
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("memory")]
@@ -28,19 +29,18 @@ def errors_of(folder: Path, machines: Sequence[int], calls: Sequence[str]) -> li
     dist.barrier()
     run = run_on(folder, machines)
     run.save(1, state_of(1))
-    found = []
+    promotion, found = run._promotion, []
+    functions: dict[str, Callable[[], object]] = {
+        "save": lambda: run.save(2, state_of(2)),
+        "wait": lambda: run.wait(promoted=True),
+        "close": run.close,
+    }
     for call in calls:
         if call == "save":
-            promotion = run._promotion
             until(lambda: promotion is None or promotion.failure is not None)
             dist.barrier()
         with pytest.raises(StorageError) as caught:
-            if call == "save":
-                run.save(2, state_of(2))
-            elif call == "wait":
-                run.wait(promoted=True)
-            else:
-                run.close()
+            functions[call]()
         assert type(caught.value) is StorageError
         found.append(str(caught.value))
     return found
@@ -60,10 +60,15 @@ def close_beside_an_error(folder: Path, machines: Sequence[int], leaving: int) -
     """One rank leaves its block by an error, and lives on."""
     begin = time.monotonic()
     expected = LookupError if dist.get_rank() == leaving else RankTimeoutError
-    with pytest.raises(expected) as caught, run_on(folder, machines) as run:
-        run.save(1, state_of(1))
-        if dist.get_rank() == leaving:
-            raise LookupError("the data is lost")
+
+    def train() -> None:
+        with run_on(folder, machines) as run:
+            run.save(1, state_of(1))
+            if dist.get_rank() == leaving:
+                raise LookupError("the data is lost")
+
+    with pytest.raises(expected) as caught:
+        train()
     assert time.monotonic() - begin < SOON_S
     dist.barrier()
     with run_on(folder, machines) as run:
@@ -81,4 +86,18 @@ def test_a_rank_that_leaves_a_run_by_an_error_does_not_let_the_others_wait_in_cl
     for rank, message in enumerate(seen):
         assert "the data is lost" in message
         assert rank == leaving or f"rank {leaving} failed" in message
+    assert (tmp_path / "run" / "step-1" / ".metadata").exists()
+
+
+def promote_for_longer(folder: Path) -> None:
+    with Run(
+        folder / "run", local=folder / "local", timeout_s=1.5, promote_bytes_per_s=1 << 20
+    ) as run:
+        run.save(1, state_of(1))
+
+
+def test_a_promotion_may_take_longer_than_the_deadline_of_an_exchange(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, promote_for_longer, tmp_path)
     assert (tmp_path / "run" / "step-1" / ".metadata").exists()

@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.flips import flip
+from torch.distributed.checkpoint.api import _wrap_exception
 from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, Run, SafetensorsWriter
+from torch_ckpt.coordination.portable import first_error
 from torch_ckpt.integrations.installation import installed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory", "without_collector")]
@@ -158,3 +160,11 @@ def test_a_run_keeps_no_state_alive(tmp_path: Path, name: str) -> None:
             for data in (tmp_path / "run" / "step-4").glob("*.distcp"):
                 os.truncate(data, 100)
             assert leaves_nothing(run.restore, fails=True)
+
+
+def test_the_error_of_a_rank_leaves_nothing_where_all_ranks_raise_it() -> None:
+    def decide(state: State) -> None:
+        with first_error(0, "in a test"):
+            raise dcp.CheckpointException("plan", {0: _wrap_exception(ValueError(len(state)))})
+
+    assert leaves_nothing(decide, fails=True)

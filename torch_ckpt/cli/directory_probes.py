@@ -98,7 +98,7 @@ def _renames(folder: Location) -> Generator[Fact]:
         check_commit(folder, folder.parent, sync=True)
         yield "commit", "by renaming a file", ""
     except CheckpointError as error:
-        yield "commit", "refused by the file system", str(error)
+        yield "commit", "not possible", str(error)
     one.create_directories()
     try:
         one.rename(other)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from traceback import StackSummary
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from torch.distributed.checkpoint.api import (
@@ -148,25 +149,45 @@ def why(error: BaseException) -> str:
     return f"{type(error).__qualname__}: {error}"
 
 
-@contextlib.contextmanager
-def first_error(rank: int, where: str) -> Iterator[None]:
+def first_error(rank: int, where: str) -> AbstractContextManager[None]:
     """Raises the error of the first rank that failed, and not DCP's error with all of them.
 
     An interrupt is raised as it is by its own rank alone, since it must not end the others.
     ``rank`` is the present one.
     """
-    interrupts = KeyboardInterrupt, SystemExit
-    try:
-        yield
-    except CheckpointException as error:
-        own, _ = error.failures.get(rank, (None, None))
-        if isinstance(own, interrupts):
-            raise own from None
-        first, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if isinstance(cause, interrupts):
-            raise CheckpointError(f"rank {first} was interrupted {where}: {why(cause)}") from None
-        cause.add_note(f"raised on rank {first} {where}")
-        raise cause from None
+    return _FirstError(rank, where)
+
+
+class _FirstError(AbstractContextManager[None]):
+    """See :func:`first_error`. No frame or context of the raised error refers to DCP's error.
+
+    DCP's error refers to the raised one. A cycle would keep all frames, and so the state.
+    """
+
+    def __init__(self, rank: int, where: str) -> None:
+        self._rank, self._where = rank, where
+
+    def __exit__(
+        self, _: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, CheckpointException):
+            return
+        interrupts = KeyboardInterrupt, SystemExit
+        cause, _ = error.failures.get(self._rank, (None, None))
+        if not isinstance(cause, interrupts):
+            first, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            if isinstance(cause, interrupts):
+                text = f"rank {first} was interrupted {self._where}: {why(cause)}"
+                cause = CheckpointError(text)
+            else:
+                cause.add_note(f"raised on rank {first} {self._where}")
+        try:
+            raise cause from None
+        except BaseException:
+            cause.__context__ = None
+            raise
+        finally:
+            del cause, error, traceback
 
 
 def value_of(outcome: Any) -> Any:

@@ -59,7 +59,7 @@ def await_promotion(
         return activity if promotion is None else promotion.awaited()
 
     def progress() -> tuple[bool, CheckpointError | None]:
-        wait_s = min(_ROUND_S, max(deadline - time.monotonic(), 0.0))
+        wait_s = min(_ROUND_S, call_timeout_s / 3, max(deadline - time.monotonic(), 0.0))
         return (False, None) if promotion is None else promotion.progress(wait_s)
 
     def go_on(answers: list[tuple[bool, CheckpointError | None]]) -> tuple[bool, bool, Choice]:
