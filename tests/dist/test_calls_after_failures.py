@@ -23,7 +23,8 @@ import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, Run
 from torch_ckpt.agent import SnapshotAgent
 from torch_ckpt.agent.client import AgentClient
-from torch_ckpt.errors import CancelledError
+from torch_ckpt.errors import CancelledError, StorageError
+from torch_ckpt.runs.retention import Retention
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -223,6 +224,33 @@ def wrong(ended: BaseException | None, fault: Fault, begin: float) -> str:
     if not is_of_agent and "it fails" not in f"{ended} {getattr(ended, 'failures', '')}":
         return f"does not report the cause on rank {dist.get_rank()}: {ended!r}"
     return ""
+
+
+def save_in_a_run(path: Path, fault: Fault, asynchronous: bool) -> list[str]:
+    """Saves three times in a run in which training goes on after errors of storage."""
+    ended = []
+    options: dict[str, Any] = {"on_failure": "warn", "asynchronous": asynchronous}
+    with Run(path, timeout_s=TIMEOUT_S, **options) as run:
+        for step in range(3):
+            with fault.applied() if step == 1 else contextlib.nullcontext():
+                try:
+                    ended.append("saved" if run.save(step, {"model": Model()}) else "went on")
+                except BaseException:
+                    ended.append("raised")
+    return ended
+
+
+AFTER = [(Model, "state_dict", StorageError), (Retention, "apply", UserWarning)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", AFTER, ids=["StorageError of a state_dict", "after the commit"])
+def test_training_goes_on_or_ends_on_all_ranks(
+    worlds: Worlds, tmp_path: Path, fault: Any, rank: int, asynchronous: bool
+) -> None:
+    ended = worlds.agree(2, save_in_a_run, tmp_path, Fault(*fault, rank), asynchronous)
+    assert ended[0] == "saved"
 
 
 @pytest.mark.thin(*(f"{name}-2" for name in CALLS), "load-3", "Run.save by the agent-3")
