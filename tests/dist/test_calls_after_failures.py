@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
+from torch.distributed.checkpoint import load as imported_load
+from torch.distributed.checkpoint import save as imported_save
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, Run
@@ -141,6 +143,14 @@ class Calls:
         with torch_ckpt.installed(timeout_s=TIMEOUT_S):
             self.loads(lambda state: dcp.load(state, checkpoint_id=self.path / "saved"))
 
+    def imported_save(self) -> None:
+        with torch_ckpt.installed(timeout_s=TIMEOUT_S):
+            imported_save(self.filled(0), **self.at())
+
+    def imported_load(self) -> None:
+        with torch_ckpt.installed(timeout_s=TIMEOUT_S):
+            self.loads(lambda state: imported_load(state, checkpoint_id=self.path / "saved"))
+
     def stage(self) -> None:
         number = next(self.numbers)
         staged = self.agent.stage(self.filled(0), self.path / f"staged-{number}", step=number)
@@ -165,6 +175,8 @@ CALLS: dict[str, tuple[Callable[[Calls], None], list[tuple[type, str]]]] = {
     "dcp.save": (Calls.dcp_save, SAVE_FAULTS),
     "dcp.async_save": (Calls.dcp_async_save, SAVE_FAULTS),
     "dcp.load": (Calls.dcp_load, LOAD_FAULTS),
+    "dcp.save, imported by name": (Calls.imported_save, SAVE_FAULTS),
+    "dcp.load, imported by name": (Calls.imported_load, LOAD_FAULTS),
     "stage": (Calls.stage, AGENT_FAULTS),
     "Run.save": (lambda calls: calls.run_save("now"), SAVE_FAULTS),
     "Run.save by a thread": (lambda calls: calls.run_save("thread"), SAVE_FAULTS),

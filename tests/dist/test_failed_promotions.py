@@ -1,9 +1,9 @@
-"""A failed promotion is one error, of one type and with one message, on all ranks and in each call."""
+"""A failed promotion is one error, with one type and message, on all ranks and in each call."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,20 @@ from local_machines import run_on, state_of
 from ranks import Worlds
 from waits import until
 
+from torch_ckpt import Run
 from torch_ckpt.errors import RankTimeoutError, StorageError
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("memory")]
 
 SOON_S = 10.0  # For a machine that is busy.
 PLACES = {"one directory": [0, 0, 0], "a directory for each machine": [0, 1, 1]}
+
+
+CALLS: dict[str, Callable[[Run], object]] = {
+    "save": lambda run: run.save(2, state_of(2)),
+    "wait": lambda run: run.wait(promoted=True),
+    "close": Run.close,
+}
 
 
 def errors_of(folder: Path, machines: Sequence[int], calls: Sequence[str]) -> list[str]:
@@ -31,16 +39,10 @@ def errors_of(folder: Path, machines: Sequence[int], calls: Sequence[str]) -> li
     found = []
     for call in calls:
         if call == "save":
-            promotion = run._promotion
-            until(lambda: promotion is None or promotion.failure is not None)
+            until(lambda: run._promotion is None or run._promotion.failure is not None)
             dist.barrier()
         with pytest.raises(StorageError) as caught:
-            if call == "save":
-                run.save(2, state_of(2))
-            elif call == "wait":
-                run.wait(promoted=True)
-            else:
-                run.close()
+            CALLS[call](run)
         assert type(caught.value) is StorageError
         found.append(str(caught.value))
     return found
@@ -56,14 +58,18 @@ def test_a_failed_promotion_is_the_same_error_on_all_ranks_and_in_each_call(
     assert "step 1 was not promoted" in seen[0][0]
 
 
+def save_and_leave(folder: Path, machines: Sequence[int], is_leaving: bool) -> None:
+    with run_on(folder, machines) as run:
+        run.save(1, state_of(1))
+        if is_leaving:
+            raise LookupError("the data is lost")
+
+
 def close_beside_an_error(folder: Path, machines: Sequence[int], leaving: int) -> str:
     """One rank leaves its block by an error, and lives on."""
-    begin = time.monotonic()
-    expected = LookupError if dist.get_rank() == leaving else RankTimeoutError
-    with pytest.raises(expected) as caught, run_on(folder, machines) as run:
-        run.save(1, state_of(1))
-        if dist.get_rank() == leaving:
-            raise LookupError("the data is lost")
+    begin, is_leaving = time.monotonic(), dist.get_rank() == leaving
+    with pytest.raises(LookupError if is_leaving else RankTimeoutError) as caught:
+        save_and_leave(folder, machines, is_leaving)
     assert time.monotonic() - begin < SOON_S
     dist.barrier()
     with run_on(folder, machines) as run:

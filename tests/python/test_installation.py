@@ -39,7 +39,7 @@ from waits import until
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.integrations import installation
+from torch_ckpt.integrations import after_import
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging import stager
 
@@ -506,7 +506,7 @@ def test_a_module_that_was_only_searched_is_noticed_when_it_is_imported(
     (tmp_path / "searched_module.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     function = Mock()
-    with installation._after_import("searched_module", function):
+    with after_import.after_import("searched_module", function):
         assert importlib.util.find_spec("searched_module") is not None
         function.assert_not_called()
         importlib.import_module("searched_module")

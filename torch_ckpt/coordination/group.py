@@ -25,15 +25,14 @@ from torch.distributed.checkpoint.api import (
     _is_wrapped_exception,
     _wrap_exception,
 )
-from torch.distributed.distributed_c10d import (
-    _get_default_group,
-)
+from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.portable import (
     drop_frames,
+    first_error,
     pickled,
     pickled_values,
     portable,
@@ -55,7 +54,6 @@ __all__ = [
     "Group",
     "claim_commit",
     "current_call",
-    "first_error",
     "group_of",
     "time_limit_s",
 ]
@@ -152,7 +150,10 @@ class Group:
         if self.size == 1:
             with records.phase(recorded):
                 return decide([own()])
-        with self.call(timeout_s) as call, first_error(self, f"of the group, while {activity}"):
+        with (
+            self.call(timeout_s) as call,
+            first_error(self.rank, f"of the group, while {activity}"),
+        ):
             return call.all_reduce(activity, own, decide, recorded)
 
     def series(self) -> Group:
@@ -549,26 +550,6 @@ def claim_commit() -> None:
     call = _current.get()
     if call is not None:
         call.claim_commit()
-
-
-@contextlib.contextmanager
-def first_error(group: Group, where: str) -> Iterator[None]:
-    """Raises the error of the first rank that failed, and not DCP's error with all of them.
-
-    An interrupt is raised as it is by its own rank alone, since it must not end the others.
-    """
-    interrupts = KeyboardInterrupt, SystemExit
-    try:
-        yield
-    except CheckpointException as error:
-        own, _ = error.failures.get(group.rank, (None, None))
-        if isinstance(own, interrupts):
-            raise own from None
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if isinstance(cause, interrupts):
-            raise CheckpointError(f"rank {rank} was interrupted {where}: {why(cause)}") from None
-        cause.add_note(f"raised on rank {rank} {where}")
-        raise cause from None
 
 
 def group_of(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from traceback import StackSummary
 from typing import Any, TypeVar, cast
 
@@ -21,6 +22,7 @@ from torch_ckpt.errors import CheckpointError, UnsupportedError, pickles, portab
 
 __all__ = [
     "drop_frames",
+    "first_error",
     "pickled",
     "pickled_values",
     "portable",
@@ -141,3 +143,23 @@ def why(error: BaseException) -> str:
             f"rank {rank}: {why(cause)}" for rank, (cause, _) in sorted(error.failures.items())
         )
     return f"{type(error).__qualname__}: {error}"
+
+
+@contextlib.contextmanager
+def first_error(own_rank: int, where: str) -> Iterator[None]:
+    """Raises the error of the first rank that failed, and not DCP's error with all of them.
+
+    An interrupt is raised as it is by its own rank alone, since it must not end the others.
+    """
+    interrupts = KeyboardInterrupt, SystemExit
+    try:
+        yield
+    except CheckpointException as error:
+        own, _ = error.failures.get(own_rank, (None, None))
+        if isinstance(own, interrupts):
+            raise own from None
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(cause, interrupts):
+            raise CheckpointError(f"rank {rank} was interrupted {where}: {why(cause)}") from None
+        cause.add_note(f"raised on rank {rank} {where}")
+        raise cause from None

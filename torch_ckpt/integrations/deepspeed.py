@@ -19,8 +19,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from torch_ckpt.coordination.background import SaveFuture, SaveThread
-from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, first_error, group_of
-from torch_ckpt.coordination.portable import why
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
+from torch_ckpt.coordination.portable import first_error, why
 from torch_ckpt.coordination.waiting import no_thread, result_of
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
@@ -242,7 +242,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return place
 
         try:
-            with call, first_error(self._group, "in a load of DeepSpeed"):
+            with call, first_error(self._group.rank, "in a load of DeepSpeed"):
                 call.all_reduce("loading", own, _check_same)
         except BaseException:
             self._load = None

@@ -8,7 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from torch_ckpt._core import _native
-from torch_ckpt.coordination.group import Call, Group, claim_commit, first_error
+from torch_ckpt.coordination.group import Call, Group, claim_commit
+from torch_ckpt.coordination.portable import first_error
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.deepspeed.folders import WRITTEN_FILE
@@ -77,7 +78,7 @@ class DeepSpeedCheckpoint:
         self._beside: list[tuple[Location, Location]] = []
         self._call = group.call(timeout_s)
         self._hidden: Location | None = None  # On the coordinator, which removes it.
-        with self._call, first_error(self._call.group, "in a save of DeepSpeed"):
+        with self._call, first_error(self._call.group.rank, "in a save of DeepSpeed"):
             name = self._call.all_reduce("beginning", lambda: None, lambda _: self._begin())
         self._folder = self._place.with_name(name)
 
@@ -133,7 +134,7 @@ class DeepSpeedCheckpoint:
                 raise failure
 
         try:
-            with self._call, first_error(self._call.group, "in a save of DeepSpeed"):
+            with self._call, first_error(self._call.group.rank, "in a save of DeepSpeed"):
                 self._call.all_reduce("preparing", own, lambda _: None)
         except BaseException:
             self._clear()
@@ -146,7 +147,7 @@ class DeepSpeedCheckpoint:
         was before.
         """
         try:
-            with self._call, first_error(self._call.group, "in a save of DeepSpeed"):
+            with self._call, first_error(self._call.group.rank, "in a save of DeepSpeed"):
                 self._call.all_reduce("write", self._write_all, self._commit)
         finally:
             self._clear()

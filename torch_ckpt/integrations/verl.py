@@ -19,7 +19,8 @@ from verl.utils.fsdp_utils import fsdp_version
 from verl.workers.engine.fsdp import transformer_impl
 
 from torch_ckpt.api import load, save
-from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, first_error, group_of
+from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.coordination.portable import first_error
 from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
@@ -128,9 +129,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if self.rank == 0:
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
         if state:
-            with first_error(
-                group_of(None), "in a save of verl"
-            ):  # Ray's workers expect an ``Exception``.
+            # Ray's workers expect an ``Exception``.
+            with first_error(group_of(None).rank, "in a save of verl"):
                 save(state, checkpoint_id=local_path)
             if self.rank == 0:  # Those of an earlier save of this step by verl.
                 folder = Location(local_path)
@@ -223,7 +223,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                     "save with torch_ckpt there"
                 )
             state["optim"] = self.optimizer.state_dict()  # With numbers, as verl saves it.
-        with first_error(group_of(None), "in a load of verl"):
+        with first_error(group_of(None).rank, "in a load of verl"):
             load(state, storage_reader=reader)
         self._apply(state, {**model, **state.get("model", {})}, is_verls)
 

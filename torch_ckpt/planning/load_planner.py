@@ -31,7 +31,7 @@ from torch_ckpt.planning.ties import has_no_elements, tied_names
 from torch_ckpt.planning.unrestored import RequestedNames, Unrestored, scope_of
 from torch_ckpt.planning.unscaled import unscaled_names, unscaled_warning
 
-__all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "keeps_reads"]
+__all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "commits_in_turn", "keeps_reads"]
 
 
 class PlannedReads(Sequence[ReadItem]):
@@ -134,6 +134,13 @@ def keeps_reads(planner: object) -> bool:
         if isinstance(planner, kind):
             return not overrides(planner, kind, ("create_global_plan", "finish_plan"))
     return False
+
+
+def commits_in_turn(planner: object) -> bool:
+    """Returns whether a planner may have state between the resolve and the commit of a tensor."""
+    kind = FastLoadPlanner if isinstance(planner, FastLoadPlanner) else DefaultLoadPlanner
+    resolves = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    return overrides(planner, kind, ("commit_tensor",)) and overrides(planner, kind, resolves)
 
 
 class FastLoadPlanner(DefaultLoadPlanner):

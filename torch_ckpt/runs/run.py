@@ -362,9 +362,9 @@ class Run(LastSaves):
                 own = self._schedule.own_interval(step, time.monotonic() - begin)
                 self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
             except (CheckpointError, CheckpointException) as error:
+                warns = self._group.is_coordinator
                 # Otherwise it is of a state_dict() of this rank, and the others raise.
                 is_of_save = self.asynchronous or isinstance(error, CheckpointException)
-                warns = self._group.is_coordinator
                 if not (is_of_save and self._failures.may_go_on(error, warns=warns)):
                     raise
                 return False
@@ -561,8 +561,7 @@ class Run(LastSaves):
         Raises:
             CheckpointError: The background save or a promotion failed; see :meth:`wait`. All ranks
                 raise it. The steps remain in ``local``, and the next run promotes them.
-            RankTimeoutError: With ``local``: another rank has left its block by an error, is late
-                or gone. The first rank has promoted what it can.
+            RankTimeoutError: With ``local``: a rank left its block by an error, is late or gone.
         """
         if self._exclusive.is_forked:
             return

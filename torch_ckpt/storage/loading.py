@@ -25,7 +25,7 @@ from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.formats.reading import reading
 from torch_ckpt.options import READ_THREADS
 from torch_ckpt.planning.columns import overrides
-from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads
+from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads, commits_in_turn
 from torch_ckpt.planning.loaded_objects import store_object
 from torch_ckpt.planning.targets import check_targets
 from torch_ckpt.storage.buffers import retained_nbytes_limit, useful_buffer_nbytes
@@ -219,13 +219,6 @@ class _Copies:
                 )
 
 
-def _commits_in_turn(planner: LoadPlanner) -> bool:
-    """Returns whether a planner may have state between the resolve and the commit of a tensor."""
-    kind = FastLoadPlanner if isinstance(planner, FastLoadPlanner) else DefaultLoadPlanner
-    resolves = ("resolve_tensor", "lookup_tensor", "transform_tensor")
-    return overrides(planner, kind, ("commit_tensor",)) and overrides(planner, kind, resolves)
-
-
 class _LoadByItem:
     """Loads the items of a planner that resolves and commits them one by one."""
 
@@ -278,7 +271,7 @@ class _LoadByItem:
             Tensors that only torch can read. Their targets are unchanged.
         """
         waiting = self.requests.tensors
-        if _commits_in_turn(self.planner):
+        if commits_in_turn(self.planner):
             return self._load_in_turn(waiting, exchange)
         remaining: list[tuple[ReadItem, Slice]] = []
         while waiting or exchange is not None:
