@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno as _errno
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "UnsupportedError",
     "add_name",
     "naming",
+    "naming_cycle",
     "naming_first",
     "pickles",
     "portable_error",
@@ -187,6 +188,36 @@ def naming_first(
                     add_name(error, action, fqn)
                     break
         raise
+
+
+@contextlib.contextmanager
+def naming_cycle(action: str, state_dict: Any) -> Iterator[None]:
+    """Replaces the RecursionError of a container that contains itself by an error with its FQN."""
+    try:
+        yield
+    except RecursionError:
+        found = _first_cycle(state_dict, "", {})
+        if found is None:
+            raise
+        inner, outer = found
+        raise ValueError(
+            f"cannot {action} {inner!r}: it is {outer}, which contains it, so the state dict would "
+            "never end"
+        ) from None
+
+
+def _first_cycle(container: Any, fqn: str, around: dict[int, str]) -> tuple[str, str] | None:
+    """Returns the FQN of a dict or list that is one of those ``around`` it, and the other name."""
+    around = {**around, id(container): repr(fqn) if fqn else "the state dict itself"}
+    pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for key, value in pairs:
+        if isinstance(value, Mapping | list):
+            inner = f"{fqn}.{key}" if fqn else str(key)
+            if id(value) in around:
+                return inner, around[id(value)]
+            if (found := _first_cycle(value, inner, around)) is not None:
+                return found
+    return None
 
 
 def add_name(error: Exception, action: str, fqn: str) -> None:

@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
+from torch.distributed.checkpoint import load as imported_load
+from torch.distributed.checkpoint import save as imported_save
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, Run
 from torch_ckpt.agent import SnapshotAgent
 from torch_ckpt.agent.client import AgentClient
-from torch_ckpt.errors import CancelledError
+from torch_ckpt.errors import CancelledError, StorageError
+from torch_ckpt.runs.retention import Retention
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -140,6 +143,14 @@ class Calls:
         with torch_ckpt.installed(timeout_s=TIMEOUT_S):
             self.loads(lambda state: dcp.load(state, checkpoint_id=self.path / "saved"))
 
+    def imported_save(self) -> None:
+        with torch_ckpt.installed(timeout_s=TIMEOUT_S):
+            imported_save(self.filled(0), **self.at())
+
+    def imported_load(self) -> None:
+        with torch_ckpt.installed(timeout_s=TIMEOUT_S):
+            self.loads(lambda state: imported_load(state, checkpoint_id=self.path / "saved"))
+
     def stage(self) -> None:
         number = next(self.numbers)
         staged = self.agent.stage(self.filled(0), self.path / f"staged-{number}", step=number)
@@ -164,6 +175,8 @@ CALLS: dict[str, tuple[Callable[[Calls], None], list[tuple[type, str]]]] = {
     "dcp.save": (Calls.dcp_save, SAVE_FAULTS),
     "dcp.async_save": (Calls.dcp_async_save, SAVE_FAULTS),
     "dcp.load": (Calls.dcp_load, LOAD_FAULTS),
+    "dcp.save, imported by name": (Calls.imported_save, SAVE_FAULTS),
+    "dcp.load, imported by name": (Calls.imported_load, LOAD_FAULTS),
     "stage": (Calls.stage, AGENT_FAULTS),
     "Run.save": (lambda calls: calls.run_save("now"), SAVE_FAULTS),
     "Run.save by a thread": (lambda calls: calls.run_save("thread"), SAVE_FAULTS),
@@ -223,6 +236,33 @@ def wrong(ended: BaseException | None, fault: Fault, begin: float) -> str:
     if not is_of_agent and "it fails" not in f"{ended} {getattr(ended, 'failures', '')}":
         return f"does not report the cause on rank {dist.get_rank()}: {ended!r}"
     return ""
+
+
+def save_in_a_run(path: Path, fault: Fault, asynchronous: bool) -> list[str]:
+    """Saves three times in a run in which training goes on after errors of storage."""
+    ended = []
+    options: dict[str, Any] = {"on_failure": "warn", "asynchronous": asynchronous}
+    with Run(path, timeout_s=TIMEOUT_S, **options) as run:
+        for step in range(3):
+            with fault.applied() if step == 1 else contextlib.nullcontext():
+                try:
+                    ended.append("saved" if run.save(step, {"model": Model()}) else "went on")
+                except BaseException:
+                    ended.append("raised")
+    return ended
+
+
+AFTER = [(Model, "state_dict", StorageError), (Retention, "apply", UserWarning)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", AFTER, ids=["StorageError of a state_dict", "after the commit"])
+def test_training_goes_on_or_ends_on_all_ranks(
+    worlds: Worlds, tmp_path: Path, fault: Any, rank: int, asynchronous: bool
+) -> None:
+    ended = worlds.agree(2, save_in_a_run, tmp_path, Fault(*fault, rank), asynchronous)
+    assert ended[0] == "saved"
 
 
 @pytest.mark.thin(*(f"{name}-2" for name in CALLS), "load-3", "Run.save by the agent-3")

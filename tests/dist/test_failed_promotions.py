@@ -1,4 +1,4 @@
-"""A failed promotion is one error, of one type and with one text, on all ranks and in each call."""
+"""A failed promotion is one error, with one type and message, on all ranks and in each call."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ SOON_S = 10.0  # For a machine that is busy.
 PLACES = {"one directory": [0, 0, 0], "a directory for each machine": [0, 1, 1]}
 
 
+CALLS: dict[str, Callable[[Run], object]] = {
+    "save": lambda run: run.save(2, state_of(2)),
+    "wait": lambda run: run.wait(promoted=True),
+    "close": Run.close,
+}
+
+
 def errors_of(folder: Path, machines: Sequence[int], calls: Sequence[str]) -> list[str]:
     """A file is in the place of a step in the directory of the run."""
     if dist.get_rank() == 0:
@@ -29,18 +36,13 @@ def errors_of(folder: Path, machines: Sequence[int], calls: Sequence[str]) -> li
     dist.barrier()
     run = run_on(folder, machines)
     run.save(1, state_of(1))
-    promotion, found = run._promotion, []
-    functions: dict[str, Callable[[], object]] = {
-        "save": lambda: run.save(2, state_of(2)),
-        "wait": lambda: run.wait(promoted=True),
-        "close": run.close,
-    }
+    found = []
     for call in calls:
         if call == "save":
-            until(lambda: promotion is None or promotion.failure is not None)
+            until(lambda: run._promotion is None or run._promotion.failure is not None)
             dist.barrier()
         with pytest.raises(StorageError) as caught:
-            functions[call]()
+            CALLS[call](run)
         assert type(caught.value) is StorageError
         found.append(str(caught.value))
     return found
@@ -56,19 +58,18 @@ def test_a_failed_promotion_is_the_same_error_on_all_ranks_and_in_each_call(
     assert "step 1 was not promoted" in seen[0][0]
 
 
+def save_and_leave(folder: Path, machines: Sequence[int], is_leaving: bool) -> None:
+    with run_on(folder, machines) as run:
+        run.save(1, state_of(1))
+        if is_leaving:
+            raise LookupError("the data is lost")
+
+
 def close_beside_an_error(folder: Path, machines: Sequence[int], leaving: int) -> str:
     """One rank leaves its block by an error, and lives on."""
-    begin = time.monotonic()
-    expected = LookupError if dist.get_rank() == leaving else RankTimeoutError
-
-    def train() -> None:
-        with run_on(folder, machines) as run:
-            run.save(1, state_of(1))
-            if dist.get_rank() == leaving:
-                raise LookupError("the data is lost")
-
-    with pytest.raises(expected) as caught:
-        train()
+    begin, is_leaving = time.monotonic(), dist.get_rank() == leaving
+    with pytest.raises(LookupError if is_leaving else RankTimeoutError) as caught:
+        save_and_leave(folder, machines, is_leaving)
     assert time.monotonic() - begin < SOON_S
     dist.barrier()
     with run_on(folder, machines) as run:
@@ -86,18 +87,4 @@ def test_a_rank_that_leaves_a_run_by_an_error_does_not_let_the_others_wait_in_cl
     for rank, message in enumerate(seen):
         assert "the data is lost" in message
         assert rank == leaving or f"rank {leaving} failed" in message
-    assert (tmp_path / "run" / "step-1" / ".metadata").exists()
-
-
-def promote_for_longer(folder: Path) -> None:
-    with Run(
-        folder / "run", local=folder / "local", timeout_s=1.5, promote_bytes_per_s=1 << 20
-    ) as run:
-        run.save(1, state_of(1))
-
-
-def test_a_promotion_may_take_longer_than_the_deadline_of_an_exchange(
-    worlds: Worlds, tmp_path: Path
-) -> None:
-    worlds.run(2, promote_for_longer, tmp_path)
     assert (tmp_path / "run" / "step-1" / ".metadata").exists()

@@ -41,6 +41,16 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class Setter:
+    """Cannot load what it has saved."""
+
+    def state_dict(self) -> Any:
+        return {"x": 1}
+
+    def load_state_dict(self, _: Any) -> None:
+        raise ValueError("no")
+
+
 class Raises:
     """Raises wherever Python copies or pickles it."""
 
@@ -64,6 +74,21 @@ def local_object() -> Any:
         pass
 
     return Local()
+
+
+def endless(kind: type) -> Any:
+    """A container that contains itself."""
+    value = kind({"w": torch.ones(2)})
+    if isinstance(value, dict):
+        value["again"] = [value]
+    else:
+        value.append(value)
+    return value
+
+
+class Endless(Setter):
+    def state_dict(self) -> Any:
+        return endless(dict)
 
 
 VALUES: dict[str, Callable[[], Any]] = {
@@ -91,6 +116,9 @@ VALUES: dict[str, Callable[[], Any]] = {
     "int4": lambda: torch.empty(2, dtype=torch.int4),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "meta": lambda: torch.ones(2, device="meta"),
+    "a list that contains itself": lambda: endless(list),
+    "a dict that contains itself": lambda: endless(dict),
+    "a state that contains itself": Endless,
 }
 
 
@@ -187,7 +215,11 @@ WAYS: dict[str, Ways] = {
     "safetensors in a thread": save_model_in_background,
 }
 
-DCPS_OWN = {("nested", "by DCP"), ("nested", "by DCP's async_save")}
+DCPS_OWN = {
+    (value, way)
+    for value in ("nested", "a list that contains itself", "a dict that contains itself")
+    for way in ("by DCP", "by DCP's async_save")
+}
 """DCP's planner raises before our writer is called."""
 
 
@@ -255,16 +287,6 @@ def test_an_error_of_the_program_keeps_its_class(way: str, tmp_path: Path) -> No
 # ---- Loads ----
 
 
-class Setter:
-    """Cannot load what it has saved."""
-
-    def state_dict(self) -> Any:
-        return {"x": 1}
-
-    def load_state_dict(self, _: Any) -> None:
-        raise ValueError("no")
-
-
 def merge(*_: Any) -> Any:
     raise ValueError("no")
 
@@ -288,6 +310,8 @@ LOADED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: without_memory(torch.ones(64)),
     ),
     "an object with a state for a tensor": (lambda: torch.ones(2), Setter),
+    "a list that contains itself": (lambda: [torch.ones(2)], lambda: endless(list)),
+    "a dict that contains itself": (lambda: {"w": torch.ones(2)}, lambda: endless(dict)),
     "a tuple of another length": (lambda: (Setter(),), lambda: (Setter(), Setter())),
 }
 

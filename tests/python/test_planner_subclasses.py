@@ -256,6 +256,28 @@ class Scratches:
         super().resolve_tensor(read_item).copy_(tensor + 1)
 
 
+class KeepsBetween:
+    """Has state from the resolve of a tensor to its commit, as Megatron's planner has."""
+
+    pending: Any = None
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        assert self.pending is None, "the tensor before was not committed"
+        target = super().resolve_tensor(read_item)
+        if read_item.dest_index.fqn != "ema":
+            scratch = torch.zeros_like(target)
+            self.pending = read_item, target, scratch
+            return scratch
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        if self.pending is not None:
+            item, target, scratch = self.pending
+            assert item is read_item
+            target.copy_(scratch)
+            self.pending = None
+
+
 class Commits:
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         tensor.mul_(3)
@@ -347,6 +369,7 @@ LOADERS: list[type] = [
     EditsReads,
     FlipsACopy,
     Scratches,
+    KeepsBetween,
     Commits,
     CommitsByAttribute,
     LooksUpElsewhere,

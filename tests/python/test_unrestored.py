@@ -16,10 +16,11 @@ from checkpoints import failure_of
 from deepspeed_checkpoints import write as write_deepspeed
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, RankState, Run
-from torch_ckpt.errors import MismatchError
+from torch_ckpt.errors import MismatchError, UnsupportedError
 
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     "ours": lambda state, path: torch_ckpt.save(state, checkpoint_id=path),
@@ -280,6 +281,23 @@ def test_a_planner_with_data_of_its_own_names_what_is_left_as_well(
     assert "lacks 1 of the 2 requested values, which stay as they are: model.c" in missing
     assert "not requested, and not loaded: model.b" in unrequested
     assert state["model"] == {"a": torch.ones(1), "c": 3}
+
+
+class PlainPlans(FastLoadPlanner):
+    """Makes new plans, without the names that its rank requests."""
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(list(super().create_local_plan().items))
+
+
+def test_a_strict_load_refuses_plans_that_do_not_name_what_they_request(tmp_path: Path) -> None:
+    torch_ckpt.save({"model": {"a": torch.ones(1), "b": 2}}, checkpoint_id=tmp_path)
+    state = {"model": {"a": torch.zeros(1)}}
+    torch_ckpt.load(state, checkpoint_id=tmp_path, planner=PlainPlans())
+    planner = PlainPlans(strict=True)
+    error = failure_of(lambda: torch_ckpt.load(state, checkpoint_id=tmp_path, planner=planner))
+    assert isinstance(error, UnsupportedError)
+    assert "the LoadPlan of rank 0 does not have the names" in str(error)
 
 
 def test_the_planner_can_be_pickled_after_a_load(tmp_path: Path) -> None:

@@ -25,9 +25,7 @@ from torch.distributed.checkpoint.api import (
     _is_wrapped_exception,
     _wrap_exception,
 )
-from torch.distributed.distributed_c10d import (
-    _get_default_group,
-)
+from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values

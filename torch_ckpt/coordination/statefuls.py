@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torch_ckpt.errors import MismatchError, UnsupportedError, naming
+from torch_ckpt.errors import MismatchError, UnsupportedError, naming, naming_cycle
 
 __all__ = [
     "StateDicts",
@@ -134,18 +134,21 @@ class StateDicts:
 
     Raises:
         ValueError: A tuple contains a ``RankState``, or the state dict of an object contains it.
+            Or a dict or list contains itself: its copy would remain in staging memory.
         Exception: A ``state_dict()`` raised. The message names its FQN.
     """
 
     def __init__(self, state_dict: dict[str, Any], *, for_load: bool = False) -> None:
-        self._finder = _Finder()
+        self._finder = _Finder(refuses_cycles=True)
         self._for_load = for_load
+        self._action = "load" if for_load else "save"
         self.state: dict[str, Any]
         self._objects: list[tuple[Any, Any, str]] = []  # Container, key and FQN below the top.
         self._within: list[tuple[Any, str]] = []  # Objects whose state dicts are being replaced.
         token = _loading.set(for_load)
         try:
-            self.state, self._root = self._replaced_in(state_dict, None, in_tuple=False)
+            with naming_cycle(self._action, state_dict):
+                self.state, self._root = self._replaced_in(state_dict, None, in_tuple=False)
         finally:
             _loading.reset(token)
 
@@ -168,7 +171,7 @@ class StateDicts:
 
     def _replace(self, value: Any, fqn: str, *, in_tuple: bool) -> tuple[Any, _Replaced]:
         """Returns the state dict of an object, and the record for its restore."""
-        action = "load" if self._for_load else "save"
+        action = self._action
         for outer, outer_fqn in self._within:
             if outer is value:
                 raise ValueError(
@@ -181,10 +184,11 @@ class StateDicts:
             _refuse_rank_state(state, fqn)
         node = _Replaced(value, fqn, is_stateful=True)
         is_container = _entries_of(state) is not None and not isinstance(state, StateOfRank)
-        if is_container and self._finder.holds(state):
-            self._within.append((value, fqn))
-            state, node.inner[None] = self._replaced_in(state, fqn, in_tuple=in_tuple)
-            self._within.pop()
+        with naming_cycle(action, {fqn: state}):
+            if is_container and self._finder.holds(state):
+                self._within.append((value, fqn))
+                state, node.inner[None] = self._replaced_in(state, fqn, in_tuple=in_tuple)
+                self._within.pop()
         return state, node
 
     def _replaced_in(self, live: Any, fqn: str | None, *, in_tuple: bool) -> tuple[Any, _Replaced]:
@@ -215,10 +219,15 @@ class StateDicts:
 
 
 class _Finder:
-    """Finds the containers with a ``Stateful`` inside. Inspects each container once."""
+    """Finds the containers with a ``Stateful`` inside. Inspects each container once.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, bool]] = {}
+    With ``refuses_cycles``, a dict or list that contains itself is a RecursionError. In a tuple, it
+    is part of one object.
+    """
+
+    def __init__(self, *, refuses_cycles: bool = False) -> None:
+        self._known: dict[int, tuple[Any, bool | None]] = {}  # `None` while it is inspected.
+        self._depth_in_tuple = 0 if refuses_cycles else 1
 
     def holds(self, value: Any) -> bool:
         """Returns whether a value is or contains a ``Stateful`` or the state of a ``RankState``."""
@@ -230,9 +239,14 @@ class _Finder:
         if entries is None or _LEAVES.issuperset(map(type, entries)):
             return False
         if id(value) not in self._known:
-            self._known[id(value)] = value, False  # If the container contains itself.
+            self._known[id(value)] = value, None
+            self._depth_in_tuple += isinstance(value, tuple)
             self._known[id(value)] = value, any(map(self.holds, entries))
-        return self._known[id(value)][1]
+            self._depth_in_tuple -= isinstance(value, tuple)
+        found = self._known[id(value)][1]
+        if found is None and not self._depth_in_tuple:
+            raise RecursionError("a container contains itself")
+        return bool(found)
 
     def first(self, fqn: str, value: Any) -> tuple[str, Any]:
         """Returns FQN and object of the first ``Stateful`` in a value that contains one."""

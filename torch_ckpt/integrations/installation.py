@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any, cast
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
     _storage_utils,
     format_utils,
@@ -40,7 +39,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.after_import import after_import
 from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter
-from torch_ckpt.integrations.replacing import first_value, has_only, replacing
+from torch_ckpt.integrations.replacing import first_value, has_only, places_of, replacing
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -119,7 +118,9 @@ def installed(
       ``thread_count_consolidation``, and the ``thread_count`` of the reader, have no effect.
     - A call without a planner, or with a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, uses
       :class:`FastSavePlanner` or :class:`FastLoadPlanner` with the same arguments.
-    - Every exchange between ranks has a deadline.
+    - Every exchange between ranks has a deadline. A call begins before the first ``state_dict()``
+      of the program, and ends after the last ``load_state_dict()``: if one raises on a rank, the
+      call fails on all ranks.
     - ``from_pretrained(..., distributed_config=)`` of transformers reads with a
       :class:`FastReader`.
     - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
@@ -155,20 +156,13 @@ def installed(
     group_of(None, no_dist=True).call(timeout_s)  # Validates timeout_s.
     replaced = _Replaced(timeout_s, io or IoOptions(), verify, trust_pickle)
     with contextlib.ExitStack() as stack:
+        stack.callback(replaced.end)
         for owner, name, replacement in (
             (_storage_utils, "FileSystemWriter", _Chosen(replaced.new_writer)),
             (_storage_utils, "FileSystemReader", _Chosen(replaced.new_reader)),
             (FileSystemWriter, "stage", replaced.stage),
             (state_dict_saver, "DefaultStager", _ProcessStager),
-            *(
-                (owner, name, replaced.whole(first_value(module, name)))
-                for module, name in (
-                    (state_dict_saver, "save"),
-                    (state_dict_saver, "async_save"),
-                    (state_dict_loader, "load"),
-                )
-                for owner in (dcp, module)
-            ),
+            *replaced.whole_calls(),
             (state_dict_saver, "_save_state_dict", replaced.save),
             (state_dict_loader, "_load_state_dict", replaced.load),
             (format_utils, "_save_state_dict", replaced.save),
@@ -244,9 +238,10 @@ class _Replaced:
         self, timeout_s: float, io: IoOptions, verify: Verification, trust_pickle: bool
     ) -> None:
         self.timeout_s = timeout_s
+        self._has_ended = False
         self._io, self._verify, self._trust_pickle = io, verify, trust_pickle
         self._stage = first_value(FileSystemWriter, "stage")
-        self._save = first_value(state_dict_saver, "_save_state_dict")
+        self._save: Callable[..., Metadata] = first_value(state_dict_saver, "_save_state_dict")
         self._load = first_value(state_dict_loader, "_load_state_dict")
         # DCP stages and saves with the same writer, so both must use the same replacement.
         self._writers: weakref.WeakKeyDictionary[StorageWriter, FastWriter] = (
@@ -336,6 +331,8 @@ class _Replaced:
 
         @functools.wraps(stock)
         def function(*arguments: Any, **options: Any) -> Any:
+            if self._has_ended:  # A module was imported within the block, and has the function.
+                return stock(*arguments, **options)
             group = group_of(
                 options.get("process_group"), no_dist=bool(options.get("no_dist", False))
             )
@@ -347,6 +344,17 @@ class _Replaced:
                     _begun.reset(token)
 
         return function
+
+    def whole_calls(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Returns where ``dcp.save``, ``async_save`` and ``load`` are, and their replacements."""
+        saver, loader = state_dict_saver, state_dict_loader
+        names = (saver, "save"), (saver, "async_save"), (loader, "load")
+        found = places_of([first_value(*name) for name in names])
+        return [(owner, name, self.whole(stock)) for owner, name, stock in found]
+
+    def end(self) -> None:
+        """Makes the functions of :meth:`whole` DCP's own, after the block."""
+        self._has_ended = True
 
     @contextlib.contextmanager
     def call(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[Call]:

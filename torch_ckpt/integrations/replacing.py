@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["first_value", "has_only", "replacing"]
+__all__ = ["first_value", "has_only", "places_of", "replacing"]
 
 
 def has_only(kind: type, arguments: Collection[str]) -> bool:
@@ -20,6 +22,19 @@ def has_only(kind: type, arguments: Collection[str]) -> bool:
 def first_value(owner: Any, name: str) -> Any:
     """Returns an attribute without the replacements that apply."""
     return PROCESS.replaced.get((owner, name), [getattr(owner, name)])[0]
+
+
+def places_of(functions: Sequence[Any]) -> list[tuple[Any, str, Any]]:
+    """Returns the modules and names of functions, and which each is, also where it is replaced.
+
+    A program may have imported it by name, so that a replacement in its own module has no effect.
+    """
+    own = set(map(id, functions))
+    found = [(*at, values[0]) for at, values in PROCESS.replaced.items() if id(values[0]) in own]
+    for module in list(sys.modules.values()):
+        names = vars(module) if isinstance(module, ModuleType) else {}
+        found += [(module, n, value) for n, value in list(names.items()) if id(value) in own]
+    return found
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import cpu_as_default, gc_paused
 from torch_ckpt._core.unpickling import allow_in_messages
-from torch_ckpt.errors import MismatchError, NotFoundError
+from torch_ckpt.errors import MismatchError, NotFoundError, UnsupportedError, naming_cycle
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
 from torch_ckpt.planning.cover import check_reads, naming_checkpoint
@@ -31,7 +31,7 @@ from torch_ckpt.planning.ties import has_no_elements, tied_names
 from torch_ckpt.planning.unrestored import RequestedNames, Unrestored, scope_of
 from torch_ckpt.planning.unscaled import unscaled_names, unscaled_warning
 
-__all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "keeps_reads"]
+__all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "commits_in_turn", "keeps_reads"]
 
 
 class PlannedReads(Sequence[ReadItem]):
@@ -114,6 +114,17 @@ def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
 
 _LOG = logging.getLogger("torch_ckpt")
 
+
+def _unnamed(plans: Sequence[LoadPlan]) -> str:
+    """Returns the message for plans without the names that a strict load compares."""
+    rank = next(n for n, plan in enumerate(plans) if getattr(plan, "requested", None) is None)
+    return (
+        f"cannot load strictly: the {type(plans[rank]).__name__} of rank {rank} does not have the "
+        "names that the rank requests. Use a FastLoadPlanner on all ranks; a subclass changes the "
+        "plan of its create_local_plan() by dataclasses.replace(plan, items=...)"
+    )
+
+
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan")
 
 
@@ -123,6 +134,13 @@ def keeps_reads(planner: object) -> bool:
         if isinstance(planner, kind):
             return not overrides(planner, kind, ("create_global_plan", "finish_plan"))
     return False
+
+
+def commits_in_turn(planner: object) -> bool:
+    """Returns whether a planner may have state between the resolve and the commit of a tensor."""
+    kind = FastLoadPlanner if isinstance(planner, FastLoadPlanner) else DefaultLoadPlanner
+    resolves = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    return overrides(planner, kind, ("commit_tensor",)) and overrides(planner, kind, resolves)
 
 
 class FastLoadPlanner(DefaultLoadPlanner):
@@ -189,7 +207,7 @@ class FastLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Flattens the state dict, and finds the stored states of each ``RankState`` in it."""
-        with gc_paused():
+        with gc_paused(), naming_cycle("load", state_dict):
             self._rank_states = find_rank_states(
                 state_dict, metadata, is_flattened=self.flatten_state_dict
             )
@@ -292,11 +310,15 @@ class FastLoadPlanner(DefaultLoadPlanner):
 
         Raises:
             MismatchError: The load is strict, and would leave something.
+            UnsupportedError: The load is strict, and the plan of a rank does not have the names
+                that it requests.
         """
         plans = super().create_global_plan(global_plan)
         checked = [plan for plan in plans if isinstance(plan, CheckedPlan)]
         ranks = [plan.requested for plan in checked if plan.requested is not None]
         if len(ranks) < len(plans) or self.metadata is None:
+            if self.strict and self.metadata is not None:
+                raise UnsupportedError(_unnamed(plans))
             return plans
         job_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         is_counted = scope_of(

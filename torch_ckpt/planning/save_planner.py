@@ -20,7 +20,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import cpu_as_default, gc_paused
 from torch_ckpt.coordination.group import current_call
 from torch_ckpt.coordination.orchestrate import PlanUnknownError
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, naming_cycle
 from torch_ckpt.formats.committed import INDEX_MARK
 from torch_ckpt.planning.columns import (
     has_sharded_tensors,
@@ -147,11 +147,13 @@ class FastSavePlanner(DefaultSavePlanner):
 
         Raises:
             ValueError: There is a :class:`RankState`, and the planner does not flatten state dicts.
+                Or a container contains itself.
         """
-        check_rank_states(state_dict, is_flattened=self.flatten_state_dict)
         with gc_paused():
-            if self.flatten_state_dict:
-                state_dict, self.mappings = _tensor_view.flatten(state_dict)
+            with naming_cycle("save", state_dict):
+                check_rank_states(state_dict, is_flattened=self.flatten_state_dict)
+                if self.flatten_state_dict:
+                    state_dict, self.mappings = _tensor_view.flatten(state_dict)
             # DCP's function changes nested values: keys become text, and empty dicts are dropped.
             if self.flatten_sharded_tensors and (
                 not self.flatten_state_dict or has_sharded_tensors(state_dict)

@@ -359,11 +359,14 @@ class Run(LastSaves):
                 if self.asynchronous:
                     failure = self._saves.save_in_background(step, state, files, persist=persist)
                 else:
-                    self._saves.save_now(step, state, files, self.timeout_s)
+                    failure = self._saves.save_now(step, state, files, self.timeout_s)
                 own = self._schedule.own_interval(step, time.monotonic() - begin)
                 self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
             except (CheckpointError, CheckpointException) as error:
-                if not self._failures.may_go_on(error, warns=self._group.is_coordinator):
+                warns = self._group.is_coordinator
+                # Otherwise it is of a state_dict() of this rank, and the others raise.
+                is_of_save = self.asynchronous or isinstance(error, CheckpointException)
+                if not (is_of_save and self._failures.may_go_on(error, warns=warns)):
                     raise
                 return False
             finally:
@@ -559,8 +562,7 @@ class Run(LastSaves):
         Raises:
             CheckpointError: The background save or a promotion failed; see :meth:`wait`. All ranks
                 raise it. The steps remain in ``local``, and the next run promotes them.
-            RankTimeoutError: With ``local``: another rank has left its block by an error, is late
-                or gone. The first rank has promoted what it can.
+            RankTimeoutError: With ``local``: a rank left its block by an error, is late or gone.
         """
         if self._exclusive.is_forked:
             return

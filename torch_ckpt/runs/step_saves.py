@@ -269,8 +269,11 @@ class StepSaves:
 
     def save_now(
         self, step: int, state: dict[str, Any], files: Mapping[str, bytes], timeout_s: float
-    ) -> None:
-        """Saves a step, and removes the steps that are not to be retained."""
+    ) -> BaseException | None:
+        """Saves a step, and removes the steps that are not to be retained.
+
+        Returns an error of this rank after the commit, which the other ranks must hear of.
+        """
         try:
             save(
                 state,
@@ -285,7 +288,11 @@ class StepSaves:
             self._has_failed(step, error, then)
             raise
         self._boundary.save_began(step)
-        self._committed(step, files, current_record())
+        try:
+            self._committed(step, files, current_record())
+        except BaseException as error:  # Such as a warning that is an error.
+            return error
+        return None
 
     def save_in_background(
         self, step: int, state: dict[str, Any], files: Mapping[str, bytes], *, persist: bool
@@ -520,7 +527,8 @@ class StepSaves:
             with self.recording("save", step):
                 # First: the state may need collectives.
                 files, _ = self.begin(step, left_s(), is_last=True)
-                self.save_now(step, state(), files, left_s())
+                if (error := self.save_now(step, state(), files, left_s())) is not None:
+                    raise error
             # Otherwise the agent writes its newest step in memory, which is this one or older.
             self._discard_from_memory(lambda each: each <= step)
         except BaseException as error:  # Even an interrupt: the process ends in any case.

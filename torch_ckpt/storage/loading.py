@@ -25,7 +25,7 @@ from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.formats.reading import reading
 from torch_ckpt.options import READ_THREADS
 from torch_ckpt.planning.columns import overrides
-from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads
+from torch_ckpt.planning.load_planner import FastLoadPlanner, PlannedReads, commits_in_turn
 from torch_ckpt.planning.loaded_objects import store_object
 from torch_ckpt.planning.targets import check_targets
 from torch_ckpt.storage.buffers import retained_nbytes_limit, useful_buffer_nbytes
@@ -270,8 +270,10 @@ class _LoadByItem:
         Returns:
             Tensors that only torch can read. Their targets are unchanged.
         """
-        remaining: list[tuple[ReadItem, Slice]] = []
         waiting = self.requests.tensors
+        if commits_in_turn(self.planner):
+            return self._load_in_turn(waiting, exchange)
+        remaining: list[tuple[ReadItem, Slice]] = []
         while waiting or exchange is not None:
             batch, waiting = self._next_batch(waiting, skip_conflicts=exchange is not None)
             late: list[StoredTensor] = []
@@ -279,6 +281,28 @@ class _LoadByItem:
                 late = [tensor for tensor in waiting if self.source.is_away(tensor[1])]
                 waiting = [tensor for tensor in waiting if not self.source.is_away(tensor[1])]
             remaining += self._load_batch(batch, late, exchange)
+            exchange = None
+        return remaining
+
+    def _load_in_turn(
+        self, waiting: list[StoredTensor], exchange: _native.ExchangeStream | None
+    ) -> list[tuple[ReadItem, Slice]]:
+        """Loads tensors as DCP does: each is committed before the next one is resolved.
+
+        The bytes of many are read at once. Returns the same as :meth:`_load_tensors`.
+        """
+        remaining: list[tuple[ReadItem, Slice]] = []
+        while waiting or exchange is not None:
+            nbytes, count = 0, 0
+            while count < len(waiting) and nbytes < self.max_retained_nbytes:
+                item, _, dtype = waiting[count]
+                nbytes += item.lengths.numel() * dtype.itemsize
+                count += 1
+            late, waiting = waiting[:count], waiting[count:]
+            if exchange is not None:  # It ends with the first batch.
+                late += [tensor for tensor in waiting if self.source.is_away(tensor[1])]
+                waiting = [tensor for tensor in waiting if not self.source.is_away(tensor[1])]
+            remaining += self._load_batch([], late, exchange)
             exchange = None
         return remaining
 
@@ -373,11 +397,14 @@ class _LoadByItem:
                 self.planner.commit_tensor(item, target)
             else:
                 remaining.append((item, stored))
-        for number, (item, _, dtype) in enumerate(late):
+        for number, (item, stored, dtype) in enumerate(late):
             if number in received:
                 box = _tensor_of(received.pop(number), dtype, item.lengths)
-            else:  # It is empty.
+            elif item.lengths.numel() == 0:
                 box = torch.empty(item.lengths, dtype=dtype, device="cpu")
+            else:
+                remaining.append((item, stored))
+                continue
             self._put_box(item, box)
         return remaining
 

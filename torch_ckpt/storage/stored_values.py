@@ -200,5 +200,3 @@ class _Pieces(DefaultLoadPlanner):
         return narrow_tensor_by_index(
             self._targets[number], read_item.dest_offsets, read_item.lengths
         )
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
