@@ -261,7 +261,7 @@ if "agent" in sys.orig_argv:
 
 def save_on_machines_of_which_one_is_cut_off(folder: Path, memory: Path, machine: int) -> str:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    client._POLL_S = 0.2
+    client._POLLS = round(client._ANSWER_S / 0.2)
     run = agents_run(folder, memory, on_failure="warn", max_failures=9)
     run.save(1, state_of(1))
     run.wait(promoted=True)

@@ -67,7 +67,7 @@ def lines(folder: Path | None = None) -> Iterator[Lines]:
     try:
         with (
             mock.patch.object(waiting, "LOG_S", LINE_S),
-            mock.patch.object(client, "_POLL_S", LINE_S),
+            mock.patch.object(client, "_POLLS", round(client._ANSWER_S / LINE_S)),
             mock.patch.object(peer, "_SILENT_S", 2 * LINE_S),
         ):
             yield handler
