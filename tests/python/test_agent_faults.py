@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.agents import kill_agent
 from waits import SOON_S, until
 
 from torch_ckpt import FastReader
@@ -26,6 +28,7 @@ from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.replica_receiver import ReplicaReceiver
 from torch_ckpt.agent.replica_wire import dial
 from torch_ckpt.coordination.listeners import Listeners
+from torch_ckpt.errors import StorageError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -125,6 +128,32 @@ def failing_accept(monkeypatch: pytest.MonkeyPatch, number: int, count: int = 1)
 
     monkeypatch.setattr(socket.socket, "accept", fail)
     return left
+
+
+def test_an_agent_that_is_killed_after_a_long_wait_for_it_is_started_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = SnapshotAgent(run)
+    errors: list[BaseException | None] = []
+
+    def persist() -> None:
+        with contextlib.closing(agent._client.clone()) as other:
+            monkeypatch.setattr(client, "_START_S", 0.5)  # The wait is longer.
+            try:
+                other.persist(0)  # Waits for a slot of this rank.
+                errors.append(None)
+            except StorageError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=persist)
+    thread.start()
+    time.sleep(1.5)
+    monkeypatch.setattr(client, "_START_S", 30.0)
+    kill_agent(run)
+    assert saved(agent, run, 1)
+    thread.join(SOON_S)
+    assert errors == [None]
+    agent.close()
 
 
 @pytest.mark.parametrize("number", ACCEPT_ERRORS, ids=errno.errorcode.get)

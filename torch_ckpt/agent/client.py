@@ -73,6 +73,9 @@ _AWAITED = {
 }
 """What a request waits for, in the log, if it is more than the answer."""
 
+_MAX_LOST = 3
+"""Agents that a request may lose. Within ``_START_S`` of its begin, it may lose more."""
+
 _MAX_CRASHES = 2
 """Agents that may end by an error of their own before the client stops to start others."""
 
@@ -309,6 +312,7 @@ class AgentClient:
         """
         within_s = self._timeout_s if within_s is None else within_s
         deadline = time.monotonic() + _START_S
+        lost = 0
         while True:
             try:
                 if self._connection is None:
@@ -319,7 +323,9 @@ class AgentClient:
                 if isinstance(error, CheckpointError):
                     raise
                 self.close()
-                if time.monotonic() > deadline:
+                lost += 1
+                # A request may wait for hours, and its agent may be killed then.
+                if lost >= _MAX_LOST and time.monotonic() > deadline:
                     raise self._unanswered(
                         f"cannot reach the agent of this machine: {error}"
                     ) from error
