@@ -381,7 +381,11 @@ class SnapshotAgent:
         def pass_on() -> None:
             failure = self._failed.received(sequence) if is_joint else None
             if failure is not None:
-                with contextlib.closing(self._client.clone()) as other:
+                # An agent that has just died gets it later, one of an older version never.
+                with (
+                    contextlib.suppress(CheckpointError),
+                    contextlib.closing(self._client.clone()) as other,
+                ):
                     other.fail(sequence, failure)
 
         with contextlib.closing(self._client.clone()) as client:
