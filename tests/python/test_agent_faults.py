@@ -7,28 +7,36 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.agents import kill_agent
+from support.agents import agent_pid, kill_agent
 from waits import SOON_S, until
 
 from torch_ckpt import FastReader
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, client, messages
 from torch_ckpt.agent.memory import agent_lock, open_folder, run_of
+from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.replica_receiver import ReplicaReceiver
 from torch_ckpt.agent.replica_wire import dial
+from torch_ckpt.agent.trainer import StagedSave
+from torch_ckpt.coordination import waiting
 from torch_ckpt.coordination.listeners import Listeners
-from torch_ckpt.errors import StorageError
+from torch_ckpt.coordination.waiting import submitted
+from torch_ckpt.errors import CorruptionError, StorageError
+from torch_ckpt.filesystems.location import Location
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -153,6 +161,53 @@ def test_an_agent_that_is_killed_after_a_long_wait_for_it_is_started_again(
     assert saved(agent, run, 1)
     thread.join(SOON_S)
     assert errors == [None]
+    agent.close()
+
+
+def test_a_wait_for_a_commit_is_logged_once_also_if_the_agent_freezes_within_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = SnapshotAgent(run)
+    staged = agent.stage(state_of(1), run / "1", step=1, persist=False)
+    assert staged is not None
+    pid, sent = agent_pid(run), client.send
+
+    def freeze_after(connection: socket.socket, kind: Kind, **fields: Any) -> None:
+        if kind == Kind.PERSIST:
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(2.5, os.kill, (pid, signal.SIGCONT)).start()
+        sent(connection, kind, **fields)
+
+    monkeypatch.setattr(client, "send", freeze_after)
+    monkeypatch.setattr(waiting, "LOG_S", 1.0)
+    agent.persist(staged)
+    agent.close()
+    lines = [text for text in caplog.messages if text.startswith("waiting for")]
+    assert len(lines) == 1
+    assert f"process {pid}, to commit a save (1" in lines[0]
+
+
+def test_an_agent_that_does_not_know_failures_of_other_machines_completes_a_save(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = SnapshotAgent(run)
+    has_failed = threading.Event()
+
+    def refuse(*_: object) -> None:
+        has_failed.set()
+        raise CorruptionError("cannot read a message of kind fail: unknown kind")
+
+    monkeypatch.setattr(client, "_ANSWER_S", 3.0)  # So it pings often.
+    monkeypatch.setattr(client.AgentClient, "fail", refuse)
+    monkeypatch.setattr(agent._failed, "received", lambda _: ("StorageError", "machine 1", 5))
+    alone = agent._place
+    agent._place = replace(alone, node_count=2)
+    staged = StagedSave(alone.header(0, 1, persist=True), Location(run / "1"))
+    waiting_rank = submitted(ThreadPoolExecutor(1), agent.persist, staged, awaited=str)
+    assert has_failed.wait(SOON_S)
+    agent._place = alone
+    assert saved(agent, run, 1)
+    waiting_rank.result(SOON_S)
     agent.close()
 
 

@@ -338,7 +338,6 @@ class AgentClient:
     def _exchange(
         self, connection: socket.socket, kind: Kind, within_s: float, **fields: Any
     ) -> Message:
-        self.name = f"the agent of this machine, process {peer_of(connection)[0]},"
         connection.settimeout(self._answer_s)
         answer = None
         try:
@@ -371,6 +370,7 @@ class AgentClient:
         for pause_s in waiting.rounds(within_s, self._answer_s / _POLLS):
             if has_arrived(connection, pause_s):
                 return
+            waiting.log()  # The ping may wait as well.
             left_s = answered + self._answer_s - time.monotonic()
             self._register(left_s, is_ping=True).close()
             answered = time.monotonic()
@@ -460,6 +460,7 @@ class AgentClient:
             connection.settimeout(max(within_s, _LEAST_S))
             with short_path(self.folder) as folder:
                 connection.connect(f"{folder}/agent.socket")
+            self.name = f"the agent of this machine, process {peer_of(connection)[0]},"
             send(
                 connection,
                 Kind.HELLO,
@@ -467,7 +468,8 @@ class AgentClient:
                 **{"ranks_here": list(place.ranks_here), "options": self._options.encode()},
                 **({} if is_ping else self._identity()),
             )
-            waiting = self._waiting(lambda: f"{self.name} to answer")
+            # The wait that sends a ping has a log of its own.
+            waiting = self._waiting(lambda: "" if is_ping else f"{self.name} to answer")
             if not any(has_arrived(connection, s) for s in waiting.rounds(max(within_s, _LEAST_S))):
                 raise TimeoutError
             self._check(receive(connection))
