@@ -18,11 +18,18 @@ from support.replicating import Machine
 from waits import until
 
 from torch_ckpt.agent import replica_wire
+from torch_ckpt.agent.messages import has_arrived
 from torch_ckpt.agent.replica_files import found_replicas
 from torch_ckpt.agent.replica_sender import replicated
 from torch_ckpt.agent.replica_wire import dial
 from torch_ckpt.coordination import connect, listeners
-from torch_ckpt.coordination.handshake import CONFIRMED, HELLO, NONCE_NBYTES, PROOF_NBYTES
+from torch_ckpt.coordination.handshake import (
+    CONFIRMED,
+    HELLO,
+    NONCE_NBYTES,
+    PROOF_NBYTES,
+    Dialling,
+)
 from torch_ckpt.coordination.listeners import Listeners
 
 pytestmark = pytest.mark.timeout(120)
@@ -381,3 +388,44 @@ def test_nothing_is_stored_for_a_stranger_that_dials_an_agent(memory: Path, quic
         assert found_replicas(machine.folder) == []
     finally:
         machine.close()
+
+
+@pytest.mark.parametrize("late", ["hello", "proof"])
+def test_a_busy_listener_reads_what_has_arrived_before_it_refuses_a_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, late: str
+) -> None:
+    monkeypatch.setattr(listeners, "_SILENT_S" if late == "hello" else "_PROOF_S", 0.5)
+    is_read, may_go_on = threading.Event(), threading.Event()
+    read = Listeners._read
+
+    def read_and_stand(self: Listeners, *arguments: Any) -> None:
+        read(self, *arguments)
+        has_begun = any(pending.handshake for pending in self._pending.values())
+        if not is_read.is_set() and has_begun == (late == "proof"):
+            is_read.set()
+            assert may_go_on.wait(SOON_S)
+
+    monkeypatch.setattr(Listeners, "_read", read_and_stand)
+    with (
+        contextlib.closing(Listeners([("127.0.0.1", 0)], 0)) as real,
+        socket.create_connection(real.addresses[0]) as connection,
+    ):
+        accepted: list[Any] = []
+        accepting = threading.Thread(
+            target=lambda: accepted.append(real.accepted([1], SOON_S)), daemon=True
+        )
+        accepting.start()
+        if late == "hello":
+            assert is_read.wait(SOON_S)
+        dialling = Dialling(connection, real.secret, 1)
+        assert is_read.wait(SOON_S)
+        if late == "proof":
+            assert has_arrived(connection, SOON_S)
+            assert not dialling.advance()
+        time.sleep(0.7)
+        may_go_on.set()
+        until(dialling.advance)
+        accepting.join(SOON_S)
+        assert [*accepted[0]] == [1]
+        accepted[0][1].close()
+    assert not caplog.messages

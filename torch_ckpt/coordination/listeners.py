@@ -24,7 +24,7 @@ _LOG = logging.getLogger("torch_ckpt")
 
 _BACKLOG = 1024  # Probes remain in the queue of a listener until it accepts its children.
 _SILENT_S = 2.0  # Time in which a connection must begin the handshake.
-_PROOF_S = 15.0  # Time in which it must complete it. A busy rank takes longer to answer.
+_PROOF_S = 15.0  # Time in which it must then complete it. A busy rank takes longer to answer.
 _MOST_PENDING = 64  # Connections that have not completed the handshake.
 
 
@@ -109,7 +109,8 @@ class Listeners:
         found: dict[int, socket.socket] = {}
         while not found and (remaining_s := end - time.monotonic()) > 0:
             first = min((pending.ends_at for pending in self._pending.values()), default=end)
-            remaining_s = min(remaining_s, max(first - time.monotonic(), 0.0))
+            now = time.monotonic()  # What has arrived before is read, however busy this rank is.
+            remaining_s = min(remaining_s, max(first - now, 0.0))
             for key, _ in self._selector.select(remaining_s):
                 ready = key.fileobj
                 assert isinstance(ready, socket.socket)
@@ -117,7 +118,6 @@ class Listeners:
                     self._accept(ready, expected, found)
                 elif ready in self._pending:  # It may have been dropped meanwhile.
                     self._read(ready, expected, found)
-            now = time.monotonic()
             for connection, pending in list(self._pending.items()):
                 if now >= pending.ends_at:
                     self._refuse(connection)
@@ -186,7 +186,7 @@ class Listeners:
             connection.sendall(handshake.nonce + handshake.proof(pending.nonce))
         except OSError:
             return self._refuse(connection, is_stranger=False)
-        pending.handshake = handshake
+        pending.handshake, pending.since = handshake, time.monotonic()
         return None
 
     def _forget(self, connection: socket.socket) -> None:
