@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
 import struct
+import threading
 import zlib
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from support.flips import flipped
+from waits import SOON_S, until
 
 from torch_ckpt import CheckpointError, IoOptions
 from torch_ckpt._core import _native
 from torch_ckpt.agent import persist
 from torch_ckpt.agent.client import Place
 from torch_ckpt.agent.joint_save import JointSave
-from torch_ckpt.agent.manifests import FileKind, Manifests
+from torch_ckpt.agent.manifests import FileKind, Manifests, PendingFailures
 from torch_ckpt.agent.messages import (
     Kind,
     decode,
@@ -175,3 +178,26 @@ def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> 
     assert not files.has_files()
     with pytest.raises(CheckpointError):
         files.put("failed", {"epoch": None, "failure": files.failure_of(CheckpointError("no"))})
+
+
+@pytest.mark.parametrize("failing", ["the watcher", "a call of the directory"])
+def test_failures_are_published_although_once_there_are_too_many_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    start, count = threading.Thread.start, itertools.count(failing == "the watcher")
+
+    def fail_once(self: threading.Thread) -> None:
+        if next(count) == 1:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    pending = PendingFailures()
+    run = Location(tmp_path)
+    for sequence in (0, 1):
+        own = Manifests(b"r" * 16, b"s" * 16, sequence, 0, 2, run, run)
+        own.directory.create_directories()
+        own._path(1, "lists").write(b"", sync=False)
+        pending.abort(own, "no slot", within_s=SOON_S)
+        if sequence or failing != "the watcher":
+            until(own._path(0, "failed").exists)

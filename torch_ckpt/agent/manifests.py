@@ -223,17 +223,20 @@ class PendingFailures:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._saves: dict[str, tuple[Manifests, dict[str, Any], float]] = {}  # By tag.
+        self._is_watched = False  # Whether the thread runs.
 
     def add(self, manifests: Manifests, facts: dict[str, Any], *, within_s: float) -> None:
         """Publishes the ``facts`` of a failure, if other machines begin the save in this time."""
         with self._lock:
-            is_watched = bool(self._saves)
             deadline = time.monotonic() + within_s
             self._saves.setdefault(manifests.tag, (manifests, facts, deadline))
             while len(self._saves) > _MAX_PENDING:
                 del self._saves[next(iter(self._saves))]
-        if not is_watched:
-            threading.Thread(target=self._watch, daemon=True).start()
+            if not self._is_watched:
+                # With too many threads, the next failure starts it.
+                with contextlib.suppress(RuntimeError):
+                    threading.Thread(target=self._watch, daemon=True).start()
+                    self._is_watched = True
 
     def abort(self, manifests: Manifests, why: str, *, within_s: float) -> None:
         """Publishes that this machine never completes a save, if other machines begin it."""
@@ -262,13 +265,15 @@ class PendingFailures:
                     self._saves.pop(tag, None)
             with self._lock:
                 if not self._saves:
+                    self._is_watched = False
                     return
             time.sleep(_POLL_S)
 
 
 def _is_published(manifests: Manifests, facts: dict[str, Any]) -> bool:
     """Publishes a failure if other machines have files for the save; returns whether it did."""
-    with contextlib.suppress(CheckpointError):  # The next poll tries again.
+    # The next poll tries again, also if there are too many threads now.
+    with contextlib.suppress(CheckpointError, RuntimeError):
         if manifests.has_files():
             manifests.put("failed", facts)
             return True
