@@ -28,8 +28,14 @@ Result<Memory> map(const Descriptor& file, const std::string& path, int64_t nbyt
     return errno_status(errno, str_cat("cannot map ", nbytes, " bytes of ", path));
   }
   auto* begin = static_cast<std::byte*>(address);
-  return Memory({begin, static_cast<size_t>(nbytes)},
-                [begin, nbytes] { ::munmap(begin, static_cast<size_t>(nbytes)); });
+  // A forked child would keep the memory of a removed file for as long as it lives. It must not
+  // unmap what it has put there since.
+  const bool is_of_parent_only =
+      writable && ::madvise(address, static_cast<size_t>(nbytes), MADV_DONTFORK) == 0;
+  const pid_t owner = is_of_parent_only ? ::getpid() : 0;
+  return Memory({begin, static_cast<size_t>(nbytes)}, [begin, nbytes, owner] {
+    if (owner == 0 || owner == ::getpid()) ::munmap(begin, static_cast<size_t>(nbytes));
+  });
 }
 
 }  // namespace

@@ -148,6 +148,30 @@ def test_a_forked_child_holds_no_lock_of_its_parent(run: Path) -> None:
         until(lambda: not has_agent(folder))
 
 
+def test_a_forked_child_keeps_no_memory_of_a_slot_that_the_agent_has_freed(run: Path) -> None:
+    agent = SnapshotAgent(run)
+    agent.reserve({"w": torch.ones(1000)})
+    with forked() as child:
+        maps = Path(f"/proc/{child}/maps").read_text()
+        assert os.fspath(agent.folder) not in maps
+        agent.close(drop=True)
+
+
+def test_a_forked_child_that_drops_a_slot_unmaps_no_memory_of_its_own(run: Path) -> None:
+    agent = SnapshotAgent(run)
+    assert agent.stage({"w": torch.ones(1000)}, run / "1", step=1) is not None
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            own = [torch.ones(1 << 20) for _ in range(64)]  # Perhaps where the slot is.
+            agent.withdraw()
+            agent._slots.clear()
+            os._exit(0 if all(bool((each == 1).all()) for each in own) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    agent.close(drop=True)
+
+
 def test_whatever_opens_a_descriptor_has_forked_children_close_it() -> None:
     missed, seen = [], set()
     for path in (

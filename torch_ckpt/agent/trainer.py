@@ -353,7 +353,7 @@ class SnapshotAgent:
 
     def withdraw(self) -> None:
         """Discards the save that was staged last."""
-        if self._newest is not None:
+        if self._newest is not None and os.getpid() == self._pid:  # A forked child has no slots.
             self._slots[self._newest][1].clear()
             self.forget()
 
