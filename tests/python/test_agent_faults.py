@@ -279,6 +279,22 @@ def test_an_agent_that_once_cannot_accept_receives_replicas_afterwards(
     assert not receiver._accepting.is_alive()
 
 
+@pytest.mark.parametrize("number", ACCEPT_ERRORS, ids=errno.errorcode.get)
+def test_a_rank_that_once_cannot_accept_is_reached_afterwards(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with contextlib.closing(Listeners([("127.0.0.1", 0)], 0)) as listeners:
+        left = failing_accept(monkeypatch, number)
+        dialled = submitted(
+            ThreadPoolExecutor(1), dial, listeners.addresses, listeners.secret, 1, awaited=str
+        )
+        accepted = listeners.accepted([1], SOON_S)
+        assert left == [0]
+        assert [*accepted] == [1]
+        for connection in (accepted[1], dialled.result(SOON_S)):
+            connection.close()
+
+
 def pidfds() -> int:
     links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     return sum("pidfd" in os.readlink(link) for link in links if os.path.lexists(link))
