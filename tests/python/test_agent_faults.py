@@ -164,6 +164,22 @@ def test_an_agent_that_is_killed_after_a_long_wait_for_it_is_started_again(
     agent.close()
 
 
+def test_a_rank_waits_for_a_frozen_agent_although_hundreds_of_connections_are_queued(
+    run: Path,
+) -> None:
+    agent, pid = SnapshotAgent(run), agent_pid(run)
+    with contextlib.ExitStack() as stack:
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+        for _ in range(300):
+            queued = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            queued.settimeout(SOON_S)
+            queued.connect(f"{agent.folder}/agent.socket")
+        agent._client.clone().close()
+    assert saved(agent, run, 1)
+    agent.close()
+
+
 def test_a_wait_for_a_commit_is_logged_once_also_if_the_agent_freezes_within_it(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
