@@ -164,6 +164,22 @@ def test_an_agent_that_is_killed_after_a_long_wait_for_it_is_started_again(
     agent.close()
 
 
+def test_a_rank_waits_for_a_frozen_agent_although_hundreds_of_connections_are_queued(
+    run: Path,
+) -> None:
+    agent, pid = SnapshotAgent(run), agent_pid(run)
+    with contextlib.ExitStack() as stack:
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+        for _ in range(300):
+            queued = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            queued.settimeout(SOON_S)
+            queued.connect(f"{agent.folder}/agent.socket")
+        agent._client.clone().close()
+    assert saved(agent, run, 1)
+    agent.close()
+
+
 def test_a_wait_for_a_commit_is_logged_once_also_if_the_agent_freezes_within_it(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,6 +293,22 @@ def test_an_agent_that_once_cannot_accept_receives_replicas_afterwards(
     receiver.close()
     receiver._accepting.join(SOON_S)
     assert not receiver._accepting.is_alive()
+
+
+@pytest.mark.parametrize("number", ACCEPT_ERRORS, ids=errno.errorcode.get)
+def test_a_rank_that_once_cannot_accept_is_reached_afterwards(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with contextlib.closing(Listeners([("127.0.0.1", 0)], 0)) as listeners:
+        left = failing_accept(monkeypatch, number)
+        dialled = submitted(
+            ThreadPoolExecutor(1), dial, listeners.addresses, listeners.secret, 1, awaited=str
+        )
+        accepted = listeners.accepted([1], SOON_S)
+        assert left == [0]
+        assert [*accepted] == [1]
+        for connection in (accepted[1], dialled.result(SOON_S)):
+            connection.close()
 
 
 def pidfds() -> int:

@@ -248,6 +248,22 @@ def test_a_rank_reaches_its_parent_behind_the_address_of_a_stranger(quick: None,
         assert_learns_nothing(stranger, secret)
 
 
+@pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError])
+def test_a_rank_dials_its_parent_again_after_lost_packets(
+    monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    create, left = socket.create_connection, [error(), error()]
+
+    def lose(*arguments: Any, **options: Any) -> socket.socket:
+        if left:
+            raise left.pop()
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(connect.socket, "create_connection", lose)
+    monkeypatch.setattr(connect, "own_addresses", lambda _: ["127.0.0.1"])
+    assert connected_ranks(None)[1].error is None
+
+
 def test_no_rank_dials_a_loopback_address_of_another_machine(quick: None) -> None:
     with Stranger(confirm) as stranger:
         _, ends = connected_ranks(stranger, node=7)

@@ -63,6 +63,9 @@ _LEAST_S = 0.1
 _GRACE_S = 5.0
 """Time for the answer of an agent that was asked to wait."""
 
+_LOG_POLL_S = 0.2
+"""Interval at which a wait within another one logs that."""
+
 _START_POLL_S = 0.02
 """Interval at which a client finds out whether a started agent answers."""
 
@@ -372,7 +375,7 @@ class AgentClient:
                 return
             waiting.log()  # The ping may wait as well.
             left_s = answered + self._answer_s - time.monotonic()
-            self._register(left_s, is_ping=True).close()
+            self._register(left_s, is_ping=True, waiting=waiting).close()
             answered = time.monotonic()
             self.while_waiting()
         raise self._lost(within_s)
@@ -449,10 +452,13 @@ class AgentClient:
             last = next(filter(None, reversed(lines)), "unknown")
             raise self._cannot_start(f"it exited with status {self._child.returncode}: {last}")
 
-    def _register(self, within_s: float, *, is_ping: bool = False) -> socket.socket:
+    def _register(
+        self, within_s: float, *, is_ping: bool = False, waiting: LongWait | None = None
+    ) -> socket.socket:
         """Returns a new connection, on which the agent has answered.
 
-        A ping only finds out whether it answers. It uses no directory, which may be slow.
+        ``waiting`` is the wait that this one is a part of. A ping only finds out whether it
+        answers. It uses no directory, which may be slow.
         """
         place = self.place
         connection = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -468,9 +474,12 @@ class AgentClient:
                 **{"ranks_here": list(place.ranks_here), "options": self._options.encode()},
                 **({} if is_ping else self._identity()),
             )
-            # The wait that sends a ping has a log of its own.
-            waiting = self._waiting(lambda: "" if is_ping else f"{self.name} to answer")
-            if not any(has_arrived(connection, s) for s in waiting.rounds(max(within_s, _LEAST_S))):
+            log = waiting or self._waiting(lambda: f"{self.name} to answer")
+            for pause_s in LongWait(str).rounds(max(within_s, _LEAST_S), _LOG_POLL_S):
+                if has_arrived(connection, pause_s):
+                    break
+                log.log()
+            else:
                 raise TimeoutError
             self._check(receive(connection))
         except TimeoutError:

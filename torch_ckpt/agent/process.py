@@ -126,7 +126,7 @@ class Agent:
         with short_path(self.folder) as folder:
             listener.bind(f"{folder}/{path.name}")
         path.chmod(0o600)
-        listener.listen(256)
+        listener.listen(4096)  # Ranks ping an agent that is busy or frozen meanwhile.
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         with self._changed, contextlib.closing(self._failures):
             self._saves.begin_next()  # An earlier agent may have left pending saves.

@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -82,13 +81,7 @@ class ReplicaReceiver:
     def _accept(self) -> None:
         with contextlib.closing(self._listeners):
             while not self._is_closed:
-                try:
-                    accepted = self._listeners.accepted([self._source], POLL_S)
-                except OSError as error:
-                    _log.warning("cannot accept replicas: %s", error)
-                    time.sleep(POLL_S)  # A descriptor may become free.
-                    continue
-                for connection in accepted.values():
+                for connection in self._listeners.accepted([self._source], POLL_S).values():
                     self._replace(prepared(connection))
         self._replace(None)
 

@@ -38,7 +38,7 @@ _GRACE_S = 2.0  # Extra time after the deadline, in which the coordinator names 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
 _IDLE_PAUSE_S = 2.0  # Longest pause while this rank does not wait for the connection.
 _DIAL_S = 5.0  # Time for one address of the parent, before the next one is tried as well.
-_MOST_ATTEMPTS = 3  # For one address of the parent, where it closes the connection.
+_MOST_ATTEMPTS = 3  # For one address of the parent, where it closes the connection, or is silent.
 _PROBE_S = 3.0  # Interval at which ranks that have written their addresses are probed.
 _PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continues where it ended.
 _WATCHERS = 16  # Number of ranks that probe the coordinator.
@@ -372,12 +372,22 @@ def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting)
     may listen at an address. So a silent connection remains open while other addresses are tried,
     until the deadline. The parent confirms only one of them. An address where it closes the
     connection is tried again: the parent did not receive the proof of this rank in time, or had too
-    many connections.
+    many connections. So is one that does not answer: the network may have lost packets.
     """
     untried = [(host, port) for host, port in reachable(address["at"], address["node"])]
     attempts = Counter(untried)
     silent: dict[socket.socket, tuple[Dialling, tuple[str, int]]] = {}
-    failures, dialled_at = [], -math.inf
+    failures: list[str] = []
+    dialled_at = -math.inf
+
+    def failed(place: tuple[str, int], error: OSError) -> None:
+        attempts[place] += 1
+        may_succeed = isinstance(error, (ConnectionResetError, TimeoutError))
+        if may_succeed and attempts[place] <= _MOST_ATTEMPTS:
+            untried.append(place)
+        else:
+            failures.append(f"{place[0]}: {error.strerror or error}")
+
     try:
         while untried or silent:
             waiting.log_for([parent])
@@ -392,7 +402,7 @@ def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting)
                     dialling = _dial(place, min(_DIAL_S, remaining_s), address["secret"], rank)
                     silent[dialling.connection] = dialling, place
                 except OSError as error:
-                    failures.append(f"{place[0]}: {error}")
+                    failed(place, error)
                 continue
             for connection in wait([*silent], min(remaining_s, _LONGEST_PAUSE_S)):
                 assert isinstance(connection, socket.socket)
@@ -402,14 +412,8 @@ def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting)
                         return connection
                     silent[connection] = dialling, place
                     continue
-                except ConnectionResetError as error:
-                    attempts[place] += 1
-                    if attempts[place] <= _MOST_ATTEMPTS:
-                        untried.append(place)
-                    else:
-                        failures.append(f"{place[0]}: {error.strerror}")
                 except OSError as error:
-                    failures.append(f"{place[0]}: {error.strerror or error}")
+                    failed(place, error)
                 connection.close()
     finally:
         for connection in silent:

@@ -25,6 +25,7 @@ _LOG = logging.getLogger("torch_ckpt")
 _BACKLOG = 1024  # Probes remain in the queue of a listener until it accepts its children.
 _SILENT_S = 2.0  # Time in which a connection must begin the handshake.
 _PROOF_S = 15.0  # Time in which it must then complete it. A busy rank takes longer to answer.
+_PAUSE_S = 0.2  # Time in which a descriptor may become free.
 _MOST_PENDING = 64  # Connections that have not completed the handshake.
 
 
@@ -71,6 +72,7 @@ class Listeners:
         self._selector = PROCESS.own(selectors.DefaultSelector())
         self._pending: dict[socket.socket, _Pending] = {}
         self._refused = 0
+        self._failure = ""  # Why it could not accept a connection.
         failure: OSError | None = None
         for host, port in hosts:
             try:
@@ -103,7 +105,7 @@ class Listeners:
         """Waits, at most ``timeout_s``, for connections of the ranks that may connect.
 
         Returns those of ranks that completed the handshake, as soon as there is one; empty after
-        ``timeout_s``. Raises OSError if the system has no more descriptors.
+        ``timeout_s``. If the system has no more descriptors, it waits for one, and logs that.
         """
         expected, end = set(ranks), time.monotonic() + timeout_s
         found: dict[int, socket.socket] = {}
@@ -115,13 +117,22 @@ class Listeners:
                 ready = key.fileobj
                 assert isinstance(ready, socket.socket)
                 if ready in self._sockets:
-                    self._accept(ready, expected, found)
+                    try:
+                        self._accept(ready, expected, found)
+                    except OSError as error:
+                        self._log_failure(error)
+                        time.sleep(min(_PAUSE_S, max(end - time.monotonic(), 0.0)))
                 elif ready in self._pending:  # It may have been dropped meanwhile.
                     self._read(ready, expected, found)
             for connection, pending in list(self._pending.items()):
                 if now >= pending.ends_at:
                     self._refuse(connection)
         return found
+
+    def _log_failure(self, error: OSError) -> None:
+        if str(error) != self._failure:  # Attempts are repeated.
+            self._failure = str(error)
+            _LOG.warning("rank %d cannot accept connections: %s", self._rank, error)
 
     def _accept(
         self, listener: socket.socket, expected: set[int], found: dict[int, socket.socket]
@@ -138,8 +149,8 @@ class Listeners:
                     min(self._pending, key=lambda c: self._pending[c].handshake is not None)
                 )
             connection.setblocking(False)
-            self._pending[connection] = _Pending()
             self._selector.register(connection, selectors.EVENT_READ)
+            self._pending[connection] = _Pending()
             self._read(connection, expected, found)
 
     def _read(

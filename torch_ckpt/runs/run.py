@@ -363,8 +363,7 @@ class Run(LastSaves):
                 own = self._schedule.own_interval(step, time.monotonic() - begin)
                 self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
             except (CheckpointError, CheckpointException) as error:
-                warns = self._group.is_coordinator
-                # Otherwise it is of a state_dict() of this rank, and the others raise.
+                warns = self._group.is_coordinator  # An error of state_dict() is raised everywhere.
                 is_of_save = self.asynchronous or isinstance(error, CheckpointException)
                 if not (is_of_save and self._failures.may_go_on(error, warns=warns)):
                     raise
