@@ -278,6 +278,22 @@ class KeepsBetween:
             self.pending = None
 
 
+class RecordsCalls:
+    """Records which tensors are resolved and committed, in this order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[tuple[str, MetadataIndex]] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self.calls.append(("resolve", read_item.dest_index))
+        return super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.calls.append(("commit", read_item.dest_index))
+        super().commit_tensor(read_item, tensor)
+
+
 class Commits:
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         tensor.mul_(3)
@@ -466,6 +482,27 @@ def test_a_subclass_loads_what_it_loads_as_one_of_stocks(
     expected = load(target(), FileSystemReader(tmp_path), planner=theirs())
     for reader in (FileSystemReader, FastReader):
         assert same(load(target(), reader(tmp_path), planner=ours()), expected)
+
+
+def twice(path: Path) -> FileSystemWriter:
+    """A writer of two files for one rank."""
+    return FileSystemWriter(path, thread_count=2)
+
+
+@pytest.mark.parametrize("base", [DefaultLoadPlanner, FastLoadPlanner])
+@pytest.mark.parametrize("writer", [FileSystemWriter, twice, FastWriter])
+def test_tensors_are_resolved_and_committed_in_the_order_of_stock(
+    base: type, writer: Any, tmp_path: Path
+) -> None:
+    kind = type("Records", (RecordsCalls, base), {})
+    save(some_state(), writer(tmp_path))
+    found = []
+    for reader in (FileSystemReader, FastReader):
+        planner = kind()
+        assert same(load(zeros(), reader(tmp_path), planner=planner), some_state())
+        found.append(planner.calls)
+    assert found[0] == found[1]
+    assert len(found[0]) == 12  # Six tensors: an empty one has no item.
 
 
 def wanted() -> dict[str, Callable[[], dict[str, Any]]]:

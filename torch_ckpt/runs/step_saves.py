@@ -272,7 +272,7 @@ class StepSaves:
     ) -> BaseException | None:
         """Saves a step, and removes the steps that are not to be retained.
 
-        Returns an error of this rank after the commit, which the other ranks must hear of.
+        Returns an error of this rank after the commit, which the other ranks do not know yet.
         """
         try:
             save(
@@ -299,7 +299,7 @@ class StepSaves:
     ) -> BaseException | None:
         """Begins to save a step in the background; :meth:`settle` reports the outcome.
 
-        Returns the error if it does not begin, which the other ranks must hear of.
+        Returns the error if it does not begin, which the other ranks do not know yet.
         """
         assert self._backend is not None
         path = self._disk.path(step).checkpoint_id

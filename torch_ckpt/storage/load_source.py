@@ -77,6 +77,7 @@ class Requests:
     Attributes:
         tensors: Tensors that the engine reads.
         streams: Slices that torch reads: objects, other tensors, and slices with stream transforms.
+        files: The data files, in the order in which DCP reads them, and their numbers.
         nbytes: Total length of all slices.
         transformed: Whether any slice has a stream transform.
     """
@@ -84,6 +85,7 @@ class Requests:
     def __init__(self, source: LoadSource, items: Sequence[ReadItem]) -> None:
         self.tensors: list[StoredTensor] = []
         self.streams: list[tuple[ReadItem, Slice]] = []
+        self.files: dict[str, int] = {}
         self.nbytes = 0
         self.transformed = False
         self._away: set[str] | None = None
@@ -95,6 +97,7 @@ class Requests:
                 info.length,
                 printable(item.storage_index.fqn),
             )
+            self.files.setdefault(info.relative_path, len(self.files))
             self.nbytes += info.length
             dtype = source.stored_dtype(item)
             descriptors = getattr(info, "transform_descriptors", None)

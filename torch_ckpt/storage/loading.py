@@ -287,11 +287,12 @@ class _LoadByItem:
     def _load_in_turn(
         self, waiting: list[StoredTensor], exchange: _native.ExchangeStream | None
     ) -> list[tuple[ReadItem, Slice]]:
-        """Loads tensors as DCP does: each is committed before the next one is resolved.
+        """Loads tensors in DCP's order: each is committed before the next one is resolved.
 
         The bytes of many are read at once. Returns the same as :meth:`_load_tensors`.
         """
         remaining: list[tuple[ReadItem, Slice]] = []
+        waiting = sorted(waiting, key=lambda tensor: self.requests.files[tensor[1][0]])
         while waiting or exchange is not None:
             nbytes, count = 0, 0
             while count < len(waiting) and nbytes < self.max_retained_nbytes:
