@@ -257,17 +257,23 @@ def save_in_a_run(path: Path, fault: Fault, asynchronous: bool) -> list[str]:
     return ended
 
 
-AFTER = [(Model, "state_dict", StorageError), (Retention, "apply", UserWarning)]
+AFTER = {
+    "StorageError of a state_dict": (Model, "state_dict", StorageError),
+    "a warning after the commit": (Retention, "apply", UserWarning),
+    "StorageError after the commit": (Retention, "apply", StorageError),
+}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fault", AFTER, ids=["StorageError of a state_dict", "after the commit"])
+@pytest.mark.parametrize("fault", AFTER)
 def test_training_goes_on_or_ends_on_all_ranks(
-    worlds: Worlds, tmp_path: Path, fault: Any, rank: int, asynchronous: bool
+    worlds: Worlds, tmp_path: Path, fault: str, rank: int, asynchronous: bool
 ) -> None:
-    ended = worlds.agree(2, save_in_a_run, tmp_path, Fault(*fault, rank), asynchronous)
+    ended = worlds.agree(2, save_in_a_run, tmp_path, Fault(*AFTER[fault], rank), asynchronous)
     assert ended[0] == "saved"
+    if fault == "StorageError after the commit":
+        assert "raised" not in ended
 
 
 @pytest.mark.thin(*(f"{name}-2" for name in CALLS), "load-3", "Run.save by the agent-3")

@@ -354,20 +354,20 @@ class Run(LastSaves):
             files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
             if files is None:
                 return False
-            failure = None  # An error of this rank, which the others do not know yet.
+            # An error of this rank, which the others do not know yet; whether all ranks raise one.
+            failure, is_common = None, self.asynchronous
             try:
                 if self.asynchronous:
                     failure = self._saves.save_in_background(step, state, files, persist=persist)
                 else:
                     failure = self._saves.save_now(step, state, files, self.timeout_s)
-                own = self._schedule.own_interval(step, time.monotonic() - begin)
+                own, is_common = self._schedule.own_interval(step, time.monotonic() - begin), True
                 self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
             except (CheckpointError, CheckpointException) as error:
-                warns = self._group.is_coordinator  # An error of state_dict() is raised everywhere.
-                is_of_save = self.asynchronous or isinstance(error, CheckpointException)
-                if not (is_of_save and self._failures.may_go_on(error, warns=warns)):
-                    raise
-                return False
+                is_common |= isinstance(error, CheckpointException)
+                if is_common and self._failures.may_go_on(error, warns=self._group.is_coordinator):
+                    return False
+                raise
             finally:
                 failure = None  # Its traceback refers to this frame, and so to the state.
             self._failures.ended(in_background=self.asynchronous)
@@ -559,8 +559,8 @@ class Run(LastSaves):
         progress bar. In a forked child of the process of the run, the method does nothing.
 
         Raises:
-            CheckpointError: The background save or a promotion failed; see :meth:`wait`. All ranks
-                raise it. The steps remain in ``local``, and the next run promotes them.
+            CheckpointError: The background save or a promotion failed, on all ranks; see
+                :meth:`wait`. Steps remain in ``local``, and the next run promotes them.
             RankTimeoutError: With ``local``: a rank left its block by an error, is late or gone.
         """
         if self._exclusive.is_forked:
