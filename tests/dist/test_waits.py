@@ -341,7 +341,7 @@ def test_a_long_wait_is_logged_with_what_it_is_for(path: Path) -> None:
     logger.addHandler(recorder)
     try:
         if dist.get_rank() == 1:
-            time.sleep(2)
+            time.sleep(3)
         with mock.patch.object(waiting, "LOG_S", 1.0):
             group.call(AMPLE_S).barrier("planning")
     finally:
