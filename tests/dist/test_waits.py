@@ -348,4 +348,4 @@ def test_a_long_wait_is_logged_with_what_it_is_for(path: Path) -> None:
         logger.removeHandler(recorder)
     if dist.get_rank() == 0:
         (record,) = records
-        assert record.startswith("WARNING waiting for ranks: rank 1 is still planning (")
+        assert record.startswith("WARNING waiting for ranks: rank 1 is still planning (1")

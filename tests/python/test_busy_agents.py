@@ -79,7 +79,7 @@ class Served:
 
 @pytest.fixture
 def served(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    made = Served(run, monkeypatch)
+    made, before = Served(run, monkeypatch), set(threading.enumerate())
     with agent_lock(made.folder) as is_ours:
         assert is_ours
         thread = threading.Thread(target=made.agent.serve)
@@ -92,6 +92,7 @@ def served(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
             rank.detach(drop=True)
         thread.join(SOON_S)
         assert not thread.is_alive()
+    until(lambda: set(threading.enumerate()) <= before)  # Each would reserve a descriptor.
 
 
 def reserve(served: Served, rank: AgentClient) -> Slow:

@@ -136,6 +136,7 @@ class Stranger:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # Ends the thread that accepts.
         self._listener.close()
         for connection in self._open:
             connection.close()
@@ -360,6 +361,7 @@ def relay_to(place: tuple[str, int]) -> Iterator[tuple[tuple[str, int], bytearra
     threading.Thread(target=accept, daemon=True).start()
     with listener:
         yield listener.getsockname()[:2], passed
+        listener.shutdown(socket.SHUT_RDWR)  # Ends the thread that accepts.
 
 
 def test_a_handshake_that_is_relayed_from_another_address_fails(quick: None) -> None:

@@ -22,10 +22,10 @@ from torch_ckpt.storage.compare import compare
 from torch_ckpt.storage.verify import examine
 
 COUNT = 150
-FEW = 75
+FEW = 30
 """Descriptors that a save may add: less than one for each file."""
 
-MANY, OPEN = 320, 312
+MANY, OPEN = 320, 290
 """Files to read, and descriptors that a read may add: two for each of 128 files, and some."""
 
 

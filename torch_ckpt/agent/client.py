@@ -55,7 +55,7 @@ _ANSWER_S = 30.0
 """Time without any answer after which an agent is lost, unless the client's timeout is shorter."""
 
 _POLLS = 6
-"""How often a client that waits for an answer checks in this time that the agent answers others."""
+"""Pings within that time, by which a client that waits finds out whether the agent answers."""
 
 _LEAST_S = 0.1
 """Shortest timeout of a request: a busy machine may not run this process for a moment."""
@@ -64,7 +64,7 @@ _GRACE_S = 5.0
 """Time for the answer of an agent that was asked to wait."""
 
 _LOG_POLL_S = 0.2
-"""Interval at which a wait within another one logs that."""
+"""Interval at which a client that has sent a ping checks whether its wait is to be logged."""
 
 _START_POLL_S = 0.02
 """Interval at which a client finds out whether a started agent answers."""
@@ -77,10 +77,10 @@ _AWAITED = {
 """What a request waits for, in the log, if it is more than the answer."""
 
 _MAX_LOST = 3
-"""Agents that a request may lose. Within ``_START_S`` of its begin, it may lose more."""
+"""A request fails after it has lost this many agents, but not before ``_START_S`` have passed."""
 
 _MAX_CRASHES = 2
-"""Agents that may end by an error of their own before the client stops to start others."""
+"""The client gives up after this many agents in a row have crashed during start-up."""
 
 _FIRST_WITHIN_S = 10.0
 """Time that a started agent waits for a first rank. Several ranks may start one each."""
@@ -457,8 +457,8 @@ class AgentClient:
     ) -> socket.socket:
         """Returns a new connection, on which the agent has answered.
 
-        ``waiting`` is the wait that this one is a part of. A ping only finds out whether it
-        answers. It uses no directory, which may be slow.
+        A ping only finds out whether the agent answers. It uses no directory, which may be slow.
+        ``waiting`` is the log of the wait that sends the ping.
         """
         place = self.place
         connection = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -475,12 +475,13 @@ class AgentClient:
                 **({} if is_ping else self._identity()),
             )
             log = waiting or self._waiting(lambda: f"{self.name} to answer")
-            for pause_s in LongWait(str).rounds(max(within_s, _LEAST_S), _LOG_POLL_S):
-                if has_arrived(connection, pause_s):
-                    break
+            left_s = max(within_s, _LEAST_S)
+            deadline = time.monotonic() + left_s
+            while not has_arrived(connection, min(left_s, _LOG_POLL_S)):
                 log.log()
-            else:
-                raise TimeoutError
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError
             self._check(receive(connection))
         except TimeoutError:
             connection.close()

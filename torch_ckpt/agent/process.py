@@ -134,6 +134,7 @@ class Agent:
                 self._changed.wait(_POLL_S)
                 self._check_trainers()
             self._has_ended = True
+            listener.shutdown(socket.SHUT_RDWR)  # A close alone wakes no thread that accepts.
             listener.close()
             path.unlink(missing_ok=True)
             self._replicas.close()
@@ -230,7 +231,7 @@ class Agent:
             try:
                 connection = PROCESS.own(listener.accept()[0])
             except OSError as error:
-                if listener.fileno() < 0:  # The agent ends.
+                if self._has_ended:
                     return
                 _log.warning("cannot accept a trainer: %s", error)
                 time.sleep(_POLL_S)  # A descriptor may become free.
