@@ -200,10 +200,11 @@ class ReplicaReceiver:
         whole = whole_replicas(self._folder, self._run)
         saves = {found for found, _ in whole}
         retained = keep if keep in saves else max(saves - {save}, default=None)
-        kept = [path for (found, _), each in whole.items() if found == retained for _, path in each]
+        of_retained = [each for (found, _), each in whole.items() if found == retained]
         # A save is in both if its sender lost the mark, and sent it again.
         in_generation = [
-            {path for path in kept if path.suffix == f".{number}"} for number in range(GENERATIONS)
+            {path for each in of_retained for _, path in each if path.suffix == f".{number}"}
+            for number in range(GENERATIONS)
         ]
         remaining = max(in_generation, key=len)
         generations = [

@@ -61,13 +61,13 @@ def _ls(options: argparse.Namespace) -> int:
     steps: list[dict[str, Any]] = []
     unlisted: list[str] = []
 
-    def look() -> list[tuple[int, str]]:
+    def scan() -> list[tuple[int, str]]:
         unlisted.clear()
         steps[:] = _steps_of(directories, unlisted, is_part=is_part)
         return [(step["step"], step["state"]) for step in steps]
 
     # A training may save and remove steps meanwhile.
-    agreed(look, lambda found: found != [] and all(state != "unfinished" for _, state in found))
+    agreed(scan, lambda found: found != [] and all(state != "unfinished" for _, state in found))
     for problem in unlisted:
         print(printable(problem), file=sys.stderr)
     if not steps:

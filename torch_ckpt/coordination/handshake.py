@@ -43,7 +43,7 @@ class Handshake:
         return self._proof(self._own, self._other, self.nonce, nonce)
 
     def is_proven(self, nonce: bytes, proof: bytes) -> bool:
-        """Returns whether the other end, which has sent ``nonce``, has proved that it knows."""
+        """Returns whether the end that has sent ``nonce`` has proved that it knows the secret."""
         return hmac.compare_digest(proof, self._proof(self._other, self._own, nonce, self.nonce))
 
     def _proof(self, sender: str, receiver: str, first: bytes, second: bytes) -> bytes:

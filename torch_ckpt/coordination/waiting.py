@@ -76,7 +76,7 @@ class LongWait:
     def rounds(self, timeout_s: float = math.inf, poll_s: float = math.inf) -> Iterator[float]:
         """Yields how many seconds to wait next, at most ``poll_s``, and logs between.
 
-        Ends after ``timeout_s``. Yields at least once, so that a wait of no time looks once.
+        Ends after ``timeout_s``. Yields at least once, so that a wait of no time checks once.
         """
         while True:
             waited_s = self.waited_s

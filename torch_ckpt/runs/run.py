@@ -354,7 +354,7 @@ class Run(LastSaves):
             files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
             if files is None:
                 return False
-            # An error of this rank, which the others do not know yet; whether all ranks raise one.
+            # An error that only this rank knows so far, and whether all ranks raise the next error.
             failure, is_common = None, self.asynchronous
             try:
                 if self.asynchronous:

@@ -79,7 +79,7 @@ class StepDirectories:
         checked: set[int] = set()  # A full check reads all bytes: once.
         damaged: dict[int, CheckpointError] = {}
 
-        def look() -> tuple[int | None, list[int]]:
+        def scan() -> tuple[int | None, list[int]]:
             """Returns the newest whole step, and newer directories without a checkpoint."""
             absent = []
             for step in listed_steps(self.directory):
@@ -98,7 +98,7 @@ class StepDirectories:
             return None, absent
 
         while True:
-            step, absent = agreed(look, lambda found: found[0] is not None and not found[1])
+            step, absent = agreed(scan, lambda found: found[0] is not None and not found[1])
             for other in sorted({*damaged, *absent}, reverse=True):
                 if reason := damaged.get(other) or what_is_missing(self.path(other)):
                     warnings.warn(f"step {other} is passed over: {reason}", stacklevel=2)
@@ -165,7 +165,7 @@ class StepDirectories:
     def values(self, monitor: str) -> dict[int, float]:
         """Returns the metric of each committed step that has one, and not a NaN."""
 
-        def look() -> tuple[dict[int, float], list[int]]:
+        def scan() -> tuple[dict[int, float], list[int]]:
             found, absent = {}, []
             for step in listed_steps(self.directory):
                 value = metrics_of(self.path(step)).get(monitor, math.nan)
@@ -175,7 +175,7 @@ class StepDirectories:
                     found[step] = value
             return found, absent
 
-        return agreed(look, lambda found: found[0] != {} and not found[1])[0]
+        return agreed(scan, lambda found: found[0] != {} and not found[1])[0]
 
     def retain(
         self, saved: int, *, last: int, every: int | None, others: Collection[int] = ()

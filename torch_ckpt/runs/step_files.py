@@ -62,10 +62,10 @@ SMALL_FILES = frozenset({_METRICS, BRANCH})
 _RENEW_S = 60.0
 
 _REMOVAL = f"{PENDING}removal-"
-"""Begin of the names of files that announce removals. Retention deletes old pending files."""
+"""Prefix of the files that announce removals. Retention deletes old pending files."""
 
 _REMOVAL_S = 30.0
-"""For how long a lease waits for announced removals. Their steps are renamed within moments."""
+"""Longest wait of a lease for announced removals, whose steps are renamed within moments."""
 
 _POLL_S = 0.02
 
@@ -90,23 +90,23 @@ def listed_steps(directory: Location) -> list[int]:
 def committed_steps(directory: Location) -> list[int]:
     """Returns the steps with a committed checkpoint, whole or damaged, the newest first."""
 
-    def look() -> tuple[list[int], list[int]]:
+    def scan() -> tuple[list[int], list[int]]:
         steps = listed_steps(directory)
         return [step for step in steps if has_checkpoint(directory / f"step-{step}")], steps
 
-    return agreed(look, lambda found: found[0] == found[1] != [])[0]
+    return agreed(scan, lambda found: found[0] == found[1] != [])[0]
 
 
-def agreed(look: Callable[[], T], is_certain: Callable[[T], bool]) -> T:
-    """Returns what a look at the steps of a run finds: a certain result, or that of two in a row.
+def agreed(scan: Callable[[], T], is_certain: Callable[[T], bool]) -> T:
+    """Scans the steps of a run until the result is certain, or two scans in a row agree.
 
-    Meanwhile, another process may commit a step that was looked at, or not listed, and remove the
-    step that is looked at next. So a look is not certain if it finds no step, or one that is not
-    committed.
+    During a scan, another process may commit a step that the scan has passed or did not list, and
+    remove the step that comes next. So a scan without a step, or with one that is not committed, is
+    not certain.
     """
-    found = look()
+    found = scan()
     while not is_certain(found):
-        before, found = found, look()
+        before, found = found, scan()
         if found == before:
             break
     return found

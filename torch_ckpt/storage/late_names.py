@@ -34,13 +34,12 @@ def still_missing(
     the rank that has created them may have removed them.
     """
     missing = [name for name in names if not is_found(name)]
-    waiting = LongWait(
-        lambda: (
-            f"{missing[0]}, which {creator} has created, to appear on this machine"
-            + (f", and {len(missing) - 1} other files" if len(missing) > 1 else "")
-        )
-    )
-    call = current_call()
+
+    def awaited() -> str:
+        others = f" and {len(missing) - 1} other files" if len(missing) > 1 else ""
+        return f"{missing[0]}{others}, which {creator} has created, to appear on this machine"
+
+    waiting, call = LongWait(awaited), current_call()
     for pause_s in waiting.rounds(APPEARS_S, _POLL_S):
         if not missing:
             break
