@@ -235,7 +235,3 @@ def mortal_ranks(size: int, store_on: int | None, *args: Any) -> Iterator[list[A
             process.join()
         if store_on is None:
             del store
-
-
-def state_of_process(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

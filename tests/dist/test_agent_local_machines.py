@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from local_machines import restore, run_on, state_of, steps_in
 from machines import memory_of, on_machine
 from ranks import RankError, Ranks
+from support.freezing import freeze
 from support.logs import logged
 from waits import until, until_committed
 
@@ -394,7 +395,7 @@ def test_steps_are_replicated_and_unchanged_files_are_linked(tmp_path: Path, mem
         check_whole(tmp_path, 3)
         until(lambda: len(list(memory.glob("machine-*/*/*/replicated-*"))) >= 2, LOST_S)
         agent = agent_pid(tmp_path, memory, 1)
-        os.kill(agent, signal.SIGSTOP)  # Else its ranks would start another.
+        freeze(agent)  # Else its ranks would start another.
         world.kill()
     os.kill(agent, signal.SIGKILL)
     shutil.rmtree(memory_of(memory, 1))

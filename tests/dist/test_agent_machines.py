@@ -30,6 +30,7 @@ from machines import RANKS_PER_MACHINE, memory_of, on_machine
 from part_saves import stage_on
 from ranks import Ranks
 from states import assert_same, assert_stored
+from support.freezing import freeze
 from support.run_steps import names_in_run
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from waits import until, until_committed
@@ -270,7 +271,7 @@ def test_where_a_machine_is_lost_all_ranks_go_back_to_the_disk(
     with Ranks(RANKS) as world:
         world.run(save_step, run, memory, 1, False)
         agent = agent_pid(memory, 1, run)
-        os.kill(agent, signal.SIGSTOP)  # Else its ranks would start another, or it save for them.
+        freeze(agent)  # Else its ranks would start another, or it save for them.
         world.kill()
     os.kill(agent, signal.SIGKILL)
     shutil.rmtree(memory_of(memory, 1))
@@ -303,7 +304,7 @@ def test_a_save_that_a_lost_machine_leaves_behind_holds_up_no_later_save(
         world.run(save, run, memory, 1)
         world.run(request_on, run, memory, 2, [2, 3] if lost == 0 else [0, 1])
         agent = agent_pid(memory, lost, run)
-        os.kill(agent, signal.SIGSTOP)  # Else its ranks would start another.
+        freeze(agent)  # Else its ranks would start another.
         world.kill()
     os.kill(agent, signal.SIGKILL)
     shutil.rmtree(memory_of(memory, lost))

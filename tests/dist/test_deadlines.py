@@ -39,11 +39,11 @@ from failing_ranks import (
     release,
     save,
     save_and_wait,
-    state_of_process,
     train,
 )
 from ranks import Worlds
 from states import assert_same, shards_of
+from support.freezing import freeze
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
@@ -560,9 +560,7 @@ def save_as_the_store_pauses(path: Path, fifo: Path, is_known: bool) -> Failure:
         torch_ckpt.save(own_state(rank, "old"), **options, timeout_s=AMPLE_S)
     dist.barrier()
     if rank == 1:
-        os.kill(pids[0], signal.SIGSTOP)
-        while state_of_process(pids[0]) != "T":
-            pass
+        freeze(pids[0])
     # Rank 0 learns of it when it comes, or it would wait for all of its time.
     options_of_first = {**options, "timeout_s": DEADLINE_S if rank == 1 else AMPLE_S}
     planner = SavePlanner(Detour("local plan", 0, hold, fifo))

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from failing_ranks import AMPLE_S, Detour, LoadPlanner, SavePlanner, Writer, own_state
 from ranks import Ranks, Worlds
 from support.agents import agent_pid
+from support.freezing import freeze
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from waits import until
 
@@ -164,7 +165,7 @@ def save_beside_a_frozen_rank(path: Path) -> list[str]:
     torch_ckpt.save(STATE, checkpoint_id=path / "old")
     with lines(path) as found:
         if dist.get_rank() == 1:
-            os.kill(pids[0], signal.SIGSTOP)
+            freeze(pids[0])
             threading.Thread(
                 target=lambda: (found._has_line.wait(FOUND_S), os.kill(pids[0], signal.SIGCONT))
             ).start()
@@ -300,7 +301,7 @@ def test_a_thread_that_waits_for_another_says_what_for(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def stopped(pid: int, found: Lines) -> Iterator[None]:
     """Stops a process, until a line was logged."""
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
 
     def resume() -> None:
         with contextlib.suppress(AssertionError):

@@ -20,7 +20,6 @@ from failing_ranks import (
     answers,
     failure_of,
     mortal_ranks,
-    state_of_process,
 )
 from ranks import Worlds
 
@@ -93,9 +92,7 @@ def save_beside_a_rank_that_freezes_before_its_promise(path: Path, victim: int) 
     pid, finish = int(store.get(f"pid{victim}")), FastWriter.finish
 
     def freeze(self: FastWriter, *args: Any, **options: Any) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        while state_of_process(pid) != "T":
-            time.sleep(0.01)
+        freeze(pid)
         finish(self, *args, **options)
 
     begin = time.monotonic()

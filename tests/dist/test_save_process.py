@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import run_python
 from ranks import on_ranks
+from support.freezing import freeze
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -176,7 +176,7 @@ def test_save_process_that_is_frozen_fails_its_save_on_all_ranks_and_not_the_nex
     save(path / "0", 0, timeout_s=60).result(WAIT_S)
     pid = own_process()
     if dist.get_rank() == 1:
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
     begin = time.monotonic()
     error = save(path / "1", 1, timeout_s=5).exception(WAIT_S)
     assert time.monotonic() - begin < 5 + 5 + 5
@@ -190,7 +190,7 @@ def test_save_process_that_is_frozen_fails_its_save_on_all_ranks_and_not_the_nex
 @on_ranks(1, timeout_s=120)
 def test_save_process_of_a_single_rank_that_is_frozen_fails_its_save(path: Path) -> None:
     save(path / "0", 0, timeout_s=60).result(WAIT_S)
-    os.kill(own_process(), signal.SIGSTOP)
+    freeze(own_process())
     begin = time.monotonic()
     # More than a pipe holds.
     future = torch_ckpt.async_save(

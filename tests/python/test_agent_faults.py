@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.agents import agent_pid, kill_agent
+from support.freezing import freeze
 from waits import SOON_S, until
 
 from torch_ckpt import FastReader
@@ -169,7 +170,7 @@ def test_a_rank_waits_for_a_frozen_agent_although_hundreds_of_connections_are_qu
 ) -> None:
     agent, pid = SnapshotAgent(run), agent_pid(run)
     with contextlib.ExitStack() as stack:
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
         for _ in range(300):
             queued = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -190,7 +191,7 @@ def test_a_wait_for_a_commit_is_logged_once_also_if_the_agent_freezes_within_it(
 
     def freeze_after(connection: socket.socket, kind: Kind, **fields: Any) -> None:
         if kind == Kind.PERSIST:
-            os.kill(pid, signal.SIGSTOP)
+            freeze(pid)
             threading.Timer(2.5, os.kill, (pid, signal.SIGCONT)).start()
         sent(connection, kind, **fields)
 

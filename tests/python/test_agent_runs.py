@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from support.agents import agent_pid
+from support.freezing import freeze
 from waits import SOON_S, until
 
 import torch_ckpt
@@ -180,7 +181,7 @@ def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> No
     training.save(1, state)
     training.wait()
     agent = agent_pid(run)
-    os.kill(agent, signal.SIGSTOP)
+    freeze(agent)
     begin = time.monotonic()
     try:
         with warnings.catch_warnings(record=True) as warned:
@@ -214,13 +215,13 @@ def test_a_frozen_agent_is_lost_after_one_limit_whenever_it_freezes(
     training.wait()
     agent, sent = agent_pid(run), client.send
 
-    def freeze() -> None:
-        os.kill(agent, signal.SIGSTOP)
+    def freeze_agent() -> None:
+        freeze(agent)
         froze.append(time.monotonic())
 
     def freeze_before(connection: socket.socket, kind: Kind, **fields: Any) -> None:
         if kind.value == request_ and not froze:
-            freeze()
+            freeze_agent()
         sent(connection, kind, **fields)
 
     for name in ("_ANSWER_S", "_START_S"):
@@ -230,7 +231,7 @@ def test_a_frozen_agent_is_lost_after_one_limit_whenever_it_freezes(
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             if request_ == "no socket":
-                freeze()
+                freeze_agent()
                 (folder_of(run_of(run)) / "agent.socket").unlink()
                 training._saves._backend._agent._client.close()
             training.save(2, state)
@@ -262,7 +263,7 @@ def test_a_step_that_a_frozen_agent_commits_later_has_its_metrics(
 
     def freeze_before(connection: socket.socket, kind: Kind, **fields: Any) -> None:
         if kind == Kind.PERSIST:
-            os.kill(agent, signal.SIGSTOP)
+            freeze(agent)
         sent(connection, kind, **fields)
 
     with monkeypatch.context() as patched:
@@ -287,7 +288,7 @@ def test_a_save_whose_agent_freezes_before_the_commit_fails(run: Path) -> None:
     training.wait()
     agent = agent_pid(run)
     training.save(2, {"w": torch.ones(100 << 20, dtype=torch.uint8)})
-    os.kill(agent, signal.SIGSTOP)
+    freeze(agent)
     try:
         assert "did not answer within 3 s" in failure_of_wait(training)
     finally:

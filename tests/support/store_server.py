@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+from support.freezing import freeze
+
 __all__ = ["JuiceFS", "SeaweedFS", "StoreServer", "answers", "free_ports", "program"]
 
 ACCESS_KEY, SECRET_KEY = "tests-access-key", "tests-secret-key"
@@ -150,7 +152,7 @@ class StoreServer:
 
     def pause(self) -> None:
         """Stops the server where it is: connections stay open, and nothing answers."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def resume(self) -> None:
         """Lets the server go on after ``pause``."""

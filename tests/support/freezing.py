@@ -1,0 +1,23 @@
+"""Freezes processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from waits import until
+
+__all__ = ["freeze", "is_frozen"]
+
+
+def freeze(pid: int) -> None:
+    """Stops a process. Its threads may go on for a moment after the signal: this waits for them."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: is_frozen(pid))
+
+
+def is_frozen(pid: int) -> bool:
+    """Returns whether all threads of a process are stopped."""
+    states = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
