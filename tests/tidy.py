@@ -41,6 +41,7 @@ PACKAGES = [
     {"filesystems"},
     {"records"},
     {"coordination", "formats"},
+    {"commits"},
     {"planning"},
     {"staging"},
     {"storage"},

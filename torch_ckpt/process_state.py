@@ -55,9 +55,9 @@ class _Process:
         warned_placeholders: Sets of FQNs of empty tensors that this process has warned of. Owner:
             ``planning/placeholders``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
-            ``storage/temporary``.
+            ``commits/temporary``.
         probed: Pairs of a device and a call of file systems that was not refused there. Owner:
-            ``storage/commit_probe``.
+            ``commits/probe``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
             stagers.
         unshared: Objects with descriptors, which a forked child closes; see :meth:`own`.

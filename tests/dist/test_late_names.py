@@ -28,9 +28,9 @@ from syscalls import Listener, Stop, can_stop, have_answered, stop_before_lookup
 
 import torch_ckpt
 from torch_ckpt import FastWriter, Run, SafetensorsWriter
+from torch_ckpt.commits import late_names
 from torch_ckpt.coordination import waiting
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.storage import late_names
 
 pytestmark = [
     pytest.mark.timeout(120),

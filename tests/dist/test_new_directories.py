@@ -29,10 +29,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import torch_ckpt
 from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
 from torch_ckpt._core import _native
+from torch_ckpt.commits.temporary import remove_abandoned, temporary
 from torch_ckpt.errors import AlreadyExistsError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
-from torch_ckpt.storage.temporary import remove_abandoned, temporary
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -17,15 +17,15 @@ from forks import Forks
 from states import READERS, assert_same, tensors_of
 from stops import run_stopped
 from syscalls import can_stop
+from torch_ckpt.commits.model_files import begin_model
 
 from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
 from torch_ckpt._core import _native
+from torch_ckpt.commits.garbage import find, pending_pattern, stale_files
 from torch_ckpt.coordination import owner
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
-from torch_ckpt.storage.gc import find, pending_pattern, stale_files
-from torch_ckpt.storage.safetensors_commit import begin_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import torch_ckpt
 from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
+from torch_ckpt.commits import late_names
 from torch_ckpt.errors import StorageError
-from torch_ckpt.storage import late_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -32,10 +32,10 @@ from torch_ckpt.agent.messages import (
     send,
 )
 from torch_ckpt.agent.persist import Writing
+from torch_ckpt.commits.garbage import stale_files
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
-from torch_ckpt.storage.gc import stale_files
 
 
 def manifests_in(path: Path, node: int = 0) -> Manifests:

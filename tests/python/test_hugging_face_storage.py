@@ -22,16 +22,16 @@ from torch.distributed.checkpoint import (
     QuantizedHuggingFaceStorageReader,
 )
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+from torch_ckpt.commits.model_files import begin_model, pending_index, publish_boxes
 from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastReader, SafetensorsWriter
+from torch_ckpt.commits.garbage import Found
 from torch_ckpt.errors import MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.hugging_face_storage import ModelWriter
 from torch_ckpt.process_state import PROCESS
-from torch_ckpt.storage.gc import Found
-from torch_ckpt.storage.safetensors_commit import begin_model, pending_index, publish_boxes
 
 ASYNC_TIMEOUT_S = 60
 NUMBERS = {"up": 1, "down": 2, "norm": 2, "table": 4}  # No tensor has file 3.

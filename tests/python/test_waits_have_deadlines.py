@@ -266,7 +266,7 @@ TIMED = {
     "runs/step_files.py lease.renew ended.wait": NOBODY,
     "storage/exchange.py _Connection._wait_for_ready time.sleep": AWAITED,
     "storage/exchange.py _swapped work.wait": AWAITED,
-    "storage/late_names.py wait_on_all time.sleep": SHORT,
+    "commits/late_names.py wait_on_all time.sleep": SHORT,
     "storage/exchange.py _delete_keys thread.join": "the load has ended; at most 10 s",
     "storage/progress.py progress_bar.show ended.wait": NOBODY,
 }

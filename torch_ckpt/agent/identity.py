@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.storage.commit_probe import check_commit
 
 __all__ = [
     "RunId",

@@ -53,11 +53,11 @@ from torch_ckpt.agent.persist import (
     values_of,
     write_shares,
 )
+from torch_ckpt.commits.garbage import Found, remove_files
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, index_name, pending_name
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference
-from torch_ckpt.storage.gc import Found, remove_files
 
 __all__ = ["JointSave", "manifests_of"]
 
@@ -140,7 +140,7 @@ class JointSave:
 
     @property
     def _pending(self) -> Location:
-        """The pending file of the epoch; see :mod:`torch_ckpt.storage.gc`."""
+        """The pending file of the epoch; see :mod:`torch_ckpt.commits.garbage`."""
         return self.directory / pending_name(self._files.save_id(self._epoch))
 
     @property

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, get_args
 from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
+from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -30,7 +31,6 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
-from torch_ckpt.storage.gc import remove_files
 
 __all__ = ["FileKind", "Manifests", "PendingFailures"]
 

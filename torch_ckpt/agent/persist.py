@@ -17,6 +17,14 @@ from typing import TypeAlias
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.memory import NOT_SHARED
+from torch_ckpt.commits.garbage import (
+    Found,
+    collect_garbage,
+    find,
+    pending_pattern,
+    remove_files,
+)
+from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import (
@@ -29,15 +37,7 @@ from torch_ckpt.formats.committed import (
 )
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
-from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads, write_planned
-from torch_ckpt.storage.gc import (
-    Found,
-    collect_garbage,
-    find,
-    pending_pattern,
-    remove_files,
-)
 from torch_ckpt.storage.reuse import Reuse, take_from_base
 
 __all__ = [

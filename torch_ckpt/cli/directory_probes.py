@@ -14,14 +14,14 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from torch_ckpt._core import _native
+from torch_ckpt.commits.probe import check_commit
+from torch_ckpt.commits.temporary import TMP, remove_temporary, temporary
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.cgroups import memory_limit
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import READ_THREADS, IoMode, IoOptions
-from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.progress import readable_nbytes
-from torch_ckpt.storage.temporary import TMP, remove_temporary, temporary
 
 __all__ = ["Fact", "directory", "mount_of"]
 

@@ -12,14 +12,13 @@ from torch.distributed.checkpoint._traverse import set_element
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, bytes_of
+from torch_ckpt.commits.replacement import Replacement
 from torch_ckpt.conversion.pieces import IO, Piece, Source
 from torch_ckpt.errors import AlreadyExistsError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor, lay_out
-from torch_ckpt.storage.commit_probe import check_commit
 from torch_ckpt.storage.file_jobs import finished
 from torch_ckpt.storage.progress import progress_bar
-from torch_ckpt.storage.temporary import TMP, remove_abandoned, temporary
 
 __all__ = ["check_target", "lay_out_value", "write_files", "write_torch_file"]
 
@@ -43,17 +42,9 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
             value = dataclasses.replace(value, name=source.ties[name])
         set_element(state, source.paths[name], value)
     layout = lay_out_value(state, target)
-    target.parent.create_directories()
-    remove_abandoned(target.parent, target.name)
-    check_commit(target.parent, target, sync=True)
-    unpublished = temporary(target, TMP)
-    try:
-        write_files(source, [(unpublished, layout)], target)
-        unpublished.rename(target)
-    except BaseException:
-        unpublished.discard()
-        raise
-    target.parent.sync()
+    with Replacement(target) as new:
+        write_files(source, [(new.unpublished, layout)], target)
+        new.commit()
 
 
 def check_target(target: Location, overwrite: bool) -> None:

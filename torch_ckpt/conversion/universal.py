@@ -6,7 +6,6 @@ load it, on any number of ranks. DeepSpeed need not be installed.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
 from collections import OrderedDict
@@ -16,13 +15,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 
+from torch_ckpt.commits.replacement import Replacement, replace_file
+from torch_ckpt.commits.temporary import remove_abandoned
 from torch_ckpt.conversion.pieces import Source
 from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_files
-from torch_ckpt.errors import AlreadyExistsError, CheckpointError, UnsupportedError
+from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
-from torch_ckpt.storage.commit_probe import check_commit
-from torch_ckpt.storage.temporary import TMP, remove_abandoned, replace_directory, temporary
 
 __all__ = ["RESTORE", "write_universal"]
 
@@ -65,42 +64,20 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     parameter.
     """
     place = target.resolved()
-    remove_abandoned(place.parent, place.name)
-    remove_abandoned(target.parent, _POINTER)
+    remove_abandoned(place.parent, place.name)  # It may give a replaced folder its name back.
     check_target(target, overwrite)
     _check_replaced(source, target)
     groups = _parameter_groups(source)
-    place.parent.create_directories()
-    check_commit(place.parent, target, sync=True, directories=True)
     _warn_of_options(groups, target)
-    unpublished = temporary(place, TMP)
-    try:
-        files = _files(source, groups, unpublished)
+    with Replacement(place, is_folder=True, name=target) as new:
+        files = _files(source, groups, new.unpublished)
         for folder in {path.parent for path, _ in files}:
             folder.create_directories()
         write_files(source, files, target)
-        for folder in {path.parent for path, _ in files} | {unpublished / _FOLDER}:
+        for folder in {path.parent for path, _ in files} | {new.unpublished / _FOLDER}:
             folder.sync()
-        replaced = replace_directory(unpublished, place)
-    except BaseException:
-        with contextlib.suppress(CheckpointError):
-            unpublished.remove_all()
-        raise
-    place.parent.sync()  # Before the replaced folder is removed.
-    _write_pointer(target)
-    if replaced is not None:
-        replaced.remove_all()
-
-
-def _write_pointer(target: Location) -> None:
-    pointer = target.with_name(_POINTER)
-    unpublished = temporary(pointer, TMP)
-    try:
-        unpublished.write(target.name.encode(), sync=True)
-        unpublished.rename(pointer)
-        target.parent.sync()
-    finally:
-        unpublished.discard()
+        new.commit()
+        replace_file(target.with_name(_POINTER), target.name.encode())
 
 
 def _check_replaced(source: Source, target: Location) -> None:

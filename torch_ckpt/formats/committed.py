@@ -14,15 +14,12 @@ import contextlib
 import hashlib
 import re
 import uuid
-from collections.abc import Iterable, Sequence
-from errno import EEXIST
+from collections.abc import Iterable
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import (
-    AlreadyExistsError,
     CorruptionError,
     NotFoundError,
-    StorageError,
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
@@ -31,12 +28,10 @@ __all__ = [
     "INDEX",
     "INDEX_MARK",
     "PENDING",
-    "commit",
     "committed_id",
     "files_in",
     "has_checkpoint",
     "index_name",
-    "is_committed",
     "is_index",
     "metadata_prefixes",
     "open_committed",
@@ -169,65 +164,6 @@ def committed_id(directory: Location, prefix: str = "") -> str | None:
         _, index = open_committed(directory, prefix, verify=False)
         return None if index is None else index.save_id
     return None
-
-
-def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:
-    """Returns whether a save is the committed one: of all ranks, or of the rank of a prefix alone.
-
-    Raises StorageError if that is unknown because the files cannot be read.
-    """
-    prefixes = metadata_prefixes(directory)
-    is_mixed = "" in prefixes and len(prefixes) > 1
-    return not is_mixed and committed_id(directory, prefix) == save_id
-
-
-def commit(
-    directory: Location,
-    metadata: bytes,
-    index: bytes,
-    save_id: str,
-    *,
-    files: Sequence[str] | None,
-    sync: bool,
-    version: str,
-    prefix: str = "",
-    new_name: Location | None = None,
-) -> None:
-    """Commits the metadata and the index of a save in a directory; see ``csrc/engine/commit.h``.
-
-    ``files`` are removed if it certainly fails. With ``None``, all stay, with the pending file, for
-    another try. ``version`` is that of the metadata to replace, on
-    a store. A hidden directory gets its ``new_name`` by the commit. Raises AlreadyExistsError if
-    another save was committed meanwhile, or has removed files of this one. After a StorageError, it
-    is unknown whether the save is committed.
-    """
-    file_system = directory.file_system
-    target = directory if new_name is None else new_name
-    try:
-        file_system.commit(
-            directory.path,
-            f"{prefix}.metadata",
-            f"{prefix}.index",
-            metadata,
-            index,
-            save_id,
-            None if files is None else list(files),
-            sync,
-            None if new_name is None else new_name.path,
-            version,
-        )
-    except (NotFoundError, StorageError) as error:
-        is_missing = isinstance(error, NotFoundError)
-        if not is_missing and (error.errno, file_system.publishes_by_condition) != (EEXIST, True):
-            raise
-        # A network file system may have committed, lost the reply, and asked for it again.
-        if not is_missing or committed_id(target, prefix) != save_id:
-            raise AlreadyExistsError(
-                f"cannot commit {target}: another save was committed there, or has removed the "
-                "files of this one"
-            ) from error
-        if sync:
-            (target if new_name is None else target.parent).sync()
 
 
 def _check_never_indexed(

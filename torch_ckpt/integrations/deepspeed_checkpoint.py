@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence, Set
 from pathlib import PurePath
 from typing import Any
 
 from torch_ckpt._core import _native
+from torch_ckpt.commits.late_names import still_missing
+from torch_ckpt.commits.replacement import Replacement, replace_file
+from torch_ckpt.commits.temporary import TMP, remove_abandoned, temporary
 from torch_ckpt.coordination.group import Call, Group, claim_commit
 from torch_ckpt.coordination.portable import first_error
 from torch_ckpt.errors import CheckpointError
@@ -16,15 +20,6 @@ from torch_ckpt.formats.deepspeed.folders import WRITTEN_FILE
 from torch_ckpt.options import IoOptions
 from torch_ckpt.staging.staged import Staged
 from torch_ckpt.storage.archive_writer import write_value
-from torch_ckpt.storage.commit_probe import check_commit
-from torch_ckpt.storage.late_names import still_missing
-from torch_ckpt.storage.temporary import (
-    TMP,
-    remove_abandoned,
-    remove_temporary,
-    replace_directory,
-    temporary,
-)
 
 __all__ = ["DeepSpeedCheckpoint"]
 
@@ -79,7 +74,8 @@ class DeepSpeedCheckpoint:
         self._has_files = False
         self._beside: list[tuple[Location, Location]] = []
         self._call = group.call(timeout_s)
-        self._hidden: Location | None = None  # On the coordinator, which removes it.
+        self._stack = contextlib.ExitStack()  # Its end removes what is not committed.
+        self._new: Replacement | None = None  # The folder, on the coordinator.
         with self._call, first_error(self._call.group.rank, "in a save of DeepSpeed"):
             name = self._call.all_reduce("beginning", lambda: None, lambda _: self._begin())
         self._folder = self._place.with_name(name)
@@ -89,13 +85,10 @@ class DeepSpeedCheckpoint:
         parent = self._place.parent
         for directory in {parent, self.directory}:
             directory.create_directories()
-        remove_abandoned(parent, self._place.name)
-        for directory in {parent, self.directory}:
             remove_abandoned(directory)
-        check_commit(parent, self.folder, sync=True, directories=True)
-        self._hidden = temporary(self._place, TMP)
-        self._hidden.create_directories()
-        return self._hidden.name
+        new = Replacement(self._place, is_folder=True, name=self.folder)
+        self._new = self._stack.enter_context(new)
+        return new.unpublished.name
 
     @property
     def call(self) -> Call:
@@ -164,8 +157,7 @@ class DeepSpeedCheckpoint:
         waiting, self._waiting = self._waiting, []
         for _, _, staged in waiting:
             staged.release()
-        if self._hidden is not None:
-            remove_temporary(self._hidden)
+        self._stack.close()
         for unpublished, _ in self._beside:
             unpublished.discard()
 
@@ -182,7 +174,7 @@ class DeepSpeedCheckpoint:
     def _write(self, target: Location, value: Any) -> None:
         # Ranks may write the same file. The last one counts, as in DeepSpeed.
         partial = temporary(target, TMP)
-        if self._hidden is None and PurePath(target.path).is_relative_to(self._folder.path):
+        if self._new is None and PurePath(target.path).is_relative_to(self._folder.path):
             # One that does not appear is named by the error of the write.
             still_missing([self._folder], "the coordinator")
         if target.parent != self._folder:
@@ -205,35 +197,23 @@ class DeepSpeedCheckpoint:
             staged.release()
         return self._has_files, [(str(one), str(other)) for one, other in self._beside]
 
-    def _move_latest(self) -> None:
-        latest = (self.directory / _LATEST).resolved()
-        unpublished = temporary(latest, TMP)
-        try:
-            unpublished.write(self._tag.encode(), sync=True)
-            unpublished.rename(latest)
-            latest.parent.sync()
-        finally:
-            unpublished.discard()
-
     def _commit(self, reports: Sequence[_Report]) -> None:
-        assert self._hidden is not None
-        _sync(self._hidden)
+        assert self._new is not None
+        hidden = self._new.unpublished
+        _sync(hidden)
         claim_commit()
-        replaced = None
         if any(has_files for has_files, _ in reports):
             if self._place.is_directory():
                 old = set(filter(WRITTEN_FILE.fullmatch, self._place.names()))
-                _carry_over(self._place, self._hidden, old.union(self._hidden.names()))
-            replaced = replace_directory(self._hidden, self._place)
-            self._place.parent.sync()
-            self._hidden = replaced
+                _carry_over(self._place, hidden, old.union(hidden.names()))
+            self._new.commit()
         beside = [pair for _, pairs in reports for pair in pairs]
         still_missing([Location(unpublished) for unpublished, _ in beside], "its rank")
         for unpublished, path in beside:
             Location(unpublished).rename(Location(path))
             Location(path).parent.sync()
         if self._saves_latest:
-            self._move_latest()
+            replace_file((self.directory / _LATEST).resolved(), self._tag.encode())
 
 
 def _sync(folder: Location) -> None:

@@ -28,7 +28,6 @@ from torch_ckpt.integrations.replacing import has_only
 from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.safetensors_base import BaseFile
-from torch_ckpt.storage.safetensors_commit import begin_model, publish_boxes, publish_model
 from torch_ckpt.storage.safetensors_facts import facts_of, listed
 from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
 
@@ -97,7 +96,6 @@ class ModelWriter(SafetensorsWriter):
             )
         self.fqn_to_index_mapping = fqn_to_index_mapping
         self.has_boxes = has_boxes
-        self._final_names: Sequence[str] = ()  # Only on the coordinator.
 
     def _arrange(self, plans: list[SavePlan]) -> tuple[ModelLayout, Sequence[BaseFile]]:
         numbers = self.fqn_to_index_mapping
@@ -134,25 +132,11 @@ class ModelWriter(SafetensorsWriter):
             )
         count = max(numbers.values(), default=1) if numbers else 1
         prefix = "shard-00001-" if self.has_boxes else ""
-        self._final_names = [
+        self._usual_names = [
             f"{prefix}model-{number:05d}-of-{count:05d}.safetensors"
             for number in (sorted(of_file) or [1])
         ]
         return layout, []
-
-    def _create_pending(self) -> Location:
-        assert self._layout is not None
-        return begin_model(
-            self.location, len(self._layout.files), self.file_id, has_index=not self.has_boxes
-        )
-
-    def _publish(self, layout: ModelLayout) -> list[str]:
-        names, arguments = self._final_names, (self.file_id, self._found)
-        if self.has_boxes:
-            return publish_boxes(self.location, names, *arguments, sync=self.sync_files)
-        return publish_model(
-            self.location, layout, *arguments, sync=self.sync_files, usual=self._final_names
-        )
 
 
 class ModelReader(FastReader):

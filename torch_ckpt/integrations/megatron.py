@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_ckpt.api import async_save, load, save
+from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
 from torch_ckpt.filesystems.location import Location
@@ -48,7 +49,6 @@ from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.stager import SnapshotStager
-from torch_ckpt.storage.gc import remove_files
 from torch_ckpt.storage.rank_work import RankWork
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt.api import load
+from torch_ckpt.commits.late_names import wait_on_all
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -30,7 +31,6 @@ from torch_ckpt.runs.step_files import (
     remove_expired_leases,
     what_is_missing,
 )
-from torch_ckpt.storage.late_names import wait_on_all
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
 

@@ -8,33 +8,23 @@ own disk: then one of them commits, when all files have arrived. This module imp
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
     NotFoundError,
-    StorageError,
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
-from torch_ckpt.formats.committed import (
-    commit,
-    committed_id,
-    files_in,
-    index_name,
-    is_committed,
-    open_committed,
-    pending_name,
-)
-from torch_ckpt.storage.commit_probe import check_commit
-from torch_ckpt.storage.gc import collect_garbage, find, pending_pattern
+from torch_ckpt.formats.committed import committed_id, files_in, index_name, open_committed
 
 __all__ = ["CheckpointCopy"]
 
@@ -99,6 +89,8 @@ class CheckpointCopy:
         self.source, self.target, self.base = source, target, base
         self._niceness = niceness
         self._opened = self._open(nbytes_per_s)
+        # After an error, the files that have arrived stay, with their mark, for another try.
+        self._transaction = CheckpointTransaction(target, self._opened.save_id, keeps_files=True)
 
     @property
     def save_id(self) -> str:
@@ -144,7 +136,7 @@ class CheckpointCopy:
         self.target.parent.create_directories()
         check_commit(self.target.parent, self.target, sync=True)
         self.target.create_directories()
-        self._mark()
+        self._transaction.mark()  # By this file, other saves and garbage collection know this copy.
         here = set(self.source.names())
         ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
         arrived = files_in(self.target, ours)
@@ -181,9 +173,9 @@ class CheckpointCopy:
         """Commits the copy. All data files must have arrived.
 
         Raises:
-            AlreadyExistsError: Another save was committed at the target meanwhile.
             CheckpointError: A data file is missing.
-            StorageError: The store failed. The checkpoint may be committed.
+            StorageError: Another save was committed at the target meanwhile, or the store failed.
+                In the second case, the checkpoint may be committed.
         """
         missing = self.missing_files()
         if missing:
@@ -191,27 +183,10 @@ class CheckpointCopy:
                 f"cannot commit {self.target}: {len(missing)} data files of {self.source} have not "
                 f"arrived, including {missing[0]}"
             )
-        save_id = self._opened.save_id
-        self._mark()
-        pending = self.target / pending_name(save_id)
-        if pending.nbytes():  # A commit was killed, and may have left the index, too.
-            pending.replace(b"", sync=False)
-        (self.target / index_name(save_id)).discard()
-        found = find(self.target, pending_pattern(None))
-        names = [name for name, _ in self._opened.files]
-        commit(
-            *(self.target, self._opened.metadata, self._opened.encoded_index, save_id),
-            files=None,  # Those that have arrived stay after an error, and their mark.
-            sync=True,
-            version=found.version,
-        )
-        collect_garbage(
-            self.target,
-            found,
-            referenced=names,
-            rank=None,
-            is_committed=lambda: is_committed(self.target, save_id),
-        )
+        self._transaction.resume()
+        opened = self._opened
+        names = [name for name, _ in opened.files]
+        self._transaction.commit(opened.metadata, opened.encoded_index, names)
 
     def _open(self, nbytes_per_s: int) -> _Opened:
         opened, index = open_committed(self.source, "")
@@ -235,17 +210,6 @@ class CheckpointCopy:
             )
         job = _native.CopyJob(index, nbytes_per_s)
         return _Opened(index.save_id, metadata, encoded, index.files, job, index)
-
-    def _mark(self) -> None:
-        """Creates the pending file, by which other saves and garbage collection know this copy."""
-        pending = self.target / pending_name(self._opened.save_id)
-        if not pending.is_missing():
-            return
-        try:
-            pending.write(b"", sync=False)
-        except StorageError as error:
-            if error.errno != errno.EEXIST:  # Another machine was faster.
-                raise
 
     def _link(self, number: int, name: str) -> bool:
         """Takes a file from the base, if both are links to one file; returns whether it did.

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt.storage.directory_writer import Claim
+from torch_ckpt.commits.transaction import Claim
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["MachineWriter"]
@@ -49,15 +49,17 @@ class MachineWriter(FastWriter):
     def _enter(self, claim: Claim | None) -> None:
         if self._commits:
             return
-        if not self._is_first:
+        if self._is_first:
+            self._begin(can_hide=False)
+        else:
             self.location.create_directories()
-            return
-        self._open_directory()
-        self._pending = self._create_pending()
 
-    def _check_files(self, files: Collection[str]) -> None:
-        """Checks no data files: each rank has written its own, and other machines have theirs."""
-        super()._check_files([])
+    def _check(self, files: Collection[str]) -> None:
+        super()._check([])  # Each rank has written its own, and other machines have theirs.
+
+    def _publish(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
+        super()._publish(metadata, index, files)
+        self._committed = _CommitFiles(self.file_id, metadata, index, files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits on the coordinator's machine, and passes on what the others commit."""
@@ -66,21 +68,14 @@ class MachineWriter(FastWriter):
         setattr(metadata, _ATTRIBUTE, self._committed)
         self._committed = None
 
-    def _publish_files(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
-        super()._publish_files(metadata, index, files)
-        self._committed = _CommitFiles(self.file_id, metadata, index, files)
-
     def commit_here(self, metadata: Metadata) -> None:
         """Commits on this machine, after the coordinator has. Called on all ranks."""
         committed: _CommitFiles | None = metadata.__dict__.pop(_ATTRIBUTE, None)
         if committed is None or self._commits or not self._is_first:
             return
-        own = self._pending
         self.file_id = committed.file_id  # Until then, each rank has its own id.
-        self._pending = self._create_pending()
-        if own is not None:
-            own.discard()
-        super()._publish_files(committed.metadata, committed.index, committed.files)
+        self._checkpoint.take_id(committed.file_id)
+        self._checkpoint.commit(committed.metadata, committed.index, committed.files)
 
 
 _ATTRIBUTE = "torch_ckpt_commit_files"

@@ -11,10 +11,9 @@ they save a checkpoint in a hidden folder, from which the coordinator writes the
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +31,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
+from torch_ckpt.commits.late_names import still_missing
+from torch_ckpt.commits.model import ModelTransaction, pending_names, relay_of
+from torch_ckpt.commits.temporary import remove_temporary
+from torch_ckpt.commits.transaction import Claim
 from torch_ckpt.coordination.group import claim_commit, current_call
 from torch_ckpt.errors import (
     CheckpointError,
     MismatchError,
-    NotFoundError,
-    StorageError,
     UnsupportedError,
     naming,
 )
@@ -52,8 +53,6 @@ from torch_ckpt.planning.ties import tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
-from torch_ckpt.storage.gc import Found, remove_files
-from torch_ckpt.storage.late_names import still_missing
 from torch_ckpt.storage.progress import Phases
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_base import (
@@ -62,17 +61,6 @@ from torch_ckpt.storage.safetensors_base import (
     group_by_base,
     take_files,
 )
-from torch_ckpt.storage.safetensors_commit import (
-    COMMIT_PATTERN,
-    COMMITTED_NAMES,
-    INDEX,
-    MODEL,
-    RELAY,
-    begin_model,
-    pending_index,
-    pending_names,
-    publish_model,
-)
 from torch_ckpt.storage.safetensors_facts import RankFacts, facts_of, ties_of
 from torch_ckpt.storage.safetensors_pieces import (
     Piece,
@@ -80,13 +68,8 @@ from torch_ckpt.storage.safetensors_pieces import (
     is_sequence,
     pieces_of,
 )
-from torch_ckpt.storage.safetensors_streams import (
-    copy_file_of,
-    publish_streams,
-    stream_names,
-)
+from torch_ckpt.storage.safetensors_streams import copy_file_of
 from torch_ckpt.storage.stored_values import StoredValues
-from torch_ckpt.storage.temporary import remove_temporary
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["SafetensorsWriter"]
@@ -152,10 +135,6 @@ class SafetensorsWriter(FastWriter):
         torch_ckpt.save(model.state_dict(), storage_writer=SafetensorsWriter("model"))
     """
 
-    _commit_name = INDEX
-    _committed_names = COMMITTED_NAMES
-    _pending_pattern = COMMIT_PATTERN
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -185,7 +164,8 @@ class SafetensorsWriter(FastWriter):
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
-        self._names: list[str] = []  # The files of this save, on the coordinator.
+        self._usual_names: Sequence[str] = ()  # Of the files, if not Hugging Face's.
+        self.has_boxes = False
         self._taken = 0  # Number of the first files, which it takes from the base.
         self._relay: FastWriter | None = None  # Writes the checkpoint that becomes the model.
         self.ties: Mapping[str, str] = {}
@@ -223,12 +203,12 @@ class SafetensorsWriter(FastWriter):
             self._layout, taken = self._arrange(plans)
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, RankFacts) else share for share in shares]
-        self._claim_directory(can_hide=False)
-        self._names = pending_names(len(self._layout.files), self.file_id)
-        self._taken = take_files(taken, self.location, self._names, sync=self.sync_files)
+        model = self._model
+        model.begin(len(self._layout.files), usual=self._usual_names, states_boxes=self.has_boxes)
+        self._warn_if_replacing()
+        self._taken = take_files(taken, self.location, model.files, sync=self.sync_files)
         encoded = self._layout.encode()
         if self._writes_streams:
-            self._names = stream_names(len(self._layout.files), self.file_id, self._found.names)
             plans = [
                 dataclasses.replace(plan, storage_data=share)
                 for plan, share in zip(plans, shares, strict=True)
@@ -278,7 +258,7 @@ class SafetensorsWriter(FastWriter):
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
         groups = group_pieces(pieces, self.thread_count, whole_files=self._writes_streams)
         pools = self._prepare_pools(len(groups), sum(piece.nbytes for piece in pieces))
-        names = self._names or pending_names(len(layout.files), model_plan.file_id)
+        names = self._model.files or pending_names(len(layout.files), model_plan.file_id)
 
         def write_group(number: int) -> list[WriteResult]:
             writer = _PieceWriter(self, planner, layout, names, pools[number], jobs)
@@ -300,22 +280,35 @@ class SafetensorsWriter(FastWriter):
             # have ended, so ranks that still write the files may fail because of this.
             if current_call() is None:
                 self._abandon(names, error)
-            elif self._is_ended(names, error):
-                raise self._files_are_missing(error) from error
+            elif self._model.is_ended(names, error):
+                raise self._model.files_are_missing(error) from error
             raise
 
     def end_failed_save(self) -> None:
         """Removes the files of a save that has failed on all ranks, on the rank that commits."""
         self._layout, relay, self._relay = None, self._relay, None
-        names, self._names = self._names, []
-        if self._pending is not None:
-            # On a store, a model that needs no index is whole, and may be that of another save.
-            remove_files(self._pending.parent, set(names) - COMMITTED_NAMES)
         if relay is not None:
             relay.end_failed_save()
             if self._commits:
                 remove_temporary(relay.location)
         super().end_failed_save()
+
+    @property
+    def _model(self) -> ModelTransaction:
+        """The transaction of the present save, which may not have begun."""
+        if self._transaction is None:
+            self._transaction = ModelTransaction(
+                *(self.location, self.file_id),
+                sync=self.sync_files,
+                may_replace=self.overwrite,
+                name=self.path,
+            )
+        assert isinstance(self._transaction, ModelTransaction)
+        return self._transaction
+
+    def _enter(self, claim: Claim | None) -> None:
+        if not self._commits:
+            self._model.join(claim, self.rank)
 
     @property
     def _writes_streams(self) -> bool:
@@ -328,71 +321,34 @@ class SafetensorsWriter(FastWriter):
         """
         if self._relay is None:
             relay = FastWriter.__new__(FastWriter)
-            relay.__dict__.update(self.__dict__, _found=Found(), _pending=None, file_id=file_id)
+            relay.__dict__.update(self.__dict__, _transaction=None, file_id=file_id)
             relay._phases = Phases("planning")
-            relay.location = self.location / RELAY.format(file_id)
+            relay.location = relay_of(self.location, file_id)
             self._relay = relay
         return self._relay
-
-    def _create_pending(self) -> Location:
-        assert self._layout is not None
-        if self._writes_streams:
-            pending = self.location / pending_index(self.file_id)
-            pending.write(b"", sync=False)
-            return pending
-        return begin_model(self.location, len(self._layout.files), self.file_id)
-
-    def _check_files(self, files: Collection[str]) -> None:
-        if files != [MODEL]:
-            super()._check_files(files)
-        elif (self.location / INDEX).exists():  # It came after the model had been written.
-            (self.location / MODEL).discard()
-            raise StorageError(
-                f"cannot save to {self.path}: another save or program has written {INDEX} there "
-                "meanwhile"
-            )
-
-    def _other_save(self) -> None:
-        """Returns ``None``: files of a model have no save id."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""
         self._phases.begin("committing")
         layout = self._layout
         assert layout is not None
-        names = self._names
+        model = self._model
         try:
             if self._relay is not None:
                 self._finish_relay(self._relay, layout, metadata, results)
             else:
                 _check_complete(layout, self._taken, itertools.chain.from_iterable(results))
                 claim_commit()
-            self._check_files(names)
+            model.check(model.files)
         except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
-            self._abandon(set(names) - COMMITTED_NAMES, error)
+            self._abandon((), error)
             raise
-        pending, self._pending = self._pending, None
-        try:
-            if self._writes_streams:
-                assert pending is not None
-                publish_streams(self.location, layout, names, pending, self._found)
-            else:
-                names = self._publish(layout)
-            self._layout, self._names = None, []
-        except NotFoundError as error:
-            raise self._files_are_missing(error) from error
-        except StorageError as error:
-            if error.errno == errno.EEXIST and self._writes_streams:
-                raise self._files_are_missing(error) from error
-            raise
+        names = model.commit(layout)
+        self._layout = None
         _describe(metadata, layout, names, self)
         self._log_saved(sum(file.nbytes for file in layout.files))
-
-    def _publish(self, layout: ModelLayout) -> list[str]:
-        """Publishes the files on a file system, and returns their names."""
-        return publish_model(self.location, layout, self.file_id, self._found, sync=self.sync_files)
 
     def _finish_relay(
         self,
@@ -406,7 +362,7 @@ class SafetensorsWriter(FastWriter):
         relay.finish(metadata, results)
         values = StoredValues(relay.location, io=self.io)
         pool = self._prepare_pools(1, sum(file.nbytes for file in layout.files))[0]
-        for name, file in zip(self._names, layout.files, strict=True):
+        for name, file in zip(self._model.files, layout.files, strict=True):
             job = self._job(name, file.nbytes, pool)
             with finished(job):
                 copy_file_of(values, file, layout, job)

@@ -8,7 +8,7 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
+from torch_ckpt.commits.transaction import Claim
 from torch_ckpt.coordination.group import claim_commit, current_call
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.errors import (
@@ -63,7 +64,7 @@ from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
 from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
 from torch_ckpt.storage.data_file import WrittenFile, write_data_file
-from torch_ckpt.storage.directory_writer import Claim, DirectoryWriter
+from torch_ckpt.storage.directory_writer import DirectoryWriter
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import Phases, is_first, progress_bar
 from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
@@ -203,7 +204,7 @@ class FastWriter(DirectoryWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
-        native = dict.fromkeys(("_plan", "_writing", "_pending", "_hidden", "_created", "_jobs"))
+        native = dict.fromkeys(("_plan", "_writing", "_transaction", "_jobs"))
         return super().__getstate__() | native | {"_pools": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -313,7 +314,8 @@ class FastWriter(DirectoryWriter):
         with gc_paused():
             plans = share_out(plans, compare=self.check_replicas != "off")
         placed = self._place(plans)
-        claim = self._claim() if are_sent(plans) else None
+        assert self._transaction is not None
+        claim = self._transaction.claim if are_sent(plans) else None
         if claim is None:
             return placed
         return [
@@ -331,7 +333,7 @@ class FastWriter(DirectoryWriter):
             else plan
             for rank, plan in enumerate(plans)
         ]
-        self._claim_directory(can_hide=are_sent(plans))
+        self._begin(can_hide=are_sent(plans))
         return placed
 
     @property
@@ -474,17 +476,25 @@ class FastWriter(DirectoryWriter):
             warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
             claim_commit()
             # If a subclass has replaced `prepare_global_plan`, nothing is claimed yet.
-            if self._pending is None and self._hidden is None:
-                self._claim_directory(can_hide=False)
-            self._check_files(files)
+            if not self._checkpoint.has_begun:
+                self._begin(can_hide=False)
+            self._check(files)
         except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
             # On a full disk, the files would make the next save fail as well.
             self._abandon(files, error)
             raise
-        self._publish_files(metadata_bytes, index, files)
+        self._publish(metadata_bytes, index, files)
         self._log_saved(sum(file.nbytes for _, file in written))
+
+    def _check(self, files: Collection[str]) -> None:
+        """Checks that all files of the save are there."""
+        self._checkpoint.check(files)
+
+    def _publish(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
+        """Commits the contents of ``.metadata`` and its index."""
+        self._checkpoint.commit(metadata, index, files)
 
     def _log_saved(self, nbytes: int) -> None:
         details = [f"{self._ranks} ranks" if self._ranks > 1 else "1 rank"]

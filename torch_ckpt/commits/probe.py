@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 
+from torch_ckpt.commits.temporary import TMP, remove_abandoned, remove_temporary, temporary
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
-from torch_ckpt.storage.temporary import TMP, remove_abandoned, remove_temporary, temporary
 
 __all__ = ["can_be_renamed_to", "check_commit"]
 

@@ -1,0 +1,1 @@
+"""Transactions: files that appear in a directory together, or not at all."""

@@ -1,0 +1,223 @@
+"""CheckpointTransaction: a checkpoint of DCP, committed by its metadata.
+
+It appears by what its place can do. Where directories are renamed, a new checkpoint is written to a
+hidden directory, which the commit renames. In a directory that exists, the commit renames the
+pending file to ``.metadata``. On a store, which renames nothing, it writes ``.metadata`` on the
+condition that this is still what it was when the save began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from errno import EEXIST
+
+from torch_ckpt.commits.garbage import collect_garbage, find, pending_pattern, remove_files
+from torch_ckpt.commits.probe import can_be_renamed_to, check_commit
+from torch_ckpt.commits.temporary import PARTIAL, end_partials, remove_temporary, temporary
+from torch_ckpt.commits.transaction import Transaction
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import committed_id, index_name, metadata_prefixes, pending_name
+
+__all__ = ["CheckpointTransaction", "is_committed"]
+
+_METADATA = ".metadata"
+
+
+class CheckpointTransaction(Transaction):
+    """A checkpoint that appears with its ``.metadata``; see :class:`Transaction`.
+
+    Args:
+        target: Directory of the checkpoint.
+        save_id: As for :class:`Transaction`.
+        rank: The rank of a checkpoint of one rank alone, beside those of others; ``None`` if all
+            ranks save together.
+        keeps_files: Whether the data files, and the pending file, stay after a commit that has
+            failed, since the caller tries again.
+        options: As for :class:`Transaction`.
+    """
+
+    def __init__(
+        self,
+        target: Location,
+        save_id: str,
+        *,
+        rank: int | None = None,
+        keeps_files: bool = False,
+        sync: bool = True,
+        may_replace: bool = True,
+        name: object = None,
+    ) -> None:
+        super().__init__(target, save_id, sync=sync, may_replace=may_replace, name=name)
+        self._rank, self._keeps_files = rank, keeps_files
+        self._prefix = "" if rank is None else f"__{rank}"
+        self.commit_name = f"{self._prefix}{_METADATA}"
+        self.committed_names = frozenset({self.commit_name})
+        self.pending_pattern = pending_pattern(rank)
+        self._beside: list[str] = []  # Temporaries beside the target, of owners that may live.
+
+    # ---- Begin ----
+
+    def begin(self, *, can_hide: bool = False, small_files: Mapping[str, bytes] = {}) -> None:
+        """Begins the save, as :meth:`Transaction.begin` does.
+
+        A target that does not exist appears with the commit, if its place permits that and all that
+        write files receive the claim (``can_hide``). Only then the ``small_files`` are written, by
+        name, and appear with it.
+        """
+        self._commits = True
+        self._beside = self._remove_abandoned()
+        if not (can_hide and can_be_renamed_to(self.target)):
+            self._begin_in_target()
+            return
+        check_commit(self.target.parent, self.target, sync=self.sync)
+        self._hidden = temporary(self.target, PARTIAL)
+        self._hidden.create_directories()
+        for name, contents in small_files.items():
+            (self._hidden / name).write(contents, sync=self.sync)
+
+    def mark(self) -> None:
+        """Creates the pending file, unless another process of this save has."""
+        try:
+            self._create_pending()
+        except StorageError as error:
+            if error.errno != EEXIST:
+                raise
+
+    def resume(self) -> None:
+        """Begins a save that a process has begun before, and may have begun to commit.
+
+        The data files that have arrived stay. Only one process resumes a save.
+        """
+        self._commits = True
+        self.mark()
+        pending = self._pending_file
+        if pending.nbytes():  # A commit was killed, and may have left the index, too.
+            pending.replace(b"", sync=False)
+        (self.target / f"{self._prefix}{index_name(self.save_id)}").discard()
+        found = find(self.target, self.pending_pattern, self.commit_name)
+        self.found = replace(found, pending=found.pending - {pending.name})
+        self._pending = pending
+
+    def take_id(self, save_id: str) -> None:
+        """Goes on under the id of another process, whose checkpoint this one commits as well."""
+        own, self.save_id = self._pending, save_id
+        self._pending = self._create_pending()
+        if own is not None:
+            own.discard()
+
+    @property
+    def _pending_file(self) -> Location:
+        return self.target / f"{self._prefix}{pending_name(self.save_id)}"
+
+    def _create_pending(self) -> Location:
+        self._pending_file.write(b"", sync=False)
+        return self._pending_file
+
+    # ---- Commit ----
+
+    def commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
+        """Commits the contents of ``.metadata`` and its index; removes what they replace.
+
+        ``files`` are the names of the data files. If the commit certainly fails, they are removed.
+
+        Raises:
+            AlreadyExistsError: Another save was committed, and this one may not replace it.
+            StorageError: Another save was committed meanwhile and has removed files of this one, or
+                a call has failed. Then it is unknown whether the checkpoint is committed.
+        """
+        try:
+            if self._hidden is not None:
+                try:
+                    self._publish(metadata, index, files)
+                except StorageError:
+                    # Files remain only if the directory could not be renamed.
+                    if not self._has_hidden(files):
+                        raise
+                    self._move_files(files)
+                else:
+                    end_partials(self.target, self._beside)
+                    return
+            self._publish(metadata, index, files)
+        except BaseException:
+            if not self._keeps_files:
+                self.abandon()
+            raise
+        collect_garbage(
+            self.target,
+            self.found,
+            referenced=files,
+            rank=self._rank,
+            is_committed=lambda: is_committed(self.target, self.save_id, self._prefix),
+        )
+
+    def _publish(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
+        """Makes the checkpoint appear; see ``csrc/engine/commit.h``."""
+        directory, self._pending = self.directory, None
+        file_system = directory.file_system
+        try:
+            file_system.commit(
+                *(directory.path, self.commit_name, f"{self._prefix}.index"),
+                *(metadata, index, self.save_id),
+                None if self._keeps_files else sorted(files),
+                self.sync,
+                None if self._hidden is None else self.target.path,
+                self.found.version,
+            )
+        except (NotFoundError, StorageError) as error:
+            self._raise_unless_committed(error)
+        self._hidden, self._has_created = None, False
+
+    def _raise_unless_committed(self, error: NotFoundError | StorageError) -> None:
+        is_missing = isinstance(error, NotFoundError)
+        is_conditional = self.target.file_system.publishes_by_condition
+        if not is_missing and (error.errno, is_conditional) != (EEXIST, True):
+            raise error
+        # A network file system may have committed, lost the reply, and asked for it again.
+        if not is_missing or self._committed_id() != self.save_id:
+            raise self.files_are_missing(error) from error
+        if self.sync:
+            (self.target if self._hidden is None else self.target.parent).sync()
+
+    def _has_hidden(self, files: Collection[str]) -> bool:
+        """Returns whether the hidden directory is there, with all files."""
+        with contextlib.suppress(CheckpointError):
+            return set(files).issubset(self.directory.names())
+        return False
+
+    def _move_files(self, files: Collection[str]) -> None:
+        """Moves the files from the hidden directory, which cannot get its name, to the other one.
+
+        Raises AlreadyExistsError if a checkpoint must stay there, and StorageError if a file cannot
+        be moved, or another save has removed it.
+        """
+        hidden = self.directory
+        try:
+            self._begin_in_target()
+            for name in files:
+                (hidden / name).rename(self.target / name)
+        except BaseException as error:
+            if self._pending is not None:
+                remove_files(self.target, files)
+            self.abandon()
+            self.target.discard()  # If this save has created it.
+            if isinstance(error, NotFoundError):
+                raise self.files_are_missing(error) from error
+            raise
+        self._hidden = None
+        remove_temporary(hidden)
+
+    def _committed_id(self) -> str | None:
+        return committed_id(self.target, self._prefix)
+
+
+def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:
+    """Returns whether a save is the committed one: of all ranks, or of the rank of a prefix alone.
+
+    Raises StorageError if that is unknown because the files cannot be read.
+    """
+    prefixes = metadata_prefixes(directory)
+    is_mixed = "" in prefixes and len(prefixes) > 1
+    return not is_mixed and committed_id(directory, prefix) == save_id

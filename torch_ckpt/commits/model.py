@@ -1,0 +1,288 @@
+"""ModelTransaction: the safetensors files of a model, which appear by their index.
+
+Hugging Face's loaders open ``model.safetensors`` if it exists, and otherwise the files that
+``model.safetensors.index.json`` names. Some loaders open the index first. So the commit renames a
+file to one of these two names, and then removes the other name. In between, a directory may have
+both names: one leads to the complete old model, the other to the complete new model.
+
+A store renames nothing. There, the names of the files have the id of the save, so that a former
+model keeps its files, and the index is written last, on the condition that it is still the one that
+was there when the save began: this is the commit. Where there is no model yet, a single file needs
+no index: as ``model.safetensors``, it appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from torch_ckpt.commits.garbage import end_saves, remove_files
+from torch_ckpt.commits.transaction import Transaction
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
+from torch_ckpt.formats.safetensors.layout import ModelLayout
+
+__all__ = ["ModelTransaction", "pending_names", "relay_of"]
+
+_MODEL = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+_SHARD = r"(shard-\d{5,}-)?model-([0-9a-f]{16}-)?\d{5,}-of-\d{5,}\.safetensors"
+_PENDING = (
+    r"\.model(-\d{5,}-of-\d{5,}|)\.safetensors(\.index\.json)?\.[0-9a-f]{16}\.tmp"
+    rf"|\.model-[0-9a-f]{{16}}\.checkpoint|{re.escape(UNPUBLISHED)}[0-9a-f]{{16}}-model[-.].*"
+)
+
+
+def pending_names(count: int, save_id: str) -> list[str]:
+    """Returns the names of a model's files until the commit. No loader opens these names."""
+    return [f".{name}.{save_id}.tmp" for name in ([_MODEL] if count == 1 else _shard_names(count))]
+
+
+def relay_of(directory: Location, save_id: str) -> Location:
+    """Returns the directory of a checkpoint that becomes a model, on a store."""
+    return directory / f".model-{save_id}.checkpoint"
+
+
+def _shard_names(count: int, infix: str = "") -> list[str]:
+    """Returns the names of the files of a model with an index."""
+    return [
+        f"model-{infix}{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+    ]
+
+
+class ModelTransaction(Transaction):
+    """The files of a model; see :class:`Transaction`.
+
+    Attributes:
+        files: The names under which the files are written, in order. On a store, these are their
+            final names. On a file system, no loader opens them, and the commit renames them.
+    """
+
+    commit_name = _INDEX
+    committed_names = frozenset({_MODEL, _INDEX})
+    pending_pattern = r"\.model\.safetensors(\.index\.json)?\.[0-9a-f]{16}\.tmp"
+
+    files: Sequence[str] = ()
+    _usual: Sequence[str] = ()
+    _states_boxes = False
+
+    def begin(
+        self, count: int = 1, *, usual: Sequence[str] = (), states_boxes: bool = False
+    ) -> None:
+        """Begins the save of a model of ``count`` files; creates them, empty, on a file system.
+
+        Args:
+            count: Number of files.
+            usual: The final names of the files, if they are not those of Hugging Face.
+            states_boxes: Whether the files state boxes of tensors, for DCP's reader. They have
+                ``usual`` names and no index. DCP's reader merges all files of a directory. So the
+                commit is atomic only for one file that replaces one file of this name. Otherwise a
+                crash can leave files of the old model beside files of the new one.
+                :class:`FastReader` refuses a directory in which they overlap.
+
+        Raises as :meth:`Transaction.begin`.
+        """
+        self._usual, self._states_boxes = usual, states_boxes
+        self.files = pending_names(count, self.save_id)
+        super().begin()
+        if self._is_on_store:
+            is_first = count == 1 and not self.replaces
+            self.files = [_MODEL] if is_first else _shard_names(count, f"{self.save_id}-")
+
+    @property
+    def _is_on_store(self) -> bool:
+        return not self.target.file_system.writes_at_offsets
+
+    @property
+    def _pending_index(self) -> Location:
+        return self.target / f".{_INDEX}.{self.save_id}.tmp"
+
+    def _create_pending(self) -> Location:
+        has_index = len(self.files) > 1 or self._is_on_store
+        has_index = has_index or (bool(self._usual) and not self._states_boxes)
+        pending = self._pending_index if has_index else self.target / self.files[0]
+        files = [] if self._is_on_store else [self.target / name for name in self.files]
+        for path in [pending, *(path for path in files if path != pending)]:
+            path.write(b"", sync=False)
+        return pending
+
+    def check(self, files: Collection[str]) -> None:
+        """Checks that all files are there, and nothing that must stay."""
+        if list(files) != [_MODEL]:
+            super().check(files)
+        elif (self.target / _INDEX).exists():  # It came after the model had been written.
+            (self.target / _MODEL).discard()
+            raise StorageError(
+                f"cannot save to {self._name}: another save or program has written {_INDEX} there "
+                "meanwhile"
+            )
+
+    # ---- Commit ----
+
+    def commit(self, layout: ModelLayout) -> list[str]:
+        """Makes the files appear, removes those that they replace, and returns their names.
+
+        Requires: all of them are complete, and synced if :attr:`sync`.
+
+        Raises StorageError if another save was committed meanwhile and has removed files of this
+        one, or if a call failed. After such an error, either model may be found.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        try:
+            if self._is_on_store:
+                names = self._publish_streams(layout, pending)
+            else:
+                names = self._publish_boxes() if self._states_boxes else self._publish(layout)
+        except NotFoundError as error:
+            raise self.files_are_missing(error) from error
+        except StorageError as error:
+            if error.errno == errno.EEXIST and self._is_on_store:
+                raise self.files_are_missing(error) from error
+            raise
+        self._has_created = False
+        return names
+
+    def _publish(self, layout: ModelLayout) -> list[str]:
+        """Publishes the files of a model on a file system.
+
+          1. If the model has several files or ``usual`` names, they get unused names: the usual
+             names, or names with the id of the save if the directory has one of the usual names.
+             The index is written under a pending name. The index, the directory and its parents
+             are synced.
+          2. The index, or the only file, is renamed to its usual name. This is the commit. The
+             directory is synced again.
+          3. If the old model had the other of the two names, that file is removed. So are the files
+             of replaced models and of failed saves.
+
+        If a step before the rename fails, the old model stays and all files of the new model are
+        removed. After it, either model may be found, and no file is removed.
+        """
+        directory, pending = self.target, self.files
+        existing = set(directory.names())
+        names, last, commit_as, other = [_MODEL], pending[0], _MODEL, _INDEX
+        try:
+            if self._usual or len(pending) > 1:
+                last, commit_as, other = self._pending_index.name, _INDEX, _MODEL
+                names = self._unused_names(existing, self._usual or _shard_names(len(pending)))
+                for before, after in zip(pending, names, strict=True):
+                    (directory / before).rename(directory / after)
+                (directory / last).write(layout.index(names), sync=self.sync, update=True)
+            if self.sync:
+                _sync_with_folders_above(directory)
+            other_before = (directory / other).identity()
+            _rename(directory / last, directory / commit_as)
+        except BaseException:
+            remove_files(directory, set(pending) - {last})
+            # Not if the last file is gone. Either a file server has renamed it and lost the reply,
+            # and the files are published. Or another save has removed all files of this one, and
+            # the names may be those of a third save by now.
+            with contextlib.suppress(CheckpointError):
+                (directory / last).remove()
+                remove_files(directory, set(names) - self.committed_names)
+            raise
+        if self.sync:
+            directory.sync()
+        # If another save may have been committed meanwhile, these files may be its own.
+        is_last = end_saves(directory, self.found.pending)
+        is_older = other_before is not None and other_before == (directory / other).identity()
+        if (is_last and other in existing) or is_older:
+            (directory / other).remove()
+            if self.sync:  # The name must be gone before the files of the old model are removed.
+                directory.sync()
+        if is_last:
+            self._remove_stale(names)
+        return names
+
+    def _publish_boxes(self) -> list[str]:
+        """Publishes files that state boxes, under their usual names and without an index."""
+        directory, names = self.target, list(self._usual)
+        if self.sync:
+            _sync_with_folders_above(directory)
+        if len(names) > 1:
+            self._pending_index.remove()
+        for before, after in zip(self.files, names, strict=True):
+            _rename(directory / before, directory / after)
+        if self.sync:
+            directory.sync()
+        if end_saves(directory, self.found.pending):
+            remove_files(directory, self.committed_names & self.found.names)
+            self._remove_stale(names)
+        return names
+
+    def _publish_streams(self, layout: ModelLayout, pending: Location) -> list[str]:
+        """Publishes the files of a model on a store, where they have their final names."""
+        directory = self.target
+        other, index = (_INDEX, b"")
+        if self.files != [_MODEL]:
+            other, index = (_MODEL, layout.index(self.files))
+        other_before = (directory / other).identity()
+        if index:
+            try:
+                file_system = directory.file_system
+                file_system.publish((directory / _INDEX).path, index, self.found.version)
+            except StorageError as error:
+                if error.errno == errno.EEXIST:  # Else it may have been published.
+                    remove_files(directory, [*self.files, pending.name])
+                raise
+        pending.discard()
+        with contextlib.suppress(CheckpointError):  # The commit stands; the next save tries again.
+            end_saves(directory, self.found.pending)
+            if other in self.found.names and other_before == (directory / other).identity():
+                (directory / other).remove()
+            if not index or (directory / _INDEX).read() == index:
+                self._remove_stale(self.files)
+        return list(self.files)
+
+    def _unused_names(self, existing: Collection[str], usual: Sequence[str]) -> list[str]:
+        """Returns names for the files of a model, which no other save uses."""
+        if set(usual).isdisjoint(existing):
+            try:
+                (self.target / usual[0]).write(b"", sync=False)
+                return list(usual)
+            except StorageError as error:
+                if error.errno != errno.EEXIST:
+                    raise
+        return [name.replace("model-", f"model-{self.save_id}-", 1) for name in usual]
+
+    def _remove_stale(self, current: Collection[str]) -> None:
+        """Removes the files of replaced models and of failed saves, pending ones first."""
+        is_stale = re.compile(f"{_SHARD}|{_PENDING}").fullmatch
+        for name in sorted(filter(is_stale, self.found.names.difference(current))):
+            with contextlib.suppress(CheckpointError):
+                (self.target / name).remove_all()
+
+    # ---- Failure ----
+
+    def abandon(self, files: Iterable[str] = ()) -> None:
+        """Ends the save on this process, unless it is committed: as in :class:`Transaction`."""
+        if self._pending is not None:
+            # On a store, a model that needs no index is whole, and may be that of another save.
+            remove_files(self.target, set(self.files) - self.committed_names)
+        super().abandon(files)
+
+
+def _rename(path: Location, to: Location) -> None:
+    """Renames a file; succeeds also if a network file system has lost the reply, and asks again."""
+    identity = path.identity()
+    try:
+        path.rename(to)
+        path.discard()  # If both are links to one file, the rename has changed nothing.
+    except NotFoundError:
+        if identity is None or identity != to.identity():
+            raise
+
+
+def _sync_with_folders_above(directory: Location) -> None:
+    directory.sync()
+    for folder in directory.parents:
+        try:
+            folder.sync()
+        except StorageError as error:
+            # A directory that this process must not open was not created by this save.
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise

@@ -1,0 +1,348 @@
+"""Transaction: the files of one save, which appear in a directory together, or not at all.
+
+The process that commits begins a transaction before any file of the save is written, and commits it
+once all of them are complete. Between the two, other processes write files to its directory; each
+joins with the :class:`Claim` of the one that has begun it. What makes the files appear depends on
+the place: see the subclasses in :mod:`torch_ckpt.commits.checkpoint` and
+:mod:`torch_ckpt.commits.model`.
+
+Several saves to one directory may overlap. Each has a pending file, by which the others know it
+(:mod:`torch_ckpt.commits.garbage`). Whoever removes that file has ended the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ckpt.commits import late_names
+from torch_ckpt.commits.garbage import Found, find, remove_files
+from torch_ckpt.commits.late_names import still_missing
+from torch_ckpt.commits.probe import check_commit
+from torch_ckpt.commits.temporary import remove_abandoned, remove_temporary
+from torch_ckpt.coordination.group import current_call
+from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import prefixes_among
+
+__all__ = ["Claim", "Transaction"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the process that commits, on ``host``, has created before others write.
+
+    ``name`` is of the hidden directory beside the target, or of the pending file in the target.
+    ``is_new`` says that it has created the target as well.
+    """
+
+    name: str
+    is_hidden: bool
+    host: str
+    is_new: bool
+
+    def beside(self, storage_data: Any) -> Any:
+        """Returns DCP's ``storage_data`` of a plan with this claim attached."""
+        placed = copy.copy(storage_data)
+        setattr(placed, _ATTRIBUTE, dataclasses.astuple(self))
+        return placed
+
+    @staticmethod
+    def of(storage_data: Any) -> Claim | None:
+        """Returns the claim of a plan's ``storage_data``; ``None`` if there is none."""
+        values = getattr(storage_data, _ATTRIBUTE, None)
+        return None if values is None else Claim(*values)
+
+
+_ATTRIBUTE = "torch_ckpt_claim"
+
+
+class Transaction(ABC):
+    """The files of one save in the directory ``target``, as one process sees them.
+
+    The process that commits calls :meth:`begin`, :meth:`check` and ``commit``; others call
+    :meth:`join`. Any of them may call :meth:`abandon` until then. Used by one thread at a time.
+
+    Args:
+        target: Directory in which the files appear.
+        save_id: 16 hexadecimal digits that no other save has. They are in names of files.
+        sync: Whether the files survive a power cut once they have appeared.
+        may_replace: Whether they may replace what an earlier save has committed in the target.
+        name: What messages call the target; its path by default.
+    """
+
+    commit_name: str
+    """Name of the file whose appearance is the commit on a store."""
+
+    committed_names: frozenset[str]
+    """A directory in which such a save was committed has a file of one of these names."""
+
+    pending_pattern: str
+    """Pattern of the pending files of saves that may replace each other."""
+
+    def __init__(
+        self,
+        target: Location,
+        save_id: str,
+        *,
+        sync: bool = True,
+        may_replace: bool = True,
+        name: object = None,
+    ) -> None:
+        self.target, self.save_id, self.sync = target, save_id, sync
+        self.found = Found()
+        """What the target had when this process began."""
+        self._may_replace = may_replace
+        self._name = target if name is None else name
+        self._hidden: Location | None = None  # Where the files are written, if not to `target`.
+        self._pending: Location | None = None  # The pending file, if this process has created it.
+        self._has_created = False  # Whether this process has created the target.
+        self._before: object = None  # The identity of what was committed, where this one commits.
+        self._commits = False  # Whether this process has begun the save, and not joined it.
+        self._claim: Claim | None = None  # With which it has joined.
+
+    @property
+    def directory(self) -> Location:
+        """Where the files of the save are written until the commit."""
+        return self.target if self._hidden is None else self._hidden
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the files are written to a hidden directory, which the commit renames."""
+        return self._hidden is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has begun the transaction, and neither ended nor committed it."""
+        return self._commits and (self._pending is not None or self._hidden is not None)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the target had a committed save when this process began."""
+        return not self.committed_names.isdisjoint(self.found.names)
+
+    # ---- Begin ----
+
+    def begin(self) -> None:
+        """Begins the save, before any process writes a file of it.
+
+        Creates the target, lists it, and creates the pending file. Other processes do not look up a
+        directory that is not there yet: the client of a network file system would remember that it
+        is missing. Removes hidden directories of dead saves, which may have filled the disk.
+
+        Raises:
+            AlreadyExistsError: The target has a committed save, and this one may not replace it.
+            StorageError: The file system refuses a call that a commit needs, or has failed.
+        """
+        self._commits = True
+        self._remove_abandoned()
+        self._begin_in_target()
+
+    def _remove_abandoned(self) -> list[str]:
+        """Returns the temporaries beside the target whose owners may live."""
+        parent = self.target.parent
+        parent.create_directories()
+        if parent.file_system.renames_directories(parent.path):
+            return remove_abandoned(parent)
+        return []
+
+    def _begin_in_target(self) -> None:
+        if self.target.file_system.has_folders and self.target.is_missing():
+            self._has_created = True
+        self.target.create_directories()
+        try:
+            check_commit(self.target, self.target, sync=self.sync)
+        except BaseException:
+            self._discard_created()
+            raise
+        self.found = find(self.target, self.pending_pattern, self.commit_name)
+        self._check_may_replace(self.found.names)
+        self._before = (self.target / self.commit_name).identity()
+        self._pending = self._create_pending()
+
+    @abstractmethod
+    def _create_pending(self) -> Location:
+        """Creates and returns the pending file, with other files that must exist from then on."""
+
+    def _check_may_replace(self, names: Collection[str]) -> None:
+        if not self._may_replace and not self.committed_names.isdisjoint(names):
+            raise AlreadyExistsError(
+                f"cannot save to {self._name}: Checkpoint already exists, and overwrite is false"
+            )
+
+    # ---- Other processes ----
+
+    @property
+    def claim(self) -> Claim | None:
+        """What the others must find before they write; ``None`` on a store.
+
+        Only paths of this machine may lead to another directory on another machine.
+        """
+        created = self._pending if self._hidden is None else self._hidden
+        if created is None or created.local_path is None:
+            return None
+        is_hidden = self._hidden is not None
+        return Claim(created.name, is_hidden, socket.gethostname(), self._has_created)
+
+    def join(self, claim: Claim | None, rank: int | None) -> None:
+        """Begins to write on a rank that does not commit.
+
+        The claim is ``None`` if this rank cannot find by its name what was created. Raises
+        StorageError if it does not find that.
+        """
+        if claim is None:
+            self.target.create_directories()
+            return
+        created = self.target / claim.name
+        if claim.is_hidden:
+            created = self.target.with_name(claim.name)
+        if still_missing([created], f"the coordinator on host {claim.host}", _is_found):
+            raise self._not_found(created, claim.host, rank)
+        self._claim = claim
+        self._hidden = created if claim.is_hidden else None
+
+    def _not_found(self, created: Location, host: str, rank: int | None) -> StorageError:
+        directory = created.parent
+        removed = ""
+        if not directory.is_missing():
+            removed = ". Otherwise another save, or a rank that failed, may have removed it"
+        return StorageError(
+            f"cannot save to {self._name}: rank {rank} on host {socket.gethostname()} does not "
+            f"find {created}, which the coordinator on host {host} has created, within "
+            f"{late_names.APPEARS_S:g} s. Make sure that {directory} is on storage that all ranks "
+            f"share, and that links in the path lead to the same directory on all hosts{removed}"
+        )
+
+    # ---- Before the commit ----
+
+    def check(self, files: Collection[str]) -> None:
+        """Checks that all files are there, and nothing that must stay.
+
+        Raises:
+            AlreadyExistsError: Another save was committed, and this one may not replace it.
+            StorageError: Files are missing for 30 s, or another save has ended this one.
+        """
+        names = self.directory.names()
+        self._check_may_replace(names)
+        # A store may ignore the condition of the commit.
+        is_marked = self._pending is None or self._pending.name in names
+        if not is_marked and self.target.file_system.publishes_by_condition:
+            raise self.files_are_missing(NotFoundError(f"there is no {self._pending}"))
+        # Each file by name as well: a network file system may return a stale listing.
+        unlisted = [self.directory / name for name in sorted(set(files).difference(names))]
+        missing = still_missing(unlisted, "its rank", Location.exists)
+        if missing:
+            raise StorageError(
+                f"cannot commit {self._name}: the coordinator on host {socket.gethostname()} does "
+                f"not find {len(missing)} data files that ranks have written, including "
+                f"{missing[0]}, within {late_names.APPEARS_S:g} s. Make sure that this directory "
+                "is on storage that all ranks share, and that links in the path lead to the same "
+                "directory on all hosts"
+            )
+
+    # ---- Failure ----
+
+    def abandon(self, files: Iterable[str] = ()) -> None:
+        """Ends the save on this process, unless it is committed, and removes its files.
+
+        ``files`` are those that this process has written and nobody may commit any more. The last
+        process also removes the pending file, and the target if the save has created it. Ignores
+        errors, and has no effect after a commit.
+        """
+        pending, self._pending = self._pending, None
+        hidden, self._hidden = self._hidden, None
+        claim, self._claim = self._claim, None
+        if hidden is None:
+            remove_files(self.target, files)
+            if claim is not None:  # The last rank finds no data files any more.
+                pending = self.target / claim.name
+                self._has_created = claim.is_new
+        elif self._commits:
+            remove_temporary(hidden)
+        if pending is not None and not _marks_data_files(pending):
+            pending.discard()
+        self._discard_created()
+
+    def _discard_created(self) -> None:
+        if self._has_created:
+            self._has_created = False
+            self.target.discard()  # Not with files in it.
+
+    def is_ended(self, files: Iterable[str], error: BaseException) -> bool:
+        """Returns whether a save failed because files that this process has found are gone."""
+        if not isinstance(error, NotFoundError | StorageError):
+            return False
+        # Another save removes the pending file first. Only one process has such a file.
+        if self._pending is not None:
+            return self._pending.is_missing()
+        if self._hidden is not None:
+            return self._hidden.is_missing()
+        return self.target.is_missing() or any((self.target / f).is_missing() for f in files)
+
+    def files_are_missing(self, error: BaseException) -> StorageError:
+        """Returns the error of a process whose files are gone. Says who did it only if known.
+
+        Raises the error of the call if another rank has failed: it removes the files of the save.
+        """
+        call = current_call()
+        if call is not None:
+            call.raise_if_failed()
+        if (other := self._other_save()) is not None:
+            return StorageError(
+                f"cannot save to {self._name}: another save, {other}, was committed there "
+                "meanwhile, and files of this one are gone"
+            )
+        return StorageError(
+            f"cannot save to {self._name}: files of this save are gone ({error}): another save or "
+            "program may have removed them, or a rank of this save that failed"
+        )
+
+    def _other_save(self) -> str | None:
+        """Returns the id of a save that was committed since this one began, if that is known."""
+        with contextlib.suppress(CheckpointError):
+            # Only the process that commits knows what was there, and all know it of a new target.
+            is_new = (self.target / self.commit_name).identity() != self._before
+            if is_new and (self._commits or self._hidden is not None):
+                return self._committed_id()
+        return None
+
+    def _committed_id(self) -> str | None:
+        """Returns the id of the committed save, if its files have one."""
+        return None
+
+
+def _marks_data_files(pending: Location) -> bool:
+    """Returns whether the directory of a pending file has data files, and no checkpoint.
+
+    Ranks that have died left these. Without a pending file, they would count as a checkpoint that
+    was copied without its metadata, which nobody removes.
+    """
+    with contextlib.suppress(CheckpointError):
+        names = pending.parent.names()
+        return not prefixes_among(names) and any(name.endswith(".distcp") for name in names)
+    return False
+
+
+def _is_found(created: Location) -> bool:
+    """Returns whether this process finds what another one has created.
+
+    The client of a network file system may remember that the directory of it was missing. Only a
+    request to create the directory then asks the server.
+    """
+    if not created.is_missing():
+        return True
+    missing = [folder for folder in created.parents if folder.is_missing()]
+    if missing:
+        with contextlib.suppress(CheckpointError):
+            created.parent.create_directories()
+        if not created.is_missing():
+            return True
+    for folder in missing:
+        folder.discard()
+    return False
