@@ -306,14 +306,14 @@ def test_a_machine_that_alone_does_not_reach_the_run_fails_the_save_on_all_soon(
 FULL = """
 import os, sys
 if "agent" in sys.orig_argv:
-    from torch_ckpt.agent import persist
+    from torch_ckpt.commits.checkpoint import CheckpointTransaction
     from torch_ckpt.errors import StorageError
-    commit = persist.commit
-    def full(directory, *args, **options):
-        if str(directory).endswith("machine-1/step-2"):
+    commit = CheckpointTransaction.commit
+    def full(self, *args):
+        if str(self.target).endswith("machine-1/step-2"):
             raise StorageError("cannot write: the disk is full", 28)
-        commit(directory, *args, **options)
-    persist.commit = full
+        commit(self, *args)
+    CheckpointTransaction.commit = full
 """
 """Makes the commit of one step on the second machine fail."""
 

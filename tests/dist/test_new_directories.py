@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import torch_ckpt
 from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
 from torch_ckpt._core import _native
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.temporary import remove_abandoned, temporary
 from torch_ckpt.errors import AlreadyExistsError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
@@ -351,7 +353,9 @@ def test_a_directory_that_exists_is_not_overwritten_against_the_will_either(
     assert len(os.listdir(path)) == {"fast": 3, "file": 1, "shards": 4}[how]
 
 
-def test_a_save_that_is_ended_while_it_moves_its_files_names_the_other_one(tmp_path: Path) -> None:
+def test_a_save_that_is_ended_while_it_moves_its_files_names_the_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "checkpoint"
 
     class Late(Hiding):
@@ -361,11 +365,16 @@ def test_a_save_that_is_ended_while_it_moves_its_files_names_the_other_one(tmp_p
             save(path, 1)
             super().finish(*args, **kwargs)
 
-        def _create_pending(self) -> Location:
-            shutil.rmtree(self.hidden)
-            return super()._create_pending()
+    create = CheckpointTransaction._create_pending
+    writer = Late(path)
 
-    failed = failures_of(dcp.save, state_of(2), storage_writer=Late(path), no_dist=True)
+    def lose_and_create(self: CheckpointTransaction) -> Location:
+        if self.is_hidden:
+            shutil.rmtree(writer.hidden)
+        return create(self)
+
+    monkeypatch.setattr(CheckpointTransaction, "_create_pending", lose_and_create)
+    failed = failures_of(dcp.save, state_of(2), storage_writer=writer, no_dist=True)
     assert f"another save, {committed_id(Location(path))}" in failed[0].message
     assert_holds(path, 1)
     assert os.listdir(tmp_path) == ["checkpoint"]
@@ -422,8 +431,9 @@ def test_a_parent_that_must_not_be_listed_gets_no_hidden_directory() -> None:
 
 def fail_to_save(path: Path) -> None:
     class Failing(Hiding):
-        def _check_files(self, files: Any) -> None:
-            raise OSError("a test")
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            with mock.patch.object(CheckpointTransaction, "check", side_effect=OSError("a test")):
+                super().finish(*args, **kwargs)
 
     failed = failures_of(dcp.save, state_of(1), storage_writer=Failing(path), no_dist=True)
     assert failed

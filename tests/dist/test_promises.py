@@ -25,6 +25,7 @@ from ranks import Worlds
 
 import torch_ckpt
 from torch_ckpt import FastWriter
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.errors import RankTimeoutError
 
@@ -38,7 +39,7 @@ def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
     group = dist.new_group(backend="gloo")
     group_of(group).call(AMPLE_S).barrier("beginning")
     is_late = dist.get_rank() == 1
-    fail, finish, publish = Call.fail, FastWriter.finish, FastWriter._publish_files
+    fail, finish, publish = Call.fail, FastWriter.finish, CheckpointTransaction.commit
 
     def fail_late(self: Call, *args: Any) -> Any:
         time.sleep(4)
@@ -48,7 +49,7 @@ def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
         time.sleep(2)
         finish(self, *args, **options)
 
-    def publish_slowly(self: FastWriter, *args: Any) -> None:
+    def publish_slowly(self: CheckpointTransaction, *args: Any) -> None:
         publish(self, *args)
         time.sleep(4)
 
@@ -64,7 +65,7 @@ def save_interrupted_before_the_promise(path: Path) -> tuple[bool | None, bool]:
     with (
         mock.patch.object(Call, "fail", fail_late if is_late else fail),
         mock.patch.object(FastWriter, "finish", finish_late),
-        mock.patch.object(FastWriter, "_publish_files", publish_slowly),
+        mock.patch.object(CheckpointTransaction, "commit", publish_slowly),
         mock.patch.object(Call, "_exchange", interrupted),
         pytest.raises(KeyboardInterrupt if is_late else RankTimeoutError) as caught,
     ):

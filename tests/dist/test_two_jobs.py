@@ -17,11 +17,11 @@ from forks import Forks
 from states import READERS, assert_same, tensors_of
 from stops import run_stopped
 from syscalls import can_stop
-from torch_ckpt.commits.model_files import begin_model
 
 from torch_ckpt import FastSavePlanner, FastWriter, SafetensorsWriter
 from torch_ckpt._core import _native
 from torch_ckpt.commits.garbage import find, pending_pattern, stale_files
+from torch_ckpt.commits.model import ModelTransaction
 from torch_ckpt.coordination import owner
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -228,12 +228,13 @@ def test_a_save_that_fails_does_not_keep_an_old_model_beside_a_new_one(tmp_path:
     """Some loaders open the name of a single file first."""
     path = tmp_path / "model"
     save(path, 1, "file")
-    other = begin_model(Location(path), 1, "0123456789abcdef")
+    other = ModelTransaction(Location(path), "0123456789abcdef")
+    other.begin()
 
     class Sharded(SafetensorsWriter):
         def finish(self, *args: Any, **kwargs: Any) -> None:
             """Commits after the other save has failed, and has removed its files."""
-            other.remove()
+            other.abandon()
             super().finish(*args, **kwargs)
 
     writer = Sharded(path, max_shard_nbytes=1)

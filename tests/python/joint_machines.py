@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from torch_ckpt import CheckpointError, FastReader, IoOptions
 from torch_ckpt._core import _native
-from torch_ckpt.agent import joint_save, persist
+from torch_ckpt.agent import joint_save
 from torch_ckpt.agent.client import Place
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.joint_save import JointSave
@@ -23,6 +23,7 @@ from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure
 from torch_ckpt.agent.persist import Writing
 from torch_ckpt.agent.slot_contents import SlotContents
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, files_in, open_committed
 
@@ -34,11 +35,14 @@ class KilledError(BaseException):
     """In the place of SIGKILL."""
 
 
-def _begin_commit(directory: Location, metadata: bytes, index: bytes, save_id: str) -> None:
+def _begin_commit(
+    transaction: CheckpointTransaction, metadata: bytes, index: bytes, files: object
+) -> None:
     """What a commit has done just before its rename."""
-    assert directory.local_path is not None
+    directory, save_id = transaction.target.local_path, transaction.save_id
+    assert directory is not None
     for name, content in ((f".metadata.{save_id}.tmp", metadata), (f".index.{save_id}", index)):
-        (directory.local_path / name).write_bytes(content)
+        (directory / name).write_bytes(content)
 
 
 class Killer:
@@ -51,7 +55,7 @@ class Killer:
         self.running = 0
         for name in ("write", "rename", "remove", "remove_all", "create_directories", "link"):
             self._wrap(monkeypatch, Location, name)
-        self._wrap(monkeypatch, persist, "commit")
+        self._wrap(monkeypatch, CheckpointTransaction, "commit")
         self._wrap(monkeypatch, joint_save, "write_shares")
 
     def arm(self, machine: int, at: int) -> None:

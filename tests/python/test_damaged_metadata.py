@@ -433,15 +433,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch_ckpt import FastWriter
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.formats.committed import index_name
 
 path, alone = Path(sys.argv[1]), sys.argv[2] == "alone"
 
 def commit(self, metadata, index, files):
-    (path / self._own_name(index_name(self.file_id))).write_bytes(index)
+    (path / f"{self._prefix}{index_name(self.save_id)}").write_bytes(index)
     os._exit(9)
 
-FastWriter._commit = commit
+CheckpointTransaction._publish = commit
 store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 state = {"large": torch.randn(300, 700), "step": 7}

@@ -12,6 +12,7 @@ from support.run_steps import names_in_run
 
 import torch_ckpt
 from torch_ckpt import FastWriter, Run
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_saves
@@ -111,13 +112,13 @@ def test_the_metrics_appear_with_the_step(
 ) -> None:
     """So no script finds a directory whose save is in progress."""
     seen: list[list[str]] = []
-    publish = FastWriter._publish_files
+    commit = CheckpointTransaction.commit
 
-    def publish_files(self: FastWriter, *args: Any) -> None:
+    def see_and_commit(self: CheckpointTransaction, *args: Any) -> None:
         seen.append(names_in(tmp_path))
-        publish(self, *args)
+        commit(self, *args)
 
-    monkeypatch.setattr(FastWriter, "_publish_files", publish_files)
+    monkeypatch.setattr(CheckpointTransaction, "commit", see_and_commit)
     with Run(tmp_path, **MODES[mode]) as run:
         run.save(7, {"w": torch.ones(3)}, metrics={"loss": 1.0})
     assert not any(name.startswith("step") for name in seen[0])

@@ -22,14 +22,14 @@ from torch.distributed.checkpoint import (
     QuantizedHuggingFaceStorageReader,
 )
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-from torch_ckpt.commits.model_files import begin_model, pending_index, publish_boxes
 from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastReader, SafetensorsWriter
-from torch_ckpt.commits.garbage import Found
-from torch_ckpt.errors import MismatchError, NotFoundError, UnsupportedError
+from torch_ckpt.commits.model import ModelTransaction
+from torch_ckpt.errors import MismatchError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.safetensors.layout import ModelLayout
 from torch_ckpt.integrations.hugging_face_storage import ModelWriter
 from torch_ckpt.process_state import PROCESS
 
@@ -323,10 +323,11 @@ def test_subclasses_and_unknown_arguments_are_left_to_stock_with_one_warning(
 
 def test_a_save_that_another_one_has_ended_publishes_no_file(tmp_path: Path) -> None:
     directory, save_id, names = Location(tmp_path), "0123456789abcdef", [f"{n}.x" for n in "12"]
-    begin_model(directory, 2, save_id)
-    (tmp_path / pending_index(save_id)).unlink()
-    with pytest.raises(NotFoundError):
-        publish_boxes(directory, names, save_id, Found(), sync=True)
+    transaction = ModelTransaction(directory, save_id)
+    transaction.begin(2, usual=names, states_boxes=True)
+    (tmp_path / f".model.safetensors.index.json.{save_id}.tmp").unlink()
+    with pytest.raises(StorageError, match="files of this save are gone"):
+        transaction.commit(ModelLayout.of([], max_shard_nbytes=1))
     assert names_in(tmp_path).isdisjoint(names)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter, SnapshotStager
 from torch_ckpt.agent import SnapshotAgent
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.transaction import Transaction
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.verify import check_sound, examine
 
@@ -67,6 +71,19 @@ class MovingLoadPlanner(Mover, DefaultLoadPlanner):
     """Moves the link while a load plans or reads."""
 
 
+@contextlib.contextmanager
+def moved_after(owner: type, method: str, then: Callable[[], None]) -> Iterator[None]:
+    """Moves the link after a method of a transaction."""
+    real = getattr(owner, method)
+
+    def call(*args: Any) -> None:
+        real(*args)
+        then()
+
+    with mock.patch.object(owner, method, call):
+        yield
+
+
 class MovingWriter(FastWriter):
     """Moves the link while a save commits."""
 
@@ -78,16 +95,11 @@ class MovingWriter(FastWriter):
 
     def finish(self, metadata: Any, results: Any) -> None:
         self._move_at("finish")
-        super().finish(metadata, results)
-
-    def _check_files(self, files: Any) -> None:
-        super()._check_files(files)
-        self._move_at("commit")
-
-    def _commit(self, *args: Any) -> bool:
-        is_committed = super()._commit(*args)
-        self._move_at("removal")
-        return is_committed
+        with (
+            moved_after(Transaction, "check", lambda: self._move_at("commit")),
+            moved_after(CheckpointTransaction, "_publish", lambda: self._move_at("removal")),
+        ):
+            super().finish(metadata, results)
 
 
 class MovingSafetensorsWriter(MovingWriter, SafetensorsWriter):

@@ -19,12 +19,12 @@ from command import run_command
 from support.flips import flipped
 
 from torch_ckpt import CheckpointError, Run, save
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import index_name
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps
-from torch_ckpt.storage import copying
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
@@ -144,15 +144,15 @@ def test_damaged_metadata_and_a_damaged_index_are_not_promoted(
 
 def _fail_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index cannot be written, since there is a directory of its name, which is removed."""
-    commit = copying.commit
+    commit = CheckpointTransaction.commit
 
-    def fail(target: Location, metadata: bytes, index: bytes, save_id: str, **options: Any) -> None:
-        assert target.local_path is not None
-        obstacle = target.local_path / index_name(save_id)
+    def fail(self: CheckpointTransaction, *args: Any) -> None:
+        assert self.target.local_path is not None
+        obstacle = self.target.local_path / index_name(self.save_id)
         obstacle.mkdir()
-        commit(target, metadata, index, save_id, **options)
+        commit(self, *args)
 
-    monkeypatch.setattr(copying, "commit", fail)
+    monkeypatch.setattr(CheckpointTransaction, "commit", fail)
 
 
 def test_the_nearest_directory_serves_and_the_other_one_if_it_is_lost(tmp_path: Path) -> None:

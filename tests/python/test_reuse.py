@@ -25,6 +25,7 @@ from waits import until
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, IoOptions, Run
 from torch_ckpt.agent.memory import run_of
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import CorruptionError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
@@ -519,7 +520,7 @@ def test_a_step_that_is_saved_again_and_fails_keeps_its_files(
         raise StorageError("the disk is full", errno.ENOSPC)
 
     with monkeypatch.context() as patched:
-        patched.setattr(FastWriter, "_check_files", fail)
+        patched.setattr(CheckpointTransaction, "check", fail)
         with pytest.raises(BaseException, match="the disk is full"):
             _save(state, tmp_path / "1", tmp_path / "0")
     _check(state, tmp_path / "1")
@@ -548,7 +549,7 @@ def test_a_store_copies_what_has_not_changed(
         raise StorageError("the store is down", errno.EIO)
 
     with monkeypatch.context() as patched:
-        patched.setattr(FastWriter, "_check_files", fail)
+        patched.setattr(CheckpointTransaction, "check", fail)
         with pytest.raises(BaseException, match="the store is down"):
             _save(state, f"{url}/step-2", f"{url}/step-1")
     Location(f"{url}/step-0").file_system.remove_all(Location(f"{url}/step-0").path)

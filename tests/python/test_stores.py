@@ -35,6 +35,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, persist
 from torch_ckpt.agent.memory import complete_slots, folder_of, has_agent, run_of
 from torch_ckpt.cli.main import main
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location, register
 from torch_ckpt.process_state import PROCESS
@@ -503,7 +504,7 @@ def test_of_an_agent_and_another_save_at_once_one_commits(
         assert len(Location(step).names()) == 3
     ((_, slot), *_) = complete_slots(agent.folder, run_of(run))
     snapshot = _native.Slot.open(os.fsencode(slot), False).read()
-    check = persist._check_not_superseded
+    check = CheckpointTransaction.check
     others: list[FastWriter] = []
 
     def check_in_time(*arguments: Any) -> None:
@@ -514,8 +515,8 @@ def test_of_an_agent_and_another_save_at_once_one_commits(
             torch_ckpt.save(state_of(3), storage_writer=others[0])
 
     with monkeypatch.context() as patched:
-        patched.setattr(persist, "_check_not_superseded", check_in_time)
-        with pytest.raises(CheckpointError, match=f"cannot commit {step}: another save, "):
+        patched.setattr(CheckpointTransaction, "check", check_in_time)
+        with pytest.raises(CheckpointError, match=f"{step}: another save, "):
             persist.persist([snapshot], persist.Writing(torch_ckpt.IoOptions(), 1))
     loaded = state_of(-1)
     dcp.load(loaded, storage_reader=FastReader(step))

@@ -34,7 +34,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch_ckpt._core import _native
@@ -47,16 +46,16 @@ from torch_ckpt.agent.persist import (
     FileReport,
     Writing,
     directory_of,
-    found_before,
     publish,
     snapshot_commit_files,
+    transaction_of,
     values_of,
     write_shares,
 )
-from torch_ckpt.commits.garbage import Found, remove_files
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
-from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, index_name, pending_name
+from torch_ckpt.formats.committed import committed_id, index_name
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference
 
 __all__ = ["JointSave", "manifests_of"]
@@ -134,14 +133,14 @@ class JointSave:
         self._plan: JointPlan | None = None
         self._written: list[str] = []
         self._reports: list[FileReport] | None = None  # This machine's; `None` until written.
-        self._before: tuple[Found, str | None] = Found(), None  # As before writing.
+        self._transaction: CheckpointTransaction | None = None  # On a machine that commits.
         self._may_be_committed = False  # Whether the commit has begun.
         self._failing_since: float | None = None  # First of the last failures to read or publish.
 
-    @property
-    def _pending(self) -> Location:
-        """The pending file of the epoch; see :mod:`torch_ckpt.commits.garbage`."""
-        return self.directory / pending_name(self._files.save_id(self._epoch))
+    def _epoch_transaction(self) -> CheckpointTransaction:
+        """Returns the transaction of the epoch, on a machine that commits. It has not begun."""
+        self._transaction = transaction_of(self._first, self._files.save_id(self._epoch))
+        return self._transaction
 
     @property
     def tag(self) -> str:
@@ -179,12 +178,12 @@ class JointSave:
         if self._is_coordinator:
             self._epoch = self._published_epoch()  # An earlier agent may have published it.
             is_new = self._epoch in ("", self._failed_before)
-            if is_new or not (self._pending.exists() or self._files.is_committed()):
+            is_committed = not is_new and self._files.is_committed()
+            if not is_committed and not is_new and self._epoch_transaction().is_marked:
+                self._epoch_transaction().resume()
+            elif not is_committed:
                 self._epoch = secrets.token_hex(8)
-                self._pending.write(b"", sync=False)  # Before any machine writes.
-            elif not self._files.is_committed():
-                # The commit creates the index, and an earlier agent may have ended within it.
-                (self.directory / index_name(self._files.save_id(self._epoch))).discard()
+                self._epoch_transaction().begin()  # Before any machine writes.
         self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
 
     def advance(self) -> bool:
@@ -311,9 +310,12 @@ class JointSave:
         if self._plan is None:
             return
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
-        if files.is_apart and reports is None and self._pending.is_missing():
-            self._pending.write(b"", sync=False)
-        self._find_before()
+        if self._transaction is None and files.is_apart:
+            transaction = self._epoch_transaction()
+            if reports is not None or transaction.is_marked:
+                transaction.resume()
+            else:
+                transaction.begin()
         if reports is None:
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
             shares = list(zip(self._snapshots, assigned, strict=True))
@@ -329,12 +331,6 @@ class JointSave:
             raise CheckpointError(
                 f"cannot commit {self.directory}: a slot was discarded or refilled meanwhile"
             )
-
-    def _find_before(self) -> None:
-        """Records what the directory has before this save."""
-        found, id_before = found_before(self.directory)
-        others = found.pending - {self._pending.name}
-        self._before = replace(found, pending=others), id_before
 
     def _has_written(self, reports: list[FileReport]) -> None:
         self._written = [name for _, (name, *_), _ in reports]
@@ -376,7 +372,7 @@ class JointSave:
         )
         if self._files.is_apart:  # Other machines have their files.
             reports = self._reports or []
-        self._commit_files(files, save_id, reports)
+        self._commit_files(files, reports)
 
     def _commit_too(self) -> bool:
         """Commits what machine 0 has committed, in the directory of this machine.
@@ -391,19 +387,17 @@ class JointSave:
             return False
         self._epoch = own[0]["epoch"]
         if self._reports is None:  # A former agent wrote the files, and may have begun to commit.
-            (self.directory / index_name(facts["save_id"])).discard()
-            self._find_before()
+            self._epoch_transaction().resume()
             self._has_written(self._reports_of(self._files.node) or [])
-        self._commit_files((metadata, index), facts["save_id"], self._reports or [])
+        self._commit_files((metadata, index), self._reports or [])
         return True
 
-    def _commit_files(
-        self, files: tuple[bytes, bytes], save_id: str, reports: list[FileReport]
-    ) -> None:
+    def _commit_files(self, files: tuple[bytes, bytes], reports: list[FileReport]) -> None:
         """Commits the metadata and the index in the directory of this machine."""
         written = {name: nbytes for _, (name, nbytes, *_), _ in reports}
         self._may_be_committed = True  # Even if `publish` fails.
-        publish(files, written, save_id, self._first, self._before)
+        assert self._transaction is not None
+        publish(self._transaction, files, written)
 
     def _end_commit(self, published: dict[str, set[int]]) -> bool:
         """Ends the save on this machine, which has committed; returns whether it has ended.
@@ -487,8 +481,9 @@ class JointSave:
 
     def _remove_pending(self) -> None:
         """Removes the pending file of the epoch, if this machine has created it."""
-        if self._is_coordinator or self._files.is_apart:
-            self._pending.discard()
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            transaction.end()
 
     # ---- Published files ----
 

@@ -10,31 +10,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.memory import NOT_SHARED
-from torch_ckpt.commits.garbage import (
-    Found,
-    collect_garbage,
-    find,
-    pending_pattern,
-    remove_files,
-)
-from torch_ckpt.commits.probe import check_commit
-from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import (
-    INDEX_MARK,
-    commit,
-    committed_id,
-    is_committed,
-    pending_name,
-    uuid_of,
-)
+from torch_ckpt.formats.committed import INDEX_MARK, uuid_of
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference, warn_of
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads, write_planned
@@ -44,10 +30,10 @@ __all__ = [
     "FileReport",
     "Writing",
     "directory_of",
-    "found_before",
     "persist",
     "publish",
     "snapshot_commit_files",
+    "transaction_of",
     "values_of",
     "write_shares",
 ]
@@ -87,64 +73,42 @@ def persist(
     """
     _check_one_save(snapshots)
     first = snapshots[0]
-    with _created(directory_of(first), first.sync) as directory:
-        return _persist(snapshots, directory, how, check_replicas, is_current)
-
-
-@contextlib.contextmanager
-def _created(directory: Location, sync: bool) -> Iterator[Location]:
-    """Creates the directory of a checkpoint; removes it if the block raises and leaves it empty.
-
-    A directory that exists remains: somebody may have given it a quota or permissions.
-    """
-    is_new = directory.file_system.has_folders and directory.is_missing()
-    directory.create_directories()
-    try:
-        check_commit(directory, directory, sync=sync)
-        yield directory
-    except BaseException:
-        if is_new:
-            directory.discard()
-        raise
-
-
-def _persist(
-    snapshots: Sequence[_native.StoredSnapshot],
-    directory: Location,
-    how: Writing,
-    check_replicas: CheckReplicas,
-    is_current: Callable[[], bool],
-) -> list[Difference]:
-    """Writes and commits a checkpoint in a directory; see :func:`persist`."""
-    first = snapshots[0]
-    before = found_before(directory)
-    # Ranks that copied only their shares have compared their replicas before.
-    is_compared = len(snapshots) > 1 and first.header.share == NOT_SHARED
-    plan = _native.GlobalPlan(
-        [snapshot.items for snapshot in snapshots],
-        len(snapshots),
-        split=True,
-        dedup=True,
-        digests=values_of(snapshots, check_replicas) if is_compared else [],
-    )
-    warn_of(plan.differences)
-    save_id = secrets.token_hex(8)
-    pending = directory / pending_name(save_id)
+    transaction = transaction_of(first, secrets.token_hex(8))
+    transaction.begin()
     written: list[str] = []
-    pending.write(b"", sync=False)
     try:
+        # Ranks that copied only their shares have compared their replicas before.
+        is_compared = len(snapshots) > 1 and first.header.share == NOT_SHARED
+        plan = _native.GlobalPlan(
+            [snapshot.items for snapshot in snapshots],
+            len(snapshots),
+            split=True,
+            dedup=True,
+            digests=values_of(snapshots, check_replicas) if is_compared else [],
+        )
+        warn_of(plan.differences)
         shares = [(snapshot, plan.assignment(n)) for n, snapshot in enumerate(snapshots)]
-        reports = write_shares(shares, directory, save_id, written, how)
-        paths = [snapshot.paths for snapshot in snapshots]
+        save_id, paths = transaction.save_id, [snapshot.paths for snapshot in snapshots]
+        reports = write_shares(shares, transaction.directory, save_id, written, how)
         files = snapshot_commit_files(plan, reports, save_id, first, paths)
         if not is_current():
-            raise CheckpointError(f"cannot commit {directory}: a slot was refilled meanwhile")
+            raise CheckpointError(
+                f"cannot commit {transaction.target}: a slot was refilled meanwhile"
+            )
     except BaseException:
-        remove_files(directory, [*written, pending.name])
+        transaction.abandon(written)
         raise
-    sizes = {name: nbytes for _, (name, nbytes, *_), _ in reports}
-    publish(files, sizes, save_id, first, before)
+    publish(transaction, files, {name: nbytes for _, (name, nbytes, *_), _ in reports})
     return plan.differences
+
+
+def transaction_of(snapshot: _native.StoredSnapshot, save_id: str) -> CheckpointTransaction:
+    """Returns the transaction of the checkpoint that a snapshot belongs to.
+
+    A snapshot may be old when it is persisted. So it supersedes no save that was committed since.
+    """
+    directory = directory_of(snapshot)
+    return CheckpointTransaction(directory, save_id, sync=snapshot.sync, supersedes=False)
 
 
 def values_of(
@@ -212,62 +176,24 @@ def snapshot_commit_files(
 
 
 def publish(
-    files: tuple[bytes, bytes],
-    written: Mapping[str, int],
-    save_id: str,
-    first: _native.StoredSnapshot,
-    before: tuple[Found, str | None],
+    transaction: CheckpointTransaction, files: tuple[bytes, bytes], written: Mapping[str, int]
 ) -> None:
     """Commits the metadata and the index, and removes the files that they replace.
 
-    ``written`` has name and length of each data file, ``first`` is any snapshot of the save, and
-    ``before`` is what :func:`found_before` returned before it. Raises CheckpointError if another
-    save was committed in the directory meanwhile: the written files are removed. After a
-    StorageError, it is unknown whether the checkpoint is committed.
+    ``written`` has name and length of each data file. Raises CheckpointError if another save was
+    committed in the directory meanwhile, or if a data file is missing: the written files are
+    removed. After a StorageError, it is unknown whether the checkpoint is committed.
     """
-    directory = directory_of(first)
-    found, id_before = before
     try:
-        # A store may ignore the condition of the commit, and its commit renames no pending file.
-        is_renamed = not directory.file_system.publishes_by_condition
-        marks = {} if is_renamed else {pending_name(save_id): 0}
-        _check_not_superseded(directory, {**written, **marks}, id_before)
+        transaction.check(())
+        _check_lengths(transaction.target, written)
     except BaseException:
-        remove_files(directory, [*written, pending_name(save_id)])
+        transaction.abandon(written)
         raise
-    try:
-        commit(
-            *(directory, *files, save_id),
-            files=sorted(written),
-            sync=first.sync,
-            version=found.version,
-        )
-    except AlreadyExistsError:
-        _check_not_superseded(directory, {}, id_before)  # It names the other save.
-        raise
-    collect_garbage(
-        directory,
-        found,
-        referenced=written,
-        rank=None,
-        is_committed=lambda: is_committed(directory, save_id),
-    )
+    transaction.commit(*files, written)
 
 
-def found_before(directory: Location) -> tuple[Found, str | None]:
-    """Returns what a directory has before a save, and the id of its committed checkpoint."""
-    return find(directory, pending_pattern(None)), committed_id(directory)
-
-
-def _check_not_superseded(
-    directory: Location, written: Mapping[str, int], id_before: str | None
-) -> None:
-    """Raises if another save was committed meanwhile, which may have removed files of this save."""
-    now = committed_id(directory)
-    if now != id_before:
-        raise CheckpointError(
-            f"cannot commit {directory}: another save, {now}, was committed there meanwhile"
-        )
+def _check_lengths(directory: Location, written: Mapping[str, int]) -> None:
     # On a store, a file is there as a whole or not at all, and a listing has it.
     is_store = directory.file_system.publishes_by_condition
     listed = frozenset(directory.names()) if is_store and written else frozenset()

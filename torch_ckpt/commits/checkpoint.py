@@ -48,9 +48,16 @@ class CheckpointTransaction(Transaction):
         keeps_files: bool = False,
         sync: bool = True,
         may_replace: bool = True,
+        supersedes: bool = True,
         name: object = None,
     ) -> None:
-        super().__init__(target, save_id, sync=sync, may_replace=may_replace, name=name)
+        super().__init__(
+            *(target, save_id),
+            sync=sync,
+            may_replace=may_replace,
+            supersedes=supersedes,
+            name=name,
+        )
         self._rank, self._keeps_files = rank, keeps_files
         self._prefix = "" if rank is None else f"__{rank}"
         self.commit_name = f"{self._prefix}{_METADATA}"
@@ -87,19 +94,25 @@ class CheckpointTransaction(Transaction):
                 raise
 
     def resume(self) -> None:
-        """Begins a save that a process has begun before, and may have begun to commit.
+        """Begins a save that has a pending file, and that a process may have begun to commit.
 
-        The data files that have arrived stay. Only one process resumes a save.
+        If another save has removed the pending file meanwhile, the commit will find that.
         """
         self._commits = True
-        self.mark()
         pending = self._pending_file
-        if pending.nbytes():  # A commit was killed, and may have left the index, too.
-            pending.replace(b"", sync=False)
+        with contextlib.suppress(NotFoundError):
+            if pending.nbytes():  # A commit was killed, and may have left the index, too.
+                pending.replace(b"", sync=False)
         (self.target / f"{self._prefix}{index_name(self.save_id)}").discard()
         found = find(self.target, self.pending_pattern, self.commit_name)
         self.found = replace(found, pending=found.pending - {pending.name})
+        self._find_committed()
         self._pending = pending
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the pending file is there, of this process or of an earlier one."""
+        return self._pending_file.exists()
 
     def take_id(self, save_id: str) -> None:
         """Goes on under the id of another process, whose checkpoint this one commits as well."""

@@ -74,6 +74,8 @@ class Transaction(ABC):
         save_id: 16 hexadecimal digits that no other save has. They are in names of files.
         sync: Whether the files survive a power cut once they have appeared.
         may_replace: Whether they may replace what an earlier save has committed in the target.
+        supersedes: Whether they may replace what was committed since this one began. A store never
+            permits that.
         name: What messages call the target; its path by default.
     """
 
@@ -93,17 +95,19 @@ class Transaction(ABC):
         *,
         sync: bool = True,
         may_replace: bool = True,
+        supersedes: bool = True,
         name: object = None,
     ) -> None:
         self.target, self.save_id, self.sync = target, save_id, sync
         self.found = Found()
         """What the target had when this process began."""
-        self._may_replace = may_replace
+        self._may_replace, self._supersedes = may_replace, supersedes
         self._name = target if name is None else name
         self._hidden: Location | None = None  # Where the files are written, if not to `target`.
         self._pending: Location | None = None  # The pending file, if this process has created it.
         self._has_created = False  # Whether this process has created the target.
         self._before: object = None  # The identity of what was committed, where this one commits.
+        self._id_before: str | None = None  # Its id, if this one must not supersede another.
         self._commits = False  # Whether this process has begun the save, and not joined it.
         self._claim: Claim | None = None  # With which it has joined.
 
@@ -163,8 +167,12 @@ class Transaction(ABC):
             raise
         self.found = find(self.target, self.pending_pattern, self.commit_name)
         self._check_may_replace(self.found.names)
-        self._before = (self.target / self.commit_name).identity()
+        self._find_committed()
         self._pending = self._create_pending()
+
+    def _find_committed(self) -> None:
+        self._before = (self.target / self.commit_name).identity()
+        self._id_before = None if self._supersedes else self._committed_id()
 
     @abstractmethod
     def _create_pending(self) -> Location:
@@ -226,10 +234,15 @@ class Transaction(ABC):
 
         Raises:
             AlreadyExistsError: Another save was committed, and this one may not replace it.
+            CheckpointError: Another save was committed, and this one may not supersede it.
             StorageError: Files are missing for 30 s, or another save has ended this one.
         """
         names = self.directory.names()
         self._check_may_replace(names)
+        if not self._supersedes and (now := self._committed_id()) != self._id_before:
+            raise CheckpointError(
+                f"cannot commit {self._name}: another save, {now}, was committed there meanwhile"
+            )
         # A store may ignore the condition of the commit.
         is_marked = self._pending is None or self._pending.name in names
         if not is_marked and self.target.file_system.publishes_by_condition:
@@ -266,6 +279,13 @@ class Transaction(ABC):
         elif self._commits:
             remove_temporary(hidden)
         if pending is not None and not _marks_data_files(pending):
+            pending.discard()
+        self._discard_created()
+
+    def end(self) -> None:
+        """Removes the pending file, also if others have not removed their data files yet."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
             pending.discard()
         self._discard_created()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import secrets
 import sys
 import warnings
 import weakref
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_ckpt.api import async_save, load, save
 from torch_ckpt.commits.garbage import remove_files
+from torch_ckpt.commits.replacement import replace_file
 from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
 from torch_ckpt.filesystems.location import Location
@@ -306,11 +306,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 if not index.fqn.startswith(key_prefix)
             },
         )
-        pending = directory / f".metadata.{secrets.token_hex(8)}.tmp"
-        file_system = directory.file_system
-        file_system.write_file(pending.path, dump_metadata(metadata), True)
-        file_system.rename(pending.path, (directory / ".metadata").path)
-        file_system.sync_directory(directory.path)
+        replace_file(directory / ".metadata", dump_metadata(metadata))
         remove_files(directory, files)
 
 

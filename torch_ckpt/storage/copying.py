@@ -183,6 +183,7 @@ class CheckpointCopy:
                 f"cannot commit {self.target}: {len(missing)} data files of {self.source} have not "
                 f"arrived, including {missing[0]}"
             )
+        self._transaction.mark()
         self._transaction.resume()
         opened = self._opened
         names = [name for name, _ in opened.files]
