@@ -207,15 +207,13 @@ class CheckpointTransaction(Transaction):
         be moved, or another save has removed it.
         """
         hidden = self.directory
+        self._begin_in_target()
         try:
-            self._begin_in_target()
             for name in files:
                 (hidden / name).rename(self.target / name)
         except BaseException as error:
-            if self._pending is not None:
-                remove_files(self.target, files)
+            remove_files(self.target, files)
             self.abandon()
-            self.target.discard()  # If this save has created it.
             if isinstance(error, NotFoundError):
                 raise self.files_are_missing(error) from error
             raise

@@ -167,7 +167,8 @@ class Transaction(ABC):
             raise
         self.found = find(self.target, self.pending_pattern, self.commit_name)
         self._check_may_replace(self.found.names)
-        self._find_committed()
+        if self._hidden is None:  # Otherwise it began when the target did not exist.
+            self._find_committed()
         self._pending = self._create_pending()
 
     def _find_committed(self) -> None:
