@@ -22,6 +22,7 @@ from failing_ranks import (
     mortal_ranks,
 )
 from ranks import Worlds
+from support.freezing import freeze
 
 import torch_ckpt
 from torch_ckpt import FastWriter
@@ -92,13 +93,13 @@ def save_beside_a_rank_that_freezes_before_its_promise(path: Path, victim: int) 
     torch_ckpt.save(state, checkpoint_id=path / "0", timeout_s=AMPLE_S)
     pid, finish = int(store.get(f"pid{victim}")), FastWriter.finish
 
-    def freeze(self: FastWriter, *args: Any, **options: Any) -> None:
+    def freeze_and_finish(self: FastWriter, *args: Any, **options: Any) -> None:
         freeze(pid)
         finish(self, *args, **options)
 
     begin = time.monotonic()
     with (
-        mock.patch.object(FastWriter, "finish", freeze),
+        mock.patch.object(FastWriter, "finish", freeze_and_finish),
         pytest.raises(RankTimeoutError) as caught,
     ):
         torch_ckpt.save(state, checkpoint_id=path / "1", timeout_s=FREEZE_S)

@@ -19,5 +19,8 @@ def freeze(pid: int) -> None:
 
 def is_frozen(pid: int) -> bool:
     """Returns whether all threads of a process are stopped."""
-    states = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    try:
+        states = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # A thread has just ended.
+        return False
     return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
