@@ -26,6 +26,7 @@ from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, files_in, open_committed
+from torch_ckpt.process_state import PROCESS
 
 MACHINES = (0, 1)
 MANY_ROUNDS = 30
@@ -61,6 +62,7 @@ class Killer:
     def arm(self, machine: int, at: int) -> None:
         """Kills the agent of a machine at this moment; never if it is negative."""
         self.victim, self.at, self.changes, self.is_killed = machine, at, 0, False
+        PROCESS.probed.clear()  # Each agent probes its file system.
 
     def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         real = getattr(owner, name)

@@ -18,7 +18,6 @@ from waits import SOON_S, until
 
 from torch_ckpt import CheckpointError, IoOptions
 from torch_ckpt._core import _native
-from torch_ckpt.agent import persist
 from torch_ckpt.agent.client import Place
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.manifests import FileKind, Manifests, PendingFailures
@@ -32,6 +31,7 @@ from torch_ckpt.agent.messages import (
     send,
 )
 from torch_ckpt.agent.persist import Writing
+from torch_ckpt.commits import checkpoint
 from torch_ckpt.commits.garbage import stale_files
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
@@ -116,7 +116,7 @@ def test_an_agent_that_ends_right_after_the_commit_leaves_the_index_to_the_next_
     for joint in (first, second):
         assert not joint.advance()
     with monkeypatch.context() as ending:
-        ending.setattr(persist, "collect_garbage", lambda *_, **__: _end())
+        ending.setattr(checkpoint, "collect_garbage", lambda *_, **__: _end())
         with pytest.raises(KeyboardInterrupt):
             first.advance()
     step = Location(tmp_path / "step")

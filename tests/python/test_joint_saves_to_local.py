@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from joint_machines import MACHINES, MANY_ROUNDS, Killer, Machine, check_whole, save
 
-from torch_ckpt.agent import joint_save, persist
+from torch_ckpt.agent import joint_save
 from torch_ckpt.agent.manifests import Manifests
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 
@@ -114,7 +115,10 @@ def test_a_machine_that_cannot_commit_fails_the_save_on_machine_0(
     tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as full:
-        _fails(persist, "commit", full, lambda directory, *_: "machine-1" in str(directory))
+        _fails(
+            *(CheckpointTransaction, "commit", full),
+            lambda transaction, *_: "machine-1" in str(transaction.target),
+        )
         machines = [Machine(tmp_path, m, killer) for m in MACHINES]
         save(machines)
     for machine in machines:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from torch_ckpt.coordination.group import Group, current_call
+from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.filesystems.location import Location
+
+if TYPE_CHECKING:
+    from torch_ckpt.coordination.group import Group
 
 __all__ = ["APPEARS_S", "still_missing", "wait_on_all"]
 

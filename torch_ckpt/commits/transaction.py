@@ -26,7 +26,7 @@ from torch_ckpt.commits.garbage import Found, find, remove_files
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.commits.temporary import remove_abandoned, remove_temporary
-from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import prefixes_among

@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
+from torch_ckpt.coordination.current_call import CURRENT, current_call
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.portable import (
     attempted,
@@ -55,7 +55,6 @@ __all__ = [
     "Cancellable",
     "Group",
     "claim_commit",
-    "current_call",
     "group_of",
     "time_limit_s",
 ]
@@ -232,12 +231,12 @@ class Call:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Makes :func:`current_call` return this call within the block."""
-        token = _current.set(self)
+        token = CURRENT.set(self)
         try:
             with contextlib.nullcontext() if self.record is None else self.record.current():
                 yield
         finally:
-            _current.reset(token)
+            CURRENT.reset(token)
 
     def progress(self) -> str:
         """Returns how far this rank is, for the log of a long wait."""
@@ -537,17 +536,9 @@ class Call:
         return _wrap_exception(error)
 
 
-_current: ContextVar[Call | None] = ContextVar("torch_ckpt_call", default=None)
-
-
-def current_call() -> Call | None:
-    """Returns the call that runs in this thread; ``None`` within DCP's own functions."""
-    return _current.get()
-
-
 def time_limit_s() -> float:
     """Returns the deadline of an exchange, in seconds, of the call that runs in this thread."""
-    call = _current.get()
+    call = current_call()
     return DEFAULT_TIMEOUT_S if call is None else call.timeout_s
 
 
@@ -562,7 +553,7 @@ def claim_commit() -> None:
         claim_commit()
         temporary.rename(final)
     """
-    call = _current.get()
+    call = current_call()
     if call is not None:
         call.claim_commit()
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import cpu_as_default, gc_paused
-from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.orchestrate import PlanUnknownError
 from torch_ckpt.errors import CheckpointError, naming_cycle
 from torch_ckpt.formats.committed import INDEX_MARK

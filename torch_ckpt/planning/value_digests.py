@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import bytes_of, to_plain
-from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.planning.replica_check import CheckReplicas
 
 __all__ = ["THREADS", "full_digests", "has_memory", "has_other_ranks", "value_digests"]

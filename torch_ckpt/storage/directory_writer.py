@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.transaction import Claim, Transaction
-from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.staging.staging_writer import StagingWriter

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.coordination.addresses import this_machine
-from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.handshake import NONCE_NBYTES, PROOF_NBYTES, Handshake
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CancelledError, CheckpointError, NotFoundError, listed_ranks

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, Destinations, is_temporary
-from torch_ckpt.coordination.group import Cancellable, current_call
+from torch_ckpt.coordination.current_call import current_call
+from torch_ckpt.coordination.group import Cancellable
 from torch_ckpt.errors import CheckpointError, CorruptionError, MismatchError, UnsupportedError
 from torch_ckpt.formats.allowed_classes import HOW_TO_ALLOW
 from torch_ckpt.formats.equality import same_bits

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused, is_temporary, printable
-from torch_ckpt.coordination.group import current_call
+from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.statefuls import refuse_statefuls
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.planning.columns import overrides
