@@ -39,6 +39,7 @@ from torch_ckpt.storage.gc import (
     remove_files,
 )
 from torch_ckpt.storage.reuse import Reuse, take_from_base
+from torch_ckpt.storage.small_files import write_small_files
 
 __all__ = [
     "FileReport",
@@ -220,18 +221,24 @@ def publish(
 ) -> None:
     """Commits the metadata and the index, and removes the files that they replace.
 
+    The small files of the step are written before the commit of a new checkpoint, so that nobody
+    finds the step without them, and after a commit that replaces one.
+
     ``written`` has name and length of each data file, ``first`` is any snapshot of the save, and
     ``before`` is what :func:`found_before` returned before it. Raises CheckpointError if another
-    save was committed in the directory meanwhile: the written files are removed. After a
-    StorageError, it is unknown whether the checkpoint is committed.
+    save was committed in the directory meanwhile, or StorageError if the small files cannot be
+    written: the written files are removed. After another StorageError, it is unknown whether the
+    checkpoint is committed.
     """
-    directory = directory_of(first)
+    directory, _, small_files = Destination.of(first)
     found, id_before = before
     try:
         # A store may ignore the condition of the commit, and its commit renames no pending file.
         is_renamed = not directory.file_system.publishes_by_condition
         marks = {} if is_renamed else {pending_name(save_id): 0}
         _check_not_superseded(directory, {**written, **marks}, id_before)
+        if small_files is not None and id_before is None:
+            _write_small_files(directory, small_files)
     except BaseException:
         remove_files(directory, [*written, pending_name(save_id)])
         raise
@@ -245,6 +252,9 @@ def publish(
     except AlreadyExistsError:
         _check_not_superseded(directory, {}, id_before)  # It names the other save.
         raise
+    if small_files is not None and id_before is not None:
+        with contextlib.suppress(CheckpointError):  # The save is committed; old ones remain.
+            write_small_files(directory, small_files)
     collect_garbage(
         directory,
         found,
@@ -252,6 +262,15 @@ def publish(
         rank=None,
         is_committed=lambda: is_committed(directory, save_id),
     )
+
+
+def _write_small_files(directory: Location, small_files: Mapping[str, bytes]) -> None:
+    """Writes the small files of a new step, or none of them if that fails."""
+    try:
+        write_small_files(directory, small_files)
+    except BaseException:
+        remove_files(directory, small_files)
+        raise
 
 
 def found_before(directory: Location) -> tuple[Found, str | None]:

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import BRANCH, branch_of
+from torch_ckpt.runs.step_files import branch_of
+from torch_ckpt.storage.small_files import BRANCH
 
 __all__ = ["Branches"]
 

@@ -36,13 +36,13 @@ from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import (
-    SMALL_FILES,
     committed_steps,
     listed_steps,
     metrics_of,
 )
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.progress import progress_bar
+from torch_ckpt.storage.small_files import SMALL_FILES
 
 __all__ = ["END_S", "Promotion"]
 

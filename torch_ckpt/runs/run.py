@@ -315,8 +315,7 @@ class Run(LastSaves):
                 once the new one is complete.
             state: State dict, as for :func:`torch_ckpt.save`.
             metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
-                and :meth:`best_step`. Those of the first rank count. They are not stored if
-                ``persist`` is ``False``.
+                and :meth:`best_step`. Those of the first rank count.
             persist: Whether to write the step to disk. With ``False``, the agent retains the step
                 in memory for restarted ranks. The agent writes the newest step to disk when the
                 ranks end or die, or when the run falls back to saving without the agent.
@@ -350,8 +349,7 @@ class Run(LastSaves):
             return False
         self._check_open()
         with self._saves.recording("save", step):
-            stored = metrics if persist else None
-            files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
+            files = self._saves.begin_after(step, self.timeout_s, metrics)
             if files is None:
                 return False
             # An error that only this rank knows so far, and whether all ranks raise the next error.

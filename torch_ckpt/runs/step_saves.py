@@ -39,9 +39,10 @@ from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import committed_steps, metrics_file, write_small_files
+from torch_ckpt.runs.step_files import committed_steps, metrics_file
 from torch_ckpt.runs.step_tiers import common_step
 from torch_ckpt.storage.progress import progress_bar
+from torch_ckpt.storage.small_files import write_small_files
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["Reuse", "StepSaves"]
@@ -163,17 +164,14 @@ class StepSaves:
         timeout_s: float,
         metrics: Mapping[str, float] | None = None,
         *,
-        persist: bool = True,
         is_last: bool = False,
     ) -> tuple[dict[str, bytes], CheckpointError | None]:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
-        Returns the small files of the step, with the metrics of the first rank. ``persist`` says
-        that the step is to be on disk. A failed promotion is returned as well, and the save has not
-        begun then. With ``is_last``, the process ends after the save, and such failures are
-        ignored.
+        Returns the small files of the step, with the metrics of the first rank. A failed promotion
+        is returned as well, and the save has not begun then. With ``is_last``, the process ends
+        after the save, and such failures are ignored.
         """
-        path = self._disk.path(step)
         files: dict[str, bytes] = {}
 
         def own() -> tuple[int, CheckpointError | None]:
@@ -199,10 +197,6 @@ class StepSaves:
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
             files.update(self.branches.saving(step))
-            # An agent may commit after all ranks have died. Else they appear with the commit.
-            is_agent = isinstance(self._backend, AgentBackend)
-            if is_agent and persist and not has_checkpoint(path):
-                write_small_files(path, files)
             return files, choice, self._base(step) if self._reuses else None, None
 
         what = "beginning to save"
@@ -238,8 +232,6 @@ class StepSaves:
         step: int,
         timeout_s: float,
         metrics: Mapping[str, float] | None = None,
-        *,
-        persist: bool = True,
     ) -> dict[str, bytes] | None:
         """Begins a save, also if the previous one failed and training goes on.
 
@@ -258,7 +250,7 @@ class StepSaves:
             else:
                 self._failures.succeeded()
         try:
-            files, unpromoted = self.begin(step, timeout_s, metrics, persist=persist)
+            files, unpromoted = self.begin(step, timeout_s, metrics)
         except StorageError as error:
             if not self._failures.may_go_on(error, warns=warns):
                 raise
