@@ -29,6 +29,7 @@ from torch_ckpt.formats.committed import committed_id, files_in, open_committed
 from torch_ckpt.process_state import PROCESS
 
 MACHINES = (0, 1)
+SMALL_FILES = {"metrics.json": b'{"loss": 1.0}'}
 MANY_ROUNDS = 30
 
 
@@ -54,7 +55,15 @@ class Killer:
         self.changes = 0
         self.is_killed = False
         self.running = 0
-        for name in ("write", "rename", "remove", "remove_all", "create_directories", "link"):
+        for name in (
+            "write",
+            "rename",
+            "remove",
+            "remove_all",
+            "create_directories",
+            "link",
+            "replace",
+        ):
             self._wrap(monkeypatch, Location, name)
         self._wrap(monkeypatch, CheckpointTransaction, "commit")
         self._wrap(monkeypatch, joint_save, "write_shares")
@@ -108,7 +117,9 @@ class Machine:
         self.shared = folder / "run"
         disk = folder / f"machine-{number}" if is_apart else self.shared
         self.step = disk / f"step-{step}"
-        target = Destination(Location(self.step), Location(self.shared) if is_apart else None)
+        target = Destination(
+            Location(self.step), Location(self.shared) if is_apart else None, SMALL_FILES
+        )
         contents = SlotContents.of({f"w{number}": values(number, step), f"o{number}": [step]})
         table = contents.table(target.encode(), sync=False)
         path = os.fsencode(folder / f"slot-{number}-{step}")
@@ -161,7 +172,10 @@ class Machine:
         return committed_id(Location(self.step)) if self.step.exists() else None
 
     def check_committed(self) -> None:
-        """What is committed has the files of this machine, if anything is committed."""
+        """What is committed has the files of this machine, if anything is committed.
+
+        And the small files of the step, which appear with the commit.
+        """
         if self.id is None:
             return
         _, index = open_committed(Location(self.step), "")
@@ -169,12 +183,14 @@ class Machine:
         own = [(name, n) for name, n in index.files if name.startswith(f"__{self.number}_")]
         assert own
         assert files_in(Location(self.step), own) == {name for name, _ in own}
+        for name, content in SMALL_FILES.items():
+            assert (self.step / name).read_bytes() == content
 
     def check_files(self) -> None:
         """What is committed has its files, and nothing is beside it."""
         names = set(os.listdir(self.step))
         assert {".metadata", f".index.{self.id}"} < names
-        data = names - {".metadata", f".index.{self.id}"}
+        data = names - {".metadata", f".index.{self.id}", *SMALL_FILES}
         assert data
         assert all(name.startswith(f"__{self.number}_") for name in data), names
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.run_steps import names_in_run
+from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastWriter, Run
@@ -72,6 +75,48 @@ def test_a_failed_save_of_a_run_that_ends_leaves_no_directory(
     while names_in(small_disk / "run") != ["step-6"] and time.monotonic() < deadline:
         time.sleep(0.02)  # The agent tries once more when the run has ended.
     assert names_in(small_disk / "run") == ["step-6"]
+
+
+TRAINING = """
+import os, signal, sys, pytest, torch, torch_ckpt
+from pathlib import Path
+from support.agents import kill_agent
+how, run = sys.argv[1], Path(sys.argv[2])
+filler = run.parent / "filler"
+filler.write_bytes(bytes(6 << 20))
+made = torch_ckpt.Run(run, asynchronous=True, agent=True)
+if how == "in memory alone":
+    made.save(7, {"w": torch.ones(1 << 20)}, metrics={"loss": 1.0}, persist=False)
+else:
+    made.save(7, {"w": torch.ones(1 << 20)}, metrics={"loss": 1.0})
+    with pytest.raises(BaseException, match="No space left"):
+        made.wait()
+filler.unlink()
+if how == "the agent dies first":
+    kill_agent(run)
+if how == "the training ends":
+    made.close()
+else:
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["the training ends", "the training dies", "the agent dies first", "in memory alone"],
+)
+def test_a_step_that_the_agent_commits_after_a_failed_save_has_its_metrics(
+    how: str, small_disk: Path, memory: Path, run_python: Callable[..., str]
+) -> None:
+    """Its trainers have removed what the failed save has left, or never wrote such a step."""
+    run = small_disk / "run"
+    with contextlib.suppress(AssertionError):  # The training dies.
+        run_python(TRAINING, how, run)
+    if how == "the agent dies first":  # The next training starts another agent.
+        torch_ckpt.Run(run, asynchronous=True, agent=True).close()
+    until(lambda: (run / "step-7/.metadata").exists())
+    assert metrics_of(Location(run / "step-7")) == {"loss": 1.0}
+    assert Run(run, keep_best=1, monitor="loss").best_step() == 7
 
 
 @pytest.mark.parametrize("is_committed", [False, True])

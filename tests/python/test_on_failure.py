@@ -93,22 +93,22 @@ def test_the_options_are_checked(tmp_path: Path) -> None:
         Run(tmp_path, max_failures=0)
 
 
-def test_a_save_that_fails_as_it_begins_counts_once(
-    small_disk: Path, memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With an agent, the metrics are written first."""
+def test_a_save_by_the_agent_on_a_full_disk_counts_once(small_disk: Path, memory: Path) -> None:
+    """No byte of it can be written, also none of its metrics."""
     run = Run(small_disk / "run", asynchronous=True, agent=True, on_failure="warn", max_failures=2)
     run.save(1, SMALL)
     run.wait()
     with (small_disk / "other").open("wb", buffering=0) as other, contextlib.suppress(OSError):
         while other.write(bytes(4096)):
             pass
-    assert not run.save(2, SMALL, metrics={"loss": 1.0})
+    assert run.save(2, SMALL, metrics={"loss": 1.0})
+    assert run.save(3, SMALL, metrics={"loss": 1.0})
     assert run.failures == 1
     with pytest.raises(StorageError) as raised:
-        run.save(3, SMALL, metrics={"loss": 1.0})
+        run.save(4, SMALL, metrics={"loss": 1.0})
     assert "2 saves in a row have failed" in "".join(raised.value.__notes__)
     run.close()
+    assert sorted(path.name for path in (small_disk / "run").glob("step-*")) == ["step-1"]
 
 
 def failed_on(causes: dict[int, Exception]) -> CheckpointException:

@@ -81,10 +81,10 @@ class _RemoteError(Exception):
 
 def manifests_of(memory: _native.Slot) -> Manifests:
     """Returns the files of the save of a slot, from the perspective of this machine."""
-    header = memory.header()
+    header, target = memory.header(), Destination.of(memory.read())
     return Manifests(
         *(header.run, header.session, header.sequence, header.node, header.node_count),
-        *Destination.of(memory.read()),
+        *(target.directory, target.shared),
     )
 
 

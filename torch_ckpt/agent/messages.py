@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _MAGIC = b"TCAG"
-_VERSION = 10
+_VERSION = 11
 _HEAD = struct.Struct("<4sHQI")
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group.
 _MAX_BODY_NBYTES = 1 << 20  # A longer message on a socket is not from this package.

@@ -107,8 +107,10 @@ def transaction_of(snapshot: _native.StoredSnapshot, save_id: str) -> Checkpoint
 
     A snapshot may be old when it is persisted. So it supersedes no save that was committed since.
     """
-    directory = directory_of(snapshot)
-    return CheckpointTransaction(directory, save_id, sync=snapshot.sync, supersedes=False)
+    directory, _, small_files = Destination.of(snapshot)
+    return CheckpointTransaction(
+        directory, save_id, sync=snapshot.sync, supersedes=False, small_files=small_files
+    )
 
 
 def values_of(

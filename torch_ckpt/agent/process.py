@@ -475,8 +475,9 @@ class Agent:
         self._changed.notify_all()
         if node_count > 1:
             node, target = message["node"], Destination.decode(message["destination"])
+            save, where = (trainer.session, sequence), (target.directory, target.shared)
             self._failures.abort(
-                Manifests(self.run, trainer.session, sequence, node, node_count, *target),
+                Manifests(self.run, *save, node, node_count, *where),
                 f"cannot save {target.directory}: rank {trainer.rank} failed or skipped before it "
                 "filled a slot",
                 within_s=self.options.peers_timeout_s,

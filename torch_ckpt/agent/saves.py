@@ -302,7 +302,7 @@ class Saves:
         snapshot = slots[0].memory.read()
         if not snapshot.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
-        directory, shared = Destination.of(snapshot)
+        directory, shared, _ = Destination.of(snapshot)
         if shared is not None:
             # One for all saves: each call to a directory that never answers leaves a thread.
             answers = self._answers.setdefault(str(shared), Answers(shared))

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -127,6 +127,8 @@ class SnapshotAgent:
         waited: Number of saves that waited for a slot.
         skipped: Number of saves skipped because of ``on_busy="skip"``.
         refused: Number of saves that raised because of ``on_busy="error"``.
+        small_files: Files that whoever commits the next saves writes beside the checkpoint, by
+            name, equal on all ranks; ``None`` if there are none.
 
     Raises:
         CheckpointError: The agent cannot be started, another live process has this rank of the run,
@@ -156,6 +158,7 @@ class SnapshotAgent:
         self.timeout_s = timeout_s
         self._exclusive = Exclusive("the agent")
         self.waited = self.skipped = self.refused = 0
+        self.small_files: Mapping[str, bytes] | None = None
         self._group = group_of(process_group)
         self._stages = self._group.series()
         self._failed = FailedSaves(self._group)
@@ -257,7 +260,7 @@ class SnapshotAgent:
 
         def list_items() -> tuple[Destination, SlotContents]:
             nonlocal target
-            target = Destination.resolved(directory, self._shared)
+            target = Destination.resolved(directory, self._shared, self.small_files)
             return target, SlotContents.of(state_dict)
 
         with self._staging.use("stage a snapshot", self.timeout_s), gc_paused():

@@ -9,12 +9,14 @@ condition that this is still what it was when the save began.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from errno import EEXIST
 
 from torch_ckpt.commits.garbage import collect_garbage, find, pending_pattern, remove_files
 from torch_ckpt.commits.probe import can_be_renamed_to, check_commit
+from torch_ckpt.commits.small_files import write_small_files
 from torch_ckpt.commits.temporary import PARTIAL, end_partials, remove_temporary, temporary
 from torch_ckpt.commits.transaction import Transaction
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
@@ -36,6 +38,9 @@ class CheckpointTransaction(Transaction):
             ranks save together.
         keeps_files: Whether the data files, and the pending file, stay after a commit that has
             failed, since the caller tries again.
+        small_files: Contents of the small files of a step, by name. A new checkpoint appears with
+            them. Where one is replaced, they are written after the commit, and others removed.
+            ``None`` leaves those that the target has.
         options: As for :class:`Transaction`.
     """
 
@@ -46,6 +51,7 @@ class CheckpointTransaction(Transaction):
         *,
         rank: int | None = None,
         keeps_files: bool = False,
+        small_files: Mapping[str, bytes] | None = None,
         sync: bool = True,
         may_replace: bool = True,
         supersedes: bool = True,
@@ -58,7 +64,7 @@ class CheckpointTransaction(Transaction):
             supersedes=supersedes,
             name=name,
         )
-        self._rank, self._keeps_files = rank, keeps_files
+        self._rank, self._keeps_files, self._small_files = rank, keeps_files, small_files
         self._prefix = "" if rank is None else f"__{rank}"
         self.commit_name = f"{self._prefix}{_METADATA}"
         self.committed_names = frozenset({self.commit_name})
@@ -67,12 +73,11 @@ class CheckpointTransaction(Transaction):
 
     # ---- Begin ----
 
-    def begin(self, *, can_hide: bool = False, small_files: Mapping[str, bytes] = {}) -> None:
+    def begin(self, *, can_hide: bool = False) -> None:
         """Begins the save, as :meth:`Transaction.begin` does.
 
         A target that does not exist appears with the commit, if its place permits that and all that
-        write files receive the claim (``can_hide``). Only then the ``small_files`` are written, by
-        name, and appear with it.
+        write files receive the claim (``can_hide``).
         """
         self._commits = True
         self._beside = self._remove_abandoned()
@@ -82,7 +87,7 @@ class CheckpointTransaction(Transaction):
         check_commit(self.target.parent, self.target, sync=self.sync)
         self._hidden = temporary(self.target, PARTIAL)
         self._hidden.create_directories()
-        for name, contents in small_files.items():
+        for name, contents in (self._small_files or {}).items():
             (self._hidden / name).write(contents, sync=self.sync)
 
     def mark(self) -> None:
@@ -153,11 +158,15 @@ class CheckpointTransaction(Transaction):
                 else:
                     end_partials(self.target, self._beside)
                     return
+            if not self.replaces:
+                self._write_small_files(files)
             self._publish(metadata, index, files)
         except BaseException:
             if not self._keeps_files:
                 self.abandon()
             raise
+        if self.replaces:
+            self._replace_small_files()
         collect_garbage(
             self.target,
             self.found,
@@ -165,6 +174,25 @@ class CheckpointTransaction(Transaction):
             rank=self._rank,
             is_committed=lambda: is_committed(self.target, self.save_id, self._prefix),
         )
+
+    def _write_small_files(self, files: Collection[str]) -> None:
+        """Writes the small files of a new checkpoint, before it appears."""
+        if self._small_files is None:
+            return
+        try:
+            write_small_files(self.target, self._small_files)
+        except BaseException:
+            remove_files(self.target, [*self._small_files, *(() if self._keeps_files else files)])
+            raise
+
+    def _replace_small_files(self) -> None:
+        """Writes the small files of a checkpoint that has replaced another one."""
+        if self._small_files is None:
+            return
+        try:
+            write_small_files(self.target, self._small_files)
+        except CheckpointError as error:  # The checkpoint is committed.
+            warnings.warn(f"small files of {self._name} were not written: {error}", stacklevel=2)
 
     def _publish(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
         """Makes the checkpoint appear; see ``csrc/engine/commit.h``."""

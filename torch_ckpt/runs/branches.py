@@ -12,10 +12,11 @@ import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 
+from torch_ckpt.commits.small_files import BRANCH
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import BRANCH, branch_of
+from torch_ckpt.runs.step_files import branch_of
 
 __all__ = ["Branches"]
 

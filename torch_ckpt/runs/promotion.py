@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt.agent.identity import id_in_directory
+from torch_ckpt.commits.small_files import SMALL_FILES
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
@@ -36,7 +37,6 @@ from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import (
-    SMALL_FILES,
     committed_steps,
     listed_steps,
     metrics_of,

@@ -26,7 +26,6 @@ from torch_ckpt.formats.committed import (
     pending_name,
 )
 from torch_ckpt.runs.step_files import (
-    SMALL_FILES,
     announced_removal,
     leased_steps,
     listed_steps,
@@ -233,19 +232,19 @@ def removed_directories(directory: Location) -> Iterator[tuple[str, Location]]:
 
 
 def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
-    """Removes the small files of a failed save, and its directory if that is empty then.
+    """Removes the directory of a failed save if that is empty.
 
     Requires: no save uses the directory any more. Ignores errors: a later retention removes the
-    rest. ``of_agents`` also removes the files by which agents of several machines inform each other
-    of the failure. All of them must have read these. If there are data files, nothing is removed:
-    without the files of agents, retention would not recognize the remains of a save.
+    rest. ``of_agents`` first removes the files by which agents of several machines inform each
+    other of the failure. All of them must have read these. If there are data files, nothing is
+    removed: without the files of agents, retention would not recognize the remains of a save.
     """
     with contextlib.suppress(CheckpointError):
         names = path.names()
         if metadata_prefixes(path) or any(name.endswith(".distcp") for name in names):
             return
-        for name in names:
-            if name in SMALL_FILES or (of_agents and name.startswith(".agents-")):
+        for name in names if of_agents else ():
+            if name.startswith(".agents-"):
                 (path / name).discard()
         path.discard()
 

@@ -315,8 +315,7 @@ class Run(LastSaves):
                 once the new one is complete.
             state: State dict, as for :func:`torch_ckpt.save`.
             metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
-                and :meth:`best_step`. Those of the first rank count. They are not stored if
-                ``persist`` is ``False``.
+                and :meth:`best_step`. Those of the first rank count.
             persist: Whether to write the step to disk. With ``False``, the agent retains the step
                 in memory for restarted ranks. The agent writes the newest step to disk when the
                 ranks end or die, or when the run falls back to saving without the agent.
@@ -350,17 +349,15 @@ class Run(LastSaves):
             return False
         self._check_open()
         with self._saves.recording("save", step):
-            stored = metrics if persist else None
-            files = self._saves.begin_after(step, self.timeout_s, stored, persist=persist)
-            if files is None:
+            if not self._saves.begin_after(step, self.timeout_s, metrics):
                 return False
             # An error that only this rank knows so far, and whether all ranks raise the next error.
             failure, is_common = None, self.asynchronous
             try:
                 if self.asynchronous:
-                    failure = self._saves.save_in_background(step, state, files, persist=persist)
+                    failure = self._saves.save_in_background(step, state, persist=persist)
                 else:
-                    failure = self._saves.save_now(step, state, files, self.timeout_s)
+                    failure = self._saves.save_now(step, state, self.timeout_s)
                 own, is_common = self._schedule.own_interval(step, time.monotonic() - begin), True
                 self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
             except (CheckpointError, CheckpointException) as error:

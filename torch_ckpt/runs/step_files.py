@@ -16,15 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.committed import has_checkpoint, index_name, prefixes_among
 
 __all__ = [
-    "BRANCH",
     "LEASE_S",
-    "SMALL_FILES",
     "agreed",
     "announced_removal",
     "branch_of",
@@ -38,7 +37,6 @@ __all__ = [
     "run_of_local",
     "tie_directories",
     "what_is_missing",
-    "write_small_files",
 ]
 
 T = TypeVar("T")
@@ -46,18 +44,10 @@ T = TypeVar("T")
 LEASE_S = 300.0
 """Seconds for which a lease protects a step after it was renewed."""
 
-BRANCH = "branch.json"
-"""The file that records on which branch of the run a step was saved."""
-
-_METRICS = "metrics.json"
-
 _LOCAL_OF = "local-of"
 """The file that names the directory to which local steps are promoted."""
 
 _PART = "files of one machine\n"
-
-SMALL_FILES = frozenset({_METRICS, BRANCH})
-"""Names of the small files of a step, beside its checkpoint."""
 
 _RENEW_S = 60.0
 
@@ -178,19 +168,7 @@ def metrics_file(step: int, metrics: Mapping[str, float], monitor: str | None) -
     numbers = {name: float(value) for name, value in metrics.items()}
     if monitor is not None and monitor not in numbers:
         raise ValueError(f"step {step} was not saved: metrics has no {monitor!r}")
-    return {_METRICS: json.dumps(numbers, indent=1).encode()}
-
-
-def write_small_files(step: Location, files: Mapping[str, bytes]) -> None:
-    """Writes the ``SMALL_FILES`` of a step (contents by name), and removes old ones.
-
-    The directory is created if there are files.
-    """
-    for name in SMALL_FILES.difference(files):
-        (step / name).discard()
-    for name, contents in files.items():
-        step.create_directories()
-        (step / name).replace(contents, sync=False)
+    return {METRICS: json.dumps(numbers, indent=1).encode()}
 
 
 def branch_of(step: Location) -> dict[str, int | None] | None:
@@ -210,7 +188,7 @@ def branch_of(step: Location) -> dict[str, int | None] | None:
 def metrics_of(step: Location) -> dict[str, float]:
     """Returns the metrics of a step; empty if there are none."""
     try:
-        stored = json.loads((step / _METRICS).read())
+        stored = json.loads((step / METRICS).read())
     except (CheckpointError, ValueError):
         return {}
     if not isinstance(stored, dict):

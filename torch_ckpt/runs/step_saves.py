@@ -39,7 +39,7 @@ from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import committed_steps, metrics_file, write_small_files
+from torch_ckpt.runs.step_files import committed_steps, metrics_file
 from torch_ckpt.runs.step_tiers import common_step
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.writer import FastWriter
@@ -163,17 +163,14 @@ class StepSaves:
         timeout_s: float,
         metrics: Mapping[str, float] | None = None,
         *,
-        persist: bool = True,
         is_last: bool = False,
-    ) -> tuple[dict[str, bytes], CheckpointError | None]:
+    ) -> CheckpointError | None:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
-        Returns the small files of the step, with the metrics of the first rank. ``persist`` says
-        that the step is to be on disk. A failed promotion is returned as well, and the save has not
-        begun then. With ``is_last``, the process ends after the save, and such failures are
-        ignored.
+        Gives the writer the small files of the step, with the metrics of the first rank. Returns a
+        failed promotion; the save has not begun then. With ``is_last``, the process ends after the
+        save, and such failures are ignored.
         """
-        path = self._disk.path(step)
         files: dict[str, bytes] = {}
 
         def own() -> tuple[int, CheckpointError | None]:
@@ -199,10 +196,6 @@ class StepSaves:
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
             files.update(self.branches.saving(step))
-            # An agent may commit after all ranks have died. Else they appear with the commit.
-            is_agent = isinstance(self._backend, AgentBackend)
-            if is_agent and persist and not has_checkpoint(path):
-                write_small_files(path, files)
             return files, choice, self._base(step) if self._reuses else None, None
 
         what = "beginning to save"
@@ -210,13 +203,13 @@ class StepSaves:
             what, own, begin, timeout_s=timeout_s, recorded="begin"
         )
         if unpromoted is not None:
-            return files, unpromoted
+            return unpromoted
         if base is not None:
             self._writer.base = self._disk.path(base).checkpoint_id
         if self._promotion is not None:
             self._promotion.saving(step, choice)
         self._writer.small_files = files
-        return files, None
+        return None
 
     def _base(self, step: int) -> int:
         """Returns the step from which a save takes what has not changed; itself if there is none.
@@ -238,12 +231,10 @@ class StepSaves:
         step: int,
         timeout_s: float,
         metrics: Mapping[str, float] | None = None,
-        *,
-        persist: bool = True,
-    ) -> dict[str, bytes] | None:
+    ) -> bool:
         """Begins a save, also if the previous one failed and training goes on.
 
-        Returns ``None`` if this one fails as well, and training goes on.
+        Returns ``False`` if this one fails as well, and training goes on.
         """
         warns = self._group.is_coordinator
         if self._failures.is_open:  # Then its failure is not one of this save.
@@ -258,18 +249,16 @@ class StepSaves:
             else:
                 self._failures.succeeded()
         try:
-            files, unpromoted = self.begin(step, timeout_s, metrics, persist=persist)
+            unpromoted = self.begin(step, timeout_s, metrics)
         except StorageError as error:
             if not self._failures.may_go_on(error, warns=warns):
                 raise
-            return None
+            return False
         if unpromoted is not None:  # Not a failure of this save, which the options let go on.
             raise unpromoted
-        return files
+        return True
 
-    def save_now(
-        self, step: int, state: dict[str, Any], files: Mapping[str, bytes], timeout_s: float
-    ) -> BaseException | None:
+    def save_now(self, step: int, state: dict[str, Any], timeout_s: float) -> BaseException | None:
         """Saves a step, and removes the steps that are not to be retained.
 
         Returns an error of this rank after the commit, which the other ranks do not know yet.
@@ -284,18 +273,18 @@ class StepSaves:
                 timeout_s=timeout_s,
             )
         except BaseException as error:
-            then = functools.partial(self._committed, step, files, current_record())
+            then = functools.partial(self._committed, step, current_record())
             self._has_failed(step, error, then)
             raise
         self._boundary.save_began(step)
         try:
-            self._committed(step, files, current_record())
+            self._committed(step, current_record())
         except BaseException as error:  # Such as a warning that is an error.
             return error
         return None
 
     def save_in_background(
-        self, step: int, state: dict[str, Any], files: Mapping[str, bytes], *, persist: bool
+        self, step: int, state: dict[str, Any], *, persist: bool
     ) -> BaseException | None:
         """Begins to save a step in the background; :meth:`settle` reports the outcome.
 
@@ -311,9 +300,7 @@ class StepSaves:
         self._boundary.save_began(step)
         is_stored = persist or not self._backend.can_stay_in_memory
         record = current_record()
-        then = (
-            functools.partial(self._committed, step, files, record) if is_stored else lambda: None
-        )
+        then = functools.partial(self._committed, step, record) if is_stored else lambda: None
         self._pending = BackgroundSave(step, future, then)
         if record is not None:
             future.add_done_callback(lambda _: record.end())
@@ -526,8 +513,8 @@ class StepSaves:
         try:
             with self.recording("save", step):
                 # First: the state may need collectives.
-                files, _ = self.begin(step, left_s(), is_last=True)
-                if (error := self.save_now(step, state(), files, left_s())) is not None:
+                self.begin(step, left_s(), is_last=True)
+                if (error := self.save_now(step, state(), left_s())) is not None:
                     raise error
             # Otherwise the agent writes its newest step in memory, which is this one or older.
             self._discard_from_memory(lambda each: each <= step)
@@ -535,7 +522,7 @@ class StepSaves:
             return why(error)
         return None
 
-    def _committed(self, step: int, files: Mapping[str, bytes], record: Record | None) -> None:
+    def _committed(self, step: int, record: Record | None) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
         self.saved += 1
         if self._boundary.stored in (None, step):  # Else another save has begun since.
@@ -543,13 +530,6 @@ class StepSaves:
         self._boundary.committed(step)
         if not self._group.is_coordinator and self._promotion is None:
             return
-        try:
-            write_small_files(self._disk.path(step), files)
-        except (CheckpointError, OSError) as error:
-            warnings.warn(
-                f"metrics.json and branch.json of step {step} were not written: {error}",
-                stacklevel=2,
-            )
         if self._promotion is not None:
             self._promotion.saved(step)
             return

@@ -28,9 +28,8 @@ class DirectoryWriter(StagingWriter):
         super().__init__(path, stager)
         self.location = self._directory.absolute
         """Directory of the present save. Links in its path are resolved when a save begins."""
-        self.small_files: Mapping[str, bytes] = {}
-        """Files that appear with a new checkpoint, by name, on the rank that commits. A commit to a
-        directory that exists does not write them."""
+        self.small_files: Mapping[str, bytes] | None = None
+        """The small files of a step, by name; see :class:`CheckpointTransaction`."""
         self.rank: int | None = None
         self.use_collectives = True
         self._commits = False  # Whether this rank commits the present save.
@@ -57,6 +56,7 @@ class DirectoryWriter(StagingWriter):
                 sync=self.sync_files,
                 may_replace=self.overwrite,
                 name=self.path,
+                small_files=self.small_files,
             )
         assert isinstance(self._transaction, CheckpointTransaction)
         return self._transaction
@@ -72,7 +72,7 @@ class DirectoryWriter(StagingWriter):
         Called once the plans of all ranks have arrived. By then, each rank has removed the remains
         of an earlier failed save, which may include the directory.
         """
-        self._checkpoint.begin(can_hide=can_hide and self._hides, small_files=self.small_files)
+        self._checkpoint.begin(can_hide=can_hide and self._hides)
         self._warn_if_replacing()
 
     def _warn_if_replacing(self) -> None:

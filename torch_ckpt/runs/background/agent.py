@@ -35,8 +35,8 @@ class AgentBackend:
     """Saves through the agent of this machine. All ranks call the same methods.
 
     If the agent of any rank has too little memory, or cannot save the rank's state, all ranks save
-    without the agent from then on. All ranks then call ``make_fallback`` at the same time. ``sync``
-    says that checkpoints must survive a power cut.
+    without the agent from then on. All ranks then call ``make_fallback`` at the same time. Of
+    ``writer``, the agent uses ``sync_files`` and the ``small_files`` of the step.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class AgentBackend:
         agent: SnapshotAgent,
         group: Group,
         *,
-        sync: bool,
+        writer: FastWriter,
         reader: dict[str, Any] | None,
         make_fallback: Callable[[], ThreadBackend],
     ) -> None:
         self._agent = agent
         self._group = group
-        self._sync = sync
+        self._writer = writer
         self._make_fallback = make_fallback
         self._fallback: ThreadBackend | None = None
         self._warned: set[str] = set()
@@ -69,9 +69,10 @@ class AgentBackend:
         record = current_record()
 
         def begin_save() -> Future[Any]:
+            self._agent.small_files = self._writer.small_files
             with phase("stage"):
                 future = self._agent.async_save(
-                    state, path, step=step, sync=self._sync, persist=persist
+                    state, path, step=step, sync=self._writer.sync_files, persist=persist
                 )
             assert future is not None  # The agent waits for a slot.
             if persist and record is not None:
@@ -239,7 +240,7 @@ def backend_for(
     return AgentBackend(
         started,
         group,
-        sync=writer.sync_files,
+        writer=writer,
         reader=reader,
         make_fallback=make_thread_backend,
     )
