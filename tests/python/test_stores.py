@@ -504,18 +504,18 @@ def test_of_an_agent_and_another_save_at_once_one_commits(
         assert len(Location(step).names()) == 3
     ((_, slot), *_) = complete_slots(agent.folder, run_of(run))
     snapshot = _native.Slot.open(os.fsencode(slot), False).read()
-    check = CheckpointTransaction.check
+    publish = CheckpointTransaction._publish
     others: list[FastWriter] = []
 
-    def check_in_time(*arguments: Any) -> None:
+    def publish_late(*arguments: Any) -> None:
         """The other save commits after the last look, and before the commit."""
-        check(*arguments)
         if not others:
             others.append(FastWriter(step))
             torch_ckpt.save(state_of(3), storage_writer=others[0])
+        publish(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(CheckpointTransaction, "check", check_in_time)
+        patched.setattr(CheckpointTransaction, "_publish", publish_late)
         with pytest.raises(CheckpointError, match=f"{step}: another save, "):
             persist.persist([snapshot], persist.Writing(torch_ckpt.IoOptions(), 1))
     loaded = state_of(-1)
