@@ -128,8 +128,7 @@ class Saving:
         """The run of all saves."""
         if self.opened_run is None:
             if options.pop("agent", False):
-                threads = self.of("files").get("thread_count", 1)
-                options["agent"] = AgentOptions(io=self.of("io"), threads=threads)
+                options["agent"] = AgentOptions(io=self.of("io"))
                 writer: dict[str, Any] = {"sync_files": False}
             else:
                 writer = self.options
