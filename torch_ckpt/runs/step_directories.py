@@ -13,11 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner
-
-from torch_ckpt.api import load
-from torch_ckpt.coordination.group import Group, group_of
+from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
@@ -42,7 +38,7 @@ Mode = Literal["min", "max"]
 class StepDirectories:
     """The steps of a run on disk, as a storage tier.
 
-    :meth:`load` is called on all ranks, every other method on one rank, whose result the ranks
+    :meth:`reader_of` is called on all ranks, every other method on one rank, whose result the ranks
     share. ``verify`` is as for :class:`Run`. ``check`` raises if the checkpoint in a directory is
     not whole, as ``verify`` requires, and ``check_whole`` if its files lack or have other lengths.
 
@@ -133,28 +129,7 @@ class StepDirectories:
                 found.append(step)
         return found
 
-    def load(
-        self,
-        step: int,
-        state: dict[str, Any],
-        *,
-        planner: LoadPlanner,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        timeout_s: float,
-    ) -> None:
-        """Loads a step on all ranks of the group, as :func:`torch_ckpt.load` does."""
-        group = group_of(process_group, no_dist=no_dist)
-        load(
-            state,
-            storage_reader=self._reader_of(step, group, timeout_s),
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            timeout_s=timeout_s,
-        )
-
-    def _reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
+    def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader of a step, once this rank finds the step. Called on all ranks."""
         path = self.path(step)
         # One that does not appear is an error of the load.
