@@ -1,7 +1,7 @@
 """Saves and loads with other values of options, and of the number of read threads, in turns.
 
-Prints the machine, a table of one process, one of replicas that exchange reads, and one of staging
-memory. Needs 1.5 times `--gib` of disk:
+Prints the machine, a table of one process, and one of replicas that exchange reads. Needs 1.5 times
+`--gib` of disk:
 
     python benchmarks/bench_options.py --dir /data
 """
@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,30 +120,6 @@ def _exchanges(directory: Path, gib: float, rounds: int) -> list[list[str]]:
     return [["", f"{COLD}: s, min / median"], *map(list, spreads.items())]
 
 
-SHARES = {"synchronous save": 0.0, "of 1/4": 0.25, "of 1/2": 0.5, "unlimited": 1.0}
-"""Rows of the table of staging memory: share of the state that may be staged."""
-
-
-def _staging(directory: Path, gib: float, rounds: int) -> list[list[str]]:
-    """Asynchronous saves with each `max_host_nbytes` in turn; rows of a table."""
-    program = Path(__file__).with_name("staging_memory.py")
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in SHARES}
-    memory = dict.fromkeys(SHARES, 0)
-    for number in range(rounds):
-        for name in list(SHARES)[number % 4 :] + list(SHARES)[: number % 4]:
-            command = [sys.executable, program, str(SHARES[name]), directory / "staged", str(gib)]
-            done = subprocess.run([*command, "3"], check=True, stdout=subprocess.PIPE, text=True)
-            one = json.loads(done.stdout.splitlines()[-1])
-            found[name] += one["times"]
-            memory[name] = max(memory[name], one["rss"])
-    rows = [["max_host_nbytes", "stops training, s", "until durable, s", "memory, MiB"]]
-    for name, times in found.items():
-        cells = [[one[key] for one in times] for key in ("blocked_s", "durable_s")]
-        spreads = [f"{min(s):.2f} / {statistics.median(s):.2f}" for s in cells]
-        rows.append([name, *spreads, f"{memory[name] / MIB:.0f}"])
-    return rows
-
-
 def _settings(directory: Path, gib: float, rounds: int) -> list[list[str]]:
     """Saves and loads with each setting in turn; rows of a table."""
     state = large_state(gib)
@@ -168,7 +141,6 @@ def _settings(directory: Path, gib: float, rounds: int) -> list[list[str]]:
 TABLES = {
     "settings": (_settings, "in one process, tensors of 32 MiB"),
     "exchange": (_exchanges, f"by {RANKS} replicas, local disk"),
-    "staging": (_staging, "asynchronous saves, 3 in each process, one process for each round"),
 }
 
 

@@ -7,7 +7,7 @@ import functools
 import os
 import traceback
 from concurrent.futures import Future
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._storage_utils import _storage_setup
@@ -23,6 +23,7 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
 from torch_ckpt.coordination.statefuls import state_dicts_of
 from torch_ckpt.coordination.waiting import OwnFuture
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.options import OnBusy
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.records.record import phase
@@ -99,7 +100,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    on_busy: Literal["wait", "skip", "error"] = "wait",
+    on_busy: OnBusy = "wait",
 ) -> Future[Metadata] | AsyncSaveResponse | None:
     """Saves in the background, like :func:`torch.distributed.checkpoint.async_save`.
 
@@ -272,7 +273,7 @@ def _snapshot_stager(stages: Any) -> SnapshotStager | None:
     return stager if isinstance(stager, SnapshotStager) else None
 
 
-def _is_busy(stages: Any, on_busy: str, call: Call) -> bool:
+def _is_busy(stages: Any, on_busy: OnBusy, call: Call) -> bool:
     """Returns whether any rank would have to wait for an earlier save.
 
     Raises CheckpointError if so and ``on_busy`` is ``"error"``, and ValueError if it is unknown, or

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch_ckpt._core import _native
 
-__all__ = ["READ_THREADS", "IoMode", "IoOptions", "Verification"]
+__all__ = ["READ_THREADS", "IoMode", "IoOptions", "OnBusy", "Verification"]
 
 READ_THREADS = 4
 """Number of threads with which one rank reads. docs/options.md has the reason."""
+
+OnBusy = Literal["wait", "skip", "error"]
+"""What a save does while an earlier save is in progress."""
 
 Verification = bool | Literal["full"]
 """Whether a load verifies the bytes that it reads; ``"full"``: also the records around them."""

@@ -44,8 +44,9 @@ def kill(process: subprocess.Popen[str]) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             for pidfd in doomed:
-                ended, _, _ = select.select([pidfd], [], [], KILL_TIMEOUT_S)
-                assert ended, "a killed rank did not end"
+                poll = select.poll()
+                poll.register(pidfd, select.POLLIN)
+                assert poll.poll(KILL_TIMEOUT_S * 1000), "a killed rank did not end"
     process.wait()
 
 

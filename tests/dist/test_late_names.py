@@ -232,7 +232,7 @@ def restore_removed(path: Path) -> Any:
     run, rank = Run(path), dist.get_rank()
     for step in (1, 2):
         run.save(step, state_of(rank, step))
-    reader_of, state = StepDirectories._reader_of, state_of(rank, 0.0)
+    reader_of, state = StepDirectories.reader_of, state_of(rank, 0.0)
 
     def remove_first(self: StepDirectories, step: int, *args: Any) -> Any:
         if rank == 0 and step == 2:
@@ -241,7 +241,7 @@ def restore_removed(path: Path) -> Any:
 
     began = time.monotonic()
     with (
-        mock.patch.object(StepDirectories, "_reader_of", remove_first),
+        mock.patch.object(StepDirectories, "reader_of", remove_first),
         pytest.warns(UserWarning, match="step 2 is passed over"),
     ):
         found = run.restore(state)

@@ -147,7 +147,7 @@ class Machine:
             if self.joint is None:
                 self.joint = JointSave(
                     [self.slot],
-                    Writing(IoOptions(), 1),
+                    Writing(IoOptions()),
                     timeout_s=600.0,
                     is_shutting_down=lambda: False,
                     is_orphan=lambda: self.is_orphan,

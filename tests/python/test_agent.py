@@ -379,14 +379,14 @@ def test_a_save_that_stood_still_commits_nothing_over_one_that_did_not(
     slots = [slot_path(folder_of(run_of(run)), 0, number) for number in (0, 1)]
     former, slow = (_native.Slot.open(os.fsencode(path), False).read() for path in slots)
     if step is not None:
-        persist([former], Writing(IoOptions(), 1))
+        persist([former], Writing(IoOptions()))
 
     def stand_still() -> bool:
-        persist([former], Writing(IoOptions(), 1))
+        persist([former], Writing(IoOptions()))
         return True
 
     with pytest.raises(CheckpointError, match=r"another save, [0-9a-f]{16}, was committed there"):
-        persist([slow], Writing(IoOptions(), 1), is_current=stand_still)
+        persist([slow], Writing(IoOptions()), is_current=stand_still)
     assert holds(FastReader(run / "1"), state_of(0))
 
 
@@ -405,7 +405,7 @@ def test_a_commit_whose_reply_was_lost_is_a_commit(
 
     with monkeypatch.context() as patched:
         patched.setattr(_native.FileSystem, "commit", commit_twice)
-        persist([snapshot], Writing(IoOptions(), 1))
+        persist([snapshot], Writing(IoOptions()))
     assert holds(FastReader(run / "1"), state_of(0))
 
 
@@ -420,7 +420,7 @@ def test_a_save_that_has_lost_a_file_is_not_committed(agent: SnapshotAgent, run:
         return True
 
     with pytest.raises(CheckpointError, match=r"distcp is missing or has another length"):
-        persist([snapshot], Writing(IoOptions(), 1), is_current=lose)
+        persist([snapshot], Writing(IoOptions()), is_current=lose)
     assert not (run / "1" / ".metadata").exists()
 
 
@@ -429,11 +429,11 @@ def test_an_agent_that_runs_already_takes_the_options_of_the_ranks(
 ) -> None:
     held = Held(run, monkeypatch)
     held.may_go_on.set()
-    options = AgentOptions(threads=7, io=IoOptions(direct=False), check_replicas="full")
+    options = AgentOptions(io=IoOptions(direct=False), check_replicas="full")
     agent = SnapshotAgent(run, options=options)
     agent.persist(agent.stage(state_of(1), run / "1", step=1))
     assert held.agent.options == options
-    assert held.how["writing"] == Writing(options.io, 7)
+    assert held.how["writing"] == Writing(options.io)
     assert held.how["check_replicas"] == "full"
     agent.close(drop=True)
     held.thread.join(SOON_S)

@@ -102,9 +102,7 @@ def joint_save_of(folder: Path, node: int) -> JointSave:
     place = Place(b"r" * 16, b"s" * 16, node, 2, node, 2, [node])
     slot.begin(place.header(7, 1, persist=True), table, 0)
     slot.complete()
-    return JointSave(
-        [slot], Writing(IoOptions(), 1), timeout_s=600.0, is_shutting_down=lambda: False
-    )
+    return JointSave([slot], Writing(IoOptions()), timeout_s=600.0, is_shutting_down=lambda: False)
 
 
 def test_an_agent_that_ends_right_after_the_commit_leaves_the_index_to_the_next_one(

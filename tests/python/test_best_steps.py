@@ -332,3 +332,15 @@ def test_watch_ends_by_an_interrupt_that_a_destructor_drops(
     before = signal.getsignal(signal.SIGINT)
     assert main(["watch", str(tmp_path), "--once", "--exec", "true"]) == 130
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_better_steps_of_a_branch_that_was_left_do_not_count_as_the_best_ones(
+    tmp_path: Path,
+) -> None:
+    save_all(Run(tmp_path), {1: 0.5, 2: 0.6, 3: 0.1})
+
+    run = Run(tmp_path, keep_best=1, monitor="loss")
+    with pytest.warns(UserWarning, match="step 3 .* is newer"):
+        run.save(2, state_of(2), metrics={"loss": 0.7})
+
+    assert steps_in(tmp_path) == [1, 2, 3]

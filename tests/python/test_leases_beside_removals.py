@@ -20,6 +20,7 @@ from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_files
 from torch_ckpt.runs.removal import discard_after, leased_paths, remove_directories
+from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 
 pytestmark = pytest.mark.timeout(120)
@@ -76,7 +77,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def retain(run: Path) -> None:
-    StepDirectories(Location(run)).retain(2, last=1, every=None)
+    Retention(keep_last=1).apply(StepDirectories(Location(run)), 2)
 
 
 def discard(run: Path) -> None:

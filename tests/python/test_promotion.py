@@ -23,6 +23,7 @@ from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import index_name
+from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
@@ -123,7 +124,7 @@ def test_a_commit_that_fails_leaves_nothing_that_no_retention_removes(
     copy = CheckpointCopy(local.path(2), run.path(2))
     copy.copy_files()
     copy.commit()
-    run.retain(2, last=1, every=None)
+    Retention(keep_last=1).apply(run, 2)
     assert run.directory.names() == ["step-2"]
 
 

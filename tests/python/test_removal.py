@@ -29,7 +29,8 @@ from torch_ckpt import FastWriter, Run, load, save
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
-from torch_ckpt.runs import removal, step_directories
+from torch_ckpt.runs import removal, retention
+from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import what_is_missing
 from torch_ckpt.storage.verify import check_whole
@@ -109,7 +110,7 @@ def test_all_steps_are_hidden_before_one_sync_and_deleted_after_it(
         shutil.copytree(tmp_path / "step-0", tmp_path / f"step-{step}")
     disk = StepDirectories(Location(tmp_path))
 
-    made = calls_of(lambda: disk.retain(149, last=1, every=None), monkeypatch)
+    made = calls_of(lambda: Retention(keep_last=1).apply(disk, 149), monkeypatch)
 
     assert steps_in(tmp_path) == [149]
     made = [call for call in made if not call[1].startswith(".pending-")]  # Announcements.
@@ -228,10 +229,10 @@ def test_a_lease_protects_a_step_that_cannot_be_renamed(
     disk = StepDirectories(Location(merged))
     # It is written after the step was hidden, by a version that does not wait for the removal.
     leases = iter([set(), set(), {1}])
-    monkeypatch.setattr(step_directories, "leased_steps", lambda _: next(leases))
+    monkeypatch.setattr(retention, "leased_steps", lambda _: next(leases))
     monkeypatch.setattr(removal, "leased_steps", lambda _: next(leases))
 
-    disk.retain(2, last=1, every=None)
+    Retention(keep_last=1).apply(disk, 2)
 
     assert Run(merged).restore(state_of(-1), step=1) == 1
 

@@ -38,6 +38,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import pending_name
 from torch_ckpt.runs import save_interval
 from torch_ckpt.runs.removal import remove_directory
+from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.storage.verify import check_whole
 
@@ -193,7 +194,7 @@ def test_the_newest_whole_step_is_kept_whatever_is_damaged(tmp_path: Path) -> No
     for step in (3, 4, 5):
         data_file(tmp_path, step).unlink()
 
-    StepDirectories(Location(tmp_path)).retain(5, last=1, every=None)
+    Retention(keep_last=1).apply(StepDirectories(Location(tmp_path)), 5)
 
     assert steps_in(tmp_path) == [2, 3, 4, 5]
     with pytest.warns(UserWarning, match="passed over"):

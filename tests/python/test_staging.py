@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.states import blanked, random_state, same
+from support.tight import TightStager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -218,18 +220,23 @@ def large_state(value: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("planner", [FastSavePlanner, DefaultSavePlanner])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_the_cap_leaves_is_written_before_async_save_returns(
+def test_tensors_that_do_not_fit_in_memory_are_written_before_async_save_returns(
     world_of_one: None, tmp_path: Path, planner: Any, threads: int
 ) -> None:
-    stager = SnapshotStager(max_host_nbytes=3 << 20)
     state = large_state(1.0)
-    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
-        writer = SlowWriter(tmp_path, thread_count=threads, stager=stager)
+    writer = SlowWriter(tmp_path, thread_count=threads, stager=TightStager())
+    with (
+        mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made,
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
         future = dcp.async_save(state, storage_writer=writer, planner=planner())
+    told = [str(warning.message) for warning in warned]
+    assert any("needs 8388608 more bytes; the container's limit" in message for message in told)
     for i in range(8):
         state[f"w{i}"].fill_(-1)
     future.result()
-    assert made.call_args.args[0] <= 3 << 20
+    assert made.call_args.args[0] == 4096
     loaded = {f"w{i}": torch.zeros(1 << 18) for i in range(8)}
     dcp.load(loaded, storage_reader=FastReader(tmp_path))
     for name, tensor in loaded.items():
@@ -239,28 +246,27 @@ def test_what_the_cap_leaves_is_written_before_async_save_returns(
 def test_training_does_not_wait_for_threads_of_low_priority(
     world_of_one: None, tmp_path: Path
 ) -> None:
-    writer = FastWriter(tmp_path, stager=SnapshotStager(max_host_nbytes=3 << 20))
+    writer = FastWriter(tmp_path, stager=TightStager())
     with mock.patch.object(writer_module, "write_data_file", wraps=write_data_file) as written:
         dcp.async_save(large_state(1.0), storage_writer=writer).result()
-    assert [call.kwargs["niceness"] for call in written.call_args_list] == [0, 10]
+    assert [call.kwargs["niceness"] for call in written.call_args_list] == [0]
 
 
-def test_a_save_in_waves_that_fails_before_it_writes_does_not_hang(
+def test_an_unstaged_save_that_fails_before_it_writes_does_not_hang(
     world_of_one: None, tmp_path: Path
 ) -> None:
-    writer = FastWriter(tmp_path, stager=SnapshotStager(max_host_nbytes=1 << 20))
+    writer = FastWriter(tmp_path, stager=TightStager())
     future = dcp.async_save(large_state(1.0), storage_writer=writer, planner=FailingPlanner())
     assert "not planned" in str(future.exception(20))
 
 
-def test_what_nobody_writes_in_time_is_not_left_out_of_a_snapshot(tmp_path: Path) -> None:
-    capped = SnapshotStager(max_host_nbytes=1 << 20)
-    with pytest.raises(UnsupportedError, match="cannot stage 8388608 bytes"):
-        capped.stage(large_state(1.0))
-    writer = FastWriter(tmp_path, stager=capped)
+def test_a_stager_raises_if_nobody_would_write_the_unstaged_tensors_in_time(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot stage 8388608 bytes"):
+        TightStager().stage(large_state(1.0))
+    writer = FastWriter(tmp_path, stager=TightStager())
     with pytest.raises(UnsupportedError, match="another process"):
         pickle.dumps(writer.stage(large_state(1.0)))
-    writer.synchronize_staging()  # Which does not wait for what will not be.
+    writer.synchronize_staging()  # It does not wait for a save that will not be.
 
 
 def test_training_goes_on_before_the_copy_is_made_and_waits_for_it_before_it_changes_anything(

@@ -16,10 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import load
 from support.resumable_states import equal
+from support.tight import TightStager
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SnapshotStager
+from torch_ckpt._core import _native
 from torch_ckpt.coordination import waiting
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,24 +31,34 @@ def wrapper(value: float) -> TwoTensor:
     return TwoTensor(torch.full((300, 700), value), torch.full((300, 700), -value))
 
 
-def in_snapshot(tensor: torch.Tensor, stager: SnapshotStager) -> bool:
-    (staged,) = stager._in_use
-    return staged.offset_of(tensor) is not None
+def in_snapshot(tensor: torch.Tensor, snapshot: _native.Snapshot) -> bool:
+    begin = torch.frombuffer(snapshot, dtype=torch.uint8).data_ptr()
+    return begin <= tensor.data_ptr() < begin + snapshot.nbytes
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_inner_tensors_of_a_wrapper_are_staged_in_the_snapshot(requires_grad: bool) -> None:
-    stager = SnapshotStager()
     live = wrapper(3.0).requires_grad_(requires_grad)
-    state: Any = stager.stage({"w": live, "deep": TwoTensor(wrapper(1.0), wrapper(2.0))})
+    snapshots = []
+    allocate = _native.Snapshot
+
+    def allocate_recorded(*arguments: int) -> _native.Snapshot:
+        snapshots.append(allocate(*arguments))
+        return snapshots[-1]
+
+    with mock.patch.object(_native, "Snapshot", allocate_recorded):
+        state: Any = SnapshotStager().stage(
+            {"w": live, "deep": TwoTensor(wrapper(1.0), wrapper(2.0))}
+        )
+    (snapshot,) = snapshots
     with torch.no_grad():
         live.a.zero_()
         live.b.zero_()
     assert equal(state["w"].detach(), wrapper(3.0))
     assert state["w"].requires_grad is requires_grad
-    assert in_snapshot(state["w"].a, stager)
-    assert in_snapshot(state["w"].b, stager)
-    assert in_snapshot(state["deep"].b.a, stager)
+    assert in_snapshot(state["w"].a, snapshot)
+    assert in_snapshot(state["w"].b, snapshot)
+    assert in_snapshot(state["deep"].b.a, snapshot)
 
 
 def test_an_inner_tensor_is_staged_though_the_rank_does_not_write_it_by_itself() -> None:
@@ -141,10 +153,11 @@ def test_a_generator_is_saved_asynchronously_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(loaded.get_state(), before)
 
 
-def test_a_cap_that_leaves_a_wrapper_has_it_written_first(tmp_path: Path) -> None:
-    stager = SnapshotStager(max_host_nbytes=1 << 20)
+def test_a_wrapper_that_does_not_fit_in_memory_is_written_before_training_goes_on(
+    tmp_path: Path,
+) -> None:
     live = {"plain": torch.ones(200_000), "w": wrapper(5.0)}
-    writer = FastWriter(tmp_path, stager=stager)
+    writer = FastWriter(tmp_path, stager=TightStager())
     future = dcp.async_save(live, storage_writer=writer, no_dist=True)
     live["w"].a.zero_()
     live["plain"].zero_()

@@ -13,6 +13,7 @@ import torch
 
 from torch_ckpt import Run
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 
 __all__ = [
@@ -111,6 +112,6 @@ def removes_until_killed(directory: Path, count: int, calls: Sequence[str] = ("r
     try:
         for name in calls:
             setattr(Location, name, killed_before(getattr(Location, name)))
-        StepDirectories(Location(directory)).retain(3, last=1, every=None)
+        Retention(keep_last=1).apply(StepDirectories(Location(directory)), 3)
     finally:
         os._exit(1)

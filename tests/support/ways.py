@@ -27,6 +27,7 @@ from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
 from support.exchanging import Exchanging
 from support.places import PLACES, Place, downloaded, upload
 from support.tensors import PACKED, Tagged
+from support.tight import TightStager
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -127,8 +128,7 @@ class Saving:
         """The run of all saves."""
         if self.opened_run is None:
             if options.pop("agent", False):
-                threads = self.of("files").get("thread_count", 1)
-                options["agent"] = AgentOptions(io=self.of("io"), threads=threads)
+                options["agent"] = AgentOptions(io=self.of("io"))
                 writer: dict[str, Any] = {"sync_files": False}
             else:
                 writer = self.options
@@ -351,7 +351,7 @@ class _SlowStager(SnapshotStager):
 STAGERS: dict[str, Callable[[], SnapshotStager | None]] = {
     "of the process": lambda: None,
     "in the background": lambda: _SlowStager(blocking=False),
-    "with a cap": lambda: SnapshotStager(max_host_nbytes=200_000),
+    "without memory": TightStager,
 }
 
 # The share of inner mappings that are objects with a state dict.
@@ -402,7 +402,7 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (way["writer"] == "fast" or way["stager"] == "of the process")
         and (way["writer"] == "fast" or way["then"] == "")
         and (is_ours or way["base"] == "none")
-        and (way["call"] != "stage" or (is_ours and way["stager"] != "with a cap"))
+        and (way["call"] != "stage" or (is_ours and way["stager"] != "without memory"))
         # Stock's stager fails for sparse tensors and some DTensors, and drops attributes.
         and (is_ours or "async" not in way["call"])
         and (is_alone or way["planner"] != "cutting")

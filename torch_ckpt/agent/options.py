@@ -23,7 +23,6 @@ class AgentOptions:
             trainer dies without detaching, and when the agent receives SIGTERM.
         linger_s: Seconds that the agent retains the snapshots after the last trainer has died, so
             that restarted trainers can load them.
-        threads: Number of files that the agent writes at a time.
         peers_timeout_s: Seconds that an agent waits for the agents of other machines, where the
             ranks of a save are on several machines. Must exceed the largest difference between
             the write times of two machines. The agent waits at most 30 s after SIGTERM, or once
@@ -49,7 +48,6 @@ class AgentOptions:
 
     persist_on_failure: bool = True
     linger_s: float = 1800.0
-    threads: int = 2
     peers_timeout_s: float = 600.0
     io: IoOptions = field(default_factory=IoOptions)
     check_replicas: CheckReplicas = "sample"

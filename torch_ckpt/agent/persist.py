@@ -41,6 +41,9 @@ __all__ = [
 FileReport: TypeAlias = "tuple[int, _native.ReportedFile, bytes]"
 """Rank; its file; encoded extents of its items."""
 
+_THREADS = 2
+"""Number of files that an agent writes at a time."""
+
 
 @dataclass(frozen=True)
 class Writing:
@@ -51,7 +54,6 @@ class Writing:
     """
 
     io: IoOptions
-    threads: int
     reuses: bool = False
     base: Location | None = None
 
@@ -136,7 +138,7 @@ def write_shares(
     A share is a snapshot and an encoded assignment. ``written`` receives the name of each complete
     file; the caller removes these after an error.
     """
-    threads = max(1, min(how.threads, len(shares)))
+    threads = max(1, min(_THREADS, len(shares)))
     block_nbytes = how.io.block_nbytes(directory.file_system)
     pool_nbytes = max(2 * block_nbytes, how.io.buffer_nbytes // threads)
 

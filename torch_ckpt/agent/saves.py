@@ -332,7 +332,7 @@ class Saves:
         base = self._last
         if base is not None and str(base) == str(directory):
             base = None
-        return Writing(options.io, options.threads, options.reuse, base)
+        return Writing(options.io, options.reuse, base)
 
     def _forget_failure(self, save: Save) -> None:
         self._failures.pop(save, None)

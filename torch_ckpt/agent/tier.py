@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from traceback import StackSummary
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.agent.slot_reports import SlotReport, sources_of_whole_saves
 from torch_ckpt.agent.trainer import SnapshotAgent
-from torch_ckpt.api import load
+from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CorruptionError, NotFoundError
 
 __all__ = ["SnapshotTier"]
@@ -44,17 +42,8 @@ class SnapshotTier:
         """Returns no steps: an incomplete snapshot was never a step."""
         return []
 
-    def load(
-        self,
-        step: int,
-        state: dict[str, Any],
-        *,
-        planner: LoadPlanner,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        timeout_s: float,
-    ) -> None:
-        """Loads a step in place.
+    def reader_of(self, step: int, group: Group, timeout_s: float) -> SnapshotReader:
+        """Returns a reader of a step. Called on all ranks.
 
         Raises CheckpointException if a rank raised. If the step is no longer in memory, the error
         of each rank is a :class:`NotFoundError`.
@@ -66,11 +55,4 @@ class SnapshotTier:
         except (CorruptionError, NotFoundError) as error:  # On all ranks.
             failures: dict[int, tuple[BaseException, StackSummary]] = {0: (error, StackSummary())}
             raise CheckpointException(str(error), failures) from error
-        load(
-            state,
-            storage_reader=SnapshotReader(found, **self._reader),
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            timeout_s=timeout_s,
-        )
+        return SnapshotReader(found, **self._reader)

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
@@ -51,16 +51,14 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.formats.snapshot import SlotTable, merged_index
+from torch_ckpt.options import OnBusy
 from torch_ckpt.planning.replica_check import warn_of
 from torch_ckpt.records.record import note
 from torch_ckpt.storage.progress import Phases, is_first
 
-__all__ = ["MemoryCheckpoint", "OnBusy", "SnapshotAgent", "StagedSave"]
+__all__ = ["MemoryCheckpoint", "SnapshotAgent", "StagedSave"]
 
 _LOG = logging.getLogger("torch_ckpt")
-
-OnBusy = Literal["wait", "skip", "error"]
-"""Behavior of a save while earlier saves occupy all slots: wait, skip the save, or raise."""
 
 
 @dataclass(frozen=True)

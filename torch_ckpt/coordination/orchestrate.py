@@ -52,12 +52,13 @@ _planner: ContextVar[SavePlanner | LoadPlanner | None] = ContextVar(
 def calling_planner() -> SavePlanner | LoadPlanner | None:
     """Returns the planner of the save or load that calls this function; ``None`` if unknown.
 
-    For the methods of a writer or reader before the plans are exchanged. DCP passes the planner to
-    them only afterwards. Until then, it is a variable of DCP's function that calls them. A caller
-    must do without it.
+    For the methods of a writer or reader before the plans are exchanged, which DCP calls without
+    the planner. A caller must do without it.
     """
     if _planner.get() is not None:
         return _planner.get()
+    # In DCP's own functions, nothing that a writer or reader receives before refers to the planner,
+    # and the package changes no function of torch. It is only a variable of the calling function.
     frame = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         planner = frame.f_locals.get("planner")

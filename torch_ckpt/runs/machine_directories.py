@@ -38,7 +38,7 @@ class _Step:
 class MachineDirectories(StepDirectories):
     """The steps of a run in directories of the same path on several machines.
 
-    :meth:`report` and :meth:`load` are called on all ranks, and every other method on the
+    :meth:`report` and :meth:`reader_of` are called on all ranks, and every other method on the
     coordinator, or on one rank of a machine for its own directory. ``group`` has the ranks of the
     run.
     """
@@ -54,7 +54,7 @@ class MachineDirectories(StepDirectories):
     ) -> None:
         super().__init__(directory, reader=reader)
         self._group, self._places, self._timeout_s = group, places, timeout_s
-        self.check = self._check_whole = functools.partial(check_here)
+        self.check = self.check_whole = functools.partial(check_here)
 
     def report(self) -> Any:
         """Returns what this machine has of each step, on its first rank; ``None`` on others."""
@@ -75,7 +75,7 @@ class MachineDirectories(StepDirectories):
             if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
                 yield step
 
-    def _reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
+    def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader by which machines pass on what others lack. Called on all ranks."""
         self._spread(step)
         return MachineReader(self.path(step).checkpoint_id, **self._reader)

@@ -6,7 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs.step_directories import Mode, StepDirectories
+from torch_ckpt.runs.step_files import leased_steps, listed_steps
 
 __all__ = ["Retention"]
 
@@ -18,11 +21,11 @@ class Retention:
     Raises ValueError if a number is not positive, the mode is unknown, or ``monitor`` is missing.
     """
 
-    keep_last: int | None
-    keep_every: int | None
-    keep_best: int | None
-    monitor: str | None
-    mode: Mode
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    monitor: str | None = None
+    mode: Mode = "min"
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
@@ -62,13 +65,35 @@ class Retention:
     def apply(self, disk: StepDirectories, saved: int, in_use: Collection[int] = ()) -> None:
         """Removes the steps that are not to be retained after ``saved``; called on one rank.
 
-        The steps ``in_use`` remain as well.
+        Only whole steps up to ``saved`` count, and ``saved`` and the steps ``in_use`` always
+        remain. So do newer steps, which belong to a branch that the run has left, damaged steps
+        that are newer than the oldest of the newest ``keep_last``, leased steps, and directories
+        that are neither a checkpoint nor the remains of a save. Warns once of each step that cannot
+        be removed.
         """
         disk.sweep()
         if not self._removes:
             return
-        best = self.best([disk], self.keep_best) if self.keep_best is not None else []
-        disk.retain(saved, last=self.keep_last or 1, every=self.keep_every, others=[*best, *in_use])
+        newest: list[int] = []
+        failed: list[int] = []  # What saves before the newest whole step have left.
+        older: list[int] = []
+        for step in (step for step in listed_steps(disk.directory) if step <= saved):
+            if len(newest) == (self.keep_last or 1):
+                older.append(step)
+                continue
+            try:
+                disk.check_whole(disk.path(step))
+                newest.append(step)
+            except NotFoundError:
+                if newest:
+                    failed.append(step)
+            except CheckpointError:
+                continue
+        values = disk.values(self.monitor) if self.keep_best and self.monitor else {}
+        retained = self.retained([*newest, *older], values)
+        kept = {saved, *in_use, *leased_steps(disk.directory), *newest}
+        kept |= {step for step in retained - kept if metadata_prefixes(disk.path(step))}
+        disk.remove([step for step in (*failed, *older) if step not in kept])
 
     @property
     def _removes(self) -> bool:

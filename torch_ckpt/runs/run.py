@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,6 +19,7 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.options import OnBusy
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 from torch_ckpt.records.record import Recorder
@@ -38,9 +39,7 @@ from torch_ckpt.runs.step_saves import Reuse, StepSaves
 from torch_ckpt.runs.step_tiers import StepTiers
 from torch_ckpt.storage.copying import CheckpointCopy
 
-__all__ = ["OnBusy", "Run"]
-
-OnBusy = Literal["wait", "skip", "error"]
+__all__ = ["Run"]
 
 
 class Run(LastSaves):

@@ -10,22 +10,17 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner
-
-from torch_ckpt.api import load
 from torch_ckpt.commits.late_names import wait_on_all
-from torch_ckpt.coordination.group import Group, group_of
+from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint, metadata_prefixes
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.runs.removal import leased_paths, remove_directories, removed_directories
 from torch_ckpt.runs.step_files import (
     agreed,
-    leased_steps,
     listed_steps,
     metrics_of,
     remove_expired_leases,
@@ -43,9 +38,9 @@ Mode = Literal["min", "max"]
 class StepDirectories:
     """The steps of a run on disk, as a storage tier.
 
-    :meth:`load` is called on all ranks, every other method on one rank, whose result the ranks
+    :meth:`reader_of` is called on all ranks, every other method on one rank, whose result the ranks
     share. ``verify`` is as for :class:`Run`. ``check`` raises if the checkpoint in a directory is
-    not whole, as ``verify`` requires.
+    not whole, as ``verify`` requires, and ``check_whole`` if its files lack or have other lengths.
 
     Example::
 
@@ -59,8 +54,8 @@ class StepDirectories:
         self._warned: set[str] = set()  # Names of what could not be removed.
         self._reader = dict(reader or {})
         trust_pickle = self._reader.get("trust_pickle", False)
-        self._check_whole = functools.partial(check_whole, trust_pickle=trust_pickle)
-        self.check: Callable[[Location], None] = self._check_whole
+        self.check_whole = functools.partial(check_whole, trust_pickle=trust_pickle)
+        self.check: Callable[[Location], None] = self.check_whole
         if verify == "full":
             self.check = functools.partial(check_sound, trust_pickle=trust_pickle)
 
@@ -85,7 +80,7 @@ class StepDirectories:
             for step in listed_steps(self.directory):
                 if step in passed or step in damaged:
                     continue
-                check = self._check_whole if step in checked else self.check
+                check = self.check_whole if step in checked else self.check
                 try:
                     check(self.path(step))
                 except NotFoundError:  # Never committed, not yet, or removed meanwhile.
@@ -118,7 +113,7 @@ class StepDirectories:
                 if found <= step:
                     break
                 with contextlib.suppress(CheckpointError):
-                    self._check_whole(self.path(found))
+                    self.check_whole(self.path(found))
                     return found
         return None
 
@@ -134,28 +129,7 @@ class StepDirectories:
                 found.append(step)
         return found
 
-    def load(
-        self,
-        step: int,
-        state: dict[str, Any],
-        *,
-        planner: LoadPlanner,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        timeout_s: float,
-    ) -> None:
-        """Loads a step on all ranks of the group, as :func:`torch_ckpt.load` does."""
-        group = group_of(process_group, no_dist=no_dist)
-        load(
-            state,
-            storage_reader=self._reader_of(step, group, timeout_s),
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            timeout_s=timeout_s,
-        )
-
-    def _reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
+    def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader of a step, once this rank finds the step. Called on all ranks."""
         path = self.path(step)
         # One that does not appear is an error of the load.
@@ -176,37 +150,6 @@ class StepDirectories:
             return found, absent
 
         return agreed(scan, lambda found: found[0] != {} and not found[1])[0]
-
-    def retain(
-        self, saved: int, *, last: int, every: int | None, others: Collection[int] = ()
-    ) -> None:
-        """Removes steps except the newest ``last``, the multiples of ``every``, and ``others``.
-
-        ``last`` counts whole steps up to the one that was just saved, which always remains. So do
-        newer steps, which belong to a branch that the run has left, damaged steps that are newer
-        than the oldest of the newest ``last``, leased steps, and directories that are neither a
-        checkpoint nor the remains of a save. Warns once of each step that cannot be removed.
-        """
-        newest: list[int] = []
-        old: list[int] = []
-        protected = {saved, *others, *leased_steps(self.directory)}
-        for step in (step for step in listed_steps(self.directory) if step <= saved):
-            if len(newest) < max(last, 1):
-                try:
-                    self._check_whole(self.path(step))
-                    newest.append(step)
-                    continue
-                except NotFoundError:
-                    committed = False
-                except CheckpointError:
-                    continue
-            else:
-                committed = every is not None and bool(metadata_prefixes(self.path(step)))
-            if step in protected or (committed and every is not None and step % every == 0):
-                continue
-            if newest:
-                old.append(step)
-        self.remove(old)
 
     def remove(self, steps: Sequence[int]) -> None:
         """Removes steps, unless they are leased; warns once of each that cannot be removed."""

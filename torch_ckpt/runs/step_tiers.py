@@ -15,8 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
+from torch_ckpt.api import load
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import (
@@ -55,17 +56,8 @@ class Tier(Protocol):
         """Returns steps that were committed and are damaged. Called on one rank."""
         ...
 
-    def load(
-        self,
-        step: int,
-        state: dict[str, Any],
-        *,
-        planner: LoadPlanner,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        timeout_s: float,
-    ) -> None:
-        """Loads a step in place. Called on all ranks at once; raises what ``dcp.load`` raises."""
+    def reader_of(self, step: int, group: Group, timeout_s: float) -> StorageReader:
+        """Returns a reader of a step. Called on all ranks; if it raises on one, it does on all."""
         ...
 
 
@@ -119,9 +111,9 @@ class StepTiers:
             while len(tried) < _MOST_TRIES and (found := self._choose(tried, first)):
                 tried.append(found)
                 step, number = found
-                load = functools.partial(self._load, self._tiers[number], step, state, strict)
+                load_step = functools.partial(self._load, self._tiers[number], step, state, strict)
                 try:
-                    load(functools.partial(then, step, step))
+                    load_step(functools.partial(then, step, step))
                 except CheckpointException as error:
                     if not _is_damage(error):
                         raise
@@ -239,9 +231,9 @@ class StepTiers:
     ) -> None:
         planner = FastLoadPlanner(strict=strict)
         planner.is_whole = True
-        tier.load(  # If it raises on one rank, it raises on all.
-            step,
+        load(  # If it raises on one rank, it raises on all.
             state,
+            storage_reader=tier.reader_of(step, self._group, self._timeout_s),
             planner=planner,
             process_group=self._process_group,
             no_dist=self._group.size == 1,

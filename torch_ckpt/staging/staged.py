@@ -7,13 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from torch_ckpt.coordination.background import SaveThread
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 
-__all__ = ["POLL_S", "PartlyStaged", "Staged"]
+__all__ = ["POLL_S", "Staged", "UnstagedState"]
 
 POLL_S = 0.01
 """Poll interval of threads that wait for a save, in seconds."""
@@ -22,26 +20,17 @@ POLL_S = 0.01
 class Staged:
     """The snapshot of one save, which ``release`` returns to its stager.
 
-    If ``max_host_nbytes`` is too small for all tensors, the snapshot has unstaged tensors: they are
-    written first, directly from the memory of training.
+    If the tensors do not fit in memory, none is staged: the save writes them from the memory of
+    training, which waits until then.
     """
 
-    def __init__(
-        self,
-        address: int,
-        nbytes: int,
-        *,
-        name: str,
-        has_unstaged: bool,
-        release: Callable[[Staged], None],
-    ) -> None:
-        self.has_unstaged = has_unstaged
+    def __init__(self, *, name: str, is_unstaged: bool, release: Callable[[Staged], None]) -> None:
+        self.is_unstaged = is_unstaged
         self.name = name
-        self._address, self._nbytes = address, nbytes
         self._release = release
         self._thread_lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._unstaged_written = threading.Event()
+        self._written = threading.Event()
         self._aborted = False
 
     def begin_save(self) -> bool:
@@ -74,37 +63,25 @@ class Staged:
         """Returns the snapshot to its stager. Further calls have no effect."""
         self._release(self)
 
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Returns a tensor's offset in the snapshot, in bytes; ``None`` if it is not in there."""
-        offset = tensor.data_ptr() - self._address
-        return offset if 0 <= offset < self._nbytes else None
-
-    def can_wait(self, source: torch.Tensor | None) -> bool:
-        """Returns whether an item may be written after the unstaged tensors.
-
-        Its source is ``None`` for an object.
-        """
-        return source is not None and (not source.numel() or self.offset_of(source) is not None)
-
     @property
     def blocks_training(self) -> bool:
         """Whether unstaged tensors are not written yet, so that training waits."""
-        return self.has_unstaged and not self._unstaged_written.is_set()
+        return self.is_unstaged and not self._written.is_set()
 
-    def unstaged_are_written(self) -> None:
-        """Marks the unstaged tensors as written.
+    def end_wait(self) -> None:
+        """Ends :meth:`wait_until_written`, because nothing reads the tensors any more.
 
         Raises CheckpointError if they may have changed, because the wait for them was aborted.
         """
-        self._unstaged_written.set()
+        self._written.set()
         if self._aborted:
             raise CheckpointError(
                 "cannot save: tensors that did not fit in memory may have changed before they were "
                 "written, because async_save did not wait until then"
             )
 
-    def wait_for_unstaged(self, timeout_s: float) -> None:
-        """Waits until the unstaged tensors are written, or the save has ended.
+    def wait_until_written(self, timeout_s: float) -> None:
+        """Waits until unstaged tensors are written, or the save has ended.
 
         Raises CheckpointError if neither happened within ``timeout_s``.
         """
@@ -113,7 +90,7 @@ class Staged:
         )
         try:
             for pause_s in waiting.rounds(timeout_s, POLL_S):
-                if self._unstaged_written.wait(pause_s) or self.is_over:
+                if self._written.wait(pause_s) or self.is_over:
                     return
             raise CheckpointError(
                 "cannot save: tensors that did not fit in memory were not written within "
@@ -124,8 +101,8 @@ class Staged:
             raise
 
 
-class PartlyStaged(dict[str, Any]):
-    """A staged state dict in which unstaged tensors are those of training."""
+class UnstagedState(dict[str, Any]):
+    """A copied state dict whose tensors share the memory of training."""
 
     def __init__(self, staged: Staged, state: dict[str, Any]) -> None:
         super().__init__(state)
@@ -134,8 +111,8 @@ class PartlyStaged(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to pickle the state dict for a save process, which needs all tensors staged."""
         with contextlib.suppress(CheckpointError):
-            self._staged.unstaged_are_written()  # Ends the wait, because no save follows.
+            self._staged.end_wait()  # No save follows.
         raise UnsupportedError(
-            "cannot save in another process: max_host_nbytes, or the memory limit of the "
-            "container, is too small to stage all tensors"
+            "cannot save in another process: the memory limit of the container is too small to "
+            "stage the tensors"
         )

@@ -22,7 +22,7 @@ from torch_ckpt._core.tensors import flat_values, gc_paused
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.coordination.waiting import LongWait, OwnFuture, submitted
-from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, naming_first
+from torch_ckpt.errors import CheckpointError, StorageError, naming_first
 from torch_ckpt.filesystems.cgroups import memory_limit
 from torch_ckpt.planning.replicas import ranks_per_node
 from torch_ckpt.process_state import PROCESS
@@ -36,7 +36,7 @@ from torch_ckpt.staging.memory_runs import (
     runs_of,
 )
 from torch_ckpt.staging.share import Share
-from torch_ckpt.staging.staged import POLL_S, PartlyStaged, Staged
+from torch_ckpt.staging.staged import POLL_S, Staged, UnstagedState
 
 __all__ = ["SnapshotStager"]
 
@@ -57,17 +57,16 @@ class SnapshotStager:
     It implements DCP's ``AsyncStager``, and copies with several threads. The first save allocates
     the snapshot; call :meth:`reserve` to allocate it earlier.
 
-    A rank has at most one snapshot, with the size of its tensors, or ``max_host_nbytes``. The
-    snapshot is in use as long as any reference to the result of :meth:`stage` exists. With
-    :class:`FastWriter`, its use ends at the latest with the thread that writes it. A save that
-    begins earlier waits for at most the ``timeout_s`` of its save (1800 s in DCP's own functions).
+    A rank has at most one snapshot, with the size of its tensors. The snapshot is in use as long
+    as any reference to the result of :meth:`stage` exists. With :class:`FastWriter`, its use ends
+    at the latest with the thread that writes it. A save that begins earlier waits for at most the
+    ``timeout_s`` of its save (1800 s in DCP's own functions).
+
+    If the memory limit of the container (cgroup) leaves too little for a snapshot,
+    :class:`FastWriter` writes the tensors from the memory of training before ``async_save``
+    returns. Other writers, and saves in another process, raise an error.
 
     Args:
-        max_host_nbytes: Maximum size of the snapshot, in bytes; unlimited if ``None``. With
-            :class:`FastWriter`, tensors beyond this size are written directly from the memory of
-            training before ``async_save`` returns. The other tensors are written in the
-            background. Other writers, and saves in another process, raise an error if the tensors
-            do not fit. The memory limit of the container (cgroup) has the same effect.
         blocking: Whether :meth:`stage` returns after the copy. If ``False``, ``dcp.async_save``
             returns an ``AsyncSaveResponse`` before the copy is complete. The tensors must not
             change until :meth:`wait_staged` returns.
@@ -76,9 +75,6 @@ class SnapshotStager:
         waited: Number of saves that waited for an earlier save.
         skipped: Number of saves that :func:`torch_ckpt.async_save` skipped (``on_busy="skip"``).
         refused: Number of saves that :func:`torch_ckpt.async_save` refused (``on_busy="error"``).
-
-    Raises:
-        ValueError: ``max_host_nbytes`` is less than 1.
 
     Example::
 
@@ -90,15 +86,7 @@ class SnapshotStager:
     _synchronize_after_execute = True
     _copy_class: ClassVar[type[CopiedState]] = CopiedState
 
-    def __init__(
-        self,
-        *,
-        max_host_nbytes: int | None = None,
-        blocking: bool = True,
-    ) -> None:
-        if max_host_nbytes is not None and max_host_nbytes < 1:
-            raise ValueError(f"{max_host_nbytes=} is less than 1")
-        self.max_host_nbytes = max_host_nbytes
+    def __init__(self, *, blocking: bool = True) -> None:
         self.blocking = blocking
         self.waited = self.skipped = self.refused = 0
         self.starting = Exclusive("the staging memory")
@@ -166,7 +154,7 @@ class SnapshotStager:
             ValueError: The storage of a tensor is too small for the tensor.
         """
         with naming_first("stage", lambda: flat_values(state_dict), self._try):
-            placed = self._place(CopiedState(state_dict).tensors, can_leave_unstaged=True)
+            placed = self._place(CopiedState(state_dict).tensors, allow_unstaged=True)
         with self._changed:
             free, self._free = self._free, []
         if not free:
@@ -193,7 +181,6 @@ class SnapshotStager:
             CheckpointError: The snapshot was in use by an earlier save until the timeout.
             StorageError: The memory cannot be allocated, or the tensors do not fit in the memory
                 limit of the container.
-            UnsupportedError: The tensors do not fit in ``max_host_nbytes``.
             ValueError: The storage of a tensor is too small for the tensor.
         """
         return self.begin(state_dict)[0]
@@ -212,7 +199,8 @@ class SnapshotStager:
             state_dict: The state dict to copy.
             left_out: ``id`` of each tensor that this rank does not write, and so need not copy.
                 Must be empty unless ``blocking``.
-            allow_unstaged: Whether the writer writes tensors beyond ``max_host_nbytes`` first.
+            allow_unstaged: Whether the caller waits until the tensors are written if they do not
+                fit in memory.
             name: Name of the snapshot, for messages.
 
         Returns:
@@ -229,7 +217,7 @@ class SnapshotStager:
 
     def _try(self, value: Any) -> None:
         """Raises if a value of a state dict cannot be copied, with the error of :meth:`_begin`."""
-        _Placed(self._copy_class({"": value}).tensors, None, False)
+        _Placed(self._copy_class({"": value}).tensors, False)
 
     def _begin(
         self, state_dict: dict[str, Any], left_out: Collection[int], allow_unstaged: bool, name: str
@@ -240,7 +228,7 @@ class SnapshotStager:
         self._has_described = bool(copied.described)
         drop_memory(tensor for tensor in copied.tensors if id(tensor.live) in left_out)
         to_stage = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
-        placed = self._place(to_stage, can_leave_unstaged=allow_unstaged and self.blocking)
+        placed = self._place(to_stage, allow_unstaged=allow_unstaged and self.blocking)
         acquired = self._acquire()
         try:
             snapshot = self._fitting(acquired, placed.nbytes)
@@ -251,45 +239,41 @@ class SnapshotStager:
         try:
             if self.blocking:
                 self._copy(placed, snapshot, copied, staged)
-                state = PartlyStaged(staged, copied.state) if placed.unstaged else copied.state
+                state = UnstagedState(staged, copied.state) if placed.unstaged else copied.state
                 return state, staged
             return self._copy_in_background(placed, snapshot, copied, staged), staged
         except BaseException:
             staged.release()  # A caller may retain the error, and so references to the tensors.
             raise
 
-    def _place(self, tensors: Sequence[CopiedTensor], *, can_leave_unstaged: bool) -> _Placed:
-        """Places tensors in a snapshot as large as the options and the container allow.
+    def _place(self, tensors: Sequence[CopiedTensor], *, allow_unstaged: bool) -> _Placed:
+        """Places tensors in a snapshot, or none if the container has too little memory for it.
 
         Args:
             tensors: The tensors.
-            can_leave_unstaged: Whether the writer can write tensors beyond this size first.
+            allow_unstaged: Whether the save may write tensors that are not staged.
         """
-        keeps_sharing = self._copy_class.keeps_sharing
-        placed = _Placed(tensors, self.max_host_nbytes, keeps_sharing)
-        limit = memory_limit() if placed.nbytes > self._nbytes else None
+        placed = _Placed(tensors, self._copy_class.keeps_sharing)
+        missing_nbytes = placed.nbytes - self._nbytes
+        limit = memory_limit() if missing_nbytes > 0 else None
         # The other ranks of this machine probably need as much, at the same time.
-        allowed = None if limit is None else self._nbytes + limit.allowed_nbytes // ranks_per_node()
-        is_limited = allowed is not None and placed.nbytes > allowed
-        if not can_leave_unstaged and (placed.unstaged or is_limited):
-            nbytes = placed.nbytes + sum(run.nbytes for run in placed.unstaged)
-            advice = "only FastWriter with a blocking stager can save tensors beyond this size"
-            if is_limited:
-                raise StorageError(f"cannot stage {nbytes} bytes: {limit}; {advice}", errno.ENOMEM)
-            raise UnsupportedError(
-                f"cannot stage {nbytes} bytes in max_host_nbytes={self.max_host_nbytes}: {advice}"
-            )
-        if not is_limited:
+        if limit is None or missing_nbytes <= limit.allowed_nbytes // ranks_per_node():
             return placed
+        if not allow_unstaged:
+            raise StorageError(
+                f"cannot stage {placed.nbytes} bytes: {limit}; only FastWriter with a blocking "
+                "stager can save tensors that are not staged",
+                errno.ENOMEM,
+            )
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "asynchronous saves write a part of the tensors before training continues: the "
-                f"staging memory of a rank needs {placed.nbytes - self._nbytes} more bytes; "
-                f"{limit}",
+                "asynchronous saves write all tensors before training continues: the staging "
+                f"memory of a rank needs {missing_nbytes} more bytes; {limit}",
                 stacklevel=2,
             )
-        return _Placed(tensors, max(allowed or 0, _SMALLEST_NBYTES), keeps_sharing)
+        placed.leave_unstaged()
+        return placed
 
     def _fitting(self, free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapshot:
         """Moves the snapshot out of ``free``, and reallocates it if its size is unsuitable."""
@@ -317,17 +301,11 @@ class SnapshotStager:
 
         view = memoryview(snapshot)
         try:
-            address = placed.set_memory(view)
+            placed.set_memory(view)
         except BaseException:
             self._return(snapshot)
             raise
-        staged = Staged(
-            address,
-            snapshot.nbytes,
-            name=name,
-            has_unstaged=bool(placed.unstaged),
-            release=release,
-        )
+        staged = Staged(name=name, is_unstaged=bool(placed.unstaged), release=release)
         with self._changed:
             self._in_use.add(staged)
         # Runs when the last tensor in the snapshot is destroyed.
@@ -424,18 +402,15 @@ class _Placed:
 
     Args:
         tensors: The tensors to place.
-        max_nbytes: Maximum size of the snapshot, in bytes; unlimited if ``None``.
         keeps_sharing: Whether an element that several tensors share is in the snapshot only once.
 
     Attributes:
         nbytes: Size of the snapshot, in bytes; at least one page.
         copied_nbytes: Length of all memory runs in the snapshot, in bytes.
-        unstaged: Memory runs that do not fit in ``max_nbytes``.
+        unstaged: Memory runs that are not copied.
     """
 
-    def __init__(
-        self, tensors: Iterable[CopiedTensor], max_nbytes: int | None, keeps_sharing: bool
-    ) -> None:
+    def __init__(self, tensors: Iterable[CopiedTensor], keeps_sharing: bool) -> None:
         self.unstaged: list[MemoryRun] = []
         self.copied_nbytes = 0
         self._places: list[tuple[MemoryRun, torch.Tensor, int]] = []
@@ -445,13 +420,16 @@ class _Placed:
         for run in runs_of(tensors, keeps_sharing=keeps_sharing):
             nbytes = run.nbytes
             offset = _native.place_in_snapshot(end, nbytes)
-            if max_nbytes is not None and offset + nbytes > max_nbytes:
-                self.unstaged.append(run)
-                continue
             self._places.append((run, run.live(), offset))
             end = offset + nbytes
             self.copied_nbytes += nbytes
         self.nbytes = max(end, _SMALLEST_NBYTES)
+
+    def leave_unstaged(self) -> None:
+        """Copies nothing: the copies will be views of the live tensors."""
+        self.unstaged = [run for run, _, _ in self._places]
+        self._places = []
+        self.copied_nbytes, self.nbytes = 0, _SMALLEST_NBYTES
 
     def inspect(self) -> _native.TensorBatch:
         """Returns views of the live tensors, ordered after the work of the current streams."""
@@ -459,14 +437,11 @@ class _Placed:
             [live for _, live, _ in self._places], writable=False, stages=True
         )
 
-    def set_memory(self, view: memoryview) -> int:
-        """Places the copies in a snapshot. Copies of unstaged tensors become views of the tensors.
+    def set_memory(self, view: memoryview) -> None:
+        """Places the copies in a snapshot, or makes them views of the live tensors.
 
         Args:
             view: The memory of the snapshot.
-
-        Returns:
-            The address of the snapshot.
         """
         self._inspected = self.inspect()
         for run, live, offset in self._places:
@@ -477,7 +452,6 @@ class _Placed:
         for run in self.unstaged:
             run.use_live_memory()
         self._places = []
-        return torch.frombuffer(view, dtype=torch.uint8, count=1).data_ptr()
 
     def copy_all(self, snapshot: _native.Snapshot, devices: _native.Devices) -> None:
         """Copies the values of all placed tensors, and waits for the copies."""

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
@@ -103,8 +102,8 @@ class StagingWriter(StorageWriter):
     def synchronize_staging(self) -> None:
         """Waits until training may change the tensors: they are copied, or written if unstaged."""
         self.stager.wait_staged()
-        if self._staged is not None and self._staged.has_unstaged:
-            self._staged.wait_for_unstaged(time_limit_s())
+        if self._staged is not None and self._staged.is_unstaged:
+            self._staged.wait_until_written(time_limit_s())
 
     def close(self) -> None:
         """Does nothing, because the stager owns the memory."""
@@ -121,11 +120,6 @@ class StagingWriter(StorageWriter):
         if self._staged is not None and not self._staged.begin_save():
             self._staged = None
 
-    @property
-    def _can_wait(self) -> Callable[[torch.Tensor | None], bool] | None:
-        staged = self._staged
-        return None if staged is None or not staged.has_unstaged else staged.can_wait
-
     def _set_values(self, items: object) -> None:
         """Sets the values of replicas that were compared when the state dict was staged."""
         known = self._left_out
@@ -133,10 +127,6 @@ class StagingWriter(StorageWriter):
             return
         if items.digest == known.digest:
             items.values = known.values
-
-    def _first_are_written(self) -> None:
-        if self._staged is not None:
-            self._staged.unstaged_are_written()
 
     def _wrote_share(self, plan: SavePlan, planner: SavePlanner) -> None:
         if self._staged is not None:
@@ -152,4 +142,5 @@ class StagingWriter(StorageWriter):
             self.stager.share = None
             raise
         finally:
-            self._first_are_written()
+            if self._staged is not None:
+                self._staged.end_wait()

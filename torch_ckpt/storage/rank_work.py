@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,6 @@ class RankWork:
         work: The items, in columns.
         sources: Tensor to store for each item. ``None`` for items that torch pickles: objects,
             tensors that only torch can store, and all items if there is a stream transform.
-        waits: Whether each item can wait until the others are written.
         items: The items of a plan of DCP's items; ``None`` if the plan itself is in columns.
         dtypes: With ``items``: dtype of each tensor that matches the plan, and so the metadata;
             ``None`` for the other items.
@@ -77,7 +76,6 @@ class RankWork:
 
     work: _native.Work
     sources: Sequence[torch.Tensor | Unresolved | None]
-    waits: Sequence[bool]
     items: Sequence[WriteItem] | None = None
     dtypes: Sequence[str | None] = ()
     samples: Sequence[int] = ()
@@ -101,32 +99,17 @@ class RankWork:
             self,
             work=self.work.part(positions),
             sources=select(self.sources),
-            waits=select(self.waits),
             items=None if self.items is None else select(self.items),
             dtypes=select(self.dtypes) if self.dtypes else (),
             samples=select(self.samples) if self.samples else (),
             digested=select(self.digested) if self.digested else (),
         )
 
-    def by_waits(self) -> tuple[RankWork, RankWork]:
-        """Returns the work to do first, and the work that can wait."""
-        first = [position for position, wait in enumerate(self.waits) if not wait]
-        others = [position for position, wait in enumerate(self.waits) if wait]
-        return self.part(first), self.part(others)
-
 
 def work_for(
-    plan: SavePlan,
-    planner: SavePlanner,
-    transforms: _StorageWriterTransforms,
-    *,
-    can_wait: Callable[[torch.Tensor | None], bool] | None = None,
+    plan: SavePlan, planner: SavePlanner, transforms: _StorageWriterTransforms
 ) -> RankWork:
-    """Returns the work of a rank by its final plan.
-
-    ``can_wait`` returns whether a tensor, or ``None`` for an object, can be written after the
-    others. If omitted, all items can wait.
-    """
+    """Returns the work of a rank by its final plan."""
     columns: Any = plan.items
     if (
         isinstance(columns, PlannedItems)
@@ -136,10 +119,9 @@ def work_for(
         work = columns.work
         sources = planner.sources(work.items)
         if sources is not None:
-            waits = [can_wait is None or can_wait(source) for source in sources]
-            return RankWork(work, sources, waits)
+            return RankWork(work, sources)
     with gc_paused():
-        return _in_columns(work_of(plan), planner, transforms, can_wait or (lambda _: True))
+        return _in_columns(work_of(plan), planner, transforms)
 
 
 def split(work: RankWork, count: int | None) -> list[RankWork]:
@@ -153,10 +135,7 @@ def split(work: RankWork, count: int | None) -> list[RankWork]:
 
 
 def _in_columns(
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
-    transforms: _StorageWriterTransforms,
-    can_wait: Callable[[torch.Tensor | None], bool],
+    items: Sequence[WriteItem], planner: SavePlanner, transforms: _StorageWriterTransforms
 ) -> RankWork:
     """Converts DCP's items to columns. Resolves every tensor: its dtype and sizes may differ.
 
@@ -167,7 +146,6 @@ def _in_columns(
     )
     table = _native.ItemTable()
     sources: list[torch.Tensor | Unresolved | None] = []
-    waits: list[bool] = []
     written: list[WriteItem] = []
     dtypes: list[str | None] = []
 
@@ -189,14 +167,12 @@ def _in_columns(
         if item is None:
             continue
         if item.type == WriteItemType.BYTE_IO:
-            waits.append(can_wait(None))
             table.add_object(_name(item), 0)
             add(item, None, None)
             continue
         if isinstance(planner, LatePlanner):
             data = item.tensor_data
             assert data is not None
-            waits.append(can_wait(None))
             if data.properties.dtype in DTYPE_CODES:
                 name = add_box(item, data.properties.dtype, data.chunk.sizes)
                 add(item, Unresolved(), name)
@@ -207,7 +183,6 @@ def _in_columns(
         tensor = resolve_whole(planner, item)
         if not may_resize:
             check_shard(item, tensor)
-        waits.append(can_wait(tensor))
         kind = _tensor_view.tensor_kind(tensor)
         if transforms.extensions or kind == _tensor_view.TensorKind.TORCHS_OWN:
             table.add_object(_name(item), 0)
@@ -219,7 +194,7 @@ def _in_columns(
         name = add_box(item, tensor.dtype, tensor.size())
         as_planned = _is_as_planned(item, tensor)
         add(item, tensor if is_live else Unresolved(), name if as_planned else None)
-    return RankWork(_native.Work(table), sources, waits, written, dtypes)
+    return RankWork(_native.Work(table), sources, written, dtypes)
 
 
 def _name(item: WriteItem) -> str:

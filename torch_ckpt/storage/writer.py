@@ -385,21 +385,17 @@ class FastWriter(DirectoryWriter):
             note(**jobs.details(threads), mode=self._mode())
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Writes this rank's files. Tensors that were not staged are written first."""
+        """Writes this rank's files."""
         finished = self._finished = []
         self._nbytes = self._written_nbytes = 0
         try:
-            work = work_for(plan, planner, self.transforms, can_wait=self._can_wait)
-            first, others = work.by_waits()
+            work = work_for(plan, planner, self.transforms)
             self._numbers.clear()
             prefix = plan.storage_data.prefix
             nbytes = sum(work.work.nbytes)
             with self._progress(nbytes) as jobs:
-                files = self._files_of([first], prefix)
-                results = self._write_files(files, nbytes, planner, finished, jobs)
-                self._first_are_written()
-                taken = self._take_unchanged(others, prefix, finished)
-                results += taken.results
+                taken = self._take_unchanged(work, prefix, finished)
+                results = taken.results
                 files = self._files_of(taken.groups, prefix)
                 results += self._write_files(files, nbytes, planner, finished, jobs)
             if finished and self.sync_files:
