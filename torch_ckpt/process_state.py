@@ -56,6 +56,8 @@ class _Process:
             ``planning/placeholders``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``commits/temporary``.
+        storage_watch: The thread that logs long calls of storage. Owner:
+            ``coordination/storage_watch``.
         probed: Pairs of a device and a call of file systems that was not refused there. Owner:
             ``commits/probe``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
@@ -80,6 +82,7 @@ class _Process:
         self.warned_replicas: set[frozenset[str]] = set()
         self.warned_placeholders: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.storage_watch: Any = None
         self.probed: set[tuple[int | str, str]] = set()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         self.unshared: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -104,6 +107,7 @@ class _Process:
         self.save_processes.clear()
         self.save_futures.clear()
         self.temporaries.clear()
+        self.storage_watch = None
 
 
 PROCESS = _Process()

@@ -15,6 +15,7 @@
 #include "engine/commit.h"
 #include "engine/load/archive_records.h"
 #include "io/posix_file_system.h"
+#include "io/storage_call.h"
 
 namespace py = pybind11;
 
@@ -25,6 +26,13 @@ FileSystem& local_file_system() {
   static PosixFileSystem file_system;
   return file_system;
 }
+
+// A StorageCall of Python, as a context manager.
+struct PyStorageCall {
+  const std::string doing;
+  const std::string path;
+  std::optional<StorageCall> call = std::nullopt;
+};
 
 thread_local std::chrono::nanoseconds waited_at_storage{0};
 
@@ -231,6 +239,27 @@ void bind_file_system(py::module_& module) {
       py::arg("from_file_system"), py::arg("source"), py::arg("to_file_system"), py::arg("target"));
   module.def("waited_at_storage_s",
              [] { return std::chrono::duration<double>(waited_at_storage).count(); });
+  py::class_<PyStorageCall>(module, "StorageCall")
+      .def(py::init([](std::string doing, const std::filesystem::path& path) {
+             return std::unique_ptr<PyStorageCall>(
+                 new PyStorageCall{std::move(doing), path.string()});
+           }),
+           py::arg("doing"), py::arg("path"))
+      .def("__enter__",
+           [](PyStorageCall& made) { made.call.emplace(made.doing.c_str(), made.path); })
+      .def("__exit__", [](PyStorageCall& made, const py::args&) { made.call.reset(); });
+  module.def(
+      "long_storage_calls",
+      [](double longer_than_s) {
+        std::vector<std::tuple<uint64_t, std::string, py::bytes, int64_t, int64_t>> out;
+        for (LongCall& call : StorageCall::longer_than(longer_than_s)) {
+          out.emplace_back(call.key, std::move(call.doing), py::bytes(call.path), call.done_nbytes,
+                           call.total_nbytes);
+        }
+        return out;
+      },
+      py::arg("longer_than_s"));
+  module.def("await_storage_call", [] { without_gil([] { StorageCall::wait_for_any(); }); });
   module.def("local_file_system", &local_file_system, py::return_value_policy::reference);
 }
 

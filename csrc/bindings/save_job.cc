@@ -66,7 +66,8 @@ void bind_save_job(py::module_& module) {
            [](FileJob& job) { raise_if_error(without_gil([&] { return job.finish(); })); })
       .def("abort", [](FileJob& job) { without_gil([&] { job.abort(); }); })
       .def("cancel", &FileJob::cancel)
-      .def_property_readonly("done_nbytes", &FileJob::submitted_nbytes)
+      .def_property_readonly("done_nbytes",
+                             [](const FileJob& job) { return job.counts().done_nbytes(); })
       .def_property_readonly("requests", [](const FileJob& job) { return job.counts().requests(); })
       .def_property_readonly("waited_s", [](const FileJob& job) { return job.counts().waited_s(); })
       .def_property_readonly("mode", [](const FileJob& job) { return to_python(job.mode()); });

@@ -257,6 +257,7 @@ Status ReadStream::run(std::span<const WantedRange> wanted, const ConsumeRange& 
   const int64_t most = shares_all() ? align_down(block_nbytes_, kReadAlignment)
                                     : align_up(block_nbytes_, kReadAlignment) - 2 * kReadAlignment;
   Work work(wanted, consume, most, fs_.traits().max_gap_nbytes, shares_all(), cancelled_, counts_);
+  for (const Task& task : work.tasks) counts_.expect(task.range.nbytes());
   std::vector<std::thread> threads;
   const size_t lanes = std::min(lanes_.size(), work.tasks.size());
   if (lanes == 0) return ok_status();
@@ -299,7 +300,10 @@ class ReadStream::LaneRun {
         finish(unpacking_.front());
         unpacking_.pop_front();
       } else if (queue_.in_flight() > 0) {
-        for (const IoDone& done : work_.counts.wait(queue_)) complete(done);
+        const IoRequest::Kind kind = IoRequest::Kind::kRead;
+        for (const IoDone& done : work_.counts.wait(queue_, kind, path_in_flight())) {
+          complete(done);
+        }
       } else {
         return;
       }
@@ -310,12 +314,14 @@ class ReadStream::LaneRun {
   // A read between its submission and the end of its unpacking.
   struct InFlight {
     const Task* task = nullptr;
+    bool is_in_queue = false;
     int block = -1;      // -1 for a read in place.
     int64_t offset = 0;  // File offset of the first byte of `memory`.
     MutableBytes memory;
     Unpacking unpacking;
   };
 
+  const std::string& path_in_flight() const;
   bool prepare_for_direct();
   bool submit_next();
   void complete(const IoDone& done);
@@ -329,6 +335,12 @@ class ReadStream::LaneRun {
   std::vector<size_t> free_slots_;
   std::deque<size_t> unpacking_;  // Slots whose reads are done and whose copies may be in progress.
 };
+
+// Returns the path of a file with a read in flight. Requires: there is one.
+const std::string& ReadStream::LaneRun::path_in_flight() const {
+  const auto is_in_queue = [](const InFlight& read) { return read.is_in_queue; };
+  return std::ranges::find_if(slots_, is_in_queue)->task->file->path();
+}
 
 // Prepares the pool for direct reads. Cached reads use few of its pages, so they do not need it.
 bool ReadStream::LaneRun::prepare_for_direct() {
@@ -380,6 +392,7 @@ bool ReadStream::LaneRun::submit_next() {
                              .memory = read.memory,
                              .caching = buffered ? Caching::kBuffered : Caching::kDirect,
                              .tag = slot};
+  read.is_in_queue = true;
   slots_[slot] = std::move(read);
   work_.counts.submit(queue_, request);
   // A cached read completes at once. Consume its bytes while they are in the processor's cache. A
@@ -389,6 +402,8 @@ bool ReadStream::LaneRun::submit_next() {
 
 void ReadStream::LaneRun::complete(const IoDone& done) {
   InFlight& read = slots_[done.tag];
+  read.is_in_queue = false;
+  work_.counts.add_done(read.task->range.nbytes());
   Status status;
   if (!done.status.ok()) {
     status = work_.with_name(*read.task, done.status);

@@ -5,6 +5,8 @@
 #include <exception>
 #include <utility>
 
+#include "io/storage_call.h"
+
 namespace torch_ckpt {
 namespace {
 
@@ -15,6 +17,8 @@ constexpr int64_t kPieceNbytes = int64_t{8} << 20;  // Length of the pieces of a
 constexpr int64_t kSyncNbytes = int64_t{64} << 20;
 
 Status run_one(IoQueue& queue, const IoRequest& request) {
+  const bool is_sync = request.kind == IoRequest::Kind::kSync;
+  const StorageCall call(is_sync ? "syncing" : "writing", request.file->path());
   queue.submit({&request, 1});
   const std::span<const IoDone> done = queue.wait();
   if (done.empty()) return internal_error("a queue lost a request on ", request.file->path());

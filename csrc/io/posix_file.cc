@@ -9,6 +9,7 @@
 
 #include "io/page_cache.h"
 #include "io/retry.h"
+#include "io/storage_call.h"
 #include "io/transfer.h"
 
 namespace torch_ckpt {
@@ -72,6 +73,7 @@ Descriptor::~Descriptor() {
 
 Result<std::unique_ptr<PosixFile>> PosixFile::open(const std::string& path, OpenMode mode,
                                                    Caching caching) {
+  const StorageCall call("opening", path);
   // Another process may replace the file between the two opens; then open both again.
   const int attempts = mode == OpenMode::kRead ? kReadOpenAttempts : 1;
   Status status;
@@ -138,6 +140,7 @@ Status PosixFile::open_direct(OpenMode mode) {
 }
 
 Result<int64_t> PosixFile::size() const {
+  const StorageCall call("inspecting", path_);
   struct stat stat = {};
   if (::fstat(buffered_.get(), &stat) != 0) {
     return errno_status(errno, str_cat("cannot read the size of ", path_));
@@ -150,10 +153,12 @@ bool PosixFile::is_resident(int64_t offset, int64_t nbytes) const {
 }
 
 Status PosixFile::read(int64_t offset, MutableBytes memory) {
+  const StorageCall call("reading", path_);
   return transfer(IoRequest::Kind::kRead, offset, memory);
 }
 
 Status PosixFile::write(int64_t offset, Bytes bytes) {
+  const StorageCall call("writing", path_);
   // IoRequest has one mutable memory field for both directions. A write only reads it.
   auto* const from = const_cast<std::byte*>(bytes.data());
   return transfer(IoRequest::Kind::kWrite, offset, {from, bytes.size()});
@@ -171,6 +176,7 @@ Status PosixFile::transfer(IoRequest::Kind kind, int64_t offset, MutableBytes me
 }
 
 Status PosixFile::preallocate(int64_t nbytes) {
+  const StorageCall call("reserving space for", path_);
   if (nbytes > 0) {
     const int rc = ::fallocate(buffered_.get(), 0, 0, nbytes);
     // File systems and sandboxes refuse to reserve space with any errno, such as EINVAL, or EINTR
@@ -185,6 +191,7 @@ Status PosixFile::preallocate(int64_t nbytes) {
 }
 
 Status PosixFile::truncate(int64_t nbytes) {
+  const StorageCall call("setting the length of", path_);
   if (retry_interrupted([&] { return ::ftruncate(buffered_.get(), nbytes); }) != 0) {
     return errno_status(errno, str_cat("cannot make ", path_, " ", nbytes, " bytes long"));
   }

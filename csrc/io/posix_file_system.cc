@@ -18,6 +18,7 @@
 
 #include "io/posix_file.h"
 #include "io/retry.h"
+#include "io/storage_call.h"
 #include "io/thread_queue.h"
 #include "io/uring_queue.h"
 
@@ -51,6 +52,7 @@ Result<std::unique_ptr<File>> PosixFileSystem::open(const std::string& path, Ope
 }
 
 Status PosixFileSystem::create_directories(const std::string& path) {
+  const StorageCall call("creating", path);
   if (path.empty()) return invalid_argument("cannot create a folder without a name");
   const Status found = check_directory(path);
   if (found.code() != StatusCode::kNotFound) return found;
@@ -67,6 +69,7 @@ Status PosixFileSystem::create_directories(const std::string& path) {
 }
 
 Result<std::vector<std::string>> PosixFileSystem::list_directory(const std::string& path) {
+  const StorageCall call("listing", path);
   const std::unique_ptr<DIR, int (*)(DIR*)> directory(::opendir(path.c_str()), ::closedir);
   if (!directory) return errno_status(errno, str_cat("cannot list ", path));
   std::vector<std::string> names;
@@ -83,6 +86,7 @@ Result<std::vector<std::string>> PosixFileSystem::list_directory(const std::stri
 }
 
 Status PosixFileSystem::rename(const std::string& from, const std::string& to) {
+  const StorageCall call("renaming", from);
   if (retry_interrupted([&] { return ::rename(from.c_str(), to.c_str()); }) != 0) {
     return errno_status(errno, str_cat("cannot rename ", from, " to ", to));
   }
@@ -90,6 +94,7 @@ Status PosixFileSystem::rename(const std::string& from, const std::string& to) {
 }
 
 Status PosixFileSystem::link(const std::string& from, const std::string& to, bool sync) {
+  const StorageCall call("linking", from);
   // A name of the file itself, not of a symbolic link to it, which may break or change.
   if (::linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), AT_SYMLINK_FOLLOW) != 0) {
     const int error = errno;
@@ -120,12 +125,14 @@ Status PosixFileSystem::link(const std::string& from, const std::string& to, boo
 }
 
 bool PosixFileSystem::renames_directories(const std::string& parent) {
+  const StorageCall call("inspecting", parent);
   struct statfs stat = {};
   const int rc = retry_interrupted([&] { return ::statfs(parent.c_str(), &stat); });
   return rc == 0 && stat.f_type != FUSE_SUPER_MAGIC;
 }
 
 Status PosixFileSystem::exchange(const std::string& one, const std::string& other) {
+  const StorageCall call("exchanging", one);
   constexpr unsigned kExchange = 1 << 1;  // RENAME_EXCHANGE, of newer headers than we need.
   const auto exchanged = retry_interrupted([&] {
     return ::syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), kExchange);
@@ -137,6 +144,7 @@ Status PosixFileSystem::exchange(const std::string& one, const std::string& othe
 }
 
 Status PosixFileSystem::remove(const std::string& path) {
+  const StorageCall call("removing", path);
   if (retry_interrupted([&] { return std::remove(path.c_str()); }) != 0) {
     return errno_status(errno, str_cat("cannot remove ", path));
   }
@@ -144,6 +152,7 @@ Status PosixFileSystem::remove(const std::string& path) {
 }
 
 Result<double> PosixFileSystem::modified_s(const std::string& path) {
+  const StorageCall call("inspecting", path);
   struct stat stat = {};
   if (::stat(path.c_str(), &stat) != 0) return errno_status(errno, str_cat("cannot find ", path));
   return static_cast<double>(stat.st_mtim.tv_sec) +
@@ -151,6 +160,7 @@ Result<double> PosixFileSystem::modified_s(const std::string& path) {
 }
 
 Status PosixFileSystem::sync_directory(const std::string& path) {
+  const StorageCall call("syncing", path);
   const Descriptor directory(
       retry_interrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }));
   if (!directory.valid()) return errno_status(errno, str_cat("cannot open folder ", path));

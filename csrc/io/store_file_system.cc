@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "io/storage_call.h"
 #include "io/thread_queue.h"
 #include "io/upload.h"
 
@@ -40,6 +41,11 @@ class StoreFile final : public File {
   }
 
   Status read(int64_t offset, MutableBytes memory) override {
+    const StorageCall call("reading", path_);
+    return get(offset, memory);
+  }
+
+  Status get(int64_t offset, MutableBytes memory) {
     if (upload_) return errno_status(EBADF, failure("cannot read ", offset, memory));
     if (ssize(memory) > found_.nbytes - offset) {
       return corruption(failure("cannot read ", offset, memory), ": the file ends at ",
@@ -53,7 +59,10 @@ class StoreFile final : public File {
     return store_.get(path_, offset, memory);
   }
 
-  Status write(int64_t offset, Bytes bytes) override { return write(offset, bytes, 1); }
+  Status write(int64_t offset, Bytes bytes) override {
+    const StorageCall call("writing", path_);
+    return write(offset, bytes, 1);
+  }
 
   // One of `in_flight` writes at a time.
   Status write(int64_t offset, Bytes bytes, int in_flight) {
@@ -105,7 +114,7 @@ Status carry_out(const IoRequest& request, int in_flight) {
   }
   switch (request.kind) {
     case IoRequest::Kind::kRead:
-      return file->read(request.offset, request.memory);
+      return file->get(request.offset, request.memory);
     case IoRequest::Kind::kWrite:
       return file->write(request.offset, request.memory, in_flight);
     case IoRequest::Kind::kSync:
@@ -132,6 +141,7 @@ Result<std::unique_ptr<File>> StoreFileSystem::open(const std::string& path, Ope
     return unsupported("cannot write at offsets of ", path, ": an object store writes whole files");
   }
   if (mode == OpenMode::kCreate) return std::unique_ptr<File>(new StoreFile(*store_, path));
+  const StorageCall call("opening", path);
   auto found = store_->find(path, caching == Caching::kBuffered ? kStartNbytes : 0);
   if (found.status().code() == StatusCode::kNotFound && is_folder(path)) {
     return errno_status(EISDIR, str_cat("cannot open ", path));
@@ -153,6 +163,7 @@ bool StoreFileSystem::is_folder(const std::string& path) {
 }
 
 Result<double> StoreFileSystem::modified_s(const std::string& path) {
+  const StorageCall call("inspecting", path);
   ASSIGN_OR_RETURN(const auto found, store_->find(path, 0));
   return found.modified_s;
 }
@@ -161,12 +172,14 @@ Status StoreFileSystem::create_directories(const std::string&) { return ok_statu
 Status StoreFileSystem::sync_directory(const std::string&) { return ok_status(); }
 
 Result<std::vector<std::string>> StoreFileSystem::list_directory(const std::string& path) {
+  const StorageCall call("listing", path);
   ASSIGN_OR_RETURN(auto names, store_->list(path));
   std::sort(names.begin(), names.end());
   return names;
 }
 
 Status StoreFileSystem::rename(const std::string& from, const std::string& to) {
+  const StorageCall call("renaming", from);
   const Status copied = store_->copy(from, to);
   if (copied.code() == StatusCode::kNotFound && is_folder(from)) {
     return errno_status(EOPNOTSUPP, str_cat("cannot rename the folder ", from));
@@ -176,14 +189,21 @@ Status StoreFileSystem::rename(const std::string& from, const std::string& to) {
 }
 
 Status StoreFileSystem::link(const std::string& from, const std::string& to, bool) {
+  const StorageCall call("linking", from);
   if (!store_->copies())
     return unsupported("cannot link ", from, " to ", to, ": the store cannot copy");
   return store_->copy(from, to);
 }
 
-Status StoreFileSystem::remove(const std::string& path) { return store_->remove(path); }
+Status StoreFileSystem::remove(const std::string& path) {
+  const StorageCall call("removing", path);
+  return store_->remove(path);
+}
 
-Status StoreFileSystem::remove_all(const std::string& path) { return store_->remove_all(path); }
+Status StoreFileSystem::remove_all(const std::string& path) {
+  const StorageCall call("removing", path);
+  return store_->remove_all(path);
+}
 
 std::unique_ptr<IoQueue> StoreFileSystem::make_queue(int depth) {
   return make_thread_queue(depth, depth, {.name = "requests", .reason = ""}, carry_out);
@@ -195,6 +215,7 @@ Status StoreFileSystem::put(const std::string& path, Bytes bytes, OpenMode mode)
 }
 
 Result<std::string> StoreFileSystem::version(const std::string& path) {
+  const StorageCall call("inspecting", path);
   auto found = store_->find(path, 0);
   if (found.status().code() == StatusCode::kNotFound) return std::string();
   if (!found.ok()) return found.status();
@@ -209,6 +230,7 @@ Status StoreFileSystem::publish(const std::string& path, Bytes bytes, const std:
 // A client repeats a request whose answer was lost. If the store had carried it out, the condition
 // is false by then, and the object has these bytes.
 Status StoreFileSystem::put_if(const std::string& path, Bytes bytes, const Condition& condition) {
+  const StorageCall call("writing", path);
   Status status = store_->put(path, bytes, condition);
   if (status.code() == StatusCode::kNotFound && condition.kind == Condition::Kind::kVersion) {
     status = errno_status(EEXIST, str_cat("cannot replace ", path, ": it was removed meanwhile"));

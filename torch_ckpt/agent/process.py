@@ -42,6 +42,7 @@ from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.replicas import Replicas
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.agent.slots import Slots, SlotScan
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.process_state import PROCESS
 
@@ -120,6 +121,7 @@ class Agent:
 
         Returns whether the memory can be removed: its snapshots are on disk or were discarded.
         """
+        watch_storage()
         listener = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         path = self.folder / "agent.socket"
         path.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch_ckpt
 from torch_ckpt.cli import agent, convert, diff, doctor, inspect, ls, report, rm, run, verify, watch
 from torch_ckpt.cli.terminal import DAMAGED, FAILED, INTERRUPTED, PIPE_CLOSED, fail
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
 __all__ = ["main"]
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # For names that it cannot encode.
+    watch_storage()
     try:
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], int] = options.command

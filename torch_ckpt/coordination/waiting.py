@@ -36,8 +36,9 @@ class LongWait:
 
     ``awaited`` returns what the wait is for: which rank or process, and what it does; if empty,
     there is no line yet. The line is a warning if it ``is_named``, because it names what is
-    missing, and otherwise information. Every wait that may take long is a loop over
-    :meth:`rounds`, or calls :meth:`log` in one.
+    missing, and otherwise information. It has lasted ``waited_s`` already. Every wait that may take
+    long is a loop over :meth:`rounds`, or calls :meth:`log` in one. A wait within a call of the
+    operating system or a store is logged by :mod:`torch_ckpt.coordination.storage_watch`.
 
     Example::
 
@@ -48,10 +49,12 @@ class LongWait:
             raise CheckpointError("rank 3 did not finish in time")
     """
 
-    def __init__(self, awaited: Callable[[], str], *, is_named: bool = True) -> None:
+    def __init__(
+        self, awaited: Callable[[], str], *, is_named: bool = True, waited_s: float = 0.0
+    ) -> None:
         self._awaited = awaited
         self._level = logging.WARNING if is_named else logging.INFO
-        self._began = time.monotonic()
+        self._began = time.monotonic() - waited_s
         self._due = 0.0  # Seconds of the wait after which the next line is due.
         self._plan()
 

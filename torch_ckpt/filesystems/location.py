@@ -84,10 +84,16 @@ def name_of(path: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(path)
     if url := _FILE_URL.fullmatch(text):
-        return os.path.realpath(url[1])
+        return resolved_path(url[1])
     if url := _URL.fullmatch(text):
         return f"{url[1]}://{PurePosixPath(url[2])}"
-    return os.path.realpath(text)
+    return resolved_path(text)
+
+
+def resolved_path(path: str | os.PathLike[str]) -> str:
+    """Returns an absolute path on this machine, without links."""
+    with _native.StorageCall("resolving", path):
+        return os.path.realpath(path)
 
 
 def can_reach(path: str | os.PathLike[str]) -> bool:
@@ -200,7 +206,7 @@ class Location:
         """
         if not isinstance(self.path, Path):
             return self
-        return self._with(Path(os.path.realpath(self.path)))
+        return self._with(Path(resolved_path(self.path)))
 
     @property
     def checkpoint_id(self) -> str | PurePath:
@@ -268,7 +274,8 @@ class Location:
         if self.file_system.publishes_by_condition:
             return self.file_system.version(self.path) or None
         try:
-            stat = None if self.local_path is None else self.local_path.stat()
+            with _native.StorageCall("inspecting", self.path):
+                stat = None if self.local_path is None else self.local_path.stat()
         except OSError:
             return None
         return stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)

@@ -23,6 +23,7 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.group import time_limit_s
 from torch_ckpt.coordination.orchestrate import calling_planner
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import (
     CheckpointError,
     NotFoundError,
@@ -229,6 +230,7 @@ class FastReader(StorageReader):
             *args: Unused. Stock DCP inspects the signature.
             **kwargs: ``rank`` selects the metadata of a rank that saved without coordination.
         """
+        watch_storage()
         self._phases = Phases("opening")
         rank = kwargs.get("rank")
         # After a failure, DCP discards the error and requests the metadata of the rank. If the

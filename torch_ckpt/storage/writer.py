@@ -31,6 +31,7 @@ from torch_ckpt.commits.transaction import Claim
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import (
     CheckpointError,
     UnsupportedError,
@@ -252,6 +253,7 @@ class FastWriter(DirectoryWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save on this rank."""
+        watch_storage()
         self._check_idle()
         if not is_replanning():  # Then the save has begun already.
             self.location = self._directory.enter()

@@ -6,8 +6,9 @@
 namespace torch_ckpt {
 namespace {
 
-// Tag of a write from memory outside the pool. The tag of any other write is its block index.
-constexpr uint64_t kInPlace = ~uint64_t{0};
+// The tag of a write is its block in the pool, or kInPlace, and above these bits its length.
+constexpr int kBlockBits = 24;
+constexpr uint64_t kInPlace = (uint64_t{1} << kBlockBits) - 1;  // Memory outside the pool.
 
 constexpr uint64_t kSync = kInPlace - 1;  // Tag of a sync.
 
@@ -44,16 +45,16 @@ Status FileJob::submit(int64_t offset, MutableBytes memory, int block) {
   while (queue_->room() == 0) RETURN_IF_ERROR(wait_for_some());
   RETURN_IF_ERROR(check_cancelled());
   const bool in_place = block == kNoBlock;
-  const IoRequest request = {.kind = IoRequest::Kind::kWrite,
-                             .file = file_.get(),
-                             .offset = offset,
-                             .memory = memory,
-                             .caching = options_.caching,
-                             .tag = in_place ? kInPlace : static_cast<uint64_t>(block)};
+  const IoRequest request = {
+      .kind = IoRequest::Kind::kWrite,
+      .file = file_.get(),
+      .offset = offset,
+      .memory = memory,
+      .caching = options_.caching,
+      .tag = (in_place ? kInPlace : static_cast<uint64_t>(block)) | memory.size() << kBlockBits};
   if (in_place) ++in_place_;
   if (block == block_) block_ = kNoBlock;
   counts_.submit(*queue_, request);
-  submitted_nbytes_.fetch_add(ssize(memory), std::memory_order_relaxed);
   return ok_status();
 }
 
@@ -62,12 +63,14 @@ Status FileJob::wait_for_some() {
     return internal_error("cannot write ", path_, ": another job uses all buffers");
   }
   Status first;
-  for (const IoDone& done : counts_.wait(*queue_)) {
-    if (done.tag == kInPlace) {
+  for (const IoDone& done : counts_.wait(*queue_, doing_, path_)) {
+    const uint64_t block = done.tag & kInPlace;
+    if (block == kInPlace) {
       --in_place_;
-    } else if (done.tag != kSync) {
-      pool_.release(static_cast<int>(done.tag));
+    } else if (block != kSync) {
+      pool_.release(static_cast<int>(block));
     }
+    counts_.add_done(static_cast<int64_t>(done.tag >> kBlockBits));
     if (first.ok()) first = done.status;
   }
   return first;
@@ -94,6 +97,7 @@ Status FileJob::complete(std::optional<int64_t> nbytes) {
                              .file = file_.get(),
                              .offset = nbytes.value_or(0),
                              .tag = kSync};
+  doing_ = is_stream ? IoRequest::Kind::kWrite : IoRequest::Kind::kSync;
   counts_.submit(*queue_, request);
   return wait_for_all();
 }

@@ -52,9 +52,6 @@ class FileJob {
   // in flight are not interrupted. Any thread may call it.
   void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
 
-  // Number of bytes that were handed to the disk so far. Any thread may call it.
-  int64_t submitted_nbytes() const { return submitted_nbytes_.load(std::memory_order_relaxed); }
-
   // Any thread may call it.
   const IoCounts& counts() const { return counts_; }
 
@@ -97,15 +94,15 @@ class FileJob {
   BufferPool& pool_;
   const SaveOptions options_;
   std::unique_ptr<File> file_;
+  IoCounts counts_;
   int block_ = kNoBlock;  // The block that is being filled.
   bool finished_ = false;
 
  private:
   IoMode mode_;
   std::unique_ptr<IoQueue> queue_;  // Destroyed before the file: its destructor waits for writes.
-  IoCounts counts_;
+  IoRequest::Kind doing_ = IoRequest::Kind::kWrite;  // What `wait_for_some` waits for.
   int in_place_ = 0;  // Number of writes in flight from memory outside the pool.
-  std::atomic<int64_t> submitted_nbytes_ = 0;
   std::atomic<bool> cancelled_ = false;
   Status status_;  // The first error.
   bool owns_pool_ = false;

@@ -38,6 +38,7 @@ Result<std::unique_ptr<SaveJob>> SaveJob::start(FileSystem& fs, const std::strin
                                                 Layout layout, BufferPool& pool,
                                                 const SaveOptions& options) {
   std::unique_ptr<SaveJob> job(new SaveJob(fs, path, std::move(layout), pool, options));
+  job->counts_.expect(job->end_);
   RETURN_IF_ERROR(job->open(OpenMode::kCreate));
   if (job->end_ > 0) RETURN_IF_ERROR(job->file_->preallocate(job->end_));
   return job;
@@ -160,6 +161,7 @@ Result<Slice> SaveJob::append(Bytes bytes) {
   next_index_ = static_cast<int64_t>(layout_.slices.size());
   RETURN_IF_ERROR(fail(put_zeros_until(slice.offset)));
   RETURN_IF_ERROR(fail(put(bytes)));
+  counts_.expect(slice.end() - end_);
   end_ = slice.end();
   return slice;
 }
