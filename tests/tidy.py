@@ -35,7 +35,7 @@ DIRECTORIES = {
 
 # Packages of torch_ckpt from the ground up: each imports only from rows above its own.
 PACKAGES = [
-    {"errors", "process_state"},
+    {"errors", "known_frameworks", "process_state"},
     {"_core"},
     {"options"},
     {"filesystems"},
@@ -47,7 +47,8 @@ PACKAGES = [
     {"api"},
     {"agent", "conversion"},
     {"runs"},
-    {"integrations", "cli"},
+    {"integrations"},
+    {"cli", "frameworks"},
     {"__init__", "__main__"},
 ]
 
@@ -67,7 +68,7 @@ WITHOUT_FILES = (
     "records",
     "conversion",
     "cli",
-    "records",
+    "frameworks",
 )
 
 # Functions of torch that make a tensor on the program's default device, unless they get `device`.

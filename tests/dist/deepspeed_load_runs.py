@@ -46,7 +46,7 @@ def truncate(files: Any) -> None:
 
 def fail_to_load_on_one_rank(path: Path, stage: int) -> dict[str, float]:
     """Fails in many places of a load, on rank 1 each time. Returns how long each load took."""
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     engine = engine_of(stage, "fp32", schedules=True)
     attach(engine)
@@ -143,7 +143,7 @@ def save_first(path: Path) -> None:
 
 def fail_to_load(engine: Any, path: Path, pattern: str) -> float:
     """Loads where rank 1 has truncated files, then whole ones, and trains."""
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     attach(engine)
     folder = own_copy(path, "own")

@@ -76,7 +76,7 @@ def tagged_tensors() -> dict[str, Any]:
 
 def save_both(kind: str, asynchronous: bool, stock: Path, path: Path) -> None:
     """Saves by DeepSpeed, by this package, and trains at once; then resumes from our files."""
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     engine, train = ENGINES[kind]()
     train(0)
@@ -154,7 +154,7 @@ def save_until_killed(
     path: Path, first: int, asynchronous: bool, ours: bool, tag: str | None
 ) -> None:
     """Saves one value after the other, until something kills this rank."""
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     engine = plain_engine()
     if ours:
@@ -169,7 +169,7 @@ def save_until_killed(
 def fail_to_save(path: Path, asynchronous: bool) -> list[str]:
     """Saves twice; the second time, rank 1 cannot write. Returns what was found at each step."""
     from torch_ckpt.errors import StorageError
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     engine = plain_engine()
     checkpoints = attach(engine, asynchronous=asynchronous)
@@ -229,7 +229,7 @@ FAILURES = {
 def fail_on_one_rank(path: Path, stage: int, asynchronous: bool) -> dict[str, float]:
     """Fails in many places of a save, on one rank each time. Returns how long each save took."""
     from torch_ckpt.errors import CheckpointError
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     engine = engine_of(stage, "fp32", schedules=True)
     checkpoints = attach(engine, asynchronous=asynchronous)
@@ -295,7 +295,7 @@ def fail_on_one_rank(path: Path, stage: int, asynchronous: bool) -> dict[str, fl
 
 def save_again(path: Path, asynchronous: bool) -> None:
     """Saves the same tag twice. The second checkpoint has other ranks' files no more."""
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     engine = plain_engine()
     checkpoints = attach(engine, asynchronous=asynchronous)
@@ -323,7 +323,7 @@ def save_again(path: Path, asynchronous: bool) -> None:
 
 def save_through_links(path: Path, asynchronous: bool) -> None:
     """Saves to names that are links: by DeepSpeed, and twice by this package."""
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     run, disk = path / "run", path / "disk"
     if dist.get_rank() == 0:
@@ -347,7 +347,7 @@ def save_through_links(path: Path, asynchronous: bool) -> None:
 
 def refuse_other_engines() -> None:
     from torch_ckpt.errors import UnsupportedError
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     engine = plain_engine()
     attach(engine)

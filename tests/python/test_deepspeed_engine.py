@@ -68,7 +68,7 @@ class Program:
 
 
 def test_methods_keep_the_names_of_their_arguments() -> None:
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     program = Program()
     expected = [inspect.signature(m) for m in (program.save_checkpoint, program.load_checkpoint)]
@@ -79,7 +79,7 @@ def test_methods_keep_the_names_of_their_arguments() -> None:
 
 
 def test_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     monkeypatch.chdir(tmp_path)
     program = Program()
@@ -95,7 +95,7 @@ def test_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_tags_may_have_folders_and_the_program_may_change_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
@@ -116,7 +116,7 @@ def test_tags_may_have_folders_and_the_program_may_change_its_directory(
 def test_the_error_of_a_save_is_logged_if_python_destroys_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     program = Program()
     checkpoints = attach(program, asynchronous=True)
@@ -130,7 +130,7 @@ def test_the_error_of_a_save_is_logged_if_python_destroys_the_engine(
 def test_files_of_changing_names_do_not_keep_their_staging_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_ckpt.integrations import deepspeed
+    from torch_ckpt.frameworks.deepspeed import engine as deepspeed
 
     stagers: weakref.WeakSet[FileStager] = weakref.WeakSet()
 
@@ -150,7 +150,7 @@ def test_files_of_changing_names_do_not_keep_their_staging_memory(
 
 
 def test_a_wait_for_staging_memory_has_the_deadline_of_the_save(tmp_path: Path) -> None:
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     program = Program()
     attach(program, asynchronous=True, timeout_s=0.5)
@@ -171,7 +171,7 @@ _KILLED = """
 import os, resource, signal, sys
 sys.path.insert(0, sys.argv[2])
 from test_deepspeed_engine import Program
-from torch_ckpt.integrations.deepspeed import attach
+from torch_ckpt.frameworks.deepspeed.engine import attach
 program = Program()
 attach(program)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -182,7 +182,7 @@ getattr(program, sys.argv[3])(sys.argv[1], "name")
 
 @pytest.mark.parametrize("method", ["save_checkpoint", "save_16bit_model"])
 def test_the_next_save_removes_the_files_of_a_killed_one(tmp_path: Path, method: str) -> None:
-    from torch_ckpt.integrations.deepspeed import attach
+    from torch_ckpt.frameworks.deepspeed.engine import attach
 
     here = os.path.dirname(__file__)
     command = [sys.executable, "-W", "ignore", "-c", _KILLED, str(tmp_path), here, method]

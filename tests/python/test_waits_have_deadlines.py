@@ -142,21 +142,21 @@ PYTHON = {
     "filesystems/store_client.py StoreClient with self._lock": Wait(
         "the first request to a bucket, which has timeouts", CALL
     ),
-    "formats/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
+    "frameworks/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
     "formats/megatron.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
-    "integrations/deepspeed.py FastCheckpointEngine.wait pending.result": Wait(
+    "frameworks/deepspeed/engine.py FastCheckpointEngine.wait pending.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/deepspeed.py FastCheckpointEngine.create self.wait": Wait(
+    "frameworks/deepspeed/engine.py FastCheckpointEngine.create self.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/deepspeed.py FastCheckpointEngine.load self.wait": Wait(
+    "frameworks/deepspeed/engine.py FastCheckpointEngine.load self.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/deepspeed.py FastCheckpointEngine.cleanup self.wait": Wait(
+    "frameworks/deepspeed/engine.py FastCheckpointEngine.cleanup self.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/deepspeed.py attach.load_checkpoint ours.wait": Wait(
+    "frameworks/deepspeed/engine.py attach.load_checkpoint ours.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
     "integrations/megatron_queues.py QueuedSave.finalize self.future.result": Wait(

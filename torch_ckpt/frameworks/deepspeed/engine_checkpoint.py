@@ -12,7 +12,7 @@ from torch_ckpt.coordination.group import Call, Group, claim_commit
 from torch_ckpt.coordination.portable import first_error
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.deepspeed.folders import WRITTEN_FILE
+from torch_ckpt.frameworks.deepspeed.folders import WRITTEN_FILE
 from torch_ckpt.options import IoOptions
 from torch_ckpt.staging.staged import Staged
 from torch_ckpt.storage.archive_writer import write_value

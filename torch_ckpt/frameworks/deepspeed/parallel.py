@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
-from torch_ckpt.formats.deepspeed.files import Model, Optimizer
-from torch_ckpt.formats.deepspeed.inferred_rules import rules_from_info
 from torch_ckpt.formats.rank_files import (
     INVALID,
     Computed,
@@ -38,6 +36,8 @@ from torch_ckpt.formats.unions import (
     Unique,
     listed,
 )
+from torch_ckpt.frameworks.deepspeed.files import Model, Optimizer
+from torch_ckpt.frameworks.deepspeed.inferred_rules import rules_from_info
 
 __all__ = ["unite"]
 

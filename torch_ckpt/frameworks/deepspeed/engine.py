@@ -23,7 +23,7 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
 from torch_ckpt.coordination.portable import first_error, why
 from torch_ckpt.coordination.waiting import no_thread
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
+from torch_ckpt.frameworks.deepspeed.engine_checkpoint import DeepSpeedCheckpoint
 from torch_ckpt.options import IoOptions
 from torch_ckpt.staging.live_state import FileStager, live_state
 from torch_ckpt.staging.staged import Staged

@@ -18,24 +18,24 @@ import torch
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.deepspeed.experts import EXPERT_FILE, Experts
-from torch_ckpt.formats.deepspeed.files import STAND_INS, Model, Optimizer, Shapes, sizes_of
-from torch_ckpt.formats.deepspeed.folders import MODEL_FILE, RANK_FILE
-from torch_ckpt.formats.deepspeed.parallel import unite
-from torch_ckpt.formats.deepspeed.universal import FOLDER, read_universal
-from torch_ckpt.formats.deepspeed.zero_partitions import (
-    add_partition,
-    partition_of,
-    read_partitions,
-)
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.rank_entries import Entries
 from torch_ckpt.formats.rank_files import Computed, File, Files, Partitioned, Stored, Value
 from torch_ckpt.formats.rules import Rule, Rules
 from torch_ckpt.formats.torch_save import has_boxes
+from torch_ckpt.frameworks.deepspeed.experts import EXPERT_FILE, Experts
+from torch_ckpt.frameworks.deepspeed.files import STAND_INS, Model, Optimizer, Shapes, sizes_of
+from torch_ckpt.frameworks.deepspeed.folders import MODEL_FILE, RANK_FILE, deepspeed_folder
+from torch_ckpt.frameworks.deepspeed.parallel import unite
+from torch_ckpt.frameworks.deepspeed.universal import FOLDER, read_universal
+from torch_ckpt.frameworks.deepspeed.zero_partitions import (
+    add_partition,
+    partition_of,
+    read_partitions,
+)
 from torch_ckpt.options import Verification
 
-__all__ = ["open_deepspeed"]
+__all__ = ["open_deepspeed", "open_directory"]
 
 _EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_.*_optim_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
@@ -63,6 +63,20 @@ class _Names:
     model: dict[int, str]
     optimizer: dict[int, str]
     zero3: bool  # Whether each rank has a model file.
+
+
+def open_directory(
+    path: Location,
+    names: Collection[str],
+    *,
+    verify: Verification,
+    trust_pickle: bool,
+    rules: Rules | None = None,
+) -> Opened | None:
+    """Opens the checkpoint that a directory has or points to; ``None`` if there is none."""
+    if (folder := deepspeed_folder(path)) is None:
+        return None
+    return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle, rules=rules)
 
 
 def open_deepspeed(
