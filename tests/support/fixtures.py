@@ -1,4 +1,9 @@
-"""Fixtures of the single-process tests."""
+"""Fixtures of the tests of one process, and the worlds of ranks of the tests of several.
+
+``tests/conftest.py`` imports them, so that the tests of each framework have both.
+"""
+
+from __future__ import annotations
 
 import importlib
 import logging
@@ -15,9 +20,26 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import ROOT
+from ranks import Ranks, Worlds
 from torch.distributed.checkpoint.logger import _dcp_logger
 
+__all__ = [
+    "canary",
+    "engines",
+    "pair",
+    "pytest_ignore_collect",
+    "quiet_dcp",
+    "read_only_disk",
+    "recorder",
+    "rng",
+    "run_new_python",
+    "run_python",
+    "small_disk",
+    "world_of_one",
+    "worlds",
+]
+
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT_S = 120
 IMPORT_FOR_SECONDS = {"test_lightning.py", "test_trainer.py"}
 
@@ -28,8 +50,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(autouse=True)
-def quiet_dcp() -> Iterator[None]:
+def quiet_dcp(request: pytest.FixtureRequest) -> Iterator[None]:
     """DCP warns of every save without a process group, and logs every missing metadata file."""
+    if request.path.parent.name == "dist":  # Ranks are processes of their own.
+        yield
+        return
     for name in ("torch.distributed.checkpoint", _dcp_logger.name):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
@@ -67,7 +92,7 @@ def run_new_python(tmp_path: Path) -> Callable[..., str]:
     """Runs a script in an interpreter that has imported nothing; returns what it prints."""
 
     def run(script: str, *arguments: object, **environment: str) -> str:
-        folders = [*map(str, (ROOT, ROOT / "tests", Path(__file__).parent))]
+        folders = [*map(str, (ROOT, ROOT / "tests", *forks.TEST_FOLDERS))]
         path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
         return printed(
             subprocess.run(
@@ -126,3 +151,25 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
 def canary(tmp_path: Path) -> Path:
     """A file that does not exist; only code that ran creates it."""
     return tmp_path / "canary"
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    """Worlds of gloo ranks. Each group of a rank has a thread that wakes up 100 times a second."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Ranks]:
+    """Two ranks of a test alone."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Ranks]:
+    """Four ranks that import DeepSpeed, which no other test should have around."""
+    with Ranks(4) as ranks:
+        yield ranks
