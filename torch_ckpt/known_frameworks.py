@@ -12,7 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["FRAMEWORKS", "Files", "Framework", "Target", "first_match"]
+__all__ = [
+    "FRAMEWORKS",
+    "Fields",
+    "Files",
+    "Framework",
+    "Switch",
+    "Target",
+    "first_match",
+    "row_of_fields",
+]
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,35 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Fields:
+    """A field that a framework adds to DCP's ``Metadata``, and what reads such metadata.
+
+    Attributes:
+        name: The name of the field.
+        open: ``(directory, metadata, pickled) -> Opened | None``; ``None`` if the tensors are as in
+            any metadata of DCP.
+        plain: ``(metadata)``: metadata with DCP's fields only, and FQN -> why a value is damaged.
+    """
+
+    name: str
+    open: str
+    plain: str
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What ``installed()`` replaces of a framework.
+
+    Attributes:
+        after: The module of the framework, after whose import the functions are replaced.
+        enter: ``(timeout_s=, io=, verify=, trust_pickle=)``: the context in which they are.
+    """
+
+    after: str
+    enter: str
+
+
+@dataclass(frozen=True)
 class Framework:
     """A row. Functions are written as ``module:function``, with the module in the directory.
 
@@ -63,6 +101,8 @@ class Framework:
             that has the files of a model as well.
         rules: As ``open`` of :class:`Files`, with the argument ``rules``.
         target: The format that a conversion writes.
+        fields: A field of DCP's metadata.
+        switch: What ``installed()`` replaces.
         former: The module that programs once imported as ``torch_ckpt.integrations.<key>``.
     """
 
@@ -74,6 +114,8 @@ class Framework:
     training_state: str = ""
     rules: str = ""
     target: Target | None = None
+    fields: Fields | None = None
+    switch: Switch | None = None
     former: tuple[tuple[str, str], ...] = ()
 
     def function(self, named: str) -> Any:
@@ -113,5 +155,28 @@ FRAMEWORKS = (
         ),
         former=(("deepspeed", "engine"),),
     ),
+    Framework(
+        "megatron",
+        "Megatron-Core",
+        fields=Fields("mcore_data", "flattened:open_flattened", "flattened:unflattened"),
+        switch=Switch(
+            "megatron.core.dist_checkpointing.strategies.torch", "strategies:replaced_strategies"
+        ),
+        former=(("megatron", "strategies"), ("megatron_run", "sharded_state")),
+    ),
+    Framework(
+        "transformers",
+        "transformers",
+        switch=Switch("transformers.modeling_utils", "loading:replaced_loading"),
+        former=(("trainer", "trainer"),),
+    ),
 )
 """All frameworks. If several are asked at the same time, they are asked in this order."""
+
+
+def row_of_fields(metadata: object) -> tuple[Framework, Fields] | None:
+    """Returns the framework that added a field to metadata of DCP, and the field."""
+    for row in FRAMEWORKS:
+        if row.fields is not None and getattr(metadata, row.fields.name, None):
+            return row, row.fields
+    return None

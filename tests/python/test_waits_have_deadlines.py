@@ -143,7 +143,7 @@ PYTHON = {
         "the first request to a bucket, which has timeouts", CALL
     ),
     "frameworks/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
-    "formats/megatron.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
+    "frameworks/megatron/flattened.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
     "frameworks/deepspeed/engine.py FastCheckpointEngine.wait pending.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
@@ -159,7 +159,7 @@ PYTHON = {
     "frameworks/deepspeed/engine.py attach.load_checkpoint ours.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/megatron_queues.py QueuedSave.finalize self.future.result": Wait(
+    "frameworks/megatron/queues.py QueuedSave.finalize self.future.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
     "integrations/ray_train.py RayTrainRun.close self.wait": Wait(
@@ -171,7 +171,7 @@ PYTHON = {
     "integrations/torchtitan.py FastCheckpointManager.maybe_wait_for_saving self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/trainer.py RunCallback.on_train_end self.run.wait": Wait(
+    "frameworks/transformers/trainer.py RunCallback.on_train_end self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
     "coordination/background.py SaveFuture.report self.exception": Wait(

@@ -331,7 +331,7 @@ class _Replaced:
 
 
 @contextlib.contextmanager
-def replaced_loading(*, timeout_s: float, io: IoOptions | None) -> Iterator[None]:
+def replaced_loading(*, timeout_s: float, io: IoOptions | None, **_: Any) -> Iterator[None]:
     """Replaces functions of transformers, which must be imported, within a block.
 
     Another version of transformers, whose functions have other arguments, is left as it is, with

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from torch_ckpt.integrations.megatron_values import ShardedValues
+from torch_ckpt.frameworks.megatron.values import ShardedValues
 
 __all__ = ["ShardedState"]
 

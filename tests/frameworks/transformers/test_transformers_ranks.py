@@ -129,7 +129,7 @@ def test_distributed_models_load_and_save_as_without(
 
 def fail_on_one_rank(path: Path, moment: str) -> float:
     """Loads where the last rank fails; returns how long the others took to raise."""
-    from torch_ckpt.integrations import transformers_loading as ours
+    from torch_ckpt.frameworks.transformers import loading as ours
 
     if dist.get_rank() == 0:
         write(path, "dense")

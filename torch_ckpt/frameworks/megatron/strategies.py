@@ -33,13 +33,13 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import is_index
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.integrations.megatron_queues import (
+from torch_ckpt.frameworks.megatron.queues import (
     QueuedSave,
     async_modules,
     or_megatrons_own,
     poll_threads,
 )
-from torch_ckpt.integrations.megatron_values import ShardedValues, values_to_save
+from torch_ckpt.frameworks.megatron.values import ShardedValues, values_to_save
 from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.item_views import PlannedItems

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import golden_megatron
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Worlds
 from states import assert_same, local_part, sharded
-from support import golden_megatron
 from support.exchanging import Exchanging
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "megatron-0.15"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "megatron-0.15"
 TP, DP = 2, 2
 
 # Shape, the axis that TP divides, and where DP cuts the flattened shard of each layer. A tensor

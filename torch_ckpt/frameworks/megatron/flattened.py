@@ -46,7 +46,7 @@ from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.torch_save import is_plain
 from torch_ckpt.options import READ_THREADS
 
-__all__ = ["flattened_shapes", "open_flattened", "unflattened"]
+__all__ = ["open_flattened", "unflattened"]
 
 _SHAPE = "nd_reformulated_orig_global_shape"
 _MAX_NDIM = 64  # csrc/plan/item.h
@@ -55,7 +55,7 @@ _DIRECTORY_NBYTES = 4 << 10  # More than the directory of an archive with one te
 _Place = tuple[int, int, int]  # File number, offset and length of an archive.
 
 
-def flattened_shapes(metadata: Metadata) -> dict[str, Any]:
+def _flattened_shapes(metadata: Metadata) -> dict[str, Any]:
     """Returns the shapes of all tensors that are stored flattened, by FQN, as the file has them."""
     stored = getattr(metadata, "mcore_data", None)
     return {
@@ -74,7 +74,7 @@ def unflattened(metadata: Metadata) -> tuple[Metadata, dict[str, CheckpointError
     """
     tensors, extents = dict(metadata.state_dict_metadata), dict(metadata.storage_data)
     errors: dict[str, CheckpointError] = {}
-    for fqn, shape in flattened_shapes(metadata).items():
+    for fqn, shape in _flattened_shapes(metadata).items():
         try:
             tensors[fqn] = _unflatten(fqn, shape, tensors.get(fqn), extents)
         except CorruptionError as error:
@@ -112,13 +112,14 @@ def _unflatten(fqn: str, shape: Any, stored: object, extents: dict[Any, Any]) ->
     return TensorStorageMetadata(stored.properties, torch.Size(shape), chunks)
 
 
-def open_flattened(directory: Location, metadata: Metadata, pickled: bytes) -> Opened:
-    """Opens a checkpoint in which tensors are stored flattened.
+def open_flattened(directory: Location, metadata: Metadata, pickled: bytes) -> Opened | None:
+    """Opens a checkpoint in which tensors are stored flattened; ``None`` if it has no such tensor.
 
     The bytes of the metadata identify it. A value is unreadable if the metadata contradicts itself
     about it, or if its data file is missing or damaged.
     """
-    flattened = flattened_shapes(metadata)
+    if not (flattened := _flattened_shapes(metadata)):
+        return None
     metadata, errors = unflattened(metadata)
     names = sorted({info.relative_path for info in metadata.storage_data.values()})
     foreign = ForeignFiles(directory, directory, "Megatron torch_dist, flattened")

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron_states import KEYS, entities, expected, on_cpu, shard
 
 from torch_ckpt import Run
-from torch_ckpt.integrations.megatron_run import ShardedState
+from torch_ckpt.frameworks.megatron.sharded_state import ShardedState
 
 pytestmark = pytest.mark.timeout(180)
 

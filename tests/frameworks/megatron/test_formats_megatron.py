@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import golden_megatron
 import pytest
 import torch
 from checkpoints import (
@@ -23,9 +24,8 @@ from checkpoints import (
     load,
 )
 from command import DAMAGED, SOUND, UNKNOWN, run_command
-from support import golden_megatron
+from golden_megatron import GOLDEN
 from support.flips import flip_value
-from support.golden_megatron import GOLDEN
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 

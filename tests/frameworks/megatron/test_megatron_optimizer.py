@@ -22,11 +22,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-from torch_ckpt.integrations.megatron import FastLoadStrategy, FastSaveStrategy
+from torch_ckpt.frameworks.megatron.strategies import FastLoadStrategy, FastSaveStrategy
 
 pytestmark = pytest.mark.timeout(240)
 
-EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples/megatron_gpt.py"))
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[3] / "examples/megatron_gpt.py"))
 
 
 class FusedAdam(torch.optim.AdamW):

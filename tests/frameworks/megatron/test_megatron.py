@@ -35,9 +35,9 @@ from megatron_states import KEYS, entities, expected, on_cpu, shard, whole
 import torch_ckpt
 from torch_ckpt import CheckpointError, FastReader, FastWriter
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.integrations import megatron
-from torch_ckpt.integrations.megatron import FastLoadStrategy, FastSaveStrategy
-from torch_ckpt.integrations.megatron_queues import async_modules
+from torch_ckpt.frameworks.megatron import strategies as megatron
+from torch_ckpt.frameworks.megatron.queues import async_modules
+from torch_ckpt.frameworks.megatron.strategies import FastLoadStrategy, FastSaveStrategy
 from torch_ckpt.storage.gc import remove_files
 
 pytestmark = pytest.mark.timeout(240)
