@@ -170,6 +170,10 @@ FRAMEWORKS = (
         switch=Switch("transformers.modeling_utils", "loading:replaced_loading"),
         former=(("trainer", "trainer"),),
     ),
+    Framework("lightning", "Lightning", former=(("lightning", "checkpoint_io"),)),
+    Framework("ray", "Ray Train", former=(("ray_train", "train_run"),)),
+    Framework("torchtitan", "torchtitan", former=(("torchtitan", "checkpoints"),)),
+    Framework("verl", "verl", former=(("verl", "checkpoints"),)),
 )
 """All frameworks. If several are asked at the same time, they are asked in this order."""
 

@@ -162,13 +162,14 @@ PYTHON = {
     "frameworks/megatron/queues.py QueuedSave.finalize self.future.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/ray_train.py RayTrainRun.close self.wait": Wait(
+    "frameworks/ray/train_run.py RayTrainRun.close self.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/torchtitan.py FastCheckpointManager._save self.run.wait": Wait(
+    "frameworks/torchtitan/checkpoints.py FastCheckpointManager._save self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/torchtitan.py FastCheckpointManager.maybe_wait_for_saving self.run.wait": Wait(
+    "frameworks/torchtitan/checkpoints.py "
+    "FastCheckpointManager.maybe_wait_for_saving self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
     "frameworks/transformers/trainer.py RunCallback.on_train_end self.run.wait": Wait(

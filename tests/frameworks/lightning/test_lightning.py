@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from torch_ckpt import CheckpointError
 from torch_ckpt.errors import NotFoundError
-from torch_ckpt.integrations.lightning import FastCheckpointIO
+from torch_ckpt.frameworks.lightning.checkpoint_io import FastCheckpointIO
 
 pytestmark = [
     pytest.mark.timeout(120),

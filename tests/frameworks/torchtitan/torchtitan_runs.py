@@ -98,7 +98,7 @@ def manager_class(name: str) -> Any:
         from torchtitan.components.checkpointer import CheckpointManager
 
         return CheckpointManager
-    from torch_ckpt.integrations.torchtitan import FastCheckpointManager
+    from torch_ckpt.frameworks.torchtitan.checkpoints import FastCheckpointManager
 
     return FastCheckpointManager
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from waits import until
 
-from torch_ckpt.integrations.ray_train import RayTrainRun
+from torch_ckpt.frameworks.ray.train_run import RayTrainRun
 
 
 class Training:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 VERL = ROOT / "build/verl"
 START_TIMEOUT_S = 300  # Ranks import verl, Ray and transformers.
 pytestmark = [
@@ -49,7 +49,7 @@ class Worker:
         from transformers import Qwen2Config, Qwen2ForCausalLM
         from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-        from torch_ckpt.integrations.verl import FastCheckpointManager
+        from torch_ckpt.frameworks.verl.checkpoints import FastCheckpointManager
 
         torch.manual_seed(seed)
         sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1}
@@ -359,7 +359,7 @@ print("manager", type(engine.checkpoint_manager).__module__)
 """
 
 
-OURS = "torch_ckpt.integrations.verl"
+OURS = "torch_ckpt.frameworks.verl.checkpoints"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
     Example::
 
-        VERL_USE_EXTERNAL_MODULES=torch_ckpt.integrations.verl python -m verl.trainer.main_ppo ...
+        export VERL_USE_EXTERNAL_MODULES=torch_ckpt.frameworks.verl.checkpoints
+        python -m verl.trainer.main_ppo ...
     """
 
     checkpoint_save_contents: list[str]

@@ -17,11 +17,11 @@ pytest.importorskip("torchtitan", reason="tests/check.py full installs it")
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.integrations import torchtitan
-from torch_ckpt.integrations.torchtitan import FastCheckpointManager
+from torch_ckpt.frameworks.torchtitan import checkpoints as torchtitan
+from torch_ckpt.frameworks.torchtitan.checkpoints import FastCheckpointManager
 from torch_ckpt.runs.run import Run
 
-DOCUMENT = Path(__file__).parents[2] / "docs/torchtitan.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/torchtitan.md"
 
 pytestmark = [
     pytest.mark.slow,

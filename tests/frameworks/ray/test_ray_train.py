@@ -23,7 +23,8 @@ from torch_ckpt.runs.promotion import Promotion
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = Path(__file__).with_name("ray_programs.py")
 RUN_TIMEOUT_S = 900  # Ray starts several processes, of which each imports torch.
 
 pytestmark = [
@@ -46,7 +47,13 @@ def listed_by_ray(program: str, path: Path, *arguments: str) -> list[dict[str, A
         "RAY_worker_niceness": "0",  # In place of 15: workers would starve beside other tests.
     }
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/dist/ray_programs.py"), program, path, *arguments],
+        [
+            sys.executable,
+            str(PROGRAMS),
+            program,
+            path,
+            *arguments,
+        ],
         cwd=path,
         env={**os.environ, **environment},
         capture_output=True,
@@ -189,7 +196,7 @@ def test_a_step_that_is_saved_again_is_reported_once_with_the_metrics_of_what_is
 
 
 def test_a_step_waits_for_the_promotion_of_older_ones(tmp_path: Path) -> None:
-    from torch_ckpt.integrations.ray_train import RayTrainRun
+    from torch_ckpt.frameworks.ray.train_run import RayTrainRun
 
     run = object.__new__(RayTrainRun)
     paths = [tmp_path / name for name in ("local", "shared")]
