@@ -69,7 +69,10 @@ WITHOUT_FILES = (
     "conversion",
     "cli",
     "frameworks/deepspeed",
+    "frameworks/accelerate",
     "frameworks/megatron",
+    "frameworks/rank_files",
+    "frameworks/torch_checkpointing",
 )
 
 # Functions of torch that make a tensor on the program's default device, unless they get `device`.

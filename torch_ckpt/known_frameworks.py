@@ -130,13 +130,15 @@ class Framework:
 
 def first_match(pattern: str, names: Iterable[str]) -> str | None:
     """Returns the first name that a regular expression of the table matches; ``None`` without."""
-    return next((name for name in names if pattern and re.fullmatch(pattern, name)), None)
+    return next(filter(re.compile(pattern).fullmatch, names), None) if pattern else None
 
 
 _DEEPSPEED = (
     r"(?:[a-z0-9]+_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"
     r"|mp_rank_\d+_model_states\.pt"
 )
+
+_NUMBER = r"(?:0|[1-9]\d{0,4})"
 
 FRAMEWORKS = (
     Framework(
@@ -156,6 +158,37 @@ FRAMEWORKS = (
         former=(("deepspeed", "engine"),),
     ),
     Framework(
+        "torch_checkpointing",
+        "torch_checkpointing",
+        (
+            Files(r"metadata\.pkl", "opening:open_stated", "first"),
+            Files(r".+_(?:0|[1-9]\d{0,6})\.(?:pt|json)", "opening:open_by_names", "last"),
+        ),
+    ),
+    Framework(
+        "accelerate",
+        "accelerate",
+        (
+            Files(
+                rf"(?:pytorch_model_fsdp|optimizer)_{_NUMBER}_rank{_NUMBER}\.bin",
+                "opening:open_directory",
+                "alone",
+            ),
+        ),
+    ),
+    Framework(
+        "verl",
+        "verl",
+        (
+            Files(
+                rf"(?:model|optim|extra_state)_world_size_{_NUMBER}_rank_{_NUMBER}\.pt",
+                "opening:open_directory",
+                "alone",
+            ),
+        ),
+        former=(("verl", "checkpoints"),),
+    ),
+    Framework(
         "megatron",
         "Megatron-Core",
         fields=Fields("mcore_data", "flattened:open_flattened", "flattened:unflattened"),
@@ -173,7 +206,6 @@ FRAMEWORKS = (
     Framework("lightning", "Lightning", former=(("lightning", "checkpoint_io"),)),
     Framework("ray", "Ray Train", former=(("ray_train", "train_run"),)),
     Framework("torchtitan", "torchtitan", former=(("torchtitan", "checkpoints"),)),
-    Framework("verl", "verl", former=(("verl", "checkpoints"),)),
 )
 """All frameworks. If several are asked at the same time, they are asked in this order."""
 

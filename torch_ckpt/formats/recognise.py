@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.rank_states import rank_state_items
 from torch_ckpt.formats.reading import reading
 from torch_ckpt.formats.rules import Rules
 from torch_ckpt.formats.safetensors.opening import (
     is_safetensors,
     open_safetensors,
     open_safetensors_directory,
-)
-from torch_ckpt.formats.torch_checkpointing.items import has_rank_files, stated_items
-from torch_ckpt.formats.torch_checkpointing.opening import (
-    open_items,
-    open_torch_checkpointing,
 )
 from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
 from torch_ckpt.known_frameworks import FRAMEWORKS, first_match
@@ -97,33 +92,46 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
     except NotFoundError:
         raise no_checkpoint(path) from None
 
-    def asked(when: str) -> Opened | None:
-        """Opens the directory by a framework that has a file there."""
-        for row in FRAMEWORKS:
-            for files in row.files:
-                if files.asked == when and first_match(files.names, names) is not None:
-                    function = row.function(files.open)
-                    opened: Opened | None = function(
-                        path, names, verify=verify, trust_pickle=trust_pickle
-                    )
-                    if opened is not None:
-                        return opened
-        return None
-
-    if (items := stated_items(path, names)) is not None:
-        return open_torch_checkpointing(path, items, verify=verify, trust_pickle=trust_pickle)
-    if (states := rank_state_items(path, names)) is not None:
-        return open_items(path, *states, verify=verify, trust_pickle=trust_pickle)
+    options = {"verify": verify, "trust_pickle": trust_pickle}
+    if (opened := _opened_by_framework("first", path, names, options)) is not None:
+        return opened
+    _check_one_framework(path, names)
+    if (opened := _opened_by_framework("alone", path, names, options)) is not None:
+        return opened
     if safetensors := _model_files(path, names):
         for row in FRAMEWORKS:
-            if row.training_state and (state := row.function(row.training_state)(path, names)):
+            find = row.function(row.training_state) if row.training_state else None
+            if find is not None and (state := find(path, names)) is not None:
                 raise _two_formats(path, safetensors, state, row.title)
         return open_safetensors_directory(path, safetensors)
-    if (opened := asked("last")) is not None:
+    if (opened := _opened_by_framework("last", path, names, options)) is not None:
         return opened
-    if has_rank_files(names):
-        return open_torch_checkpointing(path, {}, verify=verify, trust_pickle=trust_pickle)
     raise no_checkpoint(path)
+
+
+def _opened_by_framework(
+    asked: str, path: Location, names: Sequence[str], options: Mapping[str, Any]
+) -> Opened | None:
+    """Opens a directory by the first framework that is asked at this time and recognises it."""
+    for row in FRAMEWORKS:
+        for files in row.files:
+            if files.asked == asked and first_match(files.names, names) is not None:
+                opened: Opened | None = row.function(files.open)(path, names, **options)
+                if opened is not None:
+                    return opened
+    return None
+
+
+def _check_one_framework(path: Location, names: Sequence[str]) -> None:
+    """Raises CorruptionError if a directory has files that two frameworks alone have."""
+    found = [
+        f"of {row.title}, such as {name}"
+        for row in FRAMEWORKS
+        for files in row.files
+        if files.asked == "alone" and (name := first_match(files.names, names)) is not None
+    ]
+    if len(found) > 1:
+        raise CorruptionError(f"cannot load {path}: it has files {', and '.join(found)}")
 
 
 def open_model_files(path: Location) -> Opened | None:

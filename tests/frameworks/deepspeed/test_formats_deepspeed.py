@@ -20,7 +20,7 @@ from torch_ckpt import FastReader
 from torch_ckpt.cli.main import main
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.rank_files import Files, Fragment, Partitioned, Unreadable
+from torch_ckpt.frameworks.rank_files.files import Files, Fragment, Partitioned, Unreadable
 
 STAGES = (2, 3)
 Change = Callable[[int, dict[str, Any]], Any]

@@ -19,7 +19,11 @@ import torch
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import NotFoundError, UnsupportedError
-from torch_ckpt.formats.rank_files import (
+from torch_ckpt.formats.rules import Rule
+from torch_ckpt.formats.unions import Boxes
+from torch_ckpt.frameworks.deepspeed.files import Model, Optimizer, Shapes, sizes_of
+from torch_ckpt.frameworks.deepspeed.inferred_rules import boxes_of_map
+from torch_ckpt.frameworks.rank_files.files import (
     INVALID,
     Boxed,
     File,
@@ -29,10 +33,6 @@ from torch_ckpt.formats.rank_files import (
     Value,
     as_boxed,
 )
-from torch_ckpt.formats.rules import Rule
-from torch_ckpt.formats.unions import Boxes
-from torch_ckpt.frameworks.deepspeed.files import Model, Optimizer, Shapes, sizes_of
-from torch_ckpt.frameworks.deepspeed.inferred_rules import boxes_of_map
 
 __all__ = ["EXPERT_FILE", "Experts"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_ckpt.formats.allowed_classes import StandIns
 from torch_ckpt.formats.data_classes import NeedsState
-from torch_ckpt.formats.rank_files import File, Stored, Value
+from torch_ckpt.frameworks.rank_files.files import File, Stored, Value
 
 __all__ = ["STAND_INS", "Model", "Optimizer", "Shapes", "sizes_of"]
 

@@ -19,8 +19,6 @@ from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.rank_entries import Entries
-from torch_ckpt.formats.rank_files import Computed, File, Files, Partitioned, Stored, Value
 from torch_ckpt.formats.rules import Rule, Rules
 from torch_ckpt.formats.torch_save import has_boxes
 from torch_ckpt.frameworks.deepspeed.experts import EXPERT_FILE, Experts
@@ -33,6 +31,8 @@ from torch_ckpt.frameworks.deepspeed.zero_partitions import (
     partition_of,
     read_partitions,
 )
+from torch_ckpt.frameworks.rank_files.entries import Entries
+from torch_ckpt.frameworks.rank_files.files import Computed, File, Files, Partitioned, Stored, Value
 from torch_ckpt.options import Verification
 
 __all__ = ["open_deepspeed", "open_directory"]

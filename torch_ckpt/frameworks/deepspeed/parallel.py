@@ -16,16 +16,6 @@ from typing import Any
 import torch
 
 from torch_ckpt.errors import CorruptionError, MismatchError, UnsupportedError
-from torch_ckpt.formats.rank_files import (
-    INVALID,
-    Computed,
-    Files,
-    Stored,
-    Unreadable,
-    Value,
-    as_boxed,
-    united,
-)
 from torch_ckpt.formats.rules import Rule, Rules
 from torch_ckpt.formats.unions import (
     Average,
@@ -38,6 +28,16 @@ from torch_ckpt.formats.unions import (
 )
 from torch_ckpt.frameworks.deepspeed.files import Model, Optimizer
 from torch_ckpt.frameworks.deepspeed.inferred_rules import rules_from_info
+from torch_ckpt.frameworks.rank_files.files import (
+    INVALID,
+    Computed,
+    Files,
+    Stored,
+    Unreadable,
+    Value,
+    as_boxed,
+    united,
+)
 
 __all__ = ["unite"]
 

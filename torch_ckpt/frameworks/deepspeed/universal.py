@@ -12,9 +12,9 @@ import torch
 
 from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.rank_files import File, Files, Stored, Unreadable, Value
 from torch_ckpt.frameworks.deepspeed.files import Optimizer, Shapes
 from torch_ckpt.frameworks.deepspeed.zero_partitions import named_groups, rest_of
+from torch_ckpt.frameworks.rank_files.files import File, Files, Stored, Unreadable, Value
 
 __all__ = ["FOLDER", "read_universal"]
 

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.formats.rank_files import (
+from torch_ckpt.frameworks.deepspeed.experts import Experts
+from torch_ckpt.frameworks.deepspeed.files import Optimizer, Shapes
+from torch_ckpt.frameworks.rank_files.files import (
     File,
     Files,
     Fragment,
@@ -25,8 +27,6 @@ from torch_ckpt.formats.rank_files import (
     Unreadable,
     Value,
 )
-from torch_ckpt.frameworks.deepspeed.experts import Experts
-from torch_ckpt.frameworks.deepspeed.files import Optimizer, Shapes
 
 __all__ = ["Slice", "add_partition", "named_groups", "partition_of", "read_partitions", "rest_of"]
 

@@ -1,9 +1,6 @@
-"""Opens directories of meta-pytorch's ``torch_checkpointing``, without a conversion.
+"""Opens directories in which each rank wrote a file for each item, without a conversion.
 
-Each rank writes one file for each item, such as ``model`` and ``optimizer``: by default
-``<item>_<rank>.pt``, a file of ``torch.save``. ``metadata.pkl`` states how the tensors of an item
-are sharded, if the item was saved with a resharder. Without one, a ``DTensor`` in a file states its
-own box. The FQNs are ``<item>.<path in the item>``.
+A ``DTensor`` in a file states its own box. The FQNs are ``<item>.<path in the item>``.
 """
 
 from __future__ import annotations
@@ -30,13 +27,16 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats import sharded_tensors
 from torch_ckpt.formats.allowed_classes import StandIns
 from torch_ckpt.formats.data_classes import NeedsState
 from torch_ckpt.formats.equality import is_equal
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.rank_entries import Entries
-from torch_ckpt.formats.rank_files import (
+from torch_ckpt.formats.safetensors.opening import read_tensors
+from torch_ckpt.formats.torch_save import flatten, has_boxes, is_plain
+from torch_ckpt.formats.unions import Placed, check_cover, slices
+from torch_ckpt.frameworks.rank_files import sharded_tensors
+from torch_ckpt.frameworks.rank_files.entries import Entries
+from torch_ckpt.frameworks.rank_files.files import (
     INVALID,
     Boxed,
     Computed,
@@ -47,25 +47,21 @@ from torch_ckpt.formats.rank_files import (
     as_boxed,
     united,
 )
-from torch_ckpt.formats.safetensors.opening import read_tensors
-from torch_ckpt.formats.sharded_tensors import ShardedParts
-from torch_ckpt.formats.torch_checkpointing.items import (
+from torch_ckpt.frameworks.rank_files.items import (
     JSON,
     RAW,
     SAFETENSORS,
     TORCH,
     Item,
     RankShard,
-    items_by_name,
     mesh_sizes,
     path_of,
     shard_of_tensor,
 )
-from torch_ckpt.formats.torch_save import flatten, has_boxes, is_plain
-from torch_ckpt.formats.unions import Placed, check_cover, slices
+from torch_ckpt.frameworks.rank_files.sharded_tensors import ShardedParts
 from torch_ckpt.options import Verification
 
-__all__ = ["open_items", "open_torch_checkpointing"]
+__all__ = ["open_items"]
 
 _COMPARED_NBYTES = 1 << 20
 """Tensors of safetensors, which have no checksums, are compared up to this size."""
@@ -95,10 +91,15 @@ _STAND_INS: StandIns = {
 }
 
 
-def open_torch_checkpointing(
-    path: Location, stated: Mapping[str, Item], *, verify: Verification, trust_pickle: bool
+def open_items(
+    path: Location,
+    format: str,
+    items: Mapping[str, Item],
+    *,
+    verify: Verification,
+    trust_pickle: bool,
 ) -> Opened:
-    """Opens a directory, with the items of its metadata, if it has any.
+    """Opens the items of a directory of this format.
 
     A value that several ranks have whole is loaded from the first of them. If it differs between
     the ranks, each has it as an object under the name of a ``RankState``:
@@ -109,19 +110,6 @@ def open_torch_checkpointing(
     values of its item are unreadable, since any of them may be in the file. Raises CheckpointError
     if no file can be read.
     """
-    items = {**stated, **items_by_name(path, path.names(), stated)}
-    return open_items(path, "torch_checkpointing", items, verify=verify, trust_pickle=trust_pickle)
-
-
-def open_items(
-    path: Location,
-    format: str,
-    items: Mapping[str, Item],
-    *,
-    verify: Verification,
-    trust_pickle: bool,
-) -> Opened:
-    """Opens the items of a directory, as :func:`open_torch_checkpointing` does."""
     files = Files(path, format, verify=verify, trust_pickle=trust_pickle, stand_ins=_STAND_INS)
     entries = Entries(files)
     with gc_paused():

@@ -15,7 +15,8 @@ import torch
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.rank_files import (
+from torch_ckpt.formats.torch_save import flatten, is_plain_data
+from torch_ckpt.frameworks.rank_files.files import (
     Boxed,
     Computed,
     File,
@@ -26,7 +27,6 @@ from torch_ckpt.formats.rank_files import (
     Unreadable,
     Value,
 )
-from torch_ckpt.formats.torch_save import flatten, is_plain_data
 
 __all__ = ["Entries"]
 
