@@ -38,7 +38,7 @@ class DeepSpeedRank(Rank):
         )
         import deepspeed
 
-        from torch_ckpt.integrations.deepspeed import attach
+        from torch_ckpt.frameworks.deepspeed.engine import attach
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # It would be compiled.
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)

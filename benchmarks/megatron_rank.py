@@ -78,7 +78,7 @@ class MegatronRank(Rank):
 
     def _saver(self, contender: str) -> Any:
         if contender not in self._strategies:
-            from torch_ckpt.integrations.megatron import FastSaveStrategy
+            from torch_ckpt.frameworks.megatron.strategies import FastSaveStrategy
 
             ours = contender == OURS
             inner = FastSaveStrategy() if ours else TorchDistSaveShardedStrategy("torch_dist", 1)
@@ -95,7 +95,7 @@ class MegatronRank(Rank):
 
     def load_by(self, contender: str, folder: str) -> Answer:
         """Returns the seconds of a load."""
-        from torch_ckpt.integrations.megatron import FastLoadStrategy
+        from torch_ckpt.frameworks.megatron.strategies import FastLoadStrategy
 
         if contender == MEGATRONS:
             strategy = TorchDistLoadShardedStrategy()

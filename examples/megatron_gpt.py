@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
-from torch_ckpt.integrations.megatron import FastLoadStrategy, FastSaveStrategy
+from torch_ckpt.frameworks.megatron.strategies import FastLoadStrategy, FastSaveStrategy
 
 VOCABULARY, LENGTH, BATCH, MICROBATCHES = 64, 16, 4, 2
 

@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -27,6 +28,11 @@ import pytest
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from forks import TEST_FOLDERS
+
+sys.path.extend(map(str, TEST_FOLDERS))
+
+from support.fixtures import *  # noqa: F403
 from support.hdfs_server import Hdfs
 from support.places import Places
 from support.radosgw import RadosGateway

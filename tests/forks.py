@@ -41,6 +41,12 @@ PRELOADED = [
 ]
 PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parents[1]
+TEST_FOLDERS = [
+    ROOT / "tests/dist",
+    ROOT / "tests/python",
+    *sorted(path for path in (ROOT / "tests/frameworks").iterdir() if path.is_dir()),
+]
+"""Where Python finds the modules of tests."""
 
 
 def fork_context() -> Any:
@@ -52,7 +58,7 @@ def fork_context() -> Any:
 
 def rank_environment() -> dict[str, str]:
     """What the server must have in its environment, besides what this process has."""
-    folders = [*map(str, (ROOT / "tests/dist", ROOT / "tests", ROOT)), os.environ.get("PYTHONPATH")]
+    folders = [*map(str, (*TEST_FOLDERS, ROOT / "tests", ROOT)), os.environ.get("PYTHONPATH")]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "CUDA_VISIBLE_DEVICES": "",

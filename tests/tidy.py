@@ -8,12 +8,18 @@ table of kinds in docs/compatibility.md from the list that its tests run.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 from support.kinds import table
+
+from torch_ckpt.known_frameworks import FRAMEWORKS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +41,7 @@ DIRECTORIES = {
 
 # Packages of torch_ckpt from the ground up: each imports only from rows above its own.
 PACKAGES = [
-    {"errors", "process_state"},
+    {"errors", "known_frameworks", "process_state"},
     {"_core"},
     {"options"},
     {"filesystems"},
@@ -48,7 +54,8 @@ PACKAGES = [
     {"api"},
     {"agent", "conversion"},
     {"runs"},
-    {"integrations", "cli"},
+    {"integrations"},
+    {"cli", "frameworks"},
     {"__init__", "__main__"},
 ]
 
@@ -68,7 +75,11 @@ WITHOUT_FILES = (
     "records",
     "conversion",
     "cli",
-    "records",
+    "frameworks/deepspeed",
+    "frameworks/accelerate",
+    "frameworks/megatron",
+    "frameworks/rank_files",
+    "frameworks/torch_checkpointing",
 )
 
 # Functions of torch that make a tensor on the program's default device, unless they get `device`.
@@ -77,6 +88,12 @@ FACTORIES = re.compile(
     r"|r?fftfreq|rand(n|int|perm)?|range|scalar_tensor|nested_tensor|sparse_\w+_tensor|tensor"
     r"|tri[lu]_indices|zeros|\w+_window"
 )
+
+TABLE = "known_frameworks.py"
+"""The only file of the core that names modules of frameworks."""
+SHARED = "rank_files"
+"""The directory of frameworks that several of them share."""
+MAX_CORE_LINES = 35_000
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")
 MAX_LINES = 600
@@ -145,11 +162,89 @@ def import_breaches() -> Iterator[str]:
             yield f"torch_ckpt/{module.replace('.', '/')}.py: imports itself through others"
 
 
+def named_frameworks(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and the name of each framework that a file imports anywhere, or names in a string.
+
+    A string of several words is a docstring or a message.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [] if " " in node.value.strip() else [node.value]
+        for name in names:
+            if found := re.match(r"(?:torch_ckpt)?\.?frameworks\.(\w*)", name):
+                yield node.lineno, found[1]
+
+
+def framework_breaches() -> Iterator[str]:
+    """Frameworks that the core, or another framework, meets by another way than the table."""
+    package = ROOT / "torch_ckpt"
+    for path in sorted(package.rglob("*.py")):
+        room, *inner = path.relative_to(package).parts
+        allowed = {inner[0], SHARED} if room == "frameworks" else set()
+        for line, name in named_frameworks(path) if room != TABLE else ():
+            if name not in allowed:
+                where = f"{path.relative_to(ROOT)}:{line}"
+                yield f"{where}: only {TABLE} names the framework {name}"
+    found = {path.name for path in (package / "frameworks").iterdir() if path.is_dir()}
+    rows = {row.name for row in FRAMEWORKS}
+    for name in sorted((found - {"__pycache__", SHARED}) ^ rows):
+        yield f"torch_ckpt/frameworks/{name}: a row of {TABLE} and a directory belong together"
+    tests = {path.name for path in (ROOT / "tests" / "frameworks").iterdir() if path.is_dir()}
+    for name in sorted(tests - found):
+        yield f"tests/frameworks/{name}: there is no torch_ckpt/frameworks/{name}"
+    for row in FRAMEWORKS:
+        folder = package / "frameworks" / row.name
+        for module, function in re.findall(r"'(\w+):(\w+)'", repr(row)):
+            path = folder / f"{module}.py"
+            if not path.exists() or not re.search(rf"^def {function}\(", path.read_text(), re.M):
+                yield f"torch_ckpt/{TABLE}: {row.name} has no {module}:{function}"
+        for _, module in row.former:
+            if not (folder / f"{module}.py").exists():
+                yield f"torch_ckpt/{TABLE}: {row.name} has no module {module}"
+
+
+def lines_of(path: Path) -> tuple[int, int]:
+    """How many lines a Python file has: of code, and all."""
+    text = path.read_text()
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent and token.type != tokenize.ENDMARKER:
+            code |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            code -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(code), len(text.splitlines())
+
+
+def core_breaches() -> Iterator[str]:
+    """A core that is too large, and a table of its size that is not true."""
+    found = {"the core": [0, 0], "frameworks": [0, 0]}
+    for path in (ROOT / "torch_ckpt").rglob("*.py"):
+        is_core = "frameworks" not in path.relative_to(ROOT / "torch_ckpt").parts
+        sizes = found["the core" if is_core else "frameworks"]
+        sizes[:] = map(sum, zip(sizes, lines_of(path), strict=True))
+    if found["the core"][0] > MAX_CORE_LINES:
+        yield f"torch_ckpt: the core has more than {MAX_CORE_LINES:,} lines of code"
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    for name, sizes in found.items():
+        row = re.search(rf"^\| {name} \| ([\d,]+) \| ([\d,]+) \|$", page, re.M)
+        stated = [] if row is None else [int(number.replace(",", "")) for number in row.groups()]
+        if not stated or any(abs(a - b) > b / 50 for a, b in zip(stated, sizes, strict=True)):
+            yield f"ARCHITECTURE.md: {name} has {sizes[0]:,} lines of code of {sizes[1]:,}"
+
+
 def file_breaches() -> Iterator[str]:
     """Files that are reached by another door than ``torch_ckpt/filesystems``."""
     for path in sorted((ROOT / "torch_ckpt").rglob("*.py")):
         name = path.relative_to(ROOT)
-        if path.relative_to(ROOT / "torch_ckpt").parts[0].removesuffix(".py") not in WITHOUT_FILES:
+        inner = path.relative_to(ROOT / "torch_ckpt").with_suffix("").as_posix()
+        if not any(f"{inner}/".startswith(f"{package}/") for package in WITHOUT_FILES):
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if ITS_FILES.search(line):
@@ -251,6 +346,8 @@ def main() -> int:
     breaches = [
         *include_breaches(),
         *import_breaches(),
+        *framework_breaches(),
+        *core_breaches(),
         *file_breaches(),
         *select_breaches(),
         *device_breaches(),

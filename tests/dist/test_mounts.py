@@ -104,7 +104,7 @@ def save_shards(mount: Path) -> Path:
 
 
 def save_by_deepspeed(mount: Path) -> Path:
-    from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
+    from torch_ckpt.frameworks.deepspeed.engine_checkpoint import DeepSpeedCheckpoint
 
     path = mount / "tags"
     made = DeepSpeedCheckpoint(group_of(None), path, "tag", True, io=IoOptions(), timeout_s=60)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, IoOptions, Run, SafetensorsWriter
 from torch_ckpt.coordination.group import group_of
-from torch_ckpt.integrations.deepspeed_checkpoint import DeepSpeedCheckpoint
+from torch_ckpt.frameworks.deepspeed.engine_checkpoint import DeepSpeedCheckpoint
 from torch_ckpt.storage.machine_writer import MachineWriter
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import blank, differences, failure_of, load, random_tensor
 from command import DAMAGED, FAILED
-from support.golden_megatron import GOLDEN, full_state
+from golden_megatron import GOLDEN, full_state
 from support.process_io import nbytes_read_by
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex

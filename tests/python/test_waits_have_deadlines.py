@@ -142,36 +142,37 @@ PYTHON = {
     "filesystems/store_client.py StoreClient with self._lock": Wait(
         "the first request to a bucket, which has timeouts", CALL
     ),
-    "formats/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
-    "formats/megatron.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
-    "integrations/deepspeed.py FastCheckpointEngine.wait pending.result": Wait(
+    "frameworks/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
+    "frameworks/megatron/flattened.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
+    "frameworks/deepspeed/engine.py FastCheckpointEngine.wait pending.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/deepspeed.py FastCheckpointEngine.create self.wait": Wait(
+    "frameworks/deepspeed/engine.py FastCheckpointEngine.create self.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/deepspeed.py FastCheckpointEngine.load self.wait": Wait(
+    "frameworks/deepspeed/engine.py FastCheckpointEngine.load self.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/deepspeed.py FastCheckpointEngine.cleanup self.wait": Wait(
+    "frameworks/deepspeed/engine.py FastCheckpointEngine.cleanup self.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/deepspeed.py attach.load_checkpoint ours.wait": Wait(
+    "frameworks/deepspeed/engine.py attach.load_checkpoint ours.wait": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/megatron_queues.py QueuedSave.finalize self.future.result": Wait(
+    "frameworks/megatron/queues.py QueuedSave.finalize self.future.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
-    "integrations/ray_train.py RayTrainRun.close self.wait": Wait(
+    "frameworks/ray/train_run.py RayTrainRun.close self.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/torchtitan.py FastCheckpointManager._save self.run.wait": Wait(
+    "frameworks/torchtitan/checkpoints.py FastCheckpointManager._save self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/torchtitan.py FastCheckpointManager.maybe_wait_for_saving self.run.wait": Wait(
+    "frameworks/torchtitan/checkpoints.py "
+    "FastCheckpointManager.maybe_wait_for_saving self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "integrations/trainer.py RunCallback.on_train_end self.run.wait": Wait(
+    "frameworks/transformers/trainer.py RunCallback.on_train_end self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
     "coordination/background.py SaveFuture.report self.exception": Wait(

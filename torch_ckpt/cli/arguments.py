@@ -7,6 +7,7 @@ import shlex
 
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
+from torch_ckpt.known_frameworks import FRAMEWORKS
 from torch_ckpt.runs.step_files import committed_steps
 
 __all__ = [
@@ -19,6 +20,9 @@ __all__ = [
     "seconds",
     "tolerance",
 ]
+
+
+_WITH_RULES = " or ".join(row.title for row in FRAMEWORKS if row.rules)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +43,7 @@ def add_rules(parser: argparse.ArgumentParser, of: str = "a checkpoint") -> None
         "--rules",
         type=Location,
         help="file with rules: how the shards of model-parallel ranks make parameters, if "
-        f"{of} is of DeepSpeed",
+        f"{of} is of {_WITH_RULES}",
     )
 
 

@@ -8,10 +8,17 @@ from typing import Any
 from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
 from torch_ckpt.cli.terminal import SOUND, printable
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.known_frameworks import FRAMEWORKS
 
 __all__ = ["add_to"]
 
-_FORMATS = ("dcp", "safetensors", "torch", "universal")
+_FORMATS = {
+    "dcp": "a directory that stock DCP loads",
+    "safetensors": "a Hugging Face directory",
+    "torch": "one file for torch.load",
+    **{row.target.name: row.target.help for row in FRAMEWORKS if row.target is not None},
+}
+"""What ``--to`` may be, and its help."""
 
 
 def add_to(commands: Any) -> None:
@@ -29,8 +36,7 @@ def add_to(commands: Any) -> None:
         "--to",
         required=True,
         choices=_FORMATS,
-        help="dcp: a directory that stock DCP loads; safetensors: a Hugging Face directory; torch: "
-        "one file for torch.load; universal: a universal folder of DeepSpeed",
+        help="; ".join(f"{name}: {what}" for name, what in _FORMATS.items()),
     )
     parser.add_argument(
         "--prefix",

@@ -12,13 +12,12 @@ from torch_ckpt.conversion.pieces import IO, Source
 from torch_ckpt.conversion.planner import ConversionPlanner
 from torch_ckpt.conversion.store_target import write_to_store
 from torch_ckpt.conversion.torch_file import write_torch_file
-from torch_ckpt.conversion.universal import write_universal
 from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
-from torch_ckpt.formats.deepspeed.folders import deepspeed_folder
 from torch_ckpt.formats.safetensors.layout import UNTIED
 from torch_ckpt.formats.torch_save import is_archive
+from torch_ckpt.known_frameworks import FRAMEWORKS, Framework, Target
 from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
 from torch_ckpt.storage.writer import FastWriter
 
@@ -108,8 +107,10 @@ def _check_other_formats(target: Location, to: str) -> None:
     found = {
         "dcp": bool(metadata_prefixes(target)),
         "safetensors": any(name.endswith(".safetensors") for name in target.names()),
-        "universal": deepspeed_folder(target) is not None,
     }
+    for row in FRAMEWORKS:
+        if row.target is not None:
+            found[row.target.name] = row.function(row.target.at)(target) is not None
     for other, exists in found.items():
         if exists and other != to:
             raise AlreadyExistsError(
@@ -137,11 +138,18 @@ def _save(source: Source, writer: FastWriter) -> None:
         raise failure from error
 
 
+def _writer_of(row: Framework, target: Target) -> Callable[[Source, Location, bool], None]:
+    def write(source: Source, path: Location, overwrite: bool) -> None:
+        row.function(target.write)(source, path, overwrite)
+
+    return write
+
+
 TARGETS: dict[str, Callable[[Source, Location, bool], None]] = {
     "dcp": _to_dcp,
     "safetensors": _to_safetensors,
     "torch": write_torch_file,
-    "universal": write_universal,
+    **{row.target.name: _writer_of(row, row.target) for row in FRAMEWORKS if row.target},
 }
 """Format -> how it is written."""
 

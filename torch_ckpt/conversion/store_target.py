@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 
 from torch_ckpt.errors import AlreadyExistsError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.known_frameworks import FRAMEWORKS
 
 __all__ = ["write_to_store"]
 
-_LAST = "latest_universal"
-"""Name of the file that points to others."""
+_LAST = tuple(name for row in FRAMEWORKS for name in row.pointers)
+"""Names of files that point to others."""
 
 
 def write_to_store(target: Location, write: Callable[[Location], None]) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import prefixes_among
-from torch_ckpt.formats.deepspeed.folders import has_deepspeed_files
+from torch_ckpt.known_frameworks import FRAMEWORKS, first_match
 
 __all__ = ["no_checkpoint"]
 
 _NUMBER = re.compile(r"\d+")
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
-_DCP, _DEEPSPEED = "DCP", "DeepSpeed"
+_DCP = "DCP"
 _MOST_CHILDREN = 1000
 """Names to search for a checkpoint, those with the highest numbers."""
 
@@ -58,10 +58,13 @@ def _reason(path: Location) -> str:
     if files:
         found.append(f"torch.save in {_listed(files)} (pass {path / files[0]})")
     if found:
-        pointer = ""
-        if _DEEPSPEED in below:
-            pointer = "; there is no file latest, which would name the DeepSpeed checkpoint to load"
-        return f"it has checkpoints of {' and of '.join(found)}{pointer}"
+        pointers = [
+            f"; there is no file {row.pointers[0]}, which would name the {row.title} checkpoint "
+            "to load"
+            for row in FRAMEWORKS
+            if row.title in below
+        ]
+        return f"it has checkpoints of {' and of '.join(found)}{''.join(pointers)}"
     return f"there is no .metadata; it has {_listed(names)}"
 
 
@@ -81,8 +84,9 @@ def _format_of(path: Location) -> str | None:
     names = path.names()
     if prefixes_among(names):
         return _DCP
-    if has_deepspeed_files(names):
-        return _DEEPSPEED
+    for row in FRAMEWORKS:
+        if first_match(row.folder, names) is not None:
+            return row.title
     return "safetensors" if any(name.endswith(".safetensors") for name in names) else None
 
 

@@ -8,9 +8,9 @@ from torch_ckpt.errors import CorruptionError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.formats.index import to_metadata
-from torch_ckpt.formats.megatron import flattened_shapes, open_flattened
 from torch_ckpt.formats.metadata import load_committed
 from torch_ckpt.formats.opened import Opened
+from torch_ckpt.known_frameworks import row_of_fields
 
 __all__ = ["open_dcp"]
 
@@ -47,6 +47,9 @@ def _open_once(directory: Location, prefix: str, *, verify: bool, trust_pickle: 
     metadata = load_committed(
         pickled, where=str(directory / f"{prefix}.metadata"), trust_pickle=trust_pickle
     )
-    if flattened_shapes(metadata):
-        return open_flattened(directory, metadata, pickled)
+    if (found := row_of_fields(metadata)) is not None:
+        row, fields = found
+        opened: Opened | None = row.function(fields.open)(directory, metadata, pickled)
+        if opened is not None:
+            return opened
     return Opened(metadata, directory, index)

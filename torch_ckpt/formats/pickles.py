@@ -119,7 +119,7 @@ _METADATA: dict[str, _Types] = {
     "version": (str, NoneType),
     # Megatron stores its plans there and reuses them after a restart.
     "all_local_plans": (list, NoneType),
-    "mcore_data": (dict, NoneType),  # See formats/megatron.py.
+    "mcore_data": (dict, NoneType),  # See frameworks/megatron/flattened.py.
 }
 _SAVE_PLAN: dict[str, _Types] = {
     "items": (list,),

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.dcp import open_dcp
-from torch_ckpt.formats.deepspeed.folders import deepspeed_folder, deepspeed_state
-from torch_ckpt.formats.deepspeed.opening import open_deepspeed
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.rank_states import rank_state_items
 from torch_ckpt.formats.reading import reading
 from torch_ckpt.formats.rules import Rules
 from torch_ckpt.formats.safetensors.opening import (
@@ -21,12 +19,8 @@ from torch_ckpt.formats.safetensors.opening import (
     open_safetensors,
     open_safetensors_directory,
 )
-from torch_ckpt.formats.torch_checkpointing.items import has_rank_files, stated_items
-from torch_ckpt.formats.torch_checkpointing.opening import (
-    open_items,
-    open_torch_checkpointing,
-)
 from torch_ckpt.formats.torch_save import is_archive, is_legacy, open_torch_save
+from torch_ckpt.known_frameworks import FRAMEWORKS, first_match
 from torch_ckpt.options import Verification
 
 __all__ = ["open_model_files", "open_stored"]
@@ -48,7 +42,7 @@ def open_stored(
 ) -> Opened:
     """Opens a checkpoint of any format: a file, or a directory.
 
-    The prefix is of the file name of DCP's metadata. The rules say how the shards of DeepSpeed's
+    The prefix is of the file name of DCP's metadata. The rules say how the shards of
     model-parallel ranks make parameters. Raises NotFoundError if there is no checkpoint.
     """
     with reading(path):
@@ -59,11 +53,7 @@ def _open(
     path: Location, prefix: str, *, verify: Verification, trust_pickle: bool, rules: Rules | None
 ) -> Opened:
     if rules is not None:
-        if path.is_file() or (folder := deepspeed_folder(path)) is None:
-            raise UnsupportedError(
-                f"cannot load {path} with rules: it is not a checkpoint of DeepSpeed"
-            )
-        return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle, rules=rules)
+        return _open_with_rules(path, rules, verify=verify, trust_pickle=trust_pickle)
     try:  # First, since each question about a path is a request to a store.
         return open_dcp(path, prefix, verify=bool(verify), trust_pickle=trust_pickle)
     except NotFoundError:
@@ -81,25 +71,67 @@ def _open(
     return _open_directory(path, verify=verify, trust_pickle=trust_pickle)
 
 
+def _open_with_rules(
+    path: Location, rules: Rules, *, verify: Verification, trust_pickle: bool
+) -> Opened:
+    """Opens a checkpoint of a framework whose model-parallel ranks have shards."""
+    with_rules = [row for row in FRAMEWORKS if row.rules]
+    for row in with_rules if not path.is_file() else ():
+        options = {"verify": verify, "trust_pickle": trust_pickle, "rules": rules}
+        opened: Opened | None = row.function(row.rules)(path, (), **options)
+        if opened is not None:
+            return opened
+    titles = " or ".join(row.title for row in with_rules)
+    raise UnsupportedError(f"cannot load {path} with rules: it is not a checkpoint of {titles}")
+
+
 def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool) -> Opened:
     """Opens a directory that has no checkpoint of DCP."""
     try:
         names = path.names()
     except NotFoundError:
         raise no_checkpoint(path) from None
-    if (items := stated_items(path, names)) is not None:
-        return open_torch_checkpointing(path, items, verify=verify, trust_pickle=trust_pickle)
-    if (states := rank_state_items(path, names)) is not None:
-        return open_items(path, *states, verify=verify, trust_pickle=trust_pickle)
+
+    options = {"verify": verify, "trust_pickle": trust_pickle}
+    if (opened := _opened_by_framework("first", path, names, options)) is not None:
+        return opened
+    _check_one_framework(path, names)
+    if (opened := _opened_by_framework("alone", path, names, options)) is not None:
+        return opened
     if safetensors := _model_files(path, names):
-        if (state := deepspeed_state(path, names)) is not None:
-            raise _two_formats(path, safetensors, state)
+        for row in FRAMEWORKS:
+            find = row.function(row.training_state) if row.training_state else None
+            if find is not None and (state := find(path, names)) is not None:
+                raise _two_formats(path, safetensors, state, row.title)
         return open_safetensors_directory(path, safetensors)
-    if (folder := deepspeed_folder(path)) is not None:
-        return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle)
-    if has_rank_files(names):
-        return open_torch_checkpointing(path, {}, verify=verify, trust_pickle=trust_pickle)
+    if (opened := _opened_by_framework("last", path, names, options)) is not None:
+        return opened
     raise no_checkpoint(path)
+
+
+def _opened_by_framework(
+    asked: str, path: Location, names: Sequence[str], options: Mapping[str, Any]
+) -> Opened | None:
+    """Opens a directory by the first framework that is asked at this time and recognises it."""
+    for row in FRAMEWORKS:
+        for files in row.files:
+            if files.asked == asked and first_match(files.names, names) is not None:
+                opened: Opened | None = row.function(files.open)(path, names, **options)
+                if opened is not None:
+                    return opened
+    return None
+
+
+def _check_one_framework(path: Location, names: Sequence[str]) -> None:
+    """Raises CorruptionError if a directory has files that two frameworks alone have."""
+    found = [
+        f"of {row.title}, such as {name}"
+        for row in FRAMEWORKS
+        for files in row.files
+        if files.asked == "alone" and (name := first_match(files.names, names)) is not None
+    ]
+    if len(found) > 1:
+        raise CorruptionError(f"cannot load {path}: it has files {', and '.join(found)}")
 
 
 def open_model_files(path: Location) -> Opened | None:
@@ -132,7 +164,9 @@ def _newest_s(path: Location, names: Sequence[str]) -> float:
     return max((path / name).modified_s() or 0.0 for name in names)
 
 
-def _two_formats(path: Location, safetensors: Sequence[str], state: Location) -> UnsupportedError:
+def _two_formats(
+    path: Location, safetensors: Sequence[str], state: Location, title: str
+) -> UnsupportedError:
     """Returns the error for a folder of Hugging Face's Trainer with weights and a training state.
 
     A guess would be wrong for some: the weights are no training state, and with ZeRO-3 the files of
@@ -141,7 +175,7 @@ def _two_formats(path: Location, safetensors: Sequence[str], state: Location) ->
     weights = next((name for name in safetensors if name.endswith(_MODEL_INDEX)), safetensors[0])
     return UnsupportedError(
         f"cannot load {path}: it has both the weights of a model as safetensors and a training "
-        f"state of DeepSpeed; pass {path / weights} for the weights, or {state} for the training "
+        f"state of {title}; pass {path / weights} for the weights, or {state} for the training "
         "state"
     )
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, cast
@@ -40,6 +40,7 @@ from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.after_import import after_import
 from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter
 from torch_ckpt.integrations.replacing import first_value, has_only, places_of, replacing
+from torch_ckpt.known_frameworks import FRAMEWORKS, Framework, Switch
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.planning.save_planner import FastSavePlanner
@@ -54,8 +55,6 @@ _LOG = logging.getLogger("torch_ckpt")
 
 _Path = str | os.PathLike[str]
 
-_MEGATRON_STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
-_TRANSFORMERS_MODELS = "transformers.modeling_utils"
 _WRITER_ARGUMENTS = (
     "single_file_per_rank",
     "sync_files",
@@ -124,7 +123,7 @@ def installed(
     - ``from_pretrained(..., distributed_config=)`` of transformers reads with a
       :class:`FastReader`.
     - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
-      :mod:`torch_ckpt.integrations.megatron`.
+      :mod:`torch_ckpt.frameworks.megatron.strategies`.
 
     After a call, the program's own planner, reader or writer has the results of the one that
     replaced it: attributes such as ``plan``, ``metadata`` and ``storage_data``. The checkpoint has
@@ -180,23 +179,24 @@ def installed(
         ):
             stack.enter_context(replacing(owner, name, replacement))
 
-        def replace_strategies() -> None:
-            from torch_ckpt.integrations.megatron import replaced_strategies
-
-            stack.enter_context(
-                replaced_strategies(
-                    timeout_s=timeout_s, io=io, verify=verify, trust_pickle=trust_pickle
-                )
-            )
-
-        def replace_loading() -> None:
-            from torch_ckpt.integrations.transformers_loading import replaced_loading
-
-            stack.enter_context(replaced_loading(timeout_s=timeout_s, io=io))
-
-        stack.enter_context(after_import(_MEGATRON_STRATEGIES, replace_strategies))
-        stack.enter_context(after_import(_TRANSFORMERS_MODELS, replace_loading))
+        options = {
+            "timeout_s": timeout_s,
+            "io": io,
+            "verify": verify,
+            "trust_pickle": trust_pickle,
+        }
+        for row in FRAMEWORKS:
+            if row.switch is not None:
+                switch = functools.partial(_enter, stack, row, row.switch, options)
+                stack.enter_context(after_import(row.switch.after, switch))
         yield
+
+
+def _enter(
+    stack: contextlib.ExitStack, row: Framework, switch: Switch, options: Mapping[str, Any]
+) -> None:
+    """Replaces the functions of a framework, which has just been imported, within the block."""
+    stack.enter_context(row.function(switch.enter)(**options))
 
 
 def install(

@@ -11,6 +11,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes, open_committed
+from torch_ckpt.known_frameworks import row_of_fields
 
 if TYPE_CHECKING:
     from torch_ckpt.formats.rules import Rule
@@ -78,15 +79,16 @@ def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoi
     if checkpoint.entries is not None or checkpoint.metadata is None:
         return checkpoint
     from torch_ckpt.formats.index import to_entries
-    from torch_ckpt.formats.megatron import unflattened
     from torch_ckpt.formats.metadata import load_committed
     from torch_ckpt.formats.reading import reading
 
     pickled = checkpoint.metadata.read_pickle()
     with reading(checkpoint.path):
-        metadata, errors = unflattened(
-            load_committed(pickled, where=str(checkpoint.path), trust_pickle=trust_pickle)
-        )
+        metadata = load_committed(pickled, where=str(checkpoint.path), trust_pickle=trust_pickle)
+        errors: Mapping[str, CheckpointError] = {}
+        if (found := row_of_fields(metadata)) is not None:
+            row, fields = found
+            metadata, errors = row.function(fields.plain)(metadata)
         files = checkpoint.files
         if checkpoint.index is None:
             folder = checkpoint.path.parent

@@ -1,0 +1,1 @@
+"""accelerate: the sharded state dicts that each rank saved with `torch.save`."""

@@ -1,0 +1,1 @@
+"""Lightning: a `CheckpointIO` for its `Trainer`."""

@@ -1,0 +1,1 @@
+"""Megatron-Core: strategies of `dist_checkpointing`, its queues, and its old flattened files."""

@@ -1,0 +1,1 @@
+"""Ray Train: a run whose steps are its checkpoints."""

@@ -1,0 +1,1 @@
+"""torchtitan: a checkpoint manager that its configuration names."""

@@ -1,0 +1,1 @@
+"""transformers of Hugging Face: the callback of its `Trainer`, and how its models are loaded."""

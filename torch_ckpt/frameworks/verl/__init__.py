@@ -1,0 +1,1 @@
+"""verl: a checkpoint manager for its FSDP workers, and the files that its own manager writes."""
