@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
@@ -34,10 +35,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._core import _native, _tensor_view
+from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.planning.dtensor_boxes import lookup_box
+from torch_ckpt.planning.item_views import PlannedItems
 from torch_ckpt.planning.replica_check import DIGEST_NBYTES, CheckReplicas, warn_of
-from torch_ckpt.planning.value_digests import value_digests
+from torch_ckpt.planning.value_digests import has_other_ranks, value_digests
 
 __all__ = [
     "OBJECT_NBYTES",
@@ -55,6 +58,7 @@ __all__ = [
     "merge_cuts",
     "ranks_per_node",
     "share_out",
+    "with_rank_items",
     "work_of",
 ]
 
@@ -137,6 +141,24 @@ class PlanChanges(_StoragePrefix):
     item_count: int
     dropped: set[int] = field(default_factory=set)
     added: list[WriteItem] = field(default_factory=list)
+
+
+def with_rank_items(
+    plan: SavePlan, rank: int, planner: object, check_replicas: CheckReplicas
+) -> SavePlan:
+    """Returns a plan of DCP's items with those of its rank for the coordinator, beside the plan.
+
+    A plan in columns has them already.
+    """
+    is_own = isinstance(plan.items, PlannedItems)
+    if is_own or not (plan.usable and plan.storage_data is None and dist.is_initialized()):
+        return plan
+    with gc_paused():
+        mode = check_replicas if has_other_ranks() else "off"
+        items = list_rank_items(plan.items, rank, planner, mode)
+    if items is None:
+        return plan
+    return dataclasses.replace(plan, storage_data=items.as_storage_data())
 
 
 def list_rank_items(

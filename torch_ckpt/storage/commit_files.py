@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import PosixPath
 from types import NoneType
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -20,16 +21,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.formats.index import to_entries, to_metadata, to_paths
 from torch_ckpt.formats.metadata import dump_metadata
 from torch_ckpt.planning.item_views import GlobalPlanEntry, PlannedMetadata, PlannedPaths
+from torch_ckpt.planning.replicas import merge_cuts
 from torch_ckpt.storage.data_file import WrittenFile
 
-__all__ = ["check_complete", "commit_files", "planned_commit_files"]
+__all__ = [
+    "check_complete",
+    "commit_files",
+    "commit_files_of",
+    "planned_commit_files",
+    "written_files",
+]
 
 _METADATA_FIELDS = frozenset(Metadata.__dataclass_fields__)
 
@@ -54,6 +64,56 @@ def check_complete(metadata: Metadata) -> None:
             raise CheckpointError(
                 f"cannot commit: no rank has written {fqn!r}{where}, which is in the plan"
             )
+
+
+def written_files(
+    metadata: Metadata, results: Iterable[Iterable[WriteResult]]
+) -> list[tuple[int, WrittenFile]]:
+    """Puts the results of all ranks into the metadata, and returns their files with the ranks.
+
+    In place, since DCP returns and broadcasts the object that it has passed.
+    """
+    storage_data: dict[MetadataIndex, Any] = {}
+    written: list[tuple[int, WrittenFile]] = []
+    for rank, rank_results in enumerate(results):
+        for result in rank_results:
+            if isinstance(result.storage_data, WrittenFile):
+                written.append((rank, result.storage_data))
+            else:
+                storage_data[result.index] = result.storage_data
+    metadata.version = CURRENT_DCP_VERSION
+    metadata.storage_data = storage_data
+    return written
+
+
+def commit_files_of(
+    metadata: Metadata,
+    plan: GlobalPlanEntry | None,
+    written: Sequence[tuple[int, WrittenFile]],
+    *,
+    save_id: str,
+) -> tuple[bytes, bytes]:
+    """Builds the files that a save commits, and completes ``metadata``.
+
+    ``plan`` is that of all ranks, if they planned in columns. Warns of objects that loads refuse.
+
+    Returns:
+        The contents of ``.metadata`` and of its index.
+
+    Raises:
+        CheckpointError: No rank has written a box or an object.
+    """
+    files = [file for _, file in written]
+    if plan is not None and any(file.extents is not None for file in files):
+        contents = planned_commit_files(metadata, plan, written, save_id=save_id)
+    else:
+        if isinstance(metadata.planner_data, PlannedPaths):
+            metadata.planner_data = metadata.planner_data.copy()
+        merge_cuts(metadata, [cut for file in files for cut in file.cuts])
+        check_complete(metadata)
+        contents = commit_files(metadata, files, save_id=save_id)
+    warn_of_refused({f: c for file in files for f, c in file.refused.items()})
+    return contents
 
 
 def commit_files(

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import secrets
 import threading
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
     FileSystem,
     SerializationFormat,
     _StoragePrefix,
     _StorageWriterTransforms,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.commits.transaction import Claim
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.garbage import remove_files
+from torch_ckpt.commits.transaction import Claim, Transaction
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
@@ -38,7 +38,6 @@ from torch_ckpt.errors import (
     portable_errors,
 )
 from torch_ckpt.filesystems.location import Location, can_reach, name_of
-from torch_ckpt.formats.allowed_classes import warn_of_refused
 from torch_ckpt.formats.committed import INDEX_MARK, uuid_of
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.dtensor_boxes import save_plan_in_boxes
@@ -56,19 +55,17 @@ from torch_ckpt.planning.replicas import (
     RankItems,
     are_sent,
     check_dtype,
-    list_rank_items,
-    merge_cuts,
     share_out,
+    with_rank_items,
 )
-from torch_ckpt.planning.value_digests import THREADS, has_other_ranks
-from torch_ckpt.records.record import note
+from torch_ckpt.planning.value_digests import THREADS
+from torch_ckpt.staging.save_directory import SaveDirectory
+from torch_ckpt.staging.save_staging import SaveStaging
 from torch_ckpt.staging.stager import SnapshotStager
-from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD, buffer_pools
-from torch_ckpt.storage.commit_files import check_complete, commit_files, planned_commit_files
-from torch_ckpt.storage.data_file import WrittenFile, write_data_file
-from torch_ckpt.storage.directory_writer import DirectoryWriter
-from torch_ckpt.storage.file_jobs import FileJobs, in_threads
-from torch_ckpt.storage.progress import Phases, is_first, progress_bar
+from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD
+from torch_ckpt.storage.commit_files import commit_files_of, written_files
+from torch_ckpt.storage.progress import Phases, is_first
+from torch_ckpt.storage.rank_files import FileOptions, RankFiles
 from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
 from torch_ckpt.storage.rank_work import RankWork, refuse_objects, split, work_for
 from torch_ckpt.storage.reuse import MAX_FILES
@@ -76,7 +73,26 @@ from torch_ckpt.storage.reuse import MAX_FILES
 __all__ = ["FastWriter"]
 
 
-class FastWriter(DirectoryWriter):
+@dataclass
+class _Save:
+    """What a writer knows of its present save.
+
+    Attributes:
+        commits: Whether this rank commits it.
+        ranks: Number of ranks that save together; 0 except on the coordinator.
+        phases: For the log.
+        transaction: By which its files appear. ``None`` until it is needed.
+        plan: On the coordinator, if all ranks have planned in columns.
+    """
+
+    commits: bool = False
+    ranks: int = 0
+    phases: Phases = field(default_factory=lambda: Phases("planning"))
+    transaction: Transaction | None = None
+    plan: GlobalPlanEntry | None = None
+
+
+class FastWriter(StorageWriter):
     """Saves checkpoints in files that stock DCP can read.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
@@ -167,7 +183,8 @@ class FastWriter(DirectoryWriter):
         stager: SnapshotStager | None = None,
         base: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(path, stager)
+        self._directory = SaveDirectory(path)
+        self._staging = SaveStaging(stager)
         if thread_count < 1:
             raise ValueError(f"{thread_count=} is not positive")
         if per_thread_copy_ahead < 0:
@@ -189,31 +206,29 @@ class FastWriter(DirectoryWriter):
         self.check_replicas = as_mode(check_replicas)
         self.base: str | os.PathLike[str] | None = None if base is None else name_of(base)
         """Directory of the older checkpoint, if there is one."""
-        self.io_mode: IoMode | None = None
-        """I/O mode of the last file that this process wrote; ``None`` before the first file."""
         self.given_save_id: str | None = None
         """The ``save_id`` of the DCP writer that this one replaces; each checkpoint has it."""
         self.file_id = secrets.token_hex(8)
         self._began = False  # Whether a save has begun under this id.
         self._writing = threading.Lock()
-        self._ranks = 0  # Number of ranks that save together; 0 except on the coordinator.
-        self._pools: list[_native.BufferPool] = []
-        self._jobs: FileJobs | None = None  # While files are written.
-        self._nbytes = self._written_nbytes = 0  # Bytes to write in the last save, and written.
-        self._plan: GlobalPlanEntry | None = None  # On the coordinator, if planned in columns.
-        self._phases = Phases("planning")
-        self._numbers: dict[str, int] = {}  # Prefix -> number of its last file.
+        self._files = RankFiles()
+        self._save = _Save()
+        self.location = self._directory.absolute
+        """Directory of the present save. Links in its path are resolved when a save begins."""
+        self.small_files: Mapping[str, bytes] | None = None
+        """The small files of a step, by name; see :class:`CheckpointTransaction`."""
+        self.rank: int | None = None
+        self.use_collectives = True
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process that saves in the background gets a copy without native handles.
-        native = dict.fromkeys(("_plan", "_writing", "_transaction", "_jobs"))
-        return super().__getstate__() | native | {"_pools": []}
+        # A process that saves in the background gets a copy.
+        return {**self.__dict__, "_writing": None, "_save": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new id gives the copy's data files names that no other writer uses.
-        super().__setstate__(state)
-        self._writing = threading.Lock()
-        self.file_id = secrets.token_hex(8)
+        self.__dict__.update(
+            state, _writing=threading.Lock(), _save=_Save(), file_id=secrets.token_hex(8)
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -221,9 +236,24 @@ class FastWriter(DirectoryWriter):
         return can_reach(checkpoint_id)
 
     @property
+    def path(self) -> str | os.PathLike[str]:
+        """The directory of the checkpoint: a path of this machine, or a URL."""
+        return self._directory.given.checkpoint_id
+
+    @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The directory of the checkpoint."""
         return self.path
+
+    @property
+    def stager(self) -> SnapshotStager:
+        """The stager of ``async_save``."""
+        return self._staging.stager
+
+    @property
+    def io_mode(self) -> IoMode | None:
+        """I/O mode of the last file that this process wrote; ``None`` before the first file."""
+        return self._files.io_mode
 
     @property
     def save_id(self) -> str:
@@ -234,6 +264,47 @@ class FastWriter(DirectoryWriter):
     def fs(self) -> FileSystem:
         """Stock's access to local files, for programs that use that of ``FileSystemWriter``."""
         return FileSystem()
+
+    # ---- DCP's AsyncStager ----
+
+    _synchronize_after_execute = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether DCP must call :meth:`synchronize_staging` after it has started the save."""
+        return self._synchronize_after_execute
+
+    def sharing(
+        self,
+        planner: SavePlanner | None,
+        decide: Callable[[bytes, Callable[[Sequence[bytes]], bool]], bool],
+        ranks: Sequence[int],
+    ) -> contextlib.AbstractContextManager[None]:
+        """Makes :meth:`stage` copy only this rank's share; see :meth:`SaveStaging.sharing`."""
+        return self._staging.sharing(planner, decide, ranks)
+
+    def begin_in_background(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Resolves links in the path of a save that another thread or process will carry out.
+
+        The save then writes to this directory alone, wherever the links lead meanwhile. It is
+        ``checkpoint_id`` if the save resets the writer to it.
+        """
+        self._directory.begin(checkpoint_id)
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """Copies this rank's state dict, or within :meth:`sharing` its share."""
+        state = self._staging.stage(state_dict, self.path)
+        self.begin_in_background()
+        return state
+
+    def synchronize_staging(self) -> None:
+        """Waits until training may change the tensors: they are copied, or written if unstaged."""
+        self._staging.synchronize()
+
+    def close(self) -> None:
+        """Does nothing, because the stager owns the memory."""
+
+    # ---- DCP's StorageWriter, on every rank ----
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the writer for another checkpoint, or for a new save to the same directory."""
@@ -246,7 +317,7 @@ class FastWriter(DirectoryWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Returns the ``storage_meta`` of ``.metadata``."""
-        self._begin_staged_save()
+        self._staging.begin_save()
         return StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[INDEX_MARK]
         )
@@ -260,14 +331,12 @@ class FastWriter(DirectoryWriter):
         self.end_failed_save()  # A former save that has failed on another rank.
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
-        self._commits = is_coordinator or not self.use_collectives
-        self._ranks = int(is_coordinator)
         if self._began:
             # DCP calls reset only if it also has a checkpoint id. Each save needs an id of its own,
             # since the names of data files must be unique.
             self.file_id = secrets.token_hex(8)
         self._began = True
-        self._phases = Phases("planning")
+        self._save = _Save(is_coordinator or not self.use_collectives, int(is_coordinator))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the rank's items to the plan for the coordinator.
@@ -279,7 +348,7 @@ class FastWriter(DirectoryWriter):
         if not isinstance(plan.items, PlannedItems):
             plan = save_plan_in_boxes(plan, calling_planner())
         items: Any = plan.items
-        self._set_values(items)
+        self._staging.set_values(items)
         if isinstance(items, ColumnItems) and items.token is not None:
             # The coordinator does not read the items, except in a subclass.
             items.by_token = type(self).prepare_global_plan is FastWriter.prepare_global_plan
@@ -291,19 +360,8 @@ class FastWriter(DirectoryWriter):
             check_placeholders(getattr(calling_planner(), "state_dict", None) or {})
         if self.rank is not None and not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
-        if (
-            self.share_replicas
-            and self.rank is not None
-            and dist.is_initialized()
-            and plan.usable
-            and plan.storage_data is None
-            and not isinstance(plan.items, PlannedItems)  # FastSavePlanner assigns these itself.
-        ):
-            mode = self.check_replicas if has_other_ranks() else "off"
-            with gc_paused():
-                rank_items = list_rank_items(plan.items, self.rank, calling_planner(), mode)
-            if rank_items is not None:
-                return dataclasses.replace(plan, storage_data=rank_items.as_storage_data())
+        if self.share_replicas and self.rank is not None:
+            return with_rank_items(plan, self.rank, calling_planner(), self.check_replicas)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -313,12 +371,12 @@ class FastWriter(DirectoryWriter):
             AlreadyExistsError: A checkpoint is committed and ``overwrite`` is false.
             MismatchError: Ranks disagree on the dtype or sizes of a tensor.
         """
-        self._ranks = len(plans)
+        self._save.ranks = len(plans)
         with gc_paused():
             plans = share_out(plans, compare=self.check_replicas != "off")
         placed = self._place(plans)
-        assert self._transaction is not None
-        claim = self._transaction.claim if are_sent(plans) else None
+        transaction = self._save.transaction
+        claim = transaction.claim if transaction is not None and are_sent(plans) else None
         if claim is None:
             return placed
         return [
@@ -329,7 +387,7 @@ class FastWriter(DirectoryWriter):
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begins the save, and returns the plans, each with the file name prefix of its rank."""
         columns: list[Any] = [plan.items for plan in plans]
-        self._plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
+        self._save.plan = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
         placed = [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
             if plan.storage_data is None or RankItems.beside(plan) is not None
@@ -339,140 +397,132 @@ class FastWriter(DirectoryWriter):
         self._begin(can_hide=are_sent(plans))
         return placed
 
-    @property
-    def _hides(self) -> bool:
-        # A subclass may write files of its own to the directory while it saves.
-        return type(self) is FastWriter
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items. Returns after the files are written (and synced)."""
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
-        self._phases.begin("writing")
-        with self._writing, portable_errors(), self._writing_staged():
+        self._save.phases.begin("writing")
+        with self._writing, portable_errors(), self._staging.writing():
             self._enter(Claim.of(plan.storage_data))
             future.set_result(self._write(plan, planner))
         return future
 
     def written_nbytes(self) -> tuple[int, int]:
         """Returns the bytes that this rank has written of its last save, and those in all."""
-        jobs = self._jobs
-        return self._written_nbytes if jobs is None else jobs.done_nbytes(), self._nbytes
+        return self._files.written_nbytes()
 
-    @contextlib.contextmanager
-    def _progress(self, nbytes: int) -> Iterator[FileJobs]:
-        """Shows a progress bar on the first rank, unless the save is in the background.
-
-        The value receives the job of each file.
-        """
-        call = current_call()
-        jobs = FileJobs(None if call is None else call.cancel_on_failure)
-        self._jobs, self._nbytes = jobs, nbytes
-        if not is_first(self._ranks) or self._staged is not None:
-            yield jobs
-            return
-
-        with progress_bar("saving", self.location, lambda: nbytes, jobs.done_nbytes):
-            yield jobs
-
-    def _end_jobs(self) -> None:
-        """Adds to the record what was written, also by a save that has failed.
-
-        Jobs refer to their call, and so to the state of a failed save: they do not stay.
-        """
-        jobs, self._jobs = self._jobs, None
-        if jobs is not None:
-            self._written_nbytes = jobs.done_nbytes()
-            threads = max(min(self.thread_count, len(self._finished)), 1)
-            note(**jobs.details(threads), mode=self._mode())
+    @property
+    def _options(self) -> FileOptions:
+        is_background = not self._staging.blocks_training
+        return FileOptions(
+            io=self.io,
+            sync=self.sync_files,
+            thread_count=self.thread_count,
+            copy_ahead=self.per_thread_copy_ahead,
+            niceness=self.io.background_nice if is_background else 0,
+            shows_progress=is_first(self._save.ranks) and not self._staging.is_staged,
+        )
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files."""
-        finished = self._finished = []
-        self._nbytes = self._written_nbytes = 0
+        files, how, directory = self._files, self._options, self._checkpoint.directory
         try:
             work = work_for(plan, planner, self.transforms)
-            self._numbers.clear()
             prefix = plan.storage_data.prefix
-            nbytes = sum(work.work.nbytes)
-            with self._progress(nbytes) as jobs:
-                taken = self._take_unchanged(work, prefix, finished)
-                results = taken.results
-                files = self._files_of(taken.groups, prefix)
-                results += self._write_files(files, nbytes, planner, finished, jobs)
-            if finished and self.sync_files:
-                self._write_directory.sync()
+            with files.writing(directory, sum(work.work.nbytes), how) as jobs:
+                taken = self._take_unchanged(work, prefix, how)
+                count = self.thread_count if self.single_file_per_rank else None
+                named = {
+                    files.new_name(each, self.file_id): part
+                    for each, group in self._groups(taken.groups, prefix)
+                    for part in split(group, count)
+                }
+                results = taken.results + files.write(
+                    directory, named, planner, jobs, how, self.transforms
+                )
+                if files.finished and self.sync_files:
+                    directory.sync()
         except BaseException as error:
-            self._abandon(finished, error, may_others_begin=self._ranks > 1)
+            self._abandon(files.finished, error, may_others_begin=self._save.ranks > 1)
             raise
-        finally:
-            self._end_jobs()
-        self._wrote_share(plan, planner)
+        self._staging.wrote(plan, planner)
         return results
 
-    def _take_unchanged(self, work: RankWork, prefix: str, finished: list[str]) -> Taken:
+    def _groups(self, groups: Sequence[RankWork], prefix: str) -> list[tuple[str, RankWork]]:
+        """Returns the work of different files, each with the prefix of their names."""
+        return [(prefix, group) for group in groups]
+
+    def _take_unchanged(self, work: RankWork, prefix: str, how: FileOptions) -> Taken:
         """Takes what has not changed from the base, if there is one."""
         if self.base is None or not len(work.work):
             return Taken([work])
         base = Location(self.base).resolved()
         is_itself = str(base) == str(self.location)
-        is_background = self._niceness > 0
         return take_unchanged(
-            *(None if is_itself else base, self._write_directory, work),
-            new_name=lambda: self._next_name(prefix),
-            finished=finished,
+            *(None if is_itself else base, self._checkpoint.directory, work),
+            new_name=lambda: self._files.new_name(prefix, self.file_id),
+            finished=self._files.finished,
             max_files=MAX_FILES if self.single_file_per_rank else None,
             sync=self.sync_files,
-            threads=1 if is_background else THREADS,
-            niceness=self._niceness,
+            threads=1 if how.niceness else THREADS,
+            niceness=how.niceness,
         )
 
-    def _mode(self) -> str:
-        """Returns how files are written, for the record."""
-        if not self.location.file_system.writes_at_offsets:
-            return "store"
-        return "direct" if self.io_mode is not None and self.io_mode.direct else "buffered"
+    # ---- The commit ----
 
-    def _next_name(self, prefix: str) -> str:
-        number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
-        return f"{prefix}{number}_{self.file_id}.distcp"
+    @property
+    def _checkpoint(self) -> CheckpointTransaction:
+        """The transaction of the present save, which may not have begun."""
+        if self._save.transaction is None:
+            self._save.transaction = CheckpointTransaction(
+                *(self.location, self.file_id),
+                rank=None if self.use_collectives else self.rank,
+                sync=self.sync_files,
+                may_replace=self.overwrite,
+                small_files=self.small_files,
+                name=self.path,
+            )
+        assert isinstance(self._save.transaction, CheckpointTransaction)
+        return self._save.transaction
 
-    def _files_of(self, groups: Sequence[RankWork], prefix: str) -> dict[str, RankWork]:
-        """Returns files to write: name -> work. Groups go to different files."""
-        count = self.thread_count if self.single_file_per_rank else None
-        return {self._next_name(prefix): work for group in groups for work in split(group, count)}
+    @property
+    def _hides(self) -> bool:
+        # A subclass may write files of its own to the directory while it saves.
+        return type(self) is FastWriter
+
+    def _begin(self, *, can_hide: bool) -> None:
+        """Begins the save on the rank that commits, before any rank writes.
+
+        Called once the plans of all ranks have arrived. By then, each rank has removed the remains
+        of an earlier failed save, which may include the directory.
+        """
+        self._checkpoint.begin(can_hide=can_hide and self._hides)
+        self._warn_if_replacing(self._checkpoint)
+
+    def _warn_if_replacing(self, transaction: Transaction) -> None:
+        if transaction.replaces and not self.rank:
+            warnings.warn(
+                f"Detected an existing checkpoint in {self.path}, overwriting since "
+                f"{self.overwrite=}.",
+                stacklevel=2,
+            )
+
+    def _enter(self, claim: Claim | None) -> None:
+        """Begins to write on any rank; see :meth:`Transaction.join`."""
+        if not self._save.commits:
+            self._checkpoint.join(claim, self.rank)
+        elif not self._checkpoint.has_begun:  # A subclass replaced `prepare_global_plan`.
+            self._begin(can_hide=False)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
-        self._phases.begin("committing")
-        storage_data: dict[MetadataIndex, Any] = {}
-        written: list[tuple[int, WrittenFile]] = []  # Rank, and file of that rank.
-        for rank, rank_results in enumerate(results):
-            for result in rank_results:
-                if isinstance(result.storage_data, WrittenFile):
-                    written.append((rank, result.storage_data))
-                else:
-                    storage_data[result.index] = result.storage_data
-        # Update in place, since DCP returns and broadcasts the object that it passed.
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = storage_data
+        self._save.phases.begin("committing")
+        written = written_files(metadata, results)
         metadata.storage_meta = self.storage_meta()
         files = {file.name for _, file in written}
         try:
-            plan, self._plan = self._plan, None
-            if plan is not None and any(file.extents is not None for _, file in written):
-                metadata_bytes, index = planned_commit_files(
-                    metadata, plan, written, save_id=self.file_id
-                )
-            else:
-                if isinstance(metadata.planner_data, PlannedPaths):
-                    metadata.planner_data = metadata.planner_data.copy()
-                merge_cuts(metadata, [cut for _, file in written for cut in file.cuts])
-                check_complete(metadata)
-                metadata_bytes, index = commit_files(
-                    metadata, [file for _, file in written], save_id=self.file_id
-                )
-            warn_of_refused({f: c for _, file in written for f, c in file.refused.items()})
+            plan, self._save.plan = self._save.plan, None
+            contents = commit_files_of(metadata, plan, written, save_id=self.file_id)
             claim_commit()
             # If a subclass has replaced `prepare_global_plan`, nothing is claimed yet.
             if not self._checkpoint.has_begun:
@@ -484,7 +534,7 @@ class FastWriter(DirectoryWriter):
             # On a full disk, the files would make the next save fail as well.
             self._abandon(files, error)
             raise
-        self._publish(metadata_bytes, index, files)
+        self._publish(*contents, files)
         self._log_saved(sum(file.nbytes for _, file in written))
 
     def _check(self, files: Collection[str]) -> None:
@@ -496,50 +546,49 @@ class FastWriter(DirectoryWriter):
         self._checkpoint.commit(metadata, index, files)
 
     def _log_saved(self, nbytes: int) -> None:
-        details = [f"{self._ranks} ranks" if self._ranks > 1 else "1 rank"]
+        ranks = self._save.ranks
+        details = [f"{ranks} ranks" if ranks > 1 else "1 rank"]
         if self.io_mode is not None:
             details.append(str(self.io_mode))
-        if self._staged is not None:
+        if self._staging.is_staged:
             details.append("in the background")
-        self._phases.end("saved", nbytes, self.location, *details, is_first=is_first(self._ranks))
+        self._save.phases.end("saved", nbytes, self.location, *details, is_first=is_first(ranks))
 
-    def _write_files(
-        self,
-        files: dict[str, RankWork],
-        nbytes: int,
-        planner: SavePlanner,
-        finished: list[str],
-        jobs: FileJobs,
-    ) -> list[WriteResult]:
-        """Writes files (name -> work), ``thread_count`` at a time.
+    # ---- Failure ----
 
-        The rank has ``nbytes`` to write in all. Adds the name of each complete file to
-        ``finished``. A file that fails is removed.
+    def end_failed_save(self) -> None:
+        """Removes what a save that has failed has written: each rank its own files.
+
+        The last rank also removes the pending file, and the directory if the save has created it.
+
+        A save of this package calls it when any rank has failed. DCP's own functions do not
+        report failures of other ranks to a writer. Then the next save removes the files.
         """
-        workers = min(self.thread_count, len(files))
-        if workers == 0:
-            return []
-        pools = self._prepare_pools(workers, nbytes)
+        transaction, self._save.transaction = self._save.transaction, None
+        finished, self._files.finished = self._files.finished, []
+        call = current_call()
+        have_all_failed = call is not None and call.is_uncommitted
+        if transaction is not None and (self._save.commits or have_all_failed):
+            transaction.abandon(finished if have_all_failed else ())
 
-        def write_files(first: int) -> list[WriteResult]:
-            results: list[WriteResult] = []
-            for name in list(files)[first::workers]:
-                written, file, self.io_mode = write_data_file(
-                    *(self._write_directory, name, files[name], planner),
-                    transforms=self.transforms,
-                    pool=pools[first],
-                    io=self.io,
-                    sync=self.sync_files,
-                    niceness=self._niceness,
-                    begun=jobs.begin,
-                )
-                finished.append(name)
-                results += written
-                # The report travels to the coordinator as one more result.
-                results.append(WriteResult(MetadataIndex(name), 0, file))
-            return results
+    def _abandon(
+        self, names: Iterable[str], error: BaseException, *, may_others_begin: bool = False
+    ) -> None:
+        """Removes the files of a save that has failed with ``error``.
 
-        return list(itertools.chain.from_iterable(in_threads(write_files, workers, jobs)))
+        The pending file stays if other ranks may yet search it (``may_others_begin``): without it,
+        they would take the directory for one that is not shared. Raises the error of the call if
+        another rank has failed and removed its files first, and StorageError if files are missing
+        for an unknown reason.
+        """
+        transaction = self._save.transaction or self._checkpoint
+        names = list(names)
+        is_ended = transaction.is_ended(names, error)
+        remove_files(transaction.directory, names)
+        if transaction.is_hidden or not may_others_begin:
+            self.end_failed_save()
+        if is_ended:
+            raise transaction.files_are_missing(error) from error
 
     def _check_idle(self) -> None:
         if self._writing.locked():
@@ -547,10 +596,3 @@ class FastWriter(DirectoryWriter):
                 f"cannot use this writer: it is still writing {self.path}; wait for that save, or "
                 "use another writer"
             )
-
-    def _prepare_pools(self, count: int, nbytes: int) -> list[_native.BufferPool]:
-        self._pools = buffer_pools(
-            *(self._pools, count, nbytes, self.io, self.per_thread_copy_ahead),
-            self.location.file_system,
-        )
-        return self._pools

@@ -1,0 +1,149 @@
+"""RankFiles: writes the files of one rank in one save after another, with the same buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_ckpt._core import _native
+from torch_ckpt.coordination.current_call import current_call
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.records.record import note
+from torch_ckpt.storage.buffers import buffer_pools
+from torch_ckpt.storage.data_file import write_data_file
+from torch_ckpt.storage.file_jobs import FileJobs, in_threads
+from torch_ckpt.storage.progress import progress_bar
+from torch_ckpt.storage.rank_work import RankWork
+
+__all__ = ["FileOptions", "RankFiles"]
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """How a rank writes its files in one save: the options of a writer with these names."""
+
+    io: IoOptions
+    sync: bool
+    thread_count: int
+    copy_ahead: int
+    niceness: int
+    shows_progress: bool
+
+
+class RankFiles:
+    """The files of one rank. Used by one thread, except :meth:`written_nbytes`.
+
+    Attributes:
+        finished: Names of the complete files of the present save.
+        io_mode: I/O mode of the last file that this process wrote; ``None`` before the first file.
+    """
+
+    def __init__(self) -> None:
+        self.finished: list[str] = []
+        self.io_mode: IoMode | None = None
+        self._pools: list[_native.BufferPool] = []
+        self._jobs: FileJobs | None = None  # While files are written.
+        self._nbytes = self._written_nbytes = 0  # To write in the last save, and written.
+        self._numbers: dict[str, int] = {}  # Prefix -> number of its last file.
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process that saves in the background gets a copy without native handles.
+        return {**self.__dict__, "_jobs": None, "_pools": []}
+
+    @contextlib.contextmanager
+    def writing(self, directory: Location, nbytes: int, how: FileOptions) -> Iterator[FileJobs]:
+        """Begins the files of a save, ``nbytes`` in all; the value receives the job of each file.
+
+        Shows a progress bar. In the end adds to the record what was written, also by a save that
+        has failed. Jobs refer to their call, and so to the state of a failed save: they do not
+        stay.
+        """
+        call = current_call()
+        jobs = FileJobs(None if call is None else call.cancel_on_failure)
+        self.finished, self._jobs, self._nbytes, self._written_nbytes = [], jobs, nbytes, 0
+        self._numbers.clear()
+        bar: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if how.shows_progress:
+            bar = progress_bar("saving", directory, lambda: nbytes, jobs.done_nbytes)
+        try:
+            with bar:
+                yield jobs
+        finally:
+            self._jobs, self._written_nbytes = None, jobs.done_nbytes()
+            threads = max(min(how.thread_count, len(self.finished)), 1)
+            note(**jobs.details(threads), mode=self._mode(directory))
+
+    def new_name(self, prefix: str, save_id: str) -> str:
+        """Returns the name of the next file with this prefix."""
+        number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
+        return f"{prefix}{number}_{save_id}.distcp"
+
+    def write(
+        self,
+        directory: Location,
+        files: Mapping[str, RankWork],
+        planner: SavePlanner,
+        jobs: FileJobs,
+        how: FileOptions,
+        transforms: _StorageWriterTransforms,
+    ) -> list[WriteResult]:
+        """Writes files (name -> work), as many at a time as there are threads.
+
+        A file that fails is removed.
+        """
+        workers = min(how.thread_count, len(files))
+        if workers == 0:
+            return []
+        pools = self.pools(workers, self._nbytes, how, directory)
+
+        def write_files(first: int) -> list[WriteResult]:
+            results: list[WriteResult] = []
+            for name in list(files)[first::workers]:
+                written, file, self.io_mode = write_data_file(
+                    *(directory, name, files[name], planner),
+                    transforms=transforms,
+                    pool=pools[first],
+                    io=how.io,
+                    sync=how.sync,
+                    niceness=how.niceness,
+                    begun=jobs.begin,
+                )
+                self.finished.append(name)
+                results += written
+                # The report travels to the coordinator as one more result.
+                results.append(WriteResult(MetadataIndex(name), 0, file))
+            return results
+
+        return list(itertools.chain.from_iterable(in_threads(write_files, workers, jobs)))
+
+    def pools(
+        self, count: int, nbytes: int, how: FileOptions, directory: Location
+    ) -> list[_native.BufferPool]:
+        """Returns a buffer pool for each of ``count`` threads, which write ``nbytes`` together."""
+        self._pools = buffer_pools(
+            *(self._pools, count, nbytes, how.io, how.copy_ahead), directory.file_system
+        )
+        return self._pools
+
+    def written_nbytes(self) -> tuple[int, int]:
+        """Returns the bytes that were written of the last save, and those in all.
+
+        Any thread may call it.
+        """
+        jobs = self._jobs
+        return self._written_nbytes if jobs is None else jobs.done_nbytes(), self._nbytes
+
+    def _mode(self, directory: Location) -> str:
+        """Returns how files are written, for the record."""
+        if not directory.file_system.writes_at_offsets:
+            return "store"
+        return "direct" if self.io_mode is not None and self.io_mode.direct else "buffered"
