@@ -30,7 +30,7 @@ from torch_ckpt.commits.model import ModelTransaction
 from torch_ckpt.errors import MismatchError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.safetensors.layout import ModelLayout
-from torch_ckpt.integrations.hugging_face_storage import ModelWriter
+from torch_ckpt.integrations.hugging_face_storage import model_writer
 from torch_ckpt.process_state import PROCESS
 
 ASYNC_TIMEOUT_S = 60
@@ -333,4 +333,4 @@ def test_a_save_that_another_one_has_ended_publishes_no_file(tmp_path: Path) -> 
 
 def test_a_store_is_refused_with_the_remedy() -> None:
     with pytest.raises(UnsupportedError, match=r"use torch_ckpt\.SafetensorsWriter"):
-        ModelWriter("memory://tests/model")
+        model_writer("memory://tests/model")

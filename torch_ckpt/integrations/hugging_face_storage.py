@@ -8,9 +8,10 @@ the whole tensors, as one box each, so that a save replaces one file by one file
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.hf_storage import (
@@ -25,13 +26,11 @@ from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.recognise import open_model_files
 from torch_ckpt.formats.safetensors.layout import ModelLayout, TensorFacts
 from torch_ckpt.integrations.replacing import has_only
-from torch_ckpt.options import IoOptions
 from torch_ckpt.storage.reader import FastReader
-from torch_ckpt.storage.safetensors_base import BaseFile
 from torch_ckpt.storage.safetensors_facts import facts_of, listed
-from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
+from torch_ckpt.storage.safetensors_writer import Arrangement, SafetensorsWriter
 
-__all__ = ["ModelReader", "ModelWriter", "arguments_of", "is_replaced", "path_of"]
+__all__ = ["ModelReader", "arguments_of", "is_replaced", "model_writer", "path_of"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -54,89 +53,75 @@ _ARGUMENTS: dict[type, frozenset[str]] = {
 """The arguments of DCP's classes that the classes of this module have, or need not have."""
 
 
-class ModelWriter(SafetensorsWriter):
-    """Writes the files of ``HuggingFaceStorageWriter``.
+def model_writer(
+    path: str | os.PathLike[str],
+    *,
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
+    has_boxes: bool = False,
+    **options: Any,
+) -> SafetensorsWriter:
+    """Returns a writer of the files that DCP's ``HuggingFaceStorageWriter`` leaves.
 
     Args:
         path: Directory of the model.
         fqn_to_index_mapping: The number of each tensor's file, from 1; one file by default.
         has_boxes: Whether the files are those of a distributed save without consolidation.
-        thread_count: Number of threads with which a rank writes.
-        sync_files: As for :class:`FastWriter`.
-        overwrite: As for :class:`SafetensorsWriter`.
-        io: Memory budgets and I/O modes.
+        options: Of :class:`SafetensorsWriter`.
 
     Raises:
-        UnsupportedError: ``path`` is a URL.
+        UnsupportedError: ``path`` is a URL of a store.
     """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        fqn_to_index_mapping: Mapping[str, int] | None = None,
-        has_boxes: bool = False,
-        thread_count: int = 1,
-        sync_files: bool = True,
-        overwrite: bool = True,
-        io: IoOptions | None = None,
-    ) -> None:
-        super().__init__(
-            path,
-            max_shard_nbytes=_UNLIMITED_NBYTES,
-            thread_count=thread_count,
-            sync_files=sync_files,
-            overwrite=overwrite,
-            io=io,
+    writer = SafetensorsWriter(path, max_shard_nbytes=_UNLIMITED_NBYTES, **options)
+    if not writer.location.file_system.writes_at_offsets:
+        raise UnsupportedError(
+            f"cannot write {path} as HuggingFaceStorageWriter does: it is on a store; use "
+            "torch_ckpt.SafetensorsWriter"
         )
-        if self._writes_streams:
-            raise UnsupportedError(
-                f"cannot write {self.path} as HuggingFaceStorageWriter does: it is on a store; use "
-                "torch_ckpt.SafetensorsWriter"
-            )
-        self.fqn_to_index_mapping = fqn_to_index_mapping
-        self.has_boxes = has_boxes
+    writer.arrange = functools.partial(_by_number, path, fqn_to_index_mapping, has_boxes)
+    return writer
 
-    def _arrange(self, plans: list[SavePlan]) -> tuple[ModelLayout, Sequence[BaseFile]]:
-        numbers = self.fqn_to_index_mapping
-        of_file: dict[int, list[TensorFacts]] = {}
-        missing: list[str] = []
-        for facts in facts_of(plans):
-            if numbers is not None and facts.fqn not in numbers:
-                missing.append(facts.fqn)
-            else:
-                of_file.setdefault(1 if numbers is None else numbers[facts.fqn], []).append(facts)
-        if missing:
-            raise MismatchError(
-                f"cannot write {self.path}: fqn_to_index_mapping has no number for "
-                f"{listed(missing)}"
-            )
-        fqns = {facts.fqn for file in of_file.values() for facts in file}
-        if unsaved := [fqn for fqn in numbers or () if fqn not in fqns]:
-            _LOG.warning(
-                "%s: fqn_to_index_mapping has %d names that no rank saves: %s. The model consists "
-                "of the files with the numbers %s",
-                *(self.path, len(unsaved), listed(unsaved), sorted(of_file)),
-            )
-        files = [of_file[number] for number in sorted(of_file)]
-        layout = ModelLayout.of(
-            [facts for file in files for facts in file],
-            max_shard_nbytes=_UNLIMITED_NBYTES,
-            groups=[len(file) for file in files],
-            states_boxes=self.has_boxes,
+
+def _by_number(
+    path: object, numbers: Mapping[str, int] | None, has_boxes: bool, plans: list[SavePlan]
+) -> Arrangement:
+    """Arranges tensors in files with numbers, like DCP's writer."""
+    of_file: dict[int, list[TensorFacts]] = {}
+    missing: list[str] = []
+    for facts in facts_of(plans):
+        if numbers is not None and facts.fqn not in numbers:
+            missing.append(facts.fqn)
+        else:
+            of_file.setdefault(1 if numbers is None else numbers[facts.fqn], []).append(facts)
+    if missing:
+        raise MismatchError(
+            f"cannot write {path}: fqn_to_index_mapping has no number for {listed(missing)}"
         )
-        if len(layout.files) != max(len(files), 1):
-            raise UnsupportedError(
-                f"cannot write {self.path}: a file has more tensors than the format can list; "
-                "assign them to more files by fqn_to_index_mapping"
-            )
-        count = max(numbers.values(), default=1) if numbers else 1
-        prefix = "shard-00001-" if self.has_boxes else ""
-        self._usual_names = [
-            f"{prefix}model-{number:05d}-of-{count:05d}.safetensors"
-            for number in (sorted(of_file) or [1])
-        ]
-        return layout, []
+    fqns = {facts.fqn for file in of_file.values() for facts in file}
+    if unsaved := [fqn for fqn in numbers or () if fqn not in fqns]:
+        _LOG.warning(
+            "%s: fqn_to_index_mapping has %d names that no rank saves: %s. The model consists of "
+            "the files with the numbers %s",
+            *(path, len(unsaved), listed(unsaved), sorted(of_file)),
+        )
+    files = [of_file[number] for number in sorted(of_file)]
+    layout = ModelLayout.of(
+        [facts for file in files for facts in file],
+        max_shard_nbytes=_UNLIMITED_NBYTES,
+        groups=[len(file) for file in files],
+        states_boxes=has_boxes,
+    )
+    if len(layout.files) != max(len(files), 1):
+        raise UnsupportedError(
+            f"cannot write {path}: a file has more tensors than the format can list; assign them "
+            "to more files by fqn_to_index_mapping"
+        )
+    count = max(numbers.values(), default=1) if numbers else 1
+    prefix = "shard-00001-" if has_boxes else ""
+    names = [
+        f"{prefix}model-{number:05d}-of-{count:05d}.safetensors"
+        for number in (sorted(of_file) or [1])
+    ]
+    return Arrangement(layout, names=names, states_boxes=has_boxes)
 
 
 class ModelReader(FastReader):
@@ -160,7 +145,7 @@ def path_of(given: HuggingFaceStorageWriter) -> str | os.PathLike[str]:
 
 
 def arguments_of(given: HuggingFaceStorageWriter) -> dict[str, Any]:
-    """Returns the arguments of a :class:`ModelWriter` that has those of a writer of DCP."""
+    """Returns the arguments of :func:`model_writer` that are those of a writer of DCP."""
     is_consolidated = bool(getattr(given, "consolidated_output_path", None))
     return {
         "fqn_to_index_mapping": given.fqn_to_index_mapping,

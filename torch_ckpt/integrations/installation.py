@@ -38,7 +38,7 @@ from torch_ckpt.coordination.statefuls import state_dicts_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.after_import import after_import
-from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter
+from torch_ckpt.integrations.hugging_face_storage import ModelReader, model_writer
 from torch_ckpt.integrations.replacing import first_value, has_only, places_of, replacing
 from torch_ckpt.known_frameworks import FRAMEWORKS, Framework, Switch
 from torch_ckpt.options import IoOptions, Verification
@@ -270,7 +270,7 @@ class _Replaced:
             arguments = {name: getattr(given, name) for name in _WRITER_ARGUMENTS}
             hidden = {"_extensions": given.transforms.extensions}
         else:
-            new, path = ModelWriter, hugging_face_storage.path_of(given)
+            new, path = model_writer, hugging_face_storage.path_of(given)
             arguments = hugging_face_storage.arguments_of(given)
         ours = self._writers.get(given)
         if ours is None or any(getattr(ours, n) != value for n, value in arguments.items()):

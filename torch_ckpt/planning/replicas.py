@@ -38,7 +38,6 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 from torch_ckpt.planning.dtensor_boxes import lookup_box
-from torch_ckpt.planning.item_views import PlannedItems
 from torch_ckpt.planning.replica_check import DIGEST_NBYTES, CheckReplicas, warn_of
 from torch_ckpt.planning.value_digests import has_other_ranks, value_digests
 
@@ -146,12 +145,8 @@ class PlanChanges(_StoragePrefix):
 def with_rank_items(
     plan: SavePlan, rank: int, planner: object, check_replicas: CheckReplicas
 ) -> SavePlan:
-    """Returns a plan of DCP's items with those of its rank for the coordinator, beside the plan.
-
-    A plan in columns has them already.
-    """
-    is_own = isinstance(plan.items, PlannedItems)
-    if is_own or not (plan.usable and plan.storage_data is None and dist.is_initialized()):
+    """Returns a plan of DCP's items with those of its rank for the coordinator, beside the plan."""
+    if not (plan.usable and plan.storage_data is None and dist.is_initialized()):
         return plan
     with gc_paused():
         mode = check_replicas if has_other_ranks() else "off"

@@ -47,7 +47,7 @@ class MachineWriter(FastWriter):
         return False  # Other machines cannot know whether the owner of a hidden directory lives.
 
     def _enter(self, claim: Claim | None) -> None:
-        if self._commits:
+        if self._save.commits:
             return
         if self._is_first:
             self._begin(can_hide=False)
@@ -71,7 +71,7 @@ class MachineWriter(FastWriter):
     def commit_here(self, metadata: Metadata) -> None:
         """Commits on this machine, after the coordinator has. Called on all ranks."""
         committed: _CommitFiles | None = metadata.__dict__.pop(_ATTRIBUTE, None)
-        if committed is None or self._commits or not self._is_first:
+        if committed is None or self._save.commits or not self._is_first:
             return
         self.file_id = committed.file_id  # Until then, each rank has its own id.
         self._checkpoint.take_id(committed.file_id)

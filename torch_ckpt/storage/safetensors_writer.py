@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,6 @@ from torch_ckpt.planning.ties import tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
-from torch_ckpt.storage.progress import Phases
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_base import (
     BaseFile,
@@ -73,7 +72,7 @@ from torch_ckpt.storage.safetensors_streams import copy_file_of
 from torch_ckpt.storage.stored_values import StoredValues
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["SafetensorsWriter"]
+__all__ = ["Arrangement", "SafetensorsWriter"]
 
 _MAX_NAMED = 3  # Names in an error message.
 
@@ -93,6 +92,23 @@ class _ModelPlan:
     rank: int
     world_size: int
     share: Any
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The tensors of all ranks in files.
+
+    Attributes:
+        layout: Of all files.
+        taken: The first files, which are taken from the base.
+        names: Names of the files, if they are not those of Hugging Face.
+        states_boxes: Whether the files state boxes; see :meth:`ModelTransaction.begin`.
+    """
+
+    layout: ModelLayout
+    taken: Sequence[BaseFile] = ()
+    names: Sequence[str] = ()
+    states_boxes: bool = False
 
 
 class SafetensorsWriter(FastWriter):
@@ -165,10 +181,10 @@ class SafetensorsWriter(FastWriter):
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
-        self._usual_names: Sequence[str] = ()  # Of the files, if not Hugging Face's.
-        self.has_boxes = False
         self._taken = 0  # Number of the first files, which it takes from the base.
         self._relay: FastWriter | None = None  # Writes the checkpoint that becomes the model.
+        self.arrange: Callable[[list[SavePlan]], Arrangement] = self._by_size
+        """Arranges the tensors of all ranks in files."""
         self.ties: Mapping[str, str] = {}
         """Name that the planner does not list -> the listed name that it is tied to."""
 
@@ -201,13 +217,16 @@ class SafetensorsWriter(FastWriter):
                 "FastSavePlanner"
             )
         with gc_paused():
-            self._layout, taken = self._arrange(plans)
+            arranged = self.arrange(plans)
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, RankFacts) else share for share in shares]
         model = self._model
-        model.begin(len(self._layout.files), usual=self._usual_names, states_boxes=self.has_boxes)
-        self._warn_if_replacing()
-        self._taken = take_files(taken, self.location, model.files, sync=self.sync_files)
+        self._layout = arranged.layout
+        model.begin(
+            len(arranged.layout.files), usual=arranged.names, states_boxes=arranged.states_boxes
+        )
+        self._warn_if_replacing(model)
+        self._taken = take_files(arranged.taken, self.location, model.files, sync=self.sync_files)
         encoded = self._layout.encode()
         if self._writes_streams:
             plans = [
@@ -229,14 +248,15 @@ class SafetensorsWriter(FastWriter):
             for rank, (plan, share) in enumerate(zip(plans, shares, strict=True))
         ]
 
-    def _arrange(self, plans: list[SavePlan]) -> tuple[ModelLayout, Sequence[BaseFile]]:
-        """Returns the layout of the tensors of all ranks, and the files to take from the base."""
+    def _by_size(self, plans: list[SavePlan]) -> Arrangement:
+        """Fills files up to ``max_shard_nbytes``, and takes those of the base that stay."""
         ties = {**self.ties, **ties_of(plans)}
         facts = [facts for facts in facts_of(plans) if facts.fqn not in ties]
         options: Any = {"max_shard_nbytes": self.max_shard_nbytes, "omitted": ties}
         reports = [getattr(plan.storage_data, "base", None) for plan in plans]
         groups = group_by_base(facts, reports, **options)
-        return ModelLayout.of(groups.facts, groups=groups.lengths, **options), groups.taken
+        layout = ModelLayout.of(groups.facts, groups=groups.lengths, **options)
+        return Arrangement(layout, groups.taken)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not isinstance(plan.storage_data, _ModelPlan):
@@ -258,7 +278,9 @@ class SafetensorsWriter(FastWriter):
             return []
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
         groups = group_pieces(pieces, self.thread_count, whole_files=self._writes_streams)
-        pools = self._prepare_pools(len(groups), sum(piece.nbytes for piece in pieces))
+        nbytes = sum(piece.nbytes for piece in pieces)
+        how, target = self._options, self.location
+        pools = self._files.pools(len(groups), nbytes, how, target)
         names = self._model.files or pending_names(len(layout.files), model_plan.file_id)
 
         def write_group(number: int) -> list[WriteResult]:
@@ -268,12 +290,12 @@ class SafetensorsWriter(FastWriter):
                 for file, file_pieces in itertools.groupby(groups[number], lambda piece: piece.file)
             ]
 
-        if not (self._commits or self._writes_streams):
+        if not (self._save.commits or self._writes_streams):
             used = sorted({names[piece.file] for piece in pieces})
             # One that does not appear is named by the error of the job that opens it.
             still_missing([self.location / name for name in used], "the coordinator")
         try:
-            with self._progress(sum(piece.nbytes for piece in pieces)) as jobs:
+            with self._files.writing(target, nbytes, how) as jobs:
                 results = in_threads(write_group, len(groups), jobs)
             return list(itertools.chain.from_iterable(results))
         except BaseException as error:
@@ -290,25 +312,25 @@ class SafetensorsWriter(FastWriter):
         self._layout, relay, self._relay = None, self._relay, None
         if relay is not None:
             relay.end_failed_save()
-            if self._commits:
+            if self._save.commits:
                 remove_temporary(relay.location)
         super().end_failed_save()
 
     @property
     def _model(self) -> ModelTransaction:
         """The transaction of the present save, which may not have begun."""
-        if self._transaction is None:
-            self._transaction = ModelTransaction(
+        if self._save.transaction is None:
+            self._save.transaction = ModelTransaction(
                 *(self.location, self.file_id),
                 sync=self.sync_files,
                 may_replace=self.overwrite,
                 name=self.path,
             )
-        assert isinstance(self._transaction, ModelTransaction)
-        return self._transaction
+        assert isinstance(self._save.transaction, ModelTransaction)
+        return self._save.transaction
 
     def _enter(self, claim: Claim | None) -> None:
-        if not self._commits:
+        if not self._save.commits:
             self._model.join(claim, self.rank)
 
     @property
@@ -321,16 +343,19 @@ class SafetensorsWriter(FastWriter):
         It has the options of this one, the tensors that were staged, and a hidden folder.
         """
         if self._relay is None:
-            relay = FastWriter.__new__(FastWriter)
-            relay.__dict__.update(self.__dict__, _transaction=None, file_id=file_id)
-            relay._phases = Phases("planning")
-            relay.location = relay_of(self.location, file_id)
-            self._relay = relay
+            self._relay = FastWriter(
+                relay_of(self.location, file_id).checkpoint_id,
+                sync_files=self.sync_files,
+                thread_count=self.thread_count,
+                io=self.io,
+                check_replicas=self.check_replicas,
+            )
+            self._relay.be_part_of(self, file_id)
         return self._relay
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""
-        self._phases.begin("committing")
+        self._save.phases.begin("committing")
         layout = self._layout
         assert layout is not None
         model = self._model
@@ -359,15 +384,15 @@ class SafetensorsWriter(FastWriter):
         results: list[list[WriteResult]],
     ) -> None:
         """Commits the checkpoint, writes the files of the model from it, and removes it."""
-        relay._ranks = 0  # It logs nothing.
         relay.finish(metadata, results)
         values = StoredValues(relay.location, io=self.io)
-        pool = self._prepare_pools(1, sum(file.nbytes for file in layout.files))[0]
+        nbytes = sum(file.nbytes for file in layout.files)
+        (pool,) = self._files.pools(1, nbytes, self._options, self.location)
         for name, file in zip(self._model.files, layout.files, strict=True):
             job = self._job(name, file.nbytes, pool)
             with finished(job):
                 copy_file_of(values, file, layout, job)
-            self.io_mode = IoMode.of(job)
+            self._files.io_mode = IoMode.of(job)
         remove_temporary(relay.location)
         self._relay = None
 
@@ -376,7 +401,7 @@ class SafetensorsWriter(FastWriter):
         path = self.location / name
         return _native.SharedFileJob(
             *(path.file_system, path.path, nbytes, pool),
-            *(self.io.direct, self.sync_files, self._niceness),
+            *(self.io.direct, self.sync_files, self._options.niceness),
         )
 
 
@@ -398,7 +423,7 @@ class _PieceWriter:
         with finished(job):
             for batch in self._batches(pieces, job, model_file.header):
                 job.write(batch)
-        writer.io_mode = IoMode.of(job)
+        writer._files.io_mode = IoMode.of(job)
         nbytes = sum(piece.nbytes for piece in pieces)
         return WriteResult(MetadataIndex(self.names[file]), nbytes, file)
 

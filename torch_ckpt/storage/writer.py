@@ -306,6 +306,13 @@ class FastWriter(StorageWriter):
 
     # ---- DCP's StorageWriter, on every rank ----
 
+    def be_part_of(self, other: FastWriter, file_id: str) -> None:
+        """Takes part in the present save of another writer: with its tensors, under this id."""
+        self.file_id, self.rank = file_id, other.rank
+        self.use_collectives = other.use_collectives
+        self._staging, self._files = other._staging, other._files
+        self._save = _Save(other._save.commits)  # It logs nothing.
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the writer for another checkpoint, or for a new save to the same directory."""
         self._check_idle()
@@ -354,13 +361,14 @@ class FastWriter(StorageWriter):
             items.by_token = type(self).prepare_global_plan is FastWriter.prepare_global_plan
             if items.by_token and isinstance(plan.planner_data, PlannedPaths):
                 plan = dataclasses.replace(plan, planner_data=None)
-        if not isinstance(items, PlannedItems):  # FastSavePlanner has already checked its items.
+        is_columns = isinstance(items, PlannedItems)
+        if not is_columns:  # FastSavePlanner has already checked its items, and shares them out.
             for item in items:
                 check_dtype(item)
             check_placeholders(getattr(calling_planner(), "state_dict", None) or {})
         if self.rank is not None and not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
-        if self.share_replicas and self.rank is not None:
+        if self.share_replicas and self.rank is not None and not is_columns:
             return with_rank_items(plan, self.rank, calling_planner(), self.check_replicas)
         return plan
 

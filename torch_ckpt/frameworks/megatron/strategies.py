@@ -390,18 +390,17 @@ class _Writer(FastWriter):
     keeps_plans = False
     _plans: list[SavePlan] | None = None
 
-    def _files_of(self, groups: Sequence[RankWork], prefix: str) -> dict[str, RankWork]:
+    def _groups(self, groups: Sequence[RankWork], prefix: str) -> list[tuple[str, RankWork]]:
         hint = self.separation_hint
         if not hint:
-            return super()._files_of(groups, prefix)
-        hinted: list[RankWork] = []
-        others: list[RankWork] = []
+            return super()._groups(groups, prefix)
+        named: list[tuple[str, RankWork]] = []
         for group in groups:
             every = range(len(group.work))
-            chosen = {at for at in every if group.item(at).index.fqn.startswith(hint)}
-            hinted.append(group.part(sorted(chosen)))
-            others.append(group.part([at for at in every if at not in chosen]))
-        return super()._files_of(others, prefix) | super()._files_of(hinted, f"{hint}{prefix}")
+            chosen = [at for at in every if group.item(at).index.fqn.startswith(hint)]
+            others = sorted(set(every).difference(chosen))
+            named += [(prefix, group.part(others)), (f"{hint}{prefix}", group.part(chosen))]
+        return named
 
     def _place(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._plans = None

@@ -25,7 +25,7 @@ from torchtitan.tools import filesystem
 from torch_ckpt.api import load, save
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.integrations.hugging_face_storage import ModelReader, ModelWriter, is_replaced
+from torch_ckpt.integrations.hugging_face_storage import ModelReader, is_replaced, model_writer
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.runs.run import Run
 from torch_ckpt.storage.reader import FastReader
@@ -186,7 +186,7 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _export(self, step: int) -> None:
         """Writes the model of the last step as Hugging Face names and stores it."""
         self.maybe_wait_for_saving()
-        writer = ModelWriter(
+        writer = model_writer(
             str(Location(self.run.directory) / f"step-{step}"),
             fqn_to_index_mapping=self.sd_adapter.fqn_to_index_mapping,
         )
