@@ -244,9 +244,9 @@ class _Replaced:
         self._save: Callable[..., Metadata] = first_value(state_dict_saver, "_save_state_dict")
         self._load = first_value(state_dict_loader, "_load_state_dict")
         # DCP stages and saves with the same writer, so both must use the same replacement.
-        self._writers: weakref.WeakKeyDictionary[StorageWriter, FastWriter] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._writers: weakref.WeakKeyDictionary[
+            StorageWriter, tuple[FastWriter, dict[str, Any]]
+        ] = weakref.WeakKeyDictionary()
 
     # ---- Objects ----
 
@@ -272,11 +272,14 @@ class _Replaced:
         else:
             new, path = model_writer, hugging_face_storage.path_of(given)
             arguments = hugging_face_storage.arguments_of(given)
-        ours = self._writers.get(given)
-        if ours is None or any(getattr(ours, n) != value for n, value in arguments.items()):
-            ours = self._writers[given] = new(path, **arguments, **hidden, io=self._io)
+        before = self._writers.get(given)
+        if before is None or before[1] != arguments:
+            ours = new(path, **arguments, **hidden, io=self._io)
+            self._writers[given] = ours, arguments
             _log_replaced(given, ours)
-        elif ours.path != Location(path).checkpoint_id:
+        else:
+            ours = before[0]
+        if ours.path != Location(path).checkpoint_id:
             ours.reset(path)
         ours.given_save_id = given.save_id
         return ours
