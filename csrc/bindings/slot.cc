@@ -107,7 +107,7 @@ struct PyStoredSnapshot {
 };
 
 // Returns the items with these numbers as a batch. An item that is not the elements of a tensor has
-// the kind kTorchsOwn.
+// the kind kTorchOnly.
 TensorBatch batch_of(const PyStoredSnapshot& snapshot, const std::vector<int64_t>& numbers) {
   TensorBatch batch;
   for (const int64_t item : numbers) {
@@ -116,7 +116,7 @@ TensorBatch batch_of(const PyStoredSnapshot& snapshot, const std::vector<int64_t
     const Facts& facts = snapshot.found.items.facts(item);
     const auto dtype = dtype_from_name(facts.dtype);
     if (!snapshot.found.extents[static_cast<size_t>(item)].plain || !dtype) {
-      batch.kinds.push_back(TensorKind::kTorchsOwn);
+      batch.kinds.push_back(TensorKind::kTorchOnly);
       continue;
     }
     batch.kinds.push_back(TensorKind::kPlain);

@@ -89,7 +89,7 @@ TensorKind kind_of(py::handle object, const at::Tensor& tensor) {
   const bool subclass = !THPVariable_CheckExact(object.ptr());
   if (subclass || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta() ||
       !tensor.has_storage() || !dtype_of(tensor)) {
-    return TensorKind::kTorchsOwn;
+    return TensorKind::kTorchOnly;
   }
   if (!tensor.is_cpu() || tensor.is_conj() || tensor.is_neg()) return TensorKind::kNeedsCopy;
   return TensorKind::kPlain;
@@ -302,7 +302,7 @@ TensorView view(py::handle object, std::string name, bool writable) {
   return view_of(tensor, std::move(name), writable, streams);
 }
 
-// Returns a view and a kind for each object. An object that is no tensor has the kind kTorchsOwn.
+// Returns a view and a kind for each object. An object that is no tensor has the kind kTorchOnly.
 // If `writable`, every loadable tensor is kPlain with a writable view; other views are read-only.
 // If `stages`, a tensor on a GPU that the engine can copy from is kPlain.
 TensorBatch inspect(const py::list& objects, bool writable, bool stages) {
@@ -312,7 +312,7 @@ TensorBatch inspect(const py::list& objects, bool writable, bool stages) {
   out.kinds.reserve(objects.size());
   for (const py::handle object : objects) {
     if (!THPVariable_Check(object.ptr())) {
-      out.kinds.push_back(TensorKind::kTorchsOwn);
+      out.kinds.push_back(TensorKind::kTorchOnly);
       out.views.emplace_back();
       continue;
     }
@@ -339,7 +339,7 @@ bool is_tensor(py::handle object) { return THPVariable_Check(object.ptr()); }
 
 bool is_plannable(py::handle object) {
   return THPVariable_CheckExact(object.ptr()) &&
-         kind_of(object, THPVariable_Unpack(object.ptr())) != TensorKind::kTorchsOwn;
+         kind_of(object, THPVariable_Unpack(object.ptr())) != TensorKind::kTorchOnly;
 }
 
 TensorItem describe(py::handle object) {
@@ -370,7 +370,7 @@ PYBIND11_MODULE(_tensor_view, module) {
   py::enum_<TensorKind>(module, "TensorKind")
       .value("PLAIN", TensorKind::kPlain)
       .value("NEEDS_COPY", TensorKind::kNeedsCopy)
-      .value("TORCHS_OWN", TensorKind::kTorchsOwn);
+      .value("TORCH_ONLY", TensorKind::kTorchOnly);
   module.def("tensor_kind", &tensor_kind, py::arg("tensor"));
   module.def("is_plannable", &is_plannable, py::arg("object"));
   module.def("is_loadable", &is_loadable, py::arg("tensor"));

@@ -32,11 +32,11 @@ struct TensorView {
 enum class TensorKind {
   kPlain,      // Directly: a strided CPU tensor whose memory contains its values.
   kNeedsCopy,  // Through a plain CPU copy: on another device, or lazily conjugated or negated.
-  kTorchsOwn,  // Not at all: subclass, quantized, sparse, meta, or a dtype the engine lacks.
+  kTorchOnly,  // Not at all: subclass, quantized, sparse, meta, or a dtype the engine lacks.
 };
 
 // Parallel vectors with one entry per tensor. Views have no names. A view has memory only if its
-// tensor is plain, and is empty for kTorchsOwn. Where a load writes the tensors, a GPU tensor also
+// tensor is plain, and is empty for kTorchOnly. Where a load writes the tensors, a GPU tensor also
 // counts as plain.
 struct TensorBatch {
   std::vector<TensorView> views;

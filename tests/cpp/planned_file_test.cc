@@ -86,9 +86,9 @@ TEST(PlannedFileTest, WritesWhatWasAssignedAndReportsWhereItLies) {
                           planned.tensors[2].packed()));
 }
 
-TEST(PlannedFileTest, WhatIsTorchsOwnIsLeftAndWhatIsElsewhereNeedsACopy) {
+TEST(PlannedFileTest, WhatOnlyTorchStoresIsLeftAndWhatIsElsewhereNeedsACopy) {
   Planned planned;
-  planned.batch.kinds[0] = TensorKind::kTorchsOwn;
+  planned.batch.kinds[0] = TensorKind::kTorchOnly;
   planned.batch.kinds[1] = TensorKind::kNeedsCopy;
   planned.batch.views[1].data = nullptr;
   ASSERT_OK_AND_ASSIGN(PlannedFile file, PlannedFile::make(planned.work(), planned.batch));

@@ -40,7 +40,7 @@ struct Wanted {
       batch.kinds.push_back(TensorKind::kPlain);
     }
     batch.views.emplace_back();
-    batch.kinds.push_back(TensorKind::kTorchsOwn);
+    batch.kinds.push_back(TensorKind::kTorchOnly);
   }
 
   PlannedReads reads() { return *PlannedReads::make(opened(*stored.index), table, false); }

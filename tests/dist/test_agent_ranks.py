@@ -26,7 +26,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_te
 from waits import until, until_committed
 
 from torch_ckpt import FastLoadPlanner, FastReader, RankState, Run
-from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, places
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, member
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.coordination import addresses
 from torch_ckpt.errors import CancelledError, UnsupportedError
@@ -244,7 +244,7 @@ def test_no_rank_waits_for_a_save_that_another_has_passed(run: Path) -> None:
     assert agent.newest().step == 3
 
 
-def find_places(run: Path) -> None:
+def find_members(run: Path) -> None:
     """While the agent of a former run removes the folder that both look at."""
     looked = run.parent / "looked"
 
@@ -260,9 +260,9 @@ def find_places(run: Path) -> None:
 
     first = dist.get_rank() == 0
     patched = ("this_machine", look_first) if first else ("open_folder", remove_and_open)
-    with mock.patch.object(places, *patched):
+    with mock.patch.object(member, *patched):
         agent = SnapshotAgent(run)
-    assert len(agent._place.ranks_here) == 2
+    assert len(agent._member.ranks_here) == 2
     agent.close(drop=True)
 
 
@@ -270,7 +270,7 @@ def test_ranks_of_one_machine_know_that_they_are_though_an_agent_ends(
     pair: Ranks, run: Path
 ) -> None:
     open_folder(run_of(run))
-    pair.run(find_places, run)
+    pair.run(find_members, run)
 
 
 def test_slots_of_ranks_that_are_no_more_go(run: Path, memory: Path) -> None:

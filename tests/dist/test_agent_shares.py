@@ -19,7 +19,7 @@ from support.agents import kill_agent
 from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt._core import _native
 from torch_ckpt.agent import SnapshotAgent, SnapshotReader
-from torch_ckpt.agent.client import Place
+from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.memory import (
     NOT_SHARED,
     complete_slots,
@@ -299,8 +299,8 @@ def test_a_flag_that_differs_from_rank_to_rank_makes_no_other_tensor(run: Path) 
 
 
 def test_slots_that_were_shared_out_in_two_ways_are_no_save() -> None:
-    places = [Place(b"r" * 16, b"s" * 16, rank, 2, 0, 1, [0, 1]) for rank in range(2)]
-    first, second = (place.header(3, 30, persist=True) for place in places)
+    members = [Member(b"r" * 16, b"s" * 16, rank, 2, 0, 1, [0, 1]) for rank in range(2)]
+    first, second = (member.header(3, 30, persist=True) for member in members)
     for header in first, second:
         header.tensors_id, header.share = b"a" * 16, b"x" * 16
     assert whole_saves([(first, None), (second, None)])

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch_ckpt import CheckpointError, FastReader, IoOptions
 from torch_ckpt._core import _native
 from torch_ckpt.agent import joint_save
-from torch_ckpt.agent.client import Place
+from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.manifests import Manifests
@@ -124,8 +124,8 @@ class Machine:
         table = contents.table(target.encode(), sync=False)
         path = os.fsencode(folder / f"slot-{number}-{step}")
         self.slot = _native.Slot.create(path, _native.slot_nbytes(len(table), contents.nbytes))
-        place = Place(b"r" * 16, b"s" * 16, number, 2, number, 2, [number])
-        self.slot.begin(place.header(step, step, persist=True), table, contents.nbytes)
+        member = Member(b"r" * 16, b"s" * 16, number, 2, number, 2, [number])
+        self.slot.begin(member.header(step, step, persist=True), table, contents.nbytes)
         contents.copy_to(self.slot, _native.Devices())
         self.slot.complete()
         self.joint: JointSave | None = None

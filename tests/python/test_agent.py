@@ -29,7 +29,7 @@ from waits import SOON_S, until
 from torch_ckpt import CheckpointError, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, messages, saves
-from torch_ckpt.agent.client import Place
+from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.memory import (
     agent_lock,
     folder_of,
@@ -582,8 +582,8 @@ def test_a_run_has_one_process_for_each_rank(agent: SnapshotAgent, run: Path) ->
 def header_of(
     run: bytes, session: bytes = b"s" * 16, *, sequence: int = 0, rank: int = 0, world_size: int = 1
 ) -> _native.SlotHeader:
-    place = Place(run, session, rank, world_size, 0, 1, range(world_size))
-    return place.header(sequence, 5, persist=True)
+    member = Member(run, session, rank, world_size, 0, 1, range(world_size))
+    return member.header(sequence, 5, persist=True)
 
 
 def fill_slot(

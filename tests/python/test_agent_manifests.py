@@ -18,7 +18,7 @@ from waits import SOON_S, until
 
 from torch_ckpt import CheckpointError, IoOptions
 from torch_ckpt._core import _native
-from torch_ckpt.agent.client import Place
+from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.manifests import FileKind, Manifests, PendingFailures
 from torch_ckpt.agent.messages import (
@@ -99,8 +99,8 @@ def joint_save_of(folder: Path, node: int) -> JointSave:
     slot = _native.Slot.create(os.fsencode(folder / f"slot-{node}"), 1 << 16)
     target = os.fsencode(folder / "step")
     table = _native.encode_slot_table(target, "1", True, _native.ItemTable().encode(), None, [])
-    place = Place(b"r" * 16, b"s" * 16, node, 2, node, 2, [node])
-    slot.begin(place.header(7, 1, persist=True), table, 0)
+    member = Member(b"r" * 16, b"s" * 16, node, 2, node, 2, [node])
+    slot.begin(member.header(7, 1, persist=True), table, 0)
     slot.complete()
     return JointSave([slot], Writing(IoOptions()), timeout_s=600.0, is_shutting_down=lambda: False)
 

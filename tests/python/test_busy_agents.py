@@ -15,7 +15,7 @@ from waits import SOON_S, until
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, process, slots
-from torch_ckpt.agent.client import AgentClient, Place
+from torch_ckpt.agent.client import AgentClient, Member
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.identity import RunId
 from torch_ckpt.agent.memory import agent_lock, free, open_folder, run_of, slot_path
@@ -64,15 +64,15 @@ class Served:
         self.agent = Agent(run_of(run), self.folder, AgentOptions(linger_s=SOON_S))
 
     def client(self, rank: int, session: bytes = b"s" * 16) -> AgentClient:
-        place = Place(run_of(self.run), session, rank, 2, 0, 1, [0, 1])
-        return AgentClient(self.run, place, AgentOptions(), timeout_s=ANSWER_S)
+        member = Member(run_of(self.run), session, rank, 2, 0, 1, [0, 1])
+        return AgentClient(self.run, member, AgentOptions(), timeout_s=ANSWER_S)
 
     def fill(self, rank: AgentClient, sequence: int) -> None:
         acquired = rank.acquire(sequence, NBYTES, 0.0)
         assert acquired is not None
         slot = _native.Slot.open(os.fsencode(acquired.path), True)
         table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
-        slot.begin(rank.place.header(sequence, sequence, persist=False), table, 0)
+        slot.begin(rank.member.header(sequence, sequence, persist=False), table, 0)
         slot.complete()
         rank.filled(acquired.path, sequence)
 
@@ -134,7 +134,7 @@ def receive_replica(served: Served, rank: AgentClient) -> Slow:
     at, token = rank.listen(["127.0.0.1"])
     rank.set_buddy(1, at, token, 1)
     with dial(at, token, 1) as connection:
-        fields = {"run": run_of(served.run).hex(), "session": rank.place.session.hex(), "node": 1}
+        fields = {"run": run_of(served.run).hex(), "session": rank.member.session.hex(), "node": 1}
         send(connection, Kind.REPLICA, sequence=0, slots=[[0, NBYTES]], keep=None, **fields)
         assert served.create.has_begun.wait(SOON_S)
     return served.create

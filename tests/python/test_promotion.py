@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from command import run_command
 from support.flips import flipped
+from waits import until
 
 from torch_ckpt import CheckpointError, Run, save
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
@@ -287,8 +288,7 @@ def test_training_goes_on_while_the_directory_of_the_run_is_full(
     for step in range(1, 6):
         assert run.save(step, _state(step))
         run.wait()
-        _wait_until_idle(run)
-        assert len(_steps(tmp_path / "local")) <= 2
+        until(lambda step=step: run.failures == step and len(_steps(tmp_path / "local")) <= 2)
     assert run.failures == 5
     assert _steps(small_disk / "run") == []
     warned = [each for each in caplog.records if "was not promoted" in each.getMessage()]
@@ -309,8 +309,10 @@ def test_a_failed_promotion_is_raised_by_the_next_save_by_default(
     filler = small_disk / "filler"
     filler.write_bytes(bytes(_free(small_disk) - (64 << 10)))
     run.save(1, _state(1))
-    _wait_until_idle(run)
-    with pytest.raises(CheckpointError, match=r"step 1 was not promoted to .*No space left"):
+    failed = r"step 1 was not promoted to .*No space left"
+    with pytest.raises(CheckpointError, match=failed):
+        run.wait(promoted=True)
+    with pytest.raises(CheckpointError, match=failed):
         run.save(2, _state(2))
     with pytest.raises(CheckpointError, match="step 1 was not promoted"):
         run.close()
@@ -342,7 +344,8 @@ def test_a_failed_promotion_of_a_discarded_step_is_not_raised(tmp_path: Path) ->
     (tmp_path / "run").rename(tmp_path / "gone")
     (tmp_path / "run").touch()
     run.save(2, _state(2))
-    _wait_until_idle(run)
+    with pytest.raises(CheckpointError, match="step 2 was not promoted"):
+        run.wait(promoted=True)
     (tmp_path / "run").unlink()
     (tmp_path / "gone").rename(tmp_path / "run")
     assert run.discard_after(1) == [2]
@@ -529,12 +532,3 @@ def test_numbers_and_directories_are_checked(tmp_path: Path) -> None:
 def _free(directory: Path) -> int:
     found = os.statvfs(directory)
     return found.f_bavail * found.f_bsize
-
-
-def _wait_until_idle(run: Run) -> None:
-    promotion = run._promotion
-    assert promotion is not None
-    deadline = time.monotonic() + 60
-    while promotion._is_busy:
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)

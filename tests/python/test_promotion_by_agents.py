@@ -135,16 +135,13 @@ def test_a_full_disk_is_reported_by_the_next_save_as_without_an_agent(
 ) -> None:
     run = Run(small_disk / "run", local=tmp_path / "local", asynchronous=True, agent=True)
     _save(run, 1)  # The disk has room for half of it.
-    promotion = run._promotion
-    assert promotion is not None
-    until(lambda: not promotion._is_busy)
     failed = r"step 1 was not promoted to .*No space left"
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=failed):
-            run.save(2, _state(2))
         with pytest.raises(StorageError, match=failed) as raised:
             run.wait(promoted=True)
         assert raised.value.errno == errno.ENOSPC
+        with pytest.raises(CheckpointError, match=failed):
+            run.save(2, _state(2))
     with pytest.raises(StorageError, match=failed):
         run.close()
     assert "this process promotes" not in caplog.text

@@ -103,8 +103,8 @@ def test_blocked_and_durable_time_leave_out_what_they_should() -> None:
     )
     assert (call.blocked_s, call.durable_s, call.seconds) == (3, 15, 15)
     assert (call.nbytes, call.rate) == (30e9, 2e9)
-    assert call.share("write") == 10 / 15
-    assert call.share("promote") is None
+    assert call.fraction("write") == 10 / 15
+    assert call.fraction("promote") is None
 
 
 def test_a_save_is_durable_only_if_it_was_committed_without_an_error() -> None:

@@ -56,15 +56,15 @@ LOADS = {
 WAYS = {**SAVES, **LOADS}
 """Name of a way -> its heading in the table. Loads are of what a save has written."""
 
-_TORCHS_OWN = {"safetensors": "only torch can store|the format does not support"}
+_TORCH_ONLY = {"safetensors": "only torch can store|the format does not support"}
 _OBJECT = {"safetensors": "the format supports only tensors"}
 REFUSED: dict[str, dict[str, str]] = {
     "strided shards of several boxes": {"stock": "AssertionError"},  # It loads other rows.
-    "wrapper subclass": _TORCHS_OWN,
-    "DTensor of a wrapper": _TORCHS_OWN | {"memory": "boxes that only torch can read"},
-    "torchao": _TORCHS_OWN,
-    "other subclass": _TORCHS_OWN,
-    "quantized": _TORCHS_OWN | {"process": "cannot call qscheme"},
+    "wrapper subclass": _TORCH_ONLY,
+    "DTensor of a wrapper": _TORCH_ONLY | {"memory": "boxes that only torch can read"},
+    "torchao": _TORCH_ONLY,
+    "other subclass": _TORCH_ONLY,
+    "quantized": _TORCH_ONLY | {"process": "cannot call qscheme"},
     "in an object": _OBJECT,
     "RankState": _OBJECT,
     "sparse": dict.fromkeys(SAVES, "x.w"),

@@ -18,7 +18,7 @@ def __getattr__(name: str) -> ModuleType:
         whole = torch.empty(2, 3, device="cpu")
         plain, sparse = whole[:, 1:], whole.to_sparse()
         kinds = [module.tensor_kind(tensor) for tensor in (plain, sparse)]
-        fits = kinds == [module.TensorKind.PLAIN, module.TensorKind.TORCHS_OWN]
+        fits = kinds == [module.TensorKind.PLAIN, module.TensorKind.TORCH_ONLY]
         reason = "" if fits else f"it reads wrong facts of a tensor: {kinds}"
     except (ImportError, RuntimeError) as error:
         reason = str(error)

@@ -28,7 +28,7 @@ MAX_LAG = 4
 After so many saves without a replica, the coordinator warns.
 """
 
-Report = tuple[str, list[Save], str] | None
+ReplicaReport = tuple[str, list[Save], str] | None
 """The host of a machine, the saves that its buddy has too, and why sends fail; else empty.
 
 ``None`` from all ranks but the first of the machine.
@@ -91,7 +91,7 @@ class Replication:
         self._replicated = -1  # Sequence of the newest save of this session that all buddies had.
         self._client, self._group, self._timeout_s = client, group, timeout_s
         self._is_active = self._is_reserved = False
-        self._is_first = client.place.is_first_here
+        self._is_first = client.member.is_first_here
 
     def begin(self, process_group: dist.ProcessGroup | None, options: AgentOptions) -> None:
         """Makes the agents of all machines replicate to their buddies, if the options say so.
@@ -100,17 +100,17 @@ class Replication:
         machine has no buddy: the coordinator warns of that. Raises ValueError if the failure
         domains are unsuitable, and StorageError if an agent cannot listen.
         """
-        client, group, place = self._client, self._group, self._client.place
+        client, group, member = self._client, self._group, self._client.member
 
         def own() -> tuple[int, _Machine | None]:
-            if not options.replicas or not self._is_first or place.node_count == 1:
+            if not options.replicas or not self._is_first or member.node_count == 1:
                 return options.replicas, None
             store = store_of(process_group or _get_default_group())()
             hosts = own_addresses(store)
             outer = [host for host in hosts if not is_loopback(host)]  # A buddy is elsewhere.
             at, token = client.listen(outer or hosts)
             domain = options.failure_domain or socket.gethostname()
-            return options.replicas, _Machine(place.node, node_id(), domain, at, token)
+            return options.replicas, _Machine(member.node, node_id(), domain, at, token)
 
         def agree(
             answers: list[tuple[int, _Machine | None]],
@@ -123,7 +123,7 @@ class Replication:
                 return None
             return machines, buddies([machine.domain for machine in machines])
 
-        if options.replicas and place.node_count == 1 and group.is_coordinator:
+        if options.replicas and member.node_count == 1 and group.is_coordinator:
             warnings.warn(
                 "saves are not replicated: AgentOptions(replicas=1) requires several machines, "
                 "and all ranks are on this one",
@@ -133,9 +133,9 @@ class Replication:
         self._is_active = found is not None
         if found is not None and self._is_first:
             machines, order = found
-            buddy = machines[order[place.node]]
+            buddy = machines[order[member.node]]
             at = reachable(buddy.at, buddy.machine)
-            client.set_buddy(buddy.node, at, buddy.token, order.index(place.node))
+            client.set_buddy(buddy.node, at, buddy.token, order.index(member.node))
 
     def reserve(self, slot_nbytes: Callable[[], int]) -> None:
         """Checks, once, that each machine has memory for replicas.
@@ -146,7 +146,7 @@ class Replication:
         if not self._is_active or self._is_reserved:
             return
         self._is_reserved = True
-        group, node = self._group, self._client.place.node
+        group, node = self._group, self._client.member.node
         by_node = group.decide(
             "measuring slots", lambda: (node, slot_nbytes()), _sums, timeout_s=self._timeout_s
         )
@@ -174,14 +174,14 @@ class Replication:
                 self.missing = f"saves have no replicas: {reason}"
                 warnings.warn(f"saving continues without replicas: {reason}", stacklevel=6)
 
-    def report(self) -> Report:
+    def report(self) -> ReplicaReport:
         """Returns this rank's part of the decision on ``keep``. Any rank may call it."""
         if not self._is_active or not self._is_first:
             return None
         saves, self.superseded, failure = self._client.replicated()
         return socket.gethostname(), saves, failure
 
-    def agreed(self, save: Save, reports: Sequence[Report]) -> Save | None:
+    def agreed(self, save: Save, reports: Sequence[ReplicaReport]) -> Save | None:
         """Returns the save to keep during a save, on the coordinator, from the reports of all."""
         if not self._is_active:
             return None

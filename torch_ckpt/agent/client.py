@@ -44,7 +44,7 @@ from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["AcquiredSlot", "AgentClient", "Place"]
+__all__ = ["AcquiredSlot", "AgentClient", "Member"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -87,8 +87,8 @@ _FIRST_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """The identity of a rank within a run.
+class Member:
+    """A rank of a run: the number of its machine, and the ranks that started together.
 
     Attributes:
         run: 16 bytes that identify the run.
@@ -153,7 +153,7 @@ class AgentClient:
     def __init__(
         self,
         run: str | os.PathLike[str],
-        place: Place,
+        member: Member,
         options: AgentOptions,
         *,
         timeout_s: float,
@@ -161,13 +161,13 @@ class AgentClient:
         may_start: bool = True,
         local: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.place = place
+        self.member = member
         self._local = local
         self._timeout_s = timeout_s
         self._run = name_of(run)  # Resolved now: the process may change its directory.
         self._is_first, self._may_start = is_first, may_start
         self._options = options
-        self.folder = (open_folder if may_start else folder_of)(place.run)
+        self.folder = (open_folder if may_start else folder_of)(member.run)
         self.is_lost = False
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # Where the child writes the error that ends it.
@@ -192,7 +192,7 @@ class AgentClient:
         Returns where it listens, and the secret token that the other must send. Raises StorageError
         if it cannot listen.
         """
-        answer = self._request(Kind.LISTEN, hosts=list(hosts), node=self.place.node)
+        answer = self._request(Kind.LISTEN, hosts=list(hosts), node=self.member.node)
         return [(host, port) for host, port in answer["at"]], answer["token"]
 
     def set_buddy(self, buddy: int, at: Sequence[tuple[str, int]], token: str, source: int) -> None:
@@ -248,11 +248,11 @@ class AgentClient:
         """Reports that this rank will fill no slot for a save; ignores a lost agent."""
         if self.is_lost:
             return
-        place = self.place
+        member = self.member
         with contextlib.suppress(OSError, CheckpointError):
             self._request(
                 Kind.ABORT,
-                **{"sequence": sequence, "node": place.node, "node_count": place.node_count},
+                **{"sequence": sequence, "node": member.node, "node_count": member.node_count},
                 destination=destination.encode(),
             )
 
@@ -300,7 +300,7 @@ class AgentClient:
     def clone(self, *, may_start: bool = True) -> AgentClient:
         """Returns another client of this rank, for another thread."""
         return AgentClient(
-            *(self._run, self.place, self._options),
+            *(self._run, self.member, self._options),
             timeout_s=self._timeout_s,
             is_first=False,
             may_start=may_start,
@@ -321,7 +321,7 @@ class AgentClient:
                 if self._connection is None:
                     self._connect()
                 assert self._connection is not None
-                return self._exchange(self._connection, kind, within_s, **fields)
+                return self._send_and_await(self._connection, kind, within_s, **fields)
             except OSError as error:
                 if isinstance(error, CheckpointError):
                     raise
@@ -338,7 +338,7 @@ class AgentClient:
     def _answer_s(self) -> float:
         return min(self._timeout_s, _ANSWER_S)
 
-    def _exchange(
+    def _send_and_await(
         self, connection: socket.socket, kind: Kind, within_s: float, **fields: Any
     ) -> Message:
         connection.settimeout(self._answer_s)
@@ -398,7 +398,7 @@ class AgentClient:
         waiting = self._waiting(lambda: f"an agent to start; see {self.folder / 'agent.log'}")
         for pause_s in waiting.rounds(poll_s=_START_POLL_S):
             if self._may_start:
-                open_folder(self.place.run)  # An ending agent removes the folder.
+                open_folder(self.member.run)  # An ending agent removes the folder.
             try:
                 self._connection = self._register(self._answer_s)
                 self.is_lost, self._crashes = False, 0
@@ -428,7 +428,7 @@ class AgentClient:
 
     def _waiting(self, awaited: Callable[[], str]) -> LongWait:
         """Returns the log of a wait. Of the ranks of a machine, the first one warns."""
-        return LongWait(awaited, is_named=self.place.is_first_here)
+        return LongWait(awaited, is_named=self.member.is_first_here)
 
     def _cannot_start(self, reason: object, number: int | None = None) -> StorageError:
         return self._unanswered(f"cannot start an agent for {self.folder}: {reason}", number)
@@ -460,7 +460,7 @@ class AgentClient:
         A ping only finds out whether the agent answers. It uses no directory, which may be slow.
         ``waiting`` is the log of the wait that sends the ping.
         """
-        place = self.place
+        member = self.member
         connection = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             connection.settimeout(max(within_s, _LEAST_S))
@@ -470,8 +470,8 @@ class AgentClient:
             send(
                 connection,
                 Kind.HELLO,
-                **{"run": place.run.hex(), "session": place.session.hex(), "rank": place.rank},
-                **{"ranks_here": list(place.ranks_here), "options": self._options.encode()},
+                **{"run": member.run.hex(), "session": member.session.hex(), "rank": member.rank},
+                **{"ranks_here": list(member.ranks_here), "options": self._options.encode()},
                 **({} if is_ping else self._identity()),
             )
             log = waiting or self._waiting(lambda: f"{self.name} to answer")
@@ -493,8 +493,8 @@ class AgentClient:
 
     def _identity(self) -> dict[str, Any]:
         """Returns the fields of ``HELLO`` on the run's orphans, and on its id if it has one."""
-        run_id = self.place.run_id
-        orphans = [(session.hex(), sequence) for session, sequence in self.place.orphans]
+        run_id = self.member.run_id
+        orphans = [(session.hex(), sequence) for session, sequence in self.member.orphans]
         if run_id is None:
             return {"orphans": orphans}
         fields: dict[str, Any] = {"orphans": orphans, "run_id": asdict(run_id)}
@@ -510,7 +510,7 @@ class AgentClient:
 
     def _start(self) -> None:
         package = os.fspath(Path(__file__).resolve().parents[2])
-        base = os.fspath(folder_of(self.place.run).parents[1])
+        base = os.fspath(folder_of(self.member.run).parents[1])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._read_errors()
         with contextlib.suppress(OSError):

@@ -180,7 +180,7 @@ def verify_replica(path: Path, part: int = 0, parts: int = 1) -> None:
     Raises CorruptionError, with the name of the file, if a block is damaged.
     """
     with memoryview(_native.Slot.open(os.fsencode(path), False)) as view:
-        for begin, end, expected in _share(_blocks(path, view), part, parts):
+        for begin, end, expected in _slice(_blocks(path, view), part, parts):
             if _native.xxh3(view[begin:end]) != expected:
                 raise CorruptionError(
                     f"cannot load replica {path}: the {end - begin} bytes at {begin} do not have "
@@ -188,7 +188,7 @@ def verify_replica(path: Path, part: int = 0, parts: int = 1) -> None:
                 )
 
 
-def _share(
+def _slice(
     blocks: list[tuple[int, int, int]], part: int, parts: int
 ) -> Iterable[tuple[int, int, int]]:
     return blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]

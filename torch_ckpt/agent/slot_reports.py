@@ -12,7 +12,7 @@ from torch_ckpt.agent.replica_files import whole_replicas
 __all__ = [
     "MachineSlots",
     "SlotReport",
-    "Source",
+    "SlotSource",
     "machine_slots",
     "orphans_among",
     "sources_of_whole_saves",
@@ -38,7 +38,7 @@ class MachineSlots:
 SlotReport = tuple[int, Sequence[MachineSlots]]
 """The present number of a machine, and its slots. Only its first rank reports them."""
 
-Source = tuple[int, MachineSlots]
+SlotSource = tuple[int, MachineSlots]
 """The present number of a machine, and slots in its memory."""
 
 
@@ -67,12 +67,12 @@ def orphans_among(slots: Iterable[MachineSlots]) -> list[Save]:
     return [save for save, found in nodes.items() if len(found) < counts[save]]
 
 
-def sources_of_whole_saves(reports: Iterable[SlotReport]) -> dict[Save, list[Source]]:
+def sources_of_whole_saves(reports: Iterable[SlotReport]) -> dict[Save, list[SlotSource]]:
     """Returns the saves of which all machines' slots exist, and where, in order of their nodes.
 
     Slots of the machine that filled them are preferred to replicas.
     """
-    found: dict[Save, dict[int, Source]] = {}
+    found: dict[Save, dict[int, SlotSource]] = {}
     for machine, report in reports:
         for slots in report:
             by_node = found.setdefault(slots.save, {})

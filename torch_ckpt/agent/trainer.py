@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.agent.buddies import Replication, Report
+from torch_ckpt.agent.buddies import ReplicaReport, Replication
 from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.copies import AgentCopy
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.failed_saves import FailedSaves
 from torch_ckpt.agent.identity import RunId, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
+from torch_ckpt.agent.member import find_member
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
@@ -36,11 +37,10 @@ from torch_ckpt.agent.memory import (
     slot_path,
 )
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.places import find_place
 from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.agent.slot_reports import (
     SlotReport,
-    Source,
+    SlotSource,
     machine_slots,
     sources_of_whole_saves,
 )
@@ -163,18 +163,18 @@ class SnapshotAgent:
         directory = Location(run).resolved() if has_directory else None
         run = name_of(run)  # Once: a link in the path may move.
         self._shared = None if local is None else Location(run)
-        self._place = find_place(run, self._group, timeout_s, directory)
+        self._member = find_member(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
-        self._client = AgentClient(run, self._place, options, timeout_s=timeout_s, local=local)
+        self._client = AgentClient(run, self._member, options, timeout_s=timeout_s, local=local)
         self._replication = Replication(self._client, self._stages, timeout_s)
         self._replication.begin(process_group, options)
-        if self._place.is_first_here:
+        if self._member.is_first_here:
             self._warn_of_former(run)
         self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # Inode and mapped slot by path.
         self._share = MachineShare(
-            *(self._client.folder, self._place.run, self._place.rank, self._place.node),
+            *(self._client.folder, self._member.run, self._member.rank, self._member.node),
             options.check_replicas,
         )
         self._devices = _native.Devices()
@@ -191,7 +191,7 @@ class SnapshotAgent:
     @property
     def ranks_here(self) -> Sequence[int]:
         """The ranks of this machine."""
-        return self._place.ranks_here
+        return self._member.ranks_here
 
     @property
     def superseded(self) -> int:
@@ -216,7 +216,7 @@ class SnapshotAgent:
             _native.slot_nbytes(len(contents.table("", sync=True)), contents.nbytes)
         )
         for number in range(SLOTS_PER_RANK):
-            slot = self._slot(slot_path(self._client.folder, self._place.rank, number))
+            slot = self._slot(slot_path(self._client.folder, self._member.rank, number))
             slot.pin_for(contents.batch, self._devices)
 
     def stage(
@@ -264,7 +264,7 @@ class SnapshotAgent:
         with self._staging.use("stage a snapshot", self.timeout_s), gc_paused():
             sequence, self._sequence = self._sequence, self._sequence + 1
             self._newest = None
-            header = self._place.header(sequence, step, persist=persist)
+            header = self._member.header(sequence, step, persist=persist)
             try:
                 filled = self._fill(header, list_items, sync=sync)
             except BaseException:
@@ -273,7 +273,7 @@ class SnapshotAgent:
                 raise
             assert target is not None
             if filled is None:
-                if self._place.node_count > 1:  # Other machines may not have skipped.
+                if self._member.node_count > 1:  # Other machines may not have skipped.
                     self._client.abort(sequence, target)
                 return None
             self._newest = filled
@@ -330,11 +330,13 @@ class SnapshotAgent:
         found: list[tuple[Destination, SlotContents]] = []
         replication = self._replication
 
-        def list_and_answer() -> tuple[Answer, Report]:
+        def list_and_answer() -> tuple[Answer, ReplicaReport]:
             found.append(list_items())
             return self._share.answer(found[0][1], save), replication.report()
 
-        def decide_both(answers: list[tuple[Answer, Report]]) -> tuple[Decision, Save | None]:
+        def decide_both(
+            answers: list[tuple[Answer, ReplicaReport]],
+        ) -> tuple[Decision, Save | None]:
             keep = replication.agreed(save, [report for _, report in answers])
             return decided([answer for answer, _ in answers]), keep
 
@@ -377,7 +379,7 @@ class SnapshotAgent:
             StorageError: The agent does not answer, if ``may_be_committed`` is true. It may still
                 commit the save, and so may an agent that is started later.
         """
-        sequence, is_joint = staged.header.sequence, self._place.node_count > 1
+        sequence, is_joint = staged.header.sequence, self._member.node_count > 1
 
         def pass_on() -> None:
             failure = self._failed.received(sequence) if is_joint else None
@@ -432,7 +434,7 @@ class SnapshotAgent:
             return None
         if persist:
             phases.begin("persisting")
-            awaited, named = self._client.to_commit(staged.directory), self._place.is_first_here
+            awaited, named = self._client.to_commit(staged.directory), self._member.is_first_here
             work = self._waiting, self._persist, staged, phases
             return submitted(*work, awaited=awaited, is_named=named)
         future: Future[None] = Future()
@@ -442,7 +444,7 @@ class SnapshotAgent:
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
         """Waits until the agent has committed a save. The first rank logs it."""
         self.persist(staged)
-        ranks = self._place.world_size
+        ranks = self._member.world_size
         if not (self._group.is_coordinator and is_first(ranks) and _LOG.isEnabledFor(logging.INFO)):
             return
         with contextlib.suppress(CheckpointError):  # The save succeeded, readable or not.
@@ -478,7 +480,7 @@ class SnapshotAgent:
             RankTimeoutError: A rank was late or gone.
         """
 
-        def choose(reports: list[SlotReport]) -> list[Source] | None:
+        def choose(reports: list[SlotReport]) -> list[SlotSource] | None:
             whole = sources_of_whole_saves(reports)
             saves = [s for s, sources in whole.items() if step in (None, sources[0][1].step)]
             return whole[max(saves)] if saves else None
@@ -488,25 +490,25 @@ class SnapshotAgent:
         )
         if sources is None:
             return None
-        place, folder = self._place, self._client.folder
-        here = [slots for node, slots in sources if node == place.node]
+        member, folder = self._member, self._client.folder
+        here = [slots for node, slots in sources if node == member.node]
         paths = [folder / name for slots in here for name in slots.names]
 
         def tables() -> list[SlotTable]:
-            return [SlotTable.read(path) for path in paths] if place.is_first_here else []
+            return [SlotTable.read(path) for path in paths] if member.is_first_here else []
 
         others = None
-        if place.node_count > 1:
+        if member.node_count > 1:
             others = self._group.decide(
                 "sending the tables of slots",
                 tables,
                 lambda found: merged_index(chain.from_iterable(found)),
                 timeout_s=self.timeout_s,
             )
-        own = f"rank-{place.rank}."
+        own = f"rank-{member.rank}."
         paths.sort(key=lambda path: not path.name.startswith(own))  # A stable order.
         replicas = [folder / name for slots in here if slots.is_replica for name in slots.names]
-        part = place.ranks_here.index(place.rank), len(place.ranks_here)
+        part = member.ranks_here.index(member.rank), len(member.ranks_here)
         first = sources[0][1]
         self._replication.keep = first.save
         return MemoryCheckpoint(first.save, first.step, folder, paths, replicas, part, others)
@@ -516,24 +518,24 @@ class SnapshotAgent:
 
         Any rank may call this method alone.
         """
-        found = complete_slots(self._client.folder, self._place.run)
+        found = complete_slots(self._client.folder, self._member.run)
         return any(header.step == step for header, _ in found)
 
     def slot_report(self) -> SlotReport:
         """Returns what this machine holds in memory, on its first rank; nothing on the others."""
-        if not self._place.is_first_here or self._former_run() is not None:
-            return self._place.node, []
-        return self._place.node, machine_slots(self._client.folder, self._place.run)
+        if not self._member.is_first_here or self._former_run() is not None:
+            return self._member.node, []
+        return self._member.node, machine_slots(self._client.folder, self._member.run)
 
     def _former_run(self) -> RunId | None:
         """Returns the other run that the memory is of, until the first save frees it."""
-        own, found = self._place.run_id, id_in_memory(self._client.folder)
+        own, found = self._member.run_id, id_in_memory(self._client.folder)
         return found if own is not None and found is not None and found.id != own.id else None
 
     def _warn_of_former(self, run: str) -> None:
         """Logs that the memory of this machine is of another run, and is not restored."""
-        former, own = self._former_run(), self._place.run_id
-        found = complete_slots(self._client.folder, self._place.run)
+        former, own = self._former_run(), self._member.run_id
+        found = complete_slots(self._client.folder, self._member.run)
         steps = sorted({header.step for header, _ in found})
         if former is None or own is None or not steps:
             return

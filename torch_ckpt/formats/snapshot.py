@@ -27,7 +27,7 @@ from torch_ckpt.formats.pickles import ForbiddenPickleError
 __all__ = ["SlotTable", "merged_index", "open_snapshot"]
 
 _Region = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and sizes of a box.
-_Place = tuple[_native.StoredSnapshot, int]  # Snapshot and number of the item.
+_SlotItem = tuple[_native.StoredSnapshot, int]  # Snapshot and number of the item.
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,19 @@ class _Objects:
 
     def __init__(self, trust_pickle: bool) -> None:
         self._trust_pickle = trust_pickle
-        self._places: dict[str, list[_Place]] = {}
+        self._items: dict[str, list[_SlotItem]] = {}
 
-    def add(self, fqn: str, place: _Place) -> None:
-        self._places.setdefault(fqn, []).append(place)
+    def add(self, fqn: str, item: _SlotItem) -> None:
+        self._items.setdefault(fqn, []).append(item)
 
     def value(self, fqn: str) -> object:
-        places = self._places[fqn]
-        if len(places) > 1:
+        items = self._items[fqn]
+        if len(items) > 1:
             raise UnsupportedError(
-                f"cannot load {fqn!r} from memory: it has {len(places)} boxes that only torch can "
+                f"cannot load {fqn!r} from memory: it has {len(items)} boxes that only torch can "
                 "read"
             )
-        snapshot, number = places[0]
+        snapshot, number = items[0]
         stream = io.BytesIO(snapshot.object_bytes(number))
         try:
             return load_object(stream, trust_pickle=self._trust_pickle)

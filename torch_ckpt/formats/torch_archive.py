@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-__all__ = ["ArchiveLayout", "PendingTensor", "Record", "lay_out"]
+__all__ = ["ArchiveLayout", "ArchiveRecord", "PendingTensor", "lay_out"]
 
 _ALIGNMENT = 64
 _LIMIT = 0xFFFFFFFF  # Larger numbers need the fields of zip64.
@@ -48,7 +48,7 @@ class PendingTensor:
 
 
 @dataclass
-class Record:
+class ArchiveRecord:
     """A record of the archive.
 
     The content is bytes, a storage, or the tensor whose elements it will have. The writer sets the
@@ -111,7 +111,7 @@ class Record:
 class ArchiveLayout:
     """The records of a file in the order of their offsets, and its length."""
 
-    records: list[Record]
+    records: list[ArchiveRecord]
     directory_offset: int = field(init=False, default=0)
     nbytes: int = field(init=False, default=0)
 
@@ -122,7 +122,7 @@ class ArchiveLayout:
         self.directory_offset = end
         self.nbytes = end + len(self.directory())
 
-    def pending(self) -> list[tuple[Record, PendingTensor]]:
+    def pending(self) -> list[tuple[ArchiveRecord, PendingTensor]]:
         """Returns the records whose elements are still to be written."""
         return [
             (record, record.content)
@@ -130,7 +130,7 @@ class ArchiveLayout:
             if isinstance(record.content, PendingTensor)
         ]
 
-    def storages(self) -> list[tuple[Record, UntypedStorage]]:
+    def storages(self) -> list[tuple[ArchiveRecord, UntypedStorage]]:
         """Returns the records of storages, whose elements are still to be written."""
         return [
             (record, record.content)
@@ -193,15 +193,15 @@ def lay_out(value: Any, *, refers: bool = False) -> ArchiveLayout:
         if isinstance(content, bytes):
             records.append(_known(path, content))
         elif isinstance(content, UntypedStorage):
-            records.append(Record(path, content.nbytes(), content))
+            records.append(ArchiveRecord(path, content.nbytes(), content))
         else:
-            records.append(Record(path, content.nbytes, content))
+            records.append(ArchiveRecord(path, content.nbytes, content))
     records.append(_known("archive/version", b"3\n"))
     return ArchiveLayout(records)
 
 
-def _known(path: str, content: bytes) -> Record:
-    return Record(path, len(content), content, crc=zlib.crc32(content))
+def _known(path: str, content: bytes) -> ArchiveRecord:
+    return ArchiveRecord(path, len(content), content, crc=zlib.crc32(content))
 
 
 @dataclass(frozen=True)

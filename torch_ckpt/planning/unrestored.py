@@ -206,8 +206,8 @@ def _grouped(names: Sequence[str], requested: Iterable[str]) -> list[str]:
     out: dict[str, None] = {}
     for name in names:
         head = _head(name)
-        is_alone = head in kept or counts[head] == 1
-        out[name if is_alone else f"{head} ({counts[head]} values)"] = None
+        is_single = head in kept or counts[head] == 1
+        out[name if is_single else f"{head} ({counts[head]} values)"] = None
     return list(out)
 
 

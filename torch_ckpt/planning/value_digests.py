@@ -80,7 +80,7 @@ def has_memory(source: Any) -> bool:
     """Returns whether a value can be read: not if another rank alone has staged the tensor."""
     if not isinstance(source, torch.Tensor) or not source.numel():
         return True
-    if _tensor_view.tensor_kind(source) == _tensor_view.TensorKind.TORCHS_OWN:
+    if _tensor_view.tensor_kind(source) == _tensor_view.TensorKind.TORCH_ONLY:
         return True
     return _tensor_view.extent(source)[2] <= source.untyped_storage().nbytes()
 

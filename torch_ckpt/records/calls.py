@@ -191,8 +191,8 @@ class Call:
         """Returns what each rank did in a phase, in the order of ranks."""
         return list(self.parts.get(phase, {}).values())
 
-    def share(self, phase: str) -> float | None:
-        """Returns the share of the whole that a phase took on its slowest rank.
+    def fraction(self, phase: str) -> float | None:
+        """Returns the fraction of the whole time that a phase took on its slowest rank.
 
         It is ``None`` if the phase began when the call had ended.
         """

@@ -15,7 +15,7 @@ MIN_S = 0.05
 """What costs less is left out: the scheduler of a busy machine can delay a process by as much."""
 
 MIN_SHARE = 0.05
-"""What costs a smaller share of the call is left out: mending it would change little."""
+"""What costs a smaller fraction of the call is left out: mending it would change little."""
 
 MUCH_SLOWER = 2.0
 """A rank stands out from this factor on. Ranks that share a sound disk can differ by less."""
@@ -171,13 +171,13 @@ def _exchanged(call: Call) -> _Finding | None:
     parts = call.parts.get("read")
     if parts is None:
         return None
-    share = call.share("read") or 0.0
+    fraction = call.fraction("read") or 0.0
     seconds = max(part.seconds for part in parts.values())
     waited = min(part.waited_for_ranks or 0.0 for part in parts.values())
-    if share < MOSTLY or waited < max(MOSTLY * seconds, MIN_S):
+    if fraction < MOSTLY or waited < max(MOSTLY * seconds, MIN_S):
         return None
     who = "all ranks" if len(parts) > 1 else _who(list(parts), call)
-    text = f"{gerund('read')} took {percent(share)} of the {call.kind}"
+    text = f"{gerund('read')} took {percent(fraction)} of the {call.kind}"
     return _Finding(waited, f"{text}: {who} waited for bytes from other ranks")
 
 
@@ -265,9 +265,9 @@ def _phase_text(call: Call, phase: str, slow: list[int], others: list[int]) -> s
     who, they = _who(slow, call), _others(len(others))
     took, usual = (seconds_text(median(p.own_seconds for p in some)) for some in (theirs, rest))
     rate, usual_rate = _median_rate(theirs), _median_rate(rest)
-    if phase in _TOGETHER and (_share(theirs, "waited") or 0) >= MOSTLY:
+    if phase in _TOGETHER and (_fraction(theirs, "waited") or 0) >= MOSTLY:
         return f"{who} waited for storage while {gerund(phase)}, which took {took}"
-    if _share(rest, "waited_for_ranks"):
+    if _fraction(rest, "waited_for_ranks"):
         it = "it" if len(slow) == 1 else "them"
         text = f"{who} took {took} for {gerund(phase)}, {they} {usual} and then waited for {it}"
     elif phase not in _DID or rate is None or usual_rate is None:
@@ -289,8 +289,8 @@ def _median_rate(parts: list[Part]) -> float | None:
     return median(rates) if rates else None
 
 
-def _share(parts: list[Part], waited: str) -> float | None:
-    """Returns the share of the time in which ranks only waited, if it is known.
+def _fraction(parts: list[Part], waited: str) -> float | None:
+    """Returns the fraction of the time in which ranks only waited, if it is known.
 
     ``waited`` is the attribute of a part: ``"waited"`` for storage, or ``"waited_for_ranks"``.
     """
@@ -300,13 +300,13 @@ def _share(parts: list[Part], waited: str) -> float | None:
 
 
 def _waiting(parts: list[Part]) -> str:
-    share = _share(parts, "waited")
+    fraction = _fraction(parts, "waited")
     it = "it" if len(parts) == 1 else "they"
-    if share is None:
+    if fraction is None:
         return ""
-    if share <= HARDLY:
+    if fraction <= HARDLY:
         return f"; {it} did not wait for storage"
-    return f"; {it} waited for storage {percent(share)} of that time"
+    return f"; {it} waited for storage {percent(fraction)} of that time"
 
 
 def _requests(parts: list[Part]) -> str:
@@ -329,14 +329,14 @@ def _same_for_all(call: Call) -> str:
     longest = max(phases, key=lambda phase: max(part.seconds for part in call.of(phase)))
     parts = call.of(longest)
     seconds = max(part.seconds for part in parts)
-    share = call.share(longest) or 0.0
-    part = f"{percent(share)} of the {call.kind}"
+    fraction = call.fraction(longest) or 0.0
+    part = f"{percent(fraction)} of the {call.kind}"
     # The bytes that ranks sent each other are not those that storage gave.
-    is_exchanged = bool(_share(parts, "waited_for_ranks"))
+    is_exchanged = bool(_fraction(parts, "waited_for_ranks"))
     nbytes = 0 if is_exchanged else sum(each.nbytes or 0 for each in parts)
     rate = rate_text(nbytes / seconds) if nbytes and seconds else None
-    waited = _share(parts, "waited")
-    if share >= MOSTLY and waited is not None and waited >= MOSTLY and seconds >= MIN_S:
+    waited = _fraction(parts, "waited")
+    if fraction >= MOSTLY and waited is not None and waited >= MOSTLY and seconds >= MIN_S:
         who = "all ranks" if len(parts) > 1 else _who(list(call.parts[longest]), call)
         text = f"{gerund(longest)} took {part}: {who} waited for storage"
         if rate is not None:

@@ -64,7 +64,7 @@ def _phases(call: Call) -> list[dict[str, Any]]:
                 "max_s": max(seconds),
                 "slowest_rank": slowest,
                 "slowest_host": parts[slowest].host,
-                "share": call.share(phase),
+                "share": call.fraction(phase),
                 "bytes": sum(part.nbytes or 0 for part in parts.values()),
             }
         )

@@ -76,7 +76,7 @@ def promotion_for(
             on_failure=on_failure,
             most=most,
             commits=group.is_coordinator,
-            is_alone=not places.are_several,
+            are_several=places.are_several,
             run_id=run_id,
         )
         promotion.begin(whole)  # It starts when the run is complete.

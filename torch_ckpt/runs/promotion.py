@@ -86,9 +86,10 @@ class Promotion:
     step is removed if ``keep`` newer ones are there, and the step is promoted or not to be
     retained. So the last whole copy of a retained step is never removed.
 
-    If the ranks save at several places, the first rank at each has a promotion of the files there.
-    The coordinator's commits when all files have arrived, and chooses the steps for all: the next
-    one that is saved when no promotion is in progress, and those that have waited.
+    If the ranks save at several places (``are_several``), the first rank at each has a promotion of
+    the files there. The coordinator's commits when all files have arrived, and chooses the steps
+    for all: the next one that is saved when no promotion is in progress, and those that have
+    waited.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` returns why.
@@ -111,18 +112,18 @@ class Promotion:
         on_failure: OnFailure,
         most: int,
         commits: bool = True,
-        is_alone: bool = True,
+        are_several: bool = False,
         run_id: str | None = None,
     ) -> None:
         self._local, self._run, self._retention = local, run, retention
         self._run_id = run_id
-        self._commits, self._is_alone = commits, is_alone
+        self._commits, self._are_several = commits, are_several
         self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
         self._on_failure, self._most = on_failure, most
         self._open_copy: Callable[..., CheckpointCopy] = CheckpointCopy
         self._recorder: Recorder | None = None
         self._changed = threading.Condition()
-        self._steps = PromotionSteps(retention, self._local_value, is_alone=is_alone)
+        self._steps = PromotionSteps(retention, self._local_value, are_several=are_several)
         self._is_requested = False
         self._is_ended = False
         self._thread: threading.Thread | None = None
@@ -171,7 +172,7 @@ class Promotion:
         ``open_copy`` returns the copy of a step, with the arguments of :class:`CheckpointCopy`.
         """
         self._open_copy, self._recorder = open_copy, recorder
-        if self._is_alone and committed_steps(self._local.directory):
+        if not self._are_several and committed_steps(self._local.directory):
             self._request()
 
     def choice(self, saving: int | None = None, *, may_choose: bool = True) -> Choice:
@@ -222,7 +223,7 @@ class Promotion:
 
     def not_saved(self, step: int) -> None:
         """Passes over a step whose save has failed: perhaps it is committed at some places only."""
-        if not self._is_alone:
+        if self._are_several:
             with self._changed:
                 self._steps.pass_over([step])
 
@@ -449,7 +450,7 @@ class Promotion:
                 "which other machines copy"
             )
         )
-        while not self._is_alone and (missing := copy.missing_files()):
+        while self._are_several and (missing := copy.missing_files()):
             others.log()
             self._check_goes_on(attempt, _POLL_S)
         copy.copy_small_files(SMALL_FILES)

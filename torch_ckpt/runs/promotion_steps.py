@@ -61,17 +61,17 @@ class PromotionSteps:
     """The steps of a run in its two directories, and which of them are promoted or may be removed.
 
     ``retention`` says which steps the run retains, and ``value_of`` returns the metric of a local
-    step. If the ranks save at several places, the coordinator chooses the steps to promote.
-    ``local`` are always the committed steps in the local directory, the newest first.
+    step. If the ranks save at several places (``are_several``), the coordinator chooses the steps
+    to promote. ``local`` are always the committed steps in the local directory, the newest first.
 
     ``skipped`` is the number of steps that were not promoted, because newer ones had arrived. Not
     thread-safe.
     """
 
     def __init__(
-        self, retention: Retention, value_of: Callable[[int], float], *, is_alone: bool
+        self, retention: Retention, value_of: Callable[[int], float], *, are_several: bool
     ) -> None:
-        self._retention, self._value_of, self._is_alone = retention, value_of, is_alone
+        self._retention, self._value_of, self._are_several = retention, value_of, are_several
         self._steps: dict[int, _Step] = {}
         self._saved: int | None = None  # The last step that this process has saved.
         self._in_save: int | None = None  # Its small files may follow the commit.
@@ -93,7 +93,7 @@ class PromotionSteps:
         self._in_save, self._is_chosen = step, step in chosen
         if self._saved is not None:
             self._saved = min(self._saved, step - 1)
-        if chosen and not self._is_alone:
+        if chosen and self._are_several:
             for each in self._steps.values():
                 if each.state in _TO_PROMOTE:
                     each.state = _State.UNCHOSEN
@@ -117,7 +117,7 @@ class PromotionSteps:
 
     def promoted(self, step: int) -> None:
         self._of(step).state, self._of(step).is_in_run = _State.PROMOTED, True
-        if not self._is_alone:
+        if self._are_several:
             self._unreported.add(step)
 
     def reported(self, committed: Iterable[int]) -> None:
@@ -153,7 +153,7 @@ class PromotionSteps:
         retained = self._retained(local)
         for step in local:
             if step != self._in_save and self._of(step).state is _State.WAITS:
-                if step in retained or not self._is_alone:
+                if step in retained or self._are_several:
                     return step
                 self._skip(step)
         return None
@@ -161,7 +161,7 @@ class PromotionSteps:
     def choice(self, local: Sequence[int], saving: int | None, *, may_choose: bool) -> Choice:
         """Returns the choice of the coordinator, who may be about to save a step."""
         own = [] if saving is None else [saving]
-        if self._is_alone:
+        if not self._are_several:
             return Choice(own)
         committed = sorted(self._unreported)
         if not may_choose:
@@ -176,7 +176,7 @@ class PromotionSteps:
         Other places promote those that were chosen, whether the run still retains them or not.
         """
         retained = self._retained(local)
-        chosen: frozenset[_State] = frozenset() if self._is_alone else _TO_PROMOTE
+        chosen: frozenset[_State] = _TO_PROMOTE if self._are_several else frozenset()
         return {s for s in local if s in retained or self._of(s).state in chosen}
 
     def removable(
@@ -215,7 +215,7 @@ class PromotionSteps:
         return self._of(step).state in _ENDED
 
     def _of(self, step: int) -> _Step:
-        first = _State.WAITS if self._is_alone else _State.UNCHOSEN
+        first = _State.UNCHOSEN if self._are_several else _State.WAITS
         return self._steps.setdefault(step, _Step(first))
 
     def _skip(self, step: int) -> None:

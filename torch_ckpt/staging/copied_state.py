@@ -180,7 +180,7 @@ class CopiedState(StateDictStager):
             return self._deferred_wrapper(x, memo)
         if isinstance(x, ShardedTensor):
             return self._deferred_shards(x, memo)
-        if x.is_nested or _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN:
+        if x.is_nested or _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCH_ONLY:
             return full_copy(x)
         if x.is_conj() or x.is_neg():
             return to_plain(x)
@@ -295,8 +295,8 @@ def _wrapper_like(x: Any, inner: dict[str, torch.Tensor], context: Any) -> torch
 
 def _is_plain(x: torch.Tensor) -> bool:
     """Returns whether the tensor's memory has its values, and nothing else describes them."""
-    is_torchs_own = _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCHS_OWN
-    return not (is_torchs_own or x.is_nested or x.is_conj() or x.is_neg())
+    is_torch_only = _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCH_ONLY
+    return not (is_torch_only or x.is_nested or x.is_conj() or x.is_neg())
 
 
 def _like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -361,7 +361,7 @@ def _before_transforms(
     if not transforms.extensions:
         return stream.start
     untransformed: Any = AppendedStream(lambda _: (0, 0))
-    if _tensor_view.tensor_kind(data) == _tensor_view.TensorKind.TORCHS_OWN:
+    if _tensor_view.tensor_kind(data) == _tensor_view.TensorKind.TORCH_ONLY:
         torch.save(data, untransformed)
     start: Buffer = untransformed.start
     return start

@@ -40,7 +40,7 @@ from torch_ckpt.storage.load_source import (
 
 __all__ = ["Load"]
 
-_TORCHS_OWN = _tensor_view.TensorKind.TORCHS_OWN
+_TORCH_ONLY = _tensor_view.TensorKind.TORCH_ONLY
 
 _CHUNK_NBYTES = 4 << 20
 """Bytes that a stream transform reverses at a time."""
@@ -336,7 +336,7 @@ class _LoadByItem:
             if target.size() != item.lengths:
                 raise _shape_mismatch(item, target, item.lengths)
             is_loadable = _tensor_view.is_loadable(target)
-            if not is_loadable and _tensor_view.tensor_kind(target) == _TORCHS_OWN:
+            if not is_loadable and _tensor_view.tensor_kind(target) == _TORCH_ONLY:
                 # A subclass may write to any memory in copy_, so its batch has no other tensor.
                 if skip_conflicts:
                     postponed.append(tensor)

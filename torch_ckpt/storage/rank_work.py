@@ -184,7 +184,7 @@ def _in_columns(
         if not may_resize:
             check_shard(item, tensor)
         kind = _tensor_view.tensor_kind(tensor)
-        if transforms.extensions or kind == _tensor_view.TensorKind.TORCHS_OWN:
+        if transforms.extensions or kind == _tensor_view.TensorKind.TORCH_ONLY:
             table.add_object(_name(item), 0)
             add(item, None, None)
             continue
@@ -211,8 +211,8 @@ def _check_cut(item: CutItem, planner: SavePlanner) -> WriteItem | None:
     the rank of the first rows writes the whole tensor, and the other ranks write nothing.
     """
     tensor = _resolved(planner, item)  # A meta tensor, whose values other ranks have, is not cut.
-    is_torchs_own = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCHS_OWN
-    if not is_torchs_own and tensor.size() == item.piece.whole.sizes:
+    is_torch_only = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCH_ONLY
+    if not is_torch_only and tensor.size() == item.piece.whole.sizes:
         return item
     return item.whole if item.first_row == 0 else None
 

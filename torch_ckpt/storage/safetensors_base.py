@@ -154,7 +154,7 @@ def _may_be_equal(stored: StoredValues, item: WriteItem, tensor: torch.Tensor) -
         and entry.size == data.size
         and entry.properties.dtype == data.properties.dtype == tensor.dtype
         and tensor.size() == data.chunk.sizes
-        and _tensor_view.tensor_kind(tensor) != _tensor_view.TensorKind.TORCHS_OWN
+        and _tensor_view.tensor_kind(tensor) != _tensor_view.TensorKind.TORCH_ONLY
         and has_memory(tensor)  # Not if another rank alone has staged it.
     )
 

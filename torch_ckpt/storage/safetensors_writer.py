@@ -458,7 +458,7 @@ class _PieceWriter:
         fqn, data = item.index.fqn, item.tensor_data
         assert data is not None
         kind = _tensor_view.tensor_kind(tensor)
-        if kind == _tensor_view.TensorKind.TORCHS_OWN:
+        if kind == _tensor_view.TensorKind.TORCH_ONLY:
             raise UnsupportedError(
                 f"cannot store {fqn!r} as safetensors: only torch can store "
                 f"{type(tensor).__name__} of {tensor.dtype}"

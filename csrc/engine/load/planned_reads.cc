@@ -87,7 +87,7 @@ Result<PlannedReads::Requests> PlannedReads::requests(const TensorBatch& batch,
     const auto item = static_cast<size_t>(read.item);
     const TensorView& view = batch.views[item];
     const std::optional<DType> dtype = engine_dtype(read);
-    if (!dtype || batch.kinds[item] == TensorKind::kTorchsOwn || is_shared[item] ||
+    if (!dtype || batch.kinds[item] == TensorKind::kTorchOnly || is_shared[item] ||
         view.sizes != to_dims(items().box(read.item).sizes)) {
       out.left.push_back(i);
       continue;

@@ -19,7 +19,7 @@ Result<PlannedFile> PlannedFile::make(Work work, const TensorBatch& batch) {
   std::vector<SliceNbytes> slices;
   for (int64_t at = 0; at < file.work_.size(); ++at) {
     const TensorKind kind = batch.kinds[static_cast<size_t>(at)];
-    if (kind == TensorKind::kTorchsOwn) {
+    if (kind == TensorKind::kTorchOnly) {
       file.own_.push_back(at);
       continue;
     }

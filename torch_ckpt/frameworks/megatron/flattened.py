@@ -52,7 +52,7 @@ _SHAPE = "nd_reformulated_orig_global_shape"
 _MAX_NDIM = 64  # csrc/plan/item.h
 _DIRECTORY_NBYTES = 4 << 10  # More than the directory of an archive with one tensor.
 
-_Place = tuple[int, int, int]  # File number, offset and length of an archive.
+_Extent = tuple[int, int, int]  # File number, offset and length of an archive.
 
 
 def _flattened_shapes(metadata: Metadata) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def open_flattened(directory: Location, metadata: Metadata, pickled: bytes) -> O
             placed: list[_native.IndexBox] = [*boxes]
             if properties is not None and fqn not in errors:
                 dtype = getattr(torch, properties[0])
-                ranges = [(payloads[at], [*group]) for at, group in groupby(boxes, _place)]
+                ranges = [(payloads[at], [*group]) for at, group in groupby(boxes, _extent_of)]
                 of_range = (_placed(fqn, dtype, *r, fqn in flattened) for r in ranges)
                 try:
                     placed = [*chain.from_iterable(of_range)]
@@ -189,7 +189,7 @@ class _Payload(NamedTuple):
     record: tuple[int, int, int]  # Offset, length and CRC-32.
 
 
-def _place(box: _native.IndexBox) -> _Place:
+def _extent_of(box: _native.IndexBox) -> _Extent:
     return box[2], box[3], box[4]
 
 
@@ -227,25 +227,25 @@ def _payloads(
     names: Sequence[str],
     entries: Sequence[_native.IndexEntry],
     missing: Collection[int],
-) -> dict[_Place, _Payload | str]:
+) -> dict[_Extent, _Payload | str]:
     """Reads the headers of all archives of tensors, each file in ascending order."""
-    places: defaultdict[int, set[_Place]] = defaultdict(set)
+    extents: defaultdict[int, set[_Extent]] = defaultdict(set)
     for _, properties, boxes in entries:
         for box in boxes if properties is not None else ():
             if box[2] not in missing:
-                places[box[2]].add(_place(box))
+                extents[box[2]].add(_extent_of(box))
 
-    def read(number: int) -> list[tuple[_Place, _Payload | str]]:
+    def read(number: int) -> list[tuple[_Extent, _Payload | str]]:
         with (directory / names[number]).open() as file:
-            return [(place, _payload(file, place)) for place in sorted(places[number])]
+            return [(extent, _payload(file, extent)) for extent in sorted(extents[number])]
 
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        return dict(chain.from_iterable(pool.map(read, places)))
+        return dict(chain.from_iterable(pool.map(read, extents)))
 
 
-def _payload(file: Any, place: _Place) -> _Payload | str:
+def _payload(file: Any, extent: _Extent) -> _Payload | str:
     """Returns the payload of an archive, or why there is none that the engine can read."""
-    _, begin, nbytes = place
+    _, begin, nbytes = extent
     try:
         archive: Any = _create_file_view(file, begin, nbytes)
         tensor: Any = load_object(archive, map_location="meta")

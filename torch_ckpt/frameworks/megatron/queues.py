@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt.coordination.background import SaveFuture
 
-__all__ = ["QueuedSave", "async_modules", "or_megatrons_own", "poll_threads"]
+__all__ = ["QueuedSave", "async_modules", "poll_threads", "with_megatron_queue"]
 
 
 class QueuedSave:
@@ -34,7 +34,7 @@ def async_modules(async_strategy: str) -> dict[str, Any]:
     """Returns the classes of a queue, as Megatron's ``get_async_strategy`` does."""
     find = getattr(torch_dist, "get_async_strategy", None)
     if find is not None:
-        return cast(dict[str, Any], or_megatrons_own(find)(async_strategy)[1])
+        return cast(dict[str, Any], with_megatron_queue(find)(async_strategy)[1])
     homes = {
         "mcore": "megatron.core.dist_checkpointing.strategies.async_utils",
         "nvrx": "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
@@ -44,7 +44,7 @@ def async_modules(async_strategy: str) -> dict[str, Any]:
     return vars(importlib.import_module(homes[async_strategy]))
 
 
-def or_megatrons_own(find: Callable[..., Any]) -> Callable[..., Any]:
+def with_megatron_queue(find: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a ``get_async_strategy`` that needs no nvidia-resiliency-ext.
 
     Where that package is missing, the queue can only be Megatron's, whatever name was asked for.

@@ -37,8 +37,8 @@ from torch_ckpt.formats.opened import Opened
 from torch_ckpt.frameworks.megatron.queues import (
     QueuedSave,
     async_modules,
-    or_megatrons_own,
     poll_threads,
+    with_megatron_queue,
 )
 from torch_ckpt.frameworks.megatron.values import ShardedValues, values_to_save
 from torch_ckpt.integrations.replacing import replacing
@@ -503,7 +503,7 @@ def replaced_strategies(
         for name in ("load", "remove_sharded_tensors"):
             stack.enter_context(replaced(TorchDistLoadShardedStrategy, name, loader))
         if find := getattr(torch_dist, "get_async_strategy", None):
-            ours = or_megatrons_own(find)
+            ours = with_megatron_queue(find)
             for module in list(sys.modules.values()):  # Those that have imported its name as well.
                 if getattr(module, "__dict__", {}).get("get_async_strategy") is find:
                     stack.enter_context(replacing(module, "get_async_strategy", ours))

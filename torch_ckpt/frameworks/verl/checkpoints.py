@@ -36,11 +36,11 @@ _CONTENTS = {"model": ["model"], "optimizer": ["optim"], "extra": ["rng", "extra
 """Contents of verl's configuration -> the first parts of their names, also in verl's own files."""
 
 _OURS = "a checkpoint of torch_ckpt"
-_VERLS_OWN = "files that verl loads"
-_VERLS = "files of another number of ranks, or none"
+_VERL_FILES = "files that verl loads"
+_OTHER_VERL_FILES = "files of another number of ranks, or none"
 
 
-def _is_verls(name: str) -> bool:
+def _is_verl_file(name: str) -> bool:
     """Returns whether a file is one that verl writes for each rank."""
     return "_world_size_" in name and name.endswith(".pt")
 
@@ -135,7 +135,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 save(state, checkpoint_id=local_path)
             if self.rank == 0:  # Those of an earlier save of this step by verl.
                 folder = Location(local_path)
-                for name in filter(_is_verls, folder.names()):
+                for name in filter(_is_verl_file, folder.names()):
                     (folder / name).discard()
         # verl writes the rest, and removes older checkpoints after the commit.
         self.checkpoint_save_contents = [each for each in contents if each not in _CONTENTS]
@@ -175,7 +175,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             host = socket.gethostname()
             try:
                 kind = self._kind_of(local_path)
-                if kind != _VERLS_OWN:
+                if kind != _VERL_FILES:
                     stored = reader.read_metadata().state_dict_metadata
             except MismatchError:
                 raise
@@ -197,8 +197,8 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             return kind
 
         kind = group_of(None).decide("opening", own, decide, timeout_s=DEFAULT_TIMEOUT_S)
-        is_verls = kind != _OURS
-        if kind == _VERLS_OWN:
+        has_verl_files = kind != _OURS
+        if kind == _VERL_FILES:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
             return
         contents = [each for each in self.checkpoint_load_contents if each in _CONTENTS]
@@ -216,7 +216,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             _check_adapters(local_path, in_file, adapters)
             state["model"] = {name: state["model"][name] for name in in_file}
         self._choose_extra(state, found)
-        if is_verls and "optim" in state:
+        if has_verl_files and "optim" in state:
             if fsdp_version(self.model) == 1:
                 raise UnsupportedError(
                     f"cannot load 'optimizer' from {local_path} on {self.world_size} ranks: verl "
@@ -226,25 +226,25 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             state["optim"] = self.optimizer.state_dict()  # With numbers, as verl saves it.
         with first_error(group_of(None).rank, "in a load of verl"):
             load(state, storage_reader=reader)
-        self._apply(state, {**model, **state.get("model", {})}, is_verls)
+        self._apply(state, {**model, **state.get("model", {})}, has_verl_files)
 
     def _kind_of(self, local_path: str) -> str:
         """Returns what is in a directory, on this rank."""
         names = Location(local_path).names()
         if ".metadata" in names:
-            if any(map(_is_verls, names)):
+            if any(map(_is_verl_file, names)):
                 raise MismatchError(
                     f"cannot load {local_path}: verl has written files beside the checkpoint of "
                     "torch_ckpt; remove .metadata to load those, or *_world_size_*_rank_*.pt"
                 )
             return _OURS
         if not any(f"_world_size_{self.world_size}_rank_" in name for name in names):
-            return _VERLS
+            return _OTHER_VERL_FILES
         for each in filter(_CONTENTS.__contains__, self.checkpoint_load_contents):
             name = f"{_CONTENTS[each][-1]}_world_size_{self.world_size}_rank_{self.rank}.pt"
             if name not in names:
                 raise NotFoundError(f"there is no {name}")
-        return _VERLS_OWN
+        return _VERL_FILES
 
     def remove_previous_save_local_path(self, path: str | Collection[str]) -> None:
         """Removes checkpoints, so that no reader ever finds a partly deleted one."""
@@ -289,11 +289,11 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         elif "lr_scheduler" not in found:
             state.pop("lr_scheduler", None)
 
-    def _apply(self, state: dict[str, Any], model: dict[str, Any], is_verls: bool) -> None:
+    def _apply(self, state: dict[str, Any], model: dict[str, Any], has_verl_files: bool) -> None:
         """Passes on a loaded state. The tensors of FSDP are filled already."""
         optimizers = (self.optimizer,) if "optim" in state else ()
         optim = state.get("optim", {})
-        if is_verls and optimizers:
+        if has_verl_files and optimizers:
             self.optimizer.load_state_dict(optim)
             optimizers, optim = (), {}
         if model and fsdp_version(self.model) == 1:

@@ -1,4 +1,4 @@
-"""The places of ranks: which machine each has, and what the ranks agree on when they start."""
+"""The members of a run: which machine each rank has, and what the ranks agree on at the start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from itertools import chain
 
-from torch_ckpt.agent.client import Place
+from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.memory import Save, complete_slots, folder_of, open_folder, run_of
 from torch_ckpt.agent.slot_reports import MachineSlots, machine_slots, orphans_among
@@ -17,15 +17,15 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["find_place"]
+__all__ = ["find_member"]
 
 _Facts = tuple[bytes, bytes, str, RunId | None]
 """What a rank reports at its start: run, session, machine, and the id of the run in its memory."""
 
 
-def find_place(
+def find_member(
     run: str | os.PathLike[str], group: Group, timeout_s: float, directory: Location | None
-) -> Place:
+) -> Member:
     """Returns the identity of this rank; all ranks call this function.
 
     If the run has a directory, it has an id.
@@ -57,7 +57,7 @@ def find_place(
     nodes = list(dict.fromkeys(machines))
     here = [other for other in range(group.size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
-    return Place(name, max(sessions), rank, group.size, node, len(nodes), here, run_id, orphans)
+    return Member(name, max(sessions), rank, group.size, node, len(nodes), here, run_id, orphans)
 
 
 def _new_session(run: bytes) -> bytes:
