@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
+    "ACCELERATE_FILE",
+    "DEEPSPEED_MODEL_FILE",
+    "DEEPSPEED_POINTERS",
+    "DEEPSPEED_RANK_FILE",
     "FRAMEWORKS",
+    "TORCH_CHECKPOINTING_FILE",
+    "TORCH_CHECKPOINTING_METADATA",
+    "VERL_FILE",
     "Fields",
     "Files",
     "Framework",
@@ -133,20 +140,29 @@ def first_match(pattern: str, names: Iterable[str]) -> str | None:
     return next(filter(re.compile(pattern).fullmatch, names), None) if pattern else None
 
 
-_DEEPSPEED = (
-    r"(?:[a-z0-9]+_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"
-    r"|mp_rank_\d+_model_states\.pt"
-)
-
-_NUMBER = r"(?:0|[1-9]\d{0,4})"
+# Names of files, in one place for the recogniser and for the framework, which uses the groups.
+_NUMBER = r"(0|[1-9]\d{0,4})"
+ACCELERATE_FILE = rf"(pytorch_model_fsdp|optimizer)_{_NUMBER}_rank{_NUMBER}\.bin"
+DEEPSPEED_MODEL_FILE = r"mp_rank_(\d+)_model_states\.pt"
+DEEPSPEED_POINTERS = ("latest", "latest_universal")
+DEEPSPEED_RANK_FILE = r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt"
+TORCH_CHECKPOINTING_FILE = r"(.+)_(0|[1-9]\d{0,6})\.(pt|json)"
+TORCH_CHECKPOINTING_METADATA = "metadata.pkl"
+VERL_FILE = rf"(model|optim|extra_state)_world_size_{_NUMBER}_rank_{_NUMBER}\.pt"
 
 FRAMEWORKS = (
     Framework(
         "deepspeed",
         "DeepSpeed",
-        (Files(rf"{_DEEPSPEED}|latest|latest_universal", "opening:open_directory", "last"),),
-        folder=_DEEPSPEED,
-        pointers=("latest", "latest_universal"),
+        (
+            Files(
+                "|".join([DEEPSPEED_RANK_FILE, DEEPSPEED_MODEL_FILE, *DEEPSPEED_POINTERS]),
+                "opening:open_directory",
+                "last",
+            ),
+        ),
+        folder=f"{DEEPSPEED_RANK_FILE}|{DEEPSPEED_MODEL_FILE}",
+        pointers=DEEPSPEED_POINTERS,
         training_state="folders:deepspeed_state",
         rules="opening:open_directory",
         target=Target(
@@ -161,31 +177,19 @@ FRAMEWORKS = (
         "torch_checkpointing",
         "torch_checkpointing",
         (
-            Files(r"metadata\.pkl", "opening:open_stated", "first"),
-            Files(r".+_(?:0|[1-9]\d{0,6})\.(?:pt|json)", "opening:open_by_names", "last"),
+            Files(re.escape(TORCH_CHECKPOINTING_METADATA), "opening:open_stated", "first"),
+            Files(TORCH_CHECKPOINTING_FILE, "opening:open_by_names", "last"),
         ),
     ),
     Framework(
         "accelerate",
         "accelerate",
-        (
-            Files(
-                rf"(?:pytorch_model_fsdp|optimizer)_{_NUMBER}_rank{_NUMBER}\.bin",
-                "opening:open_directory",
-                "alone",
-            ),
-        ),
+        (Files(ACCELERATE_FILE, "opening:open_directory", "alone"),),
     ),
     Framework(
         "verl",
         "verl",
-        (
-            Files(
-                rf"(?:model|optim|extra_state)_world_size_{_NUMBER}_rank_{_NUMBER}\.pt",
-                "opening:open_directory",
-                "alone",
-            ),
-        ),
+        (Files(VERL_FILE, "opening:open_directory", "alone"),),
         former=(("verl", "checkpoints"),),
     ),
     Framework(

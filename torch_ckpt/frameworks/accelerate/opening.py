@@ -13,13 +13,13 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.frameworks.rank_files.item_opening import open_items
 from torch_ckpt.frameworks.rank_files.items import Item, item_of_ranks
+from torch_ckpt.known_frameworks import ACCELERATE_FILE
 from torch_ckpt.options import Verification
 
 __all__ = ["open_directory"]
 
-_NUMBER = r"(0|[1-9]\d{0,4})"
-_FILE = re.compile(rf"(pytorch_model_fsdp|optimizer)_{_NUMBER}_rank{_NUMBER}\.bin")
-_RANDOM_STATE = re.compile(rf"random_states_{_NUMBER}\.pkl")
+_FILE = re.compile(ACCELERATE_FILE)
+_RANDOM_STATE = re.compile(r"random_states_(0|[1-9]\d{0,4})\.pkl")
 """A file that each rank writes beside its states."""
 
 

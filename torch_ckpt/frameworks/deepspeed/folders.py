@@ -8,6 +8,11 @@ from collections.abc import Iterable
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.known_frameworks import (
+    DEEPSPEED_MODEL_FILE,
+    DEEPSPEED_POINTERS,
+    DEEPSPEED_RANK_FILE,
+)
 
 __all__ = [
     "MODEL_FILE",
@@ -18,13 +23,12 @@ __all__ = [
     "has_deepspeed_files",
 ]
 
-RANK_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
-MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+RANK_FILE = re.compile(DEEPSPEED_RANK_FILE)
+MODEL_FILE = re.compile(DEEPSPEED_MODEL_FILE)
 WRITTEN_FILE = re.compile(
     r"(?:(?:[a-z0-9]+_)?zero_pp_rank|mp_rank|expp_rank|expert|layer)_\d+.*(?:model|optim)_states\.pt"
 )
 """The names of all files that DeepSpeed's engines write into the folder of a tag."""
-_POINTERS = ("latest", "latest_universal")
 _TAG = re.compile(r"global_step(\d+)")
 """The tags that DeepSpeed chooses."""
 
@@ -45,7 +49,7 @@ def deepspeed_folder(path: Location) -> Location | None:
         return None
     if has_deepspeed_files(names):
         return path
-    for pointer in _POINTERS:
+    for pointer in DEEPSPEED_POINTERS:
         if pointer not in names:
             continue
         tag = (path / pointer).read_range(0, 4096)[1].decode(errors="replace").strip()

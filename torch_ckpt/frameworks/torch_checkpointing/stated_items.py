@@ -30,11 +30,11 @@ from torch_ckpt.frameworks.rank_files.items import (
     path_of,
     shard_of,
 )
+from torch_ckpt.known_frameworks import TORCH_CHECKPOINTING_FILE, TORCH_CHECKPOINTING_METADATA
 
 __all__ = ["has_rank_files", "items_by_name", "stated_items"]
 
-_METADATA = "metadata.pkl"
-_RANK_FILE = re.compile(r"(.+)_(0|[1-9]\d{0,6})\.(pt|json)")
+_RANK_FILE = re.compile(TORCH_CHECKPOINTING_FILE)
 _VERSIONS = ("1.0", "2.0")
 _MAX_SIZE = 2**60
 
@@ -94,9 +94,9 @@ def stated_items(path: Location, names: Sequence[str]) -> dict[str, Item] | None
     Raises CorruptionError if the metadata is damaged, and UnsupportedError if it requests a class
     or function; ``None`` in both cases if the directory has another format.
     """
-    if _METADATA not in names:
+    if TORCH_CHECKPOINTING_METADATA not in names:
         return None
-    file = path / _METADATA
+    file = path / TORCH_CHECKPOINTING_METADATA
     try:
         value = load_allowed(file.read())
     except (ForbiddenPickleError, ValueError) as error:

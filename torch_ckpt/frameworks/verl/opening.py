@@ -14,13 +14,12 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.frameworks.rank_files.item_opening import open_items
 from torch_ckpt.frameworks.rank_files.items import Item, item_of_ranks
+from torch_ckpt.known_frameworks import VERL_FILE
 from torch_ckpt.options import Verification
 
 __all__ = ["open_directory"]
 
-_FILE = re.compile(
-    r"(model|optim|extra_state)_world_size_(0|[1-9]\d{0,4})_rank_(0|[1-9]\d{0,4})\.pt"
-)
+_FILE = re.compile(VERL_FILE)
 
 
 def open_directory(
