@@ -44,6 +44,7 @@ from torch_ckpt.storage.small_files import write_small_files
 __all__ = [
     "FileReport",
     "Writing",
+    "created",
     "directory_of",
     "found_before",
     "persist",
@@ -88,15 +89,16 @@ def persist(
     """
     _check_one_save(snapshots)
     first = snapshots[0]
-    with _created(directory_of(first), first.sync) as directory:
+    with created(directory_of(first), first.sync) as directory:
         return _persist(snapshots, directory, how, check_replicas, is_current)
 
 
 @contextlib.contextmanager
-def _created(directory: Location, sync: bool) -> Iterator[Location]:
+def created(directory: Location, sync: bool) -> Iterator[Location]:
     """Creates the directory of a checkpoint; removes it if the block raises and leaves it empty.
 
-    A directory that exists remains: somebody may have given it a quota or permissions.
+    A directory that exists remains: somebody may have given it a quota or permissions. Raises
+    StorageError if its file system refuses a call that the commit needs; see :func:`check_commit`.
     """
     is_new = directory.file_system.has_folders and directory.is_missing()
     directory.create_directories()
