@@ -23,7 +23,7 @@ def stage_on(
     ranks: Collection[int],
     agent: SnapshotAgent,
     state: dict[str, Any],
-    path: Path,
+    path: str | Path,
     *,
     silently: bool = True,
     **options: Any,

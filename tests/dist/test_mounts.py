@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forks import Forks
+from support import joint_machines
+from support.joint_machines import MACHINES, Machine
 from syscalls import Listener, Stop, can_stop, have_answered, refuse_direct, stop_before_changes
 
 import torch_ckpt
@@ -78,6 +80,32 @@ def save_by_agent(mount: Path) -> Path:
     return mount / "run" / "step-1"
 
 
+def save_by_machines(disks: str, shared: str) -> Callable[[Path], Path]:
+    """Two agents save together, each to its disk or to what they share; there their files are."""
+
+    def save(mount: Path) -> Path:
+        folder = mount.parent
+        machines = [
+            Machine(
+                folder,
+                number,
+                is_apart=bool(disks),
+                shared=folder / shared,
+                disks=folder / disks,
+                state={"other": torch.ones(3)} if number else state_of(1),
+                sync=True,
+            )
+            for number in MACHINES
+        ]
+        joint_machines.save(machines)
+        for machine in machines:
+            if machine.error is not None:
+                raise machine.error
+        return machines[0].step
+
+    return save
+
+
 def save_a_part(mount: Path) -> Path:
     """The rest is taken from the step before, by links."""
     base = mount / "base"
@@ -136,6 +164,10 @@ WAYS: dict[str, Callable[[Path], Path]] = {
     "run": save_in_run,
     "thread": save_by_thread,
     "agent": save_by_agent,
+    "machines": save_by_machines("", "mount/run"),
+    "machines and disks": save_by_machines("mount/disks", "mount/run"),
+    "disks of machines": save_by_machines("mount/disks", "elsewhere"),
+    "files of agents": save_by_machines("disks", "mount/run"),
     "part": save_a_part,
     "promotion": promote,
     "model": save_model,
@@ -245,7 +277,7 @@ def test_a_save_works_without_a_call_or_is_refused_before_its_first_byte(
     tmp_path: Path, way: str, lack: str
 ) -> None:
     mount = tmp_path / "mount"
-    for name in ("existing", "tags", "run", "model"):
+    for name in ("existing", "tags", "run", "model", "disks/machine-0", "disks/machine-1"):
         (mount / name).mkdir(parents=True)
     for name in ("source", "mount/again", "mount/base"):
         torch_ckpt.save(state_of(1), checkpoint_id=tmp_path / name, no_dist=True)

@@ -71,14 +71,14 @@ def test_a_message_is_received_as_it_was_sent() -> None:
 
 def test_a_message_with_a_part_of_negative_length_is_damaged() -> None:
     body = b"[{}, [-1, 3]]\nab"
-    head = struct.pack("<4sHQI", b"TCAG", 10, len(body), zlib.crc32(body))
+    head = struct.pack("<4sHQI", b"TCAG", 11, len(body), zlib.crc32(body))
     with pytest.raises(CorruptionError, match="negative length"):
         decode(head + body)
 
 
-@pytest.mark.parametrize("version", [4, 6, 11])
+@pytest.mark.parametrize("version", [4, 6, 12])
 def test_a_process_of_another_version_is_named_with_both(tmp_path: Path, version: int) -> None:
-    said = f"cannot read a message of version {version}: this process uses version 10"
+    said = f"cannot read a message of version {version}: this process uses version 11"
     former = struct.pack("<4sHHQ", b"TCAG", version, 3, 20) + bytes(20)  # As up to version 5.
     ours, theirs = socket.socketpair()
     with ours, theirs:

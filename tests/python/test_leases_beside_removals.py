@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,6 +178,39 @@ def test_a_lease_does_not_wait_for_a_removal_whose_process_has_died(
         died.enter_context(step_files.announced_removal(run, ["step-1"]))
         with step_files.lease(run, 2), step_files.lease(run, 1) as path:
             assert path.names()
+
+
+KILLED = """
+import os, sys
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs import step_files
+with step_files.announced_removal(Location(sys.argv[1]), ["step-1"]):
+    os._exit(0)
+"""
+
+
+def test_no_lease_waits_for_a_removal_that_was_killed(
+    saved: Path, tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    """The announcement is of this machine, or of another one and old."""
+    shutil.copytree(saved, tmp_path / "run")
+    run = Location(tmp_path / "run")
+
+    def announcements() -> list[Path]:
+        return list((tmp_path / "run").glob(".pending-removal-*"))
+
+    run_python(KILLED, run)
+    (of_this_machine,) = announcements()
+    began = time.monotonic()
+    with step_files.lease(run, 1):
+        pass
+    of_this_machine.rename(of_this_machine.with_name(".pending-removal-0123456789abcdef"))
+    (of_another,) = announcements()
+    long_ago = time.time() - 2 * step_files._REMOVAL_S
+    os.utime(of_another, (long_ago, long_ago))
+    with step_files.lease(run, 1):
+        pass
+    assert time.monotonic() - began < step_files._REMOVAL_S / 2
 
 
 def test_a_step_is_removed_from_a_disk_that_is_full(

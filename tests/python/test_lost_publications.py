@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from joint_machines import MACHINES, MANY_ROUNDS, Machine, check_whole, save
+from support.joint_machines import MACHINES, MANY_ROUNDS, Machine, check_whole, save
 
 from torch_ckpt.agent import joint_save
 from torch_ckpt.agent.manifests import Manifests

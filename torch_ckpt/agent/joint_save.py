@@ -54,6 +54,7 @@ from torch_ckpt.agent.persist import (
 )
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.garbage import remove_files
+from torch_ckpt.commits.probe import created
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.formats.committed import committed_id, index_name
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference
@@ -164,17 +165,27 @@ class JointSave:
 
     def begin(self) -> None:
         """Publishes the item lists of this machine's ranks. Raises as :meth:`advance` does."""
+        try:
+            self._create_directories()
+        except StorageError as error:  # Nothing is published yet: other machines may not begin.
+            failure = self._files.failure_of(error)
+            self._publish_later(self._files, {"epoch": None, "failure": failure})
+            raise_failure(failure)
         with self._ending_on_failure():
             self._begin()
 
+    def _create_directories(self) -> None:
+        """Creates what is missing, if the file systems do not refuse what the save needs."""
+        with created(self.directory, self._first.sync):
+            # Once committed on this machine, others may not have committed yet, or all have.
+            if self._files.is_apart and not self._files.is_committed():
+                self._files.create_directory()
+
     def _begin(self) -> None:
-        self.directory.create_directories()
         self._failed_before = self._failed_epoch(0)
         self._files.remove("failed")
-        if self._files.is_apart:
-            if self._files.is_committed():  # Others may not have committed yet, or all have.
-                return
-            self._files.create_directory()
+        if self._files.is_apart and self._files.is_committed():
+            return
         if self._is_coordinator:
             self._epoch = self._published_epoch()  # An earlier agent may have published it.
             is_new = self._epoch in ("", self._failed_before)

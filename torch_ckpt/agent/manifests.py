@@ -22,6 +22,7 @@ from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
 from torch_ckpt.commits.garbage import remove_files
+from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -97,8 +98,18 @@ class Manifests:
         return found is not None and found[:_TAG_DIGITS_IN_ID] == self.tag[:_TAG_DIGITS_IN_ID]
 
     def create_directory(self) -> None:
-        """Creates the directory of the files."""
-        self._answer(self.directory.create_directories)
+        """Creates the directory of the files, if files can be renamed there."""
+        self._answer(self._create_directory)
+
+    def _create_directory(self) -> None:
+        folder = self.directory.parent
+        self.directory.create_directories()
+        try:
+            check_commit(self.directory, folder.parent, sync=False)
+        except BaseException:
+            self.directory.discard()
+            folder.discard()
+            raise
 
     def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Publishes a file of this machine; replaces an earlier file of this kind.

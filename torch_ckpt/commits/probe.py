@@ -6,14 +6,16 @@ directories. A save would otherwise find this only at its commit, after all data
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 from torch_ckpt.commits.temporary import TMP, remove_abandoned, remove_temporary, temporary
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["can_be_renamed_to", "check_commit"]
+__all__ = ["can_be_renamed_to", "check_commit", "created"]
 
 _REFUSALS = {
     *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL),
@@ -44,6 +46,24 @@ def check_commit(
         is_sync = str(error).startswith("cannot sync")
         if error.errno in _REFUSALS and (is_sync or str(error).startswith("cannot rename")):
             raise _refusal(target, error, is_sync=is_sync) from error
+        raise
+
+
+@contextlib.contextmanager
+def created(directory: Location, sync: bool) -> Iterator[None]:
+    """Creates the directory of a checkpoint; removes it if the block raises and leaves it empty.
+
+    A directory that exists remains: somebody may have given it a quota or permissions. Raises as
+    :func:`check_commit`.
+    """
+    is_new = directory.file_system.has_folders and directory.is_missing()
+    directory.create_directories()
+    try:
+        check_commit(directory, directory, sync=sync)
+        yield
+    except BaseException:
+        if is_new:
+            directory.discard()
         raise
 
 

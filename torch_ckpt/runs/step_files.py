@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES
+from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
@@ -226,7 +227,7 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
     thread = threading.Thread(target=renew, name="torch_ckpt-lease", daemon=True)
     try:
         # A removal that is announced later finds the lease.
-        _wait_for_removals(directory, path.name)
+        _wait_for_removals(directory, path.name, file)
         if not has_checkpoint(path):
             raise _no_step(directory, step)
         thread.start()
@@ -242,9 +243,10 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
 def announced_removal(directory: Location, names: Sequence[str]) -> Iterator[None]:
     """Lets new leases of some steps wait until the block ends, if a file for it can be written.
 
-    If the process dies, the leases wait for ``_REMOVAL_S``, and a later retention deletes the file.
+    If the process dies, no lease of its machine waits, and those of other machines do not wait for
+    longer than ``_REMOVAL_S``. A later retention deletes the file.
     """
-    file = directory / f"{_REMOVAL}{secrets.token_hex(8)}"
+    file = directory / f"{_REMOVAL}{secrets.token_hex(8)}.{this_process()}"
     with contextlib.suppress(CheckpointError):
         file.write(json.dumps(list(names)).encode(), sync=False)
     try:
@@ -253,12 +255,13 @@ def announced_removal(directory: Location, names: Sequence[str]) -> Iterator[Non
         file.discard()
 
 
-def _wait_for_removals(directory: Location, name: str) -> None:
+def _wait_for_removals(directory: Location, name: str, lease: Location) -> None:
     """Waits until no removal of a step is announced, or its process has probably died."""
+    now_s = lease.modified_s()  # By the clock of the file system; the lease was just written.
     waiting = LongWait(lambda: f"the removal of {directory / name} to end")
     for pause_s in waiting.rounds(_REMOVAL_S, _POLL_S):
-        files = (each for each in directory.names() if each.startswith(_REMOVAL))
-        if not any(_announces(directory / each, name) for each in files):
+        files = [directory / each for each in directory.names() if each.startswith(_REMOVAL)]
+        if not any(_announces(file, name) and not _has_died(file, now_s) for file in files):
             return
         time.sleep(pause_s)
 
@@ -270,6 +273,19 @@ def _announces(file: Location, name: str) -> bool:
         return False
     except ValueError:  # It is being written.
         return True
+
+
+def _has_died(removal: Location, now_s: float | None) -> bool:
+    """Returns whether the process of an announced removal has died, as far as that is known.
+
+    On other machines, and for files of earlier versions, the age of the file is the evidence.
+    """
+    process = removal.name.removeprefix(_REMOVAL).partition(".")[2]
+    found = is_dead(process) if process else None
+    if found is not None:
+        return found
+    written_s = removal.modified_s()
+    return now_s is not None and written_s is not None and now_s - written_s > _REMOVAL_S
 
 
 def leased_steps(directory: Location) -> set[int]:

@@ -112,16 +112,21 @@ class Machine:
         *,
         step: int = 1,
         is_apart: bool = True,
+        shared: Path | None = None,
+        disks: Path | None = None,
+        state: dict[str, Any] | None = None,
+        sync: bool = False,
     ) -> None:
         self.number, self.killer = number, killer
-        self.shared = folder / "run"
-        disk = folder / f"machine-{number}" if is_apart else self.shared
+        self.shared = shared or folder / "run"
+        disk = (disks or folder) / f"machine-{number}" if is_apart else self.shared
         self.step = disk / f"step-{step}"
         target = Destination(
             Location(self.step), Location(self.shared) if is_apart else None, SMALL_FILES
         )
-        contents = SlotContents.of({f"w{number}": values(number, step), f"o{number}": [step]})
-        table = contents.table(target.encode(), sync=False)
+        state = state or {f"w{number}": values(number, step), f"o{number}": [step]}
+        contents = SlotContents.of(state)
+        table = contents.table(target.encode(), sync=sync)
         path = os.fsencode(folder / f"slot-{number}-{step}")
         self.slot = _native.Slot.create(path, _native.slot_nbytes(len(table), contents.nbytes))
         member = Member(b"r" * 16, b"s" * 16, number, 2, number, 2, [number])
