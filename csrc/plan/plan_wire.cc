@@ -184,6 +184,7 @@ Result<std::vector<ReplicaRun>> parse_replicas(Bytes replicas, int64_t item_coun
     end += count;
     runs.push_back({end, static_cast<int32_t>(replica - 1)});
   }
+  if (!runs.empty() && runs.back().replica == kNoReplica) return unsound_replicas();
   return runs;
 }
 

@@ -46,7 +46,7 @@
 //     varint    number of items; at least 1
 //     varint    1 + the replica that the items name; 0 if they name none
 //
-// Items after the last run name none.
+// The last run names one, and the items after it name none.
 
 #include <array>
 #include <cstdint>
