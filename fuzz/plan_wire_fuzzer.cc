@@ -37,6 +37,7 @@ void check_table(const ItemTable& table, int64_t nbytes) {
             : again.add_tensor(table.fqn(i), table.facts(i), table.kind(i), to_box(table.box(i)));
     require(status.ok(), "a decoded item can be added");
     require(again.nbytes(i) == table.nbytes(i), "the box determines the length of an item");
+    require(table.replica(i) >= kNoReplica, "a replica has a number");
   }
   const auto decoded = decode(encode(table));
   require(decoded.ok() && encode(*decoded) == encode(table), "a table survives a round trip");

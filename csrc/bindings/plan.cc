@@ -43,6 +43,11 @@ void add_tensor(PyItemTable& items, std::string_view fqn, std::string dtype, int
                                         {std::move(offsets), std::move(box_sizes)}));
 }
 
+void set_replica(PyItemTable& items, int32_t replica) {
+  if (items.table.size() == 0 || replica < 0) throw py::value_error("no item, or no replica");
+  items.table.set_replica(replica);
+}
+
 // Returns the offsets and sizes of the boxes that make up a flat range.
 std::vector<std::pair<Dims, Dims>> boxes_of_range(const Dims& sizes, int64_t begin, int64_t end) {
   const std::optional<int64_t> numel = checked_numel(sizes);
@@ -249,8 +254,10 @@ Status PyItemTable::add(const TensorItem& item) {
   facts_.sizes.assign(item.sizes.begin(), item.sizes.end());
   box_.offsets.assign(item.offsets.begin(), item.offsets.end());
   box_.sizes.assign(item.box_sizes.begin(), item.box_sizes.end());
-  return table.add_tensor(item.fqn, facts_, item.is_shard ? ItemKind::kShard : ItemKind::kTensor,
-                          box_);
+  RETURN_IF_ERROR(table.add_tensor(item.fqn, facts_,
+                                   item.is_shard ? ItemKind::kShard : ItemKind::kTensor, box_));
+  if (item.replica >= 0) table.set_replica(item.replica);
+  return ok_status();
 }
 
 std::optional<PyFacts> to_python(const Facts& facts) {
@@ -281,6 +288,7 @@ void bind_plan(py::module_& module) {
            py::arg("memory_format"), py::arg("requires_grad"), py::arg("pin_memory"),
            py::arg("sizes"), py::arg("is_shard"), py::arg("offsets"), py::arg("box_sizes"),
            py::arg("is_opaque") = false)
+      .def("set_replica", &set_replica, py::arg("replica"))
       .def("encode",
            [](const PyItemTable& items) {
              return to_bytes(without_gil([&] { return encode(items.table); }));

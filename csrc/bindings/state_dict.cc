@@ -271,6 +271,7 @@ py::list list_tensors(const py::dict& flat, TensorSink& sink, ShardBoxes& boxes,
       shard.sizes = box->sizes;
       shard.offsets = box->offsets;
       shard.box_sizes = box->box_sizes;
+      shard.replica = box->replica;
       add(fqn, local, shard);
       continue;
     }

@@ -39,12 +39,13 @@ bool is_grad_enabled();
 // Raises ValueError if two values have the same FQN.
 pybind11::tuple flatten(const pybind11::object& state_dict);
 
-// The box of a shard, and the sizes of the whole tensor. Opaque to Python: converting the numbers
-// would cost more than listing the shard.
+// The box of a shard, the sizes of the whole tensor, and its replica. Opaque to Python: converting
+// the numbers would cost more than listing the shard.
 struct ShardBox {
   Dims sizes;
   Dims offsets;
   Dims box_sizes;
+  int32_t replica = -1;  // As in TensorItem.
 };
 
 // Cache of the boxes of DTensors' local tensors. DTensors with equal mesh, placements and sizes

@@ -382,8 +382,8 @@ PYBIND11_MODULE(_tensor_view, module) {
              py::arg("stages") = false);
   module.def("flatten", &flatten, py::arg("state_dict"));
   py::class_<ShardBox>(module, "ShardBox")
-      .def(py::init<Dims, Dims, Dims>(), py::arg("sizes"), py::arg("offsets"),
-           py::arg("box_sizes"));
+      .def(py::init<Dims, Dims, Dims, int32_t>(), py::arg("sizes"), py::arg("offsets"),
+           py::arg("box_sizes"), py::arg("replica") = -1);
   bind_peers(module);
   py::class_<ShardBoxes>(module, "ShardBoxes")
       .def(py::init<py::type, py::type, py::type, py::function>(), py::arg("dtensor"),

@@ -24,6 +24,7 @@ struct TensorItem {
   std::span<const int64_t> sizes;
   std::span<const int64_t> offsets;
   std::span<const int64_t> box_sizes;
+  int32_t replica = -1;  // See ItemTable::set_replica; -1 if the replica has no name.
 };
 
 // Receives the tensors of a state dict one by one. PyItemTable in `_native` implements it.

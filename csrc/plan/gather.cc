@@ -8,7 +8,6 @@
 
 #include "base/strided.h"
 #include "base/xxh3.h"
-#include "plan/plan_wire.h"
 
 namespace torch_ckpt {
 namespace {
@@ -66,6 +65,7 @@ class Gatherer {
     RETURN_IF_ERROR(for_each_plan(&Gatherer::count_items));
     RETURN_IF_ERROR(make_slots());
     RETURN_IF_ERROR(for_each_plan(&Gatherer::fill_slots));
+    RETURN_IF_ERROR(read_replicas());
     return std::move(out_);
   }
 
@@ -79,8 +79,9 @@ class Gatherer {
   // Adds the entries of one rank, unless the same bytes were added before.
   Status read_entries(int32_t rank) {
     ASSIGN_OR_RETURN(const PlanSections sections, open_plan(plans_[static_cast<size_t>(rank)]));
-    const int32_t plan = seen_plans_.number(plans_[static_cast<size_t>(rank)]);
+    const int32_t plan = seen_plans_.number(sections.listed);
     out_.plan_of_rank.push_back(plan);
+    replicas_.push_back(sections.replicas);
     if (std::cmp_less(plan, out_.ranks.size())) {
       out_.ranks[static_cast<size_t>(plan)].push_back(rank);
       return ok_status();
@@ -92,6 +93,16 @@ class Gatherer {
     if (std::cmp_less(section_.back(), numbers_.size())) return ok_status();
     ASSIGN_OR_RETURN(const EntryTable entries, parse_entries(sections.entries));
     numbers_.push_back(merge_entries(entries, rank));
+    return ok_status();
+  }
+
+  Status read_replicas() {
+    for (size_t rank = 0; rank < plans_.size(); ++rank) {
+      const auto plan = static_cast<size_t>(out_.plan_of_rank[rank]);
+      auto runs = parse_replicas(replicas_[rank], out_.item_count[plan]);
+      if (!runs.ok()) return of_rank(rank, runs.status());
+      out_.replicas.push_back(*std::move(runs));
+    }
     return ok_status();
   }
 
@@ -199,6 +210,7 @@ class Gatherer {
   Problems problems_;
   SeenBytes seen_plans_;
   SeenBytes seen_sections_;
+  std::vector<Bytes> replicas_;                // Replicas section of each rank.
   std::vector<Bytes> items_;                   // Items section of each distinct plan.
   std::vector<int32_t> section_;               // Entries section of each distinct plan, by number.
   std::vector<std::vector<int32_t>> numbers_;  // Per section: its entries in `out_.entries`.
@@ -214,6 +226,14 @@ Status Problems::status(StatusCode code) const {
   std::string all;
   for (const std::string& text : texts_) all += (all.empty() ? "" : "; ") + text;
   return Status(code, full() ? all + "; and perhaps more" : all);
+}
+
+int32_t GatheredPlans::replica_of(int32_t rank, int32_t item) const {
+  const std::vector<ReplicaRun>& runs = replicas[static_cast<size_t>(rank)];
+  const auto run =
+      std::upper_bound(runs.begin(), runs.end(), item,
+                       [](int32_t at, const ReplicaRun& each) { return at < each.end; });
+  return run == runs.end() ? kNoReplica : run->replica;
 }
 
 Result<GatheredPlans> gather(const std::vector<Bytes>& plans) { return Gatherer(plans).gather(); }

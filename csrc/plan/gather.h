@@ -2,10 +2,10 @@
 
 // Gathers the plans of all ranks by FQN.
 //
-// Most ranks have equal plans. Equal plans (of replicas) are parsed once and represent all their
-// ranks; equal entry sections are parsed once. All other data goes into columns. Each item of each
-// distinct plan has a *slot*. The slots of one entry are adjacent, ordered by plan and item.
-// global_plan.cc plans with these columns.
+// Most ranks have equal plans. Plans (of replicas) that list equal items are parsed once and
+// represent all their ranks; equal entry sections are parsed once. All other data goes into
+// columns. Each item of each distinct plan has a *slot*. The slots of one entry are adjacent,
+// ordered by plan and item. global_plan.cc plans with these columns.
 
 #include <cstdint>
 #include <span>
@@ -15,6 +15,7 @@
 #include "base/bytes.h"
 #include "base/status.h"
 #include "plan/item.h"
+#include "plan/plan_wire.h"
 
 namespace torch_ckpt {
 
@@ -78,6 +79,7 @@ struct GatheredPlans {
   std::vector<std::vector<int32_t>> ranks;  // Ranks of each plan, ascending.
   std::vector<int64_t> item_count;          // Number of items of each plan.
   std::vector<int32_t> plan_of_rank;
+  std::vector<std::vector<ReplicaRun>> replicas;  // Per rank: the replicas that its items name.
 
   // All entries, in order of first appearance by rank and item, with the facts of the rank that
   // listed them first. An entry is opaque if it is opaque on any rank.
@@ -103,6 +105,9 @@ struct GatheredPlans {
     return ranks[static_cast<size_t>(plan_of(slot))];
   }
   int32_t first_rank(int64_t slot) const { return ranks_of(slot).front(); }
+
+  // Returns the replica that an item of a rank names, or kNoReplica.
+  int32_t replica_of(int32_t rank, int32_t item) const;
 };
 
 // Gathers encoded plans in rank order.

@@ -147,6 +147,14 @@ class GlobalPlanner {
     size_t first;
     size_t last;
   };
+  // What ranks with different boxes have in common, if they have the same replica of a tensor.
+  enum class MatchedBy { kRank, kName, kPlace };
+  // A rank that has a box.
+  struct Member {
+    std::pair<int32_t, int32_t> key;  // Equal for all boxes of a replica, and distinct in a box.
+    int32_t rank;
+    int32_t number;  // The first replica has the least number.
+  };
   // A box to store, in the order of StoredTable.
   struct Stored {
     int32_t rank;
@@ -188,7 +196,7 @@ class GlobalPlanner {
       all_equal = all_equal && is_equal_.back();
     }
     if (!pairs_.empty()) add_difference(entry);
-    const bool from_one = !all_equal && options_.dedup && (!pairs_.empty() || stored_.size() > 1);
+    const bool from_one = !all_equal && (!pairs_.empty() || stored_.size() > 1);
     if (from_one) return write_one_replica(entry);
     for (size_t i = 0; i < stored_.size(); ++i) find_writer(entry, stored_[i], is_equal_[i]);
   }
@@ -246,48 +254,74 @@ class GlobalPlanner {
   // Differing tensors are all written from the first replica: together they are the state of its
   // ranks. If values are unknown, the replica with the least load is chosen.
   void write_one_replica(int64_t entry) {
-    const std::vector<std::vector<int32_t>> ranks = replica_ranks();
-    const auto load_of = [&](size_t replica) {
+    const std::vector<std::vector<Member>> members = replicas();
+    const bool by_load = pairs_.empty() && options_.dedup;
+    const auto cost_of = [&](size_t replica) {
       int64_t load = 0;
-      for (const auto& of_box : ranks) {
-        load = std::max(load, input_.load[static_cast<size_t>(of_box[replica])]);
+      for (size_t i = 0; by_load && i < members.size(); ++i) {
+        load = std::max(load, input_.load[static_cast<size_t>(members[i][replica].rank)]);
       }
-      return load;
+      return std::pair(load, members[0][replica].number);
     };
     size_t chosen = 0;
-    for (size_t i = 1; pairs_.empty() && i < ranks[0].size(); ++i) {
-      if (load_of(i) < load_of(chosen)) chosen = i;
+    for (size_t i = 1; i < members[0].size(); ++i) {
+      if (cost_of(i) < cost_of(chosen)) chosen = i;
     }
-    for (size_t i = 0; i < stored_.size(); ++i) write_on(ranks[i][chosen], entry, stored_[i]);
+    for (size_t i = 0; i < stored_.size(); ++i) {
+      write_on(members[i][chosen].rank, entry, stored_[i]);
+    }
   }
 
-  // Returns the ranks of each box in `stored_`, of which those at the same place form a replica:
-  // each rank that has all boxes, or else the k-th rank of every box. On a mesh, these have the
-  // same coordinates in all dimensions that replicate, unless its ranks are in an irregular order.
-  std::vector<std::vector<int32_t>> replica_ranks() const {
-    std::vector<std::vector<int32_t>> ranks;
-    std::vector<int32_t> common;
-    size_t count = plans_.plan_of_rank.size();
+  // Returns the members of each box in `stored_`. Those at the same position form a replica: a rank
+  // that has all boxes. If there is none: ranks that name the same replica, and the k-th ones of
+  // every box that name none.
+  std::vector<std::vector<Member>> replicas() const {
+    for (const MatchedBy by : {MatchedBy::kRank, MatchedBy::kName}) {
+      std::vector<std::vector<Member>> members = matched(by);
+      if (!members[0].empty()) return members;
+    }
+    return matched(MatchedBy::kPlace);
+  }
+
+  // Returns the members of each box, without those of replicas that another box lacks.
+  std::vector<std::vector<Member>> matched(MatchedBy by) const {
+    const auto is_before = [](const Member& a, const Member& b) { return a.key < b.key; };
+    std::vector<std::vector<Member>> members;
+    std::vector<Member> common;
     for (const auto slots : stored_) {
-      std::vector<int32_t>& of_box = ranks.emplace_back();
-      for (const int32_t slot : slots) {
-        of_box.insert(of_box.end(), plans_.ranks_of(slot).begin(), plans_.ranks_of(slot).end());
-      }
-      std::sort(of_box.begin(), of_box.end());
-      count = std::min(count, of_box.size());
-      if (ranks.size() == 1) common = of_box;
-      std::erase_if(common, [&](int32_t rank) {
-        return !std::binary_search(of_box.begin(), of_box.end(), rank);
+      members.push_back(members_of(slots, by));
+      if (members.size() == 1) common = members[0];
+      std::erase_if(common, [&](const Member& member) {
+        return !std::binary_search(members.back().begin(), members.back().end(), member, is_before);
       });
     }
-    for (auto& of_box : ranks) {
-      if (common.empty()) {
-        of_box.resize(count);
-      } else {
-        of_box = common;
+    for (auto& of_box : members) {
+      std::erase_if(of_box, [&](const Member& member) {
+        return !std::binary_search(common.begin(), common.end(), member, is_before);
+      });
+    }
+    return members;
+  }
+
+  // Returns the ranks of a box, ascending by key.
+  std::vector<Member> members_of(std::span<const int32_t> slots, MatchedBy by) const {
+    std::vector<Member> out;
+    for (const int32_t slot : slots) {
+      for (const int32_t rank : plans_.ranks_of(slot)) {
+        const int32_t name = plans_.replica_of(rank, plans_.item_of(slot));
+        const int32_t key = by == MatchedBy::kRank   ? rank
+                            : by == MatchedBy::kName ? name
+                                                     : kNoReplica;
+        out.push_back({{key, 0}, rank, name == kNoReplica ? rank : name});
       }
     }
-    return ranks;
+    std::sort(out.begin(), out.end(), [](const Member& a, const Member& b) {
+      return std::tie(a.key, a.rank) < std::tie(b.key, b.rank);
+    });
+    for (size_t i = 1; i < out.size(); ++i) {
+      if (out[i].key.first == out[i - 1].key.first) out[i].key.second = out[i - 1].key.second + 1;
+    }
+    return out;
   }
 
   // Returns whether the replicas of a box are known to be equal, or are not compared. Adds pairs of

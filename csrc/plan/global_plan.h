@@ -105,8 +105,8 @@ class GlobalPlan {
   // `digests` has the digest of the values of each item of each rank, 8 bytes each; eight zeros if
   // the digest is unknown. A tensor is then cut only if the digests of all its replicas are known
   // and equal. If they are not, all boxes of the tensor are written from one replica: by one rank
-  // that has all of them, or by the k-th rank of each box, for one k. Empty if the values of
-  // replicas are not compared.
+  // that has all of them, by the ranks whose items name the same replica (ItemTable::set_replica),
+  // or by the k-th rank of each box, for one k. Empty if the values of replicas are not compared.
   static Result<GlobalPlan> make(const std::vector<Bytes>& plans, const GlobalPlanOptions& options,
                                  const std::vector<Bytes>& digests = {});
 

@@ -131,6 +131,11 @@ Status ItemTable::add_tensor(std::string_view fqn, const Facts& facts, ItemKind 
   return ok_status();
 }
 
+void ItemTable::set_replica(int32_t replica) {
+  replicas_.resize(entries_of_.size(), kNoReplica);
+  replicas_.back() = replica;
+}
+
 void ItemTable::append(int64_t entry, ItemKind kind, const BoxView& box, int64_t nbytes) {
   entries_of_.push_back(static_cast<int32_t>(entry));
   kinds_.push_back(kind);

@@ -21,6 +21,7 @@ namespace torch_ckpt {
 
 inline constexpr int64_t kMaxNdim = 64;        // Maximum number of tensor dimensions.
 inline constexpr int64_t kMaxWordNbytes = 64;  // Maximum length of a dtype or memory format name.
+inline constexpr int32_t kNoReplica = -1;
 
 // Same as DCP's WriteItemType: BYTE_IO, TENSOR and SHARD.
 enum class ItemKind : uint8_t { kObject, kTensor, kShard };
@@ -102,8 +103,14 @@ class ItemTable {
   // Errors: kInvalidArgument; the table is then unchanged.
   Status add_tensor(std::string_view fqn, const Facts& facts, ItemKind kind, const Box& box);
 
+  // Names the replica that the last item belongs to, by a number that all ranks with boxes of this
+  // replica of the tensor use, and no other rank. Not needed if the ranks of each box, in ascending
+  // order, number the replicas. Requires: size() > 0, replica >= 0.
+  void set_replica(int32_t replica);
+
   int64_t size() const { return static_cast<int64_t>(entries_of_.size()); }
   const EntryTable& entries() const { return entries_; }
+  bool has_replicas() const { return !replicas_.empty(); }
 
   // Properties of one item. Requires: 0 <= item < size().
   int64_t entry(int64_t item) const { return entries_of_[static_cast<size_t>(item)]; }
@@ -111,6 +118,11 @@ class ItemTable {
   const Facts& facts(int64_t item) const { return entries_.facts(entry(item)); }
   ItemKind kind(int64_t item) const { return kinds_[static_cast<size_t>(item)]; }
   int64_t nbytes(int64_t item) const { return nbytes_[static_cast<size_t>(item)]; }
+
+  // Returns kNoReplica if the item's replica has no name.
+  int32_t replica(int64_t item) const {
+    return item < std::ssize(replicas_) ? replicas_[static_cast<size_t>(item)] : kNoReplica;
+  }
 
   // Returns a view that is valid until the next insertion. An object's box has no dimensions.
   BoxView box(int64_t item) const;
@@ -124,6 +136,7 @@ class ItemTable {
   std::vector<int32_t> entries_of_;
   std::vector<ItemKind> kinds_;
   std::vector<int64_t> nbytes_;
+  std::vector<int32_t> replicas_;    // Of the first items; the others have none.
   std::vector<int64_t> first_dims_;  // Start of each item's box in `dims_`: offsets, then sizes.
   std::vector<int64_t> dims_;
 };

@@ -5,11 +5,18 @@
 namespace torch_ckpt {
 namespace {
 
+Status add_tensor(const ItemTable& from, int64_t item, ItemKind kind, const Box& box,
+                  ItemTable* to) {
+  RETURN_IF_ERROR(to->add_tensor(from.fqn(item), from.facts(item), kind, box));
+  if (from.replica(item) != kNoReplica) to->set_replica(from.replica(item));
+  return ok_status();
+}
+
 Status add_item(const ItemTable& from, int64_t item, ItemTable* to) {
   if (from.kind(item) == ItemKind::kObject) {
     return to->add_object(from.fqn(item), from.nbytes(item));
   }
-  return to->add_tensor(from.fqn(item), from.facts(item), from.kind(item), to_box(from.box(item)));
+  return add_tensor(from, item, from.kind(item), to_box(from.box(item)), to);
 }
 
 void add_run(int64_t item, Assignment* to) {
@@ -63,8 +70,8 @@ Result<ItemTable> assigned_items(const ItemTable& table, const Assignment& assig
         RETURN_IF_ERROR(add_item(table, item, &out));
         continue;
       }
-      RETURN_IF_ERROR(out.add_tensor(table.fqn(item), table.facts(item), ItemKind::kShard,
-                                     cut_box(table.box(item), *cut)));
+      RETURN_IF_ERROR(
+          add_tensor(table, item, ItemKind::kShard, cut_box(table.box(item), *cut), &out));
       ++cut;
     }
   }

@@ -1,6 +1,7 @@
 #include "plan/plan_wire.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -10,6 +11,7 @@ namespace {
 
 constexpr std::string_view kMagic = "TCPL";
 constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersionWithReplicas = 2;
 
 enum FactsFlag : uint8_t { kIsTensor = 1, kRequiresGrad = 2, kPinMemory = 4, kIsOpaque = 8 };
 enum EntryForm : uint8_t { kNextEntry, kFormerEntry, kNumberedEntry };
@@ -19,6 +21,10 @@ constexpr uint8_t kMaskedBox = 15;
 // The checksum is valid, so a faulty or hostile writer produced these bytes.
 Status unsound_entries(std::string_view why) {
   return corruption("the entries of a plan are unsound: ", why);
+}
+
+Status unsound_replicas() {
+  return corruption("the replicas of a plan are unsound: they are cut off or odd");
 }
 
 void write_facts(const Facts& facts, WireWriter* out) {
@@ -116,29 +122,70 @@ void write_item(const ItemTable& table, int64_t item, int64_t* seen, WireWriter*
   }
 }
 
+WireWriter write_replicas(const ItemTable& table) {
+  WireWriter out;
+  for (int64_t begin = 0, end = 0; begin < table.size(); begin = end) {
+    const int32_t replica = table.replica(begin);
+    while (end < table.size() && table.replica(end) == replica) ++end;
+    if (end == table.size() && replica == kNoReplica) break;
+    out.varint(end - begin);
+    out.varint(int64_t{replica} + 1);
+  }
+  return out;
+}
+
 }  // namespace
 
 std::vector<std::byte> encode(const ItemTable& table) {
   const WireWriter entries = write_entries(table.entries());
   WireWriter out;
+  if (table.has_replicas()) {
+    const WireWriter replicas = write_replicas(table);
+    out.varint(replicas.size());
+    out.append(replicas.bytes());
+  }
   out.varint(entries.size());
   out.append(entries.bytes());
   out.varint(table.size());
   int64_t seen = 0;
   for (int64_t item = 0; item < table.size(); ++item) write_item(table, item, &seen, &out);
-  return out.finish(kMagic, kVersion);
+  return out.finish(kMagic, table.has_replicas() ? kVersionWithReplicas : kVersion);
 }
 
 Result<PlanSections> open_plan(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a plan"));
+  const bool has_replicas = wire_version(bytes) == kVersionWithReplicas;
+  const uint32_t version = has_replicas ? kVersionWithReplicas : kVersion;
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, version, "a plan"));
   WireReader reader(body);
   int64_t nbytes;
   PlanSections sections;
+  if (has_replicas && (!reader.varint(&nbytes) || !reader.bytes(nbytes, &sections.replicas))) {
+    return unsound_replicas();
+  }
+  sections.listed = body.last(static_cast<size_t>(reader.left()));
   if (!reader.varint(&nbytes) || !reader.bytes(nbytes, &sections.entries) ||
       !reader.bytes(reader.left(), &sections.items)) {
     return unsound_entries("they are cut off");
   }
   return sections;
+}
+
+Result<std::vector<ReplicaRun>> parse_replicas(Bytes replicas, int64_t item_count) {
+  WireReader reader(replicas);
+  std::vector<ReplicaRun> runs;
+  int64_t end = 0;
+  while (reader.left() > 0) {
+    int64_t count;
+    int64_t replica;
+    if (!reader.varint(&count) || count < 1 || count > item_count - end ||
+        !reader.varint(&replica) || replica > std::numeric_limits<int32_t>::max()) {
+      return unsound_replicas();
+    }
+    end += count;
+    runs.push_back({end, static_cast<int32_t>(replica - 1)});
+  }
+  if (!runs.empty() && runs.back().replica == kNoReplica) return unsound_replicas();
+  return runs;
 }
 
 Result<EntryTable> parse_entries(Bytes bytes) {
@@ -275,6 +322,10 @@ class ItemTableParser {
       table.append(item.entry, item.kind, item.box, item.nbytes);
     }
     RETURN_IF_ERROR(stream.finish());
+    ASSIGN_OR_RETURN(const auto runs, parse_replicas(sections.replicas, count));
+    for (const ReplicaRun& run : runs) {
+      table.replicas_.resize(static_cast<size_t>(run.end), run.replica);
+    }
     return table;
   }
 };

@@ -38,6 +38,15 @@
 //     varints   for an object: nbytes. For a tensor: offset and size of each partial dimension
 //
 // Every entry has at least one item, and no bytes follow the last item.
+//
+// A table that names replicas has version 2, whose body begins with them. The rest is the body of
+// version 1, with identical bytes on all ranks that differ only in their replicas:
+//
+//   varint    length of the replicas in bytes, then for each run of items, from the first item:
+//     varint    number of items; at least 1
+//     varint    1 + the replica that the items name; 0 if they name none
+//
+// The last run names one, and the items after it name none.
 
 #include <array>
 #include <cstdint>
@@ -59,12 +68,23 @@ std::vector<std::byte> encode(const ItemTable& table);
 // Errors: kCorruption; kUnsupported for another version.
 Result<ItemTable> decode(Bytes bytes);
 
-// The two sections of a frame with a valid checksum, as views into the frame.
+// The sections of a frame with a valid checksum, as views into the frame.
 struct PlanSections {
+  Bytes replicas;  // Empty in version 1.
+  Bytes listed;    // The body of version 1: the other two sections, and the length of the first.
   Bytes entries;
   Bytes items;
 };
 Result<PlanSections> open_plan(Bytes bytes);
+
+// The items before `end`, and not in an earlier run, name this replica, or kNoReplica.
+struct ReplicaRun {
+  int64_t end = 0;
+  int32_t replica = kNoReplica;
+};
+
+// Parses the replicas section of a plan with this number of items. The runs have ascending ends.
+Result<std::vector<ReplicaRun>> parse_replicas(Bytes replicas, int64_t item_count);
 
 // Parses the entries section of one rank.
 Result<EntryTable> parse_entries(Bytes entries);

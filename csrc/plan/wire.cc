@@ -24,6 +24,10 @@ std::vector<std::byte> WireWriter::finish(std::string_view magic, uint32_t versi
   return out;
 }
 
+uint32_t wire_version(Bytes bytes) {
+  return bytes.size() < kHeadNbytes ? 0 : load_le<uint32_t>(bytes.data() + kMagicNbytes);
+}
+
 Result<Bytes> open_wire(Bytes bytes, std::string_view magic, uint32_t version,
                         std::string_view what) {
   if (bytes.size() < kHeadNbytes + kSumNbytes) {

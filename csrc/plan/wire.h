@@ -106,6 +106,9 @@ class WireReader {
   const std::byte* end_;
 };
 
+// Returns the version of a frame; 0 if the frame is cut off.
+uint32_t wire_version(Bytes bytes);
+
 // Checks a frame and returns its body. kCorruption if the magic or the checksum is wrong,
 // kUnsupported for another version. `what` is the subject of the error message, e.g. "a plan".
 Result<Bytes> open_wire(Bytes bytes, std::string_view magic, uint32_t version,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -204,6 +205,72 @@ TEST(GlobalPlanTest, ATensorWhoseReplicasMayDifferIsWrittenFromOneReplica) {
     ASSERT_EQ(global.differences().size(), pairs.empty() ? 0u : 1u);
     if (!pairs.empty()) EXPECT_EQ(global.differences()[0].pairs, pairs);
   }
+}
+
+// Of three tensors on a mesh of replicas and shards, the values of one differ, those of another one
+// are unknown, and those of the last one are equal. Ranks are in any order.
+TEST(GlobalPlanTest, TheReplicasOfAMeshAreFoundByTheNamesThatItsItemsGiveThem) {
+  for (uint32_t seed = 0; seed < 500; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const int64_t replicas = 1 + pick(random, 4);
+    const int64_t shards = 1 + pick(random, 4);
+    std::vector<int32_t> mesh(static_cast<size_t>(replicas * shards));
+    std::iota(mesh.begin(), mesh.end(), 0);
+    std::shuffle(mesh.begin(), mesh.end(), random);
+    World world(mesh.size());
+    Digests digests(mesh.size());
+    std::vector<int64_t> replica_of(mesh.size());
+    const Dims sizes = {1 + pick(random, 9), 3};  // Some shards may be empty.
+    for (int64_t replica = 0; replica < replicas; ++replica) {
+      const auto row = std::span(mesh).subspan(static_cast<size_t>(replica * shards),
+                                               static_cast<size_t>(shards));
+      for (size_t shard = 0; shard < row.size(); ++shard) {
+        const auto rank = static_cast<size_t>(row[shard]);
+        replica_of[rank] = replica;
+        const auto [begin, rows] = chunk_of(sizes[0], shards, static_cast<int64_t>(shard));
+        for (const char* fqn : {"different", "unknown", "equal"}) {
+          world[rank].push_back(float_shard(fqn, sizes, {begin, 0}, {rows, 3}));
+          world[rank].back().replica = *std::min_element(row.begin(), row.end());
+        }
+        digests[rank] = {static_cast<uint64_t>(replica + 1), 0, 1};
+        if (pick(random, 2) == 0) continue;
+        world[rank].push_back(object_item("own." + std::to_string(rank), pick(random, 100)));
+        digests[rank].push_back(0);
+      }
+    }
+    for (const bool dedup : {true, false}) {
+      ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, {.dedup = dedup}, digests));
+      ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
+      ASSERT_EQ(global.differences().size(), replicas > 1 ? 1u : 0u);
+      for (const int32_t rank : writers_of(global, "different")) {
+        ASSERT_EQ(replica_of[static_cast<size_t>(rank)], replica_of[0]);
+      }
+      const auto writers = writers_of(global, "unknown");
+      for (const int32_t rank : writers) {
+        if (writers.size() == 1) break;
+        ASSERT_EQ(replica_of[static_cast<size_t>(rank)],
+                  replica_of[static_cast<size_t>(writers[0])]);
+      }
+    }
+  }
+}
+
+TEST(GlobalPlanTest, RanksThatNameNoReplicaAreMatchedByTheirOrderBesideThoseThatDo) {
+  const auto half = [](int64_t first, int32_t replica) {
+    PlanItem item = float_shard("w", {4, 3}, {first, 0}, {2, 3});
+    item.replica = replica;
+    return std::vector{item};
+  };
+  const World world = {half(0, -1), half(2, -1), half(2, 2), half(2, 3), half(0, 3), half(0, 2)};
+  // The values of the first half are equal. Every rank of the other half has other values.
+  const Digests digests = {{1}, {2}, {3}, {4}, {1}, {1}};
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan first, plan(world, {}, digests));
+  EXPECT_EQ(writers_of(first, "w"), (std::vector<int32_t>{0, 1}));
+  // If no replica has all boxes by name, the order of the ranks remains.
+  const World others = {half(0, 7), half(2, 8), half(2, -1), half(0, 9)};
+  ASSERT_OK_AND_ASSIGN(const GlobalPlan order, plan(others, {}, {{1}, {2}, {3}, {4}}));
+  EXPECT_EQ(writers_of(order, "w").size(), 2u);
 }
 
 TEST(GlobalPlanTest, TwoRanksThatDifferInSeveralBoxesAreOnePair) {

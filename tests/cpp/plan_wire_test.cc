@@ -67,15 +67,50 @@ TEST(PlanWireTest, AShardedMatrixTakesAtMostTwelveBytesBesidesItsName) {
   EXPECT_LE(parts.entries.size(), 16u * 1000);
 }
 
-TEST(PlanWireTest, AnyDamageIsRefused) { expect_damage_is_refused(encode(sample()), decode); }
+ItemTable sample_with_replicas() {
+  std::vector<PlanItem> items = items_of(sample());
+  for (const size_t item : {0, 2, 3, 5}) items[item].replica = item == 5 ? 300 : 4;
+  return table_of(items);
+}
+
+TEST(PlanWireTest, TheSameItemsOfOtherReplicasAreTheSameBytesButForTheirNames) {
+  const auto bytes = std::vector{encode(sample()), encode(sample_with_replicas())};
+  ASSERT_OK_AND_ASSIGN(const PlanSections without, open_plan(bytes[0]));
+  ASSERT_OK_AND_ASSIGN(const PlanSections with, open_plan(bytes[1]));
+  EXPECT_EQ(as_text(without.listed), as_text(with.listed));
+  EXPECT_TRUE(without.replicas.empty());
+  EXPECT_EQ(with.replicas.size(), 11u);  // Five runs, of which one has a number of two bytes.
+}
+
+TEST(PlanWireTest, ReplicasOfItemsThatAreNotThereAreCorruption) {
+  const auto parsed = [](const std::vector<int64_t>& numbers) {
+    WireWriter out;
+    for (const int64_t number : numbers) out.varint(number);
+    return parse_replicas(out.bytes(), 3).status();
+  };
+  EXPECT_OK(parsed({}));
+  EXPECT_OK(parsed({3, 1}));
+  EXPECT_OK(parsed({1, 0, 1, int64_t{0x7FFFFFFF}}));
+  for (const auto& numbers : std::vector<std::vector<int64_t>>{
+           {4, 1}, {2, 1, 2, 1}, {0, 1}, {1}, {1, 0}, {1, 5, 1, 0}, {1, int64_t{0x80000000}}}) {
+    EXPECT_CODE(parsed(numbers), StatusCode::kCorruption);
+  }
+}
+
+TEST(PlanWireTest, AnyDamageIsRefused) {
+  expect_damage_is_refused(encode(sample()), decode);
+  expect_damage_is_refused(encode(sample_with_replicas()), decode);
+}
 
 TEST(PlanWireTest, NoSealedNonsenseIsBelieved) {
-  expect_nonsense_is_refused(encode(sample()), decode,
-                             [](const ItemTable& table, const std::vector<std::byte>&) {
-                               // Adding checks everything, so a table that can be built again is
-                               // sound.
-                               ASSERT_EQ(items_of(table_of(items_of(table))), items_of(table));
-                             });
+  for (const ItemTable& table : {sample(), sample_with_replicas()}) {
+    expect_nonsense_is_refused(encode(table), decode,
+                               [](const ItemTable& read, const std::vector<std::byte>&) {
+                                 // Adding checks everything, so a table that can be built again is
+                                 // sound.
+                                 ASSERT_EQ(items_of(table_of(items_of(read))), items_of(read));
+                               });
+  }
 }
 
 TEST(PlanWireTest, NamesThatWouldGrowTooMuchAreWrittenInFull) {

@@ -91,6 +91,8 @@ def meshes_of(world: int) -> list[DeviceMesh]:
     meshes = [init_device_mesh("cpu", (world,))]
     grids = [(2, 2)] if world == 4 else [(world, 1), (1, world)]
     meshes += [init_device_mesh("cpu", grid, mesh_dim_names=("a", "b")) for grid in grids]
+    if world == 4:  # Ranks in another order, as on machines that are not named in that of ranks.
+        meshes.append(DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("a", "b")))
     for ranks in ([world - 1], list(range(world - 1))):
         if ranks:
             meshes.append(DeviceMesh("cpu", ranks))
@@ -140,7 +142,7 @@ def local_part(
         placement = placements[mesh_dim]
         if isinstance(placement, (Shard, _StridedShard)):
             chunks = part.chunk(mesh.size(mesh_dim), placement.dim)
-            rank = mesh.get_local_rank(mesh_dim)
+            rank = (mesh.get_coordinate() or [])[mesh_dim]  # Groups are ordered by rank.
             empty = part.narrow(placement.dim, 0, 0)
             part = chunks[rank] if rank < len(chunks) else empty
     return part

@@ -28,7 +28,11 @@ def flatten(
 
 class ShardBox:
     def __init__(
-        self, sizes: Sequence[int], offsets: Sequence[int], box_sizes: Sequence[int]
+        self,
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        box_sizes: Sequence[int],
+        replica: int = -1,
     ) -> None: ...
 
 def make_peers(backend: Any, ranks: Sequence[int], timeout_ms: int) -> Peers: ...

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.planning.dispatch import size_of
-from torch_ckpt.planning.dtensor_boxes import boxes_of, in_boxes
+from torch_ckpt.planning.dtensor_boxes import boxes_of, in_boxes, replica_of
+from torch_ckpt.planning.local_shards import NO_REPLICA
 from torch_ckpt.planning.replicas import OBJECT_NBYTES, check_dtype, list_item
 
 __all__ = ["has_sharded_tensors", "overrides", "refuse_nested", "table_of"]
@@ -51,12 +52,14 @@ def table_of(
         table, sources = table_of({"w": torch.zeros(3), "step": 7})
     """
     table = _native.ItemTable()
+    # Cached for this call only: a mesh may be equal to one of an earlier group of other ranks.
+    known: dict[Any, int] | None = None if for_load else {}
+    box_of = functools.partial(_box_of, state_dict, known)
     sources = _tensor_view.list_tensors(
         state_dict,
         table,
-        # Cached for this call only: a mesh may be equal to one of an earlier group of other ranks.
-        _tensor_view.ShardBoxes(DTensor, Shard, Replicate, functools.partial(_box_of, state_dict)),
-        lambda fqn, value: _list(table, fqn, value, for_load),
+        _tensor_view.ShardBoxes(DTensor, Shard, Replicate, box_of),
+        lambda fqn, value: _list(table, fqn, value, known),
     )
     return table, sources
 
@@ -74,11 +77,13 @@ def refuse_nested(state_dict: dict[str, Any]) -> None:
             )
 
 
-def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> list[Any]:
+def _list(
+    table: _native.ItemTable, fqn: str, value: Any, known: dict[Any, int] | None
+) -> list[Any]:
     """Lists a value by DCP's functions, unless the engine lists it by itself.
 
     The engine lists tensors of torch's own class without attributes, and DTensors whose local
-    tensor is one box of that kind.
+    tensor is one box of that kind. ``known`` is that of :func:`replica_of`, ``None`` on a load.
     """
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
@@ -88,7 +93,7 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
         return [None]
     if isinstance(value, torch.Tensor):
         value = in_boxes(value, fqn)
-    if for_load:
+    if known is None:
         chunks = _create_chunk_list(value)
         sources = []
         size = size_of(value)
@@ -115,14 +120,17 @@ def _list(table: _native.ItemTable, fqn: str, value: Any, for_load: bool) -> lis
         check_dtype(item)
     sources = [_shard_of(value, item, number) for number, item in enumerate(items)]
     for item, source in zip(items, sources, strict=True):
-        list_item(table, item, is_opaque=source is None)
+        list_item(table, item, is_opaque=source is None, replica=replica_of(value, known))
     return sources
 
 
-def _box_of(state_dict: dict[str, Any], tensor: DTensor) -> _tensor_view.ShardBox | None:
+def _box_of(
+    state_dict: dict[str, Any], known: dict[Any, int] | None, tensor: DTensor
+) -> _tensor_view.ShardBox | None:
     """Returns the box of a DTensor's local shard; ``None`` if the rank has none, or several.
 
-    Called once for all DTensors of the same mesh, placements and sizes. Raises ValueError if the
+    Called once for all DTensors of the same mesh, placements and sizes. ``known`` is that of
+    :func:`replica_of`, ``None`` on a load. Raises ValueError if the
     DTensor is a partial sum, and UnsupportedError as :func:`boxes_of`.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
@@ -134,7 +142,8 @@ def _box_of(state_dict: dict[str, Any], tensor: DTensor) -> _tensor_view.ShardBo
         boxes = boxes_of(tensor, fqn)
     if len(boxes) != 1:
         return None
-    return _tensor_view.ShardBox(tensor.shape, boxes[0].offsets, boxes[0].sizes)
+    replica = NO_REPLICA if known is None else replica_of(tensor, known)
+    return _tensor_view.ShardBox(tensor.shape, boxes[0].offsets, boxes[0].sizes, replica)
 
 
 def _shard_of(value: Any, item: WriteItem, number: int) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -22,13 +23,14 @@ from torch_ckpt._core.tensors import cpu_as_default
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.formats.placements import ShardBox, shard_boxes
 from torch_ckpt.planning.dispatch import METHODS
-from torch_ckpt.planning.local_shards import LocalShards
+from torch_ckpt.planning.local_shards import NO_REPLICA, LocalShards
 
 __all__ = [
     "boxes_of",
     "in_boxes",
     "load_plan_in_boxes",
     "lookup_box",
+    "replica_of",
     "save_plan_in_boxes",
     "with_boxes",
 ]
@@ -60,6 +62,55 @@ def boxes_of(tensor: DTensor, fqn: str) -> list[ShardBox]:
     return boxes
 
 
+def replica_of(value: Any, known: dict[Any, int]) -> int:
+    """Returns the lowest rank of the replica of a tensor that this rank has a part of.
+
+    The ranks of a replica are those of a mesh with the same coordinates in all dimensions that
+    replicate. The result is ``NO_REPLICA`` if nothing is known of them, or if the order of the
+    ranks that have a box is that of the replicas, as in nearly all programs. ``known`` has the
+    results of this save so far.
+    """
+    if isinstance(value, DTensor):
+        mesh = value.device_mesh
+        lowest = known.get(id(mesh))
+        if lowest is None:
+            # The mesh may be a row of another one, whose other rows have the other replicas.
+            ranks = mesh._get_root_mesh().mesh.flatten().tolist()
+            lowest = known[id(mesh)] = _lowest_unless_in_order(ranks)
+        if lowest == NO_REPLICA:
+            return NO_REPLICA
+        key = id(mesh), value.placements
+        if key not in known:
+            known[key] = _lowest_of_replica(value)
+        return known[key]
+    if isinstance(value, LocalShards):
+        return value.replica
+    if isinstance(value, ShardedTensor):
+        return _lowest_unless_in_order(dist.get_process_group_ranks(value._process_group))
+    return NO_REPLICA
+
+
+def _lowest_unless_in_order(ranks: list[int]) -> int:
+    """Returns the lowest rank; ``NO_REPLICA`` if the order of the ranks numbers the replicas.
+
+    These are all ranks, or a block of them. Other replicas are then in other blocks of this length.
+    """
+    first, count = ranks[0], len(ranks)
+    is_in_order = first % count == 0 and ranks == list(range(first, first + count))
+    return NO_REPLICA if is_in_order else min(ranks)
+
+
+def _lowest_of_replica(tensor: DTensor) -> int:
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return NO_REPLICA
+    at = tuple(
+        here if placement.is_replicate() else slice(None)
+        for here, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+    return int(mesh.mesh[at].min())
+
+
 def in_boxes(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     """Returns the boxes of a tensor as DCP can list them; the tensor itself if DCP lists it."""
     if type(tensor) is ShardedTensor:
@@ -74,6 +125,7 @@ def in_boxes(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     local = tensor._local_tensor.detach()
     parts = [(box.offsets, _part(local, box)) for box in boxes]
     shards = LocalShards(tensor.shape, parts, local)
+    shards.replica = replica_of(tensor, {})
     return shards.requires_grad_(tensor.requires_grad)
 
 
@@ -84,6 +136,7 @@ def _without_empty(tensor: ShardedTensor) -> torch.Tensor:
         return tensor
     boxes = [(shard.metadata.shard_offsets, shard.tensor) for shard in shards]
     made = LocalShards(tensor.size(), boxes)
+    made.replica = replica_of(tensor, {})
     return made.requires_grad_(tensor.metadata().tensor_properties.requires_grad)
 
 

@@ -13,7 +13,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["LocalShards"]
+__all__ = ["NO_REPLICA", "LocalShards"]
+
+NO_REPLICA = -1
+"""Of a tensor whose replica has no number; see :func:`~torch_ckpt.planning.replica_of`."""
 
 
 class LocalShards(torch.Tensor):
@@ -28,6 +31,7 @@ class LocalShards(torch.Tensor):
     """
 
     boxes: list[tuple[torch.Size, torch.Tensor]]
+    replica = NO_REPLICA
     _values_in = "boxes"  # Name of the attribute with the values.
 
     def __new__(

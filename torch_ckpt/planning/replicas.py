@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.errors import CheckpointError, UnsupportedError
-from torch_ckpt.planning.dtensor_boxes import lookup_box
+from torch_ckpt.planning.dtensor_boxes import lookup_box, replica_of
+from torch_ckpt.planning.local_shards import NO_REPLICA
 from torch_ckpt.planning.replica_check import DIGEST_NBYTES, CheckReplicas, warn_of
 from torch_ckpt.planning.value_digests import has_other_ranks, value_digests
 
@@ -167,9 +169,13 @@ def list_rank_items(
     The result is ``None`` if a table cannot represent one of the items.
     """
     table = _native.ItemTable()
+    # Replicas that are not compared count as equal.
+    values = {} if check_replicas == "off" else getattr(planner, "state_dict", {})
+    known: dict[Any, int] = {}
     try:
         for item in items:
-            list_item(table, item)
+            replica = replica_of(values.get(item.index.fqn), known)
+            list_item(table, item, replica=replica)
     except (ValueError, TypeError):
         return None
     digests = None
@@ -210,10 +216,17 @@ def ranks_per_node() -> int:
         return 1
 
 
-def list_item(table: _native.ItemTable, item: WriteItem, *, is_opaque: bool = False) -> None:
+def list_item(
+    table: _native.ItemTable,
+    item: WriteItem,
+    *,
+    is_opaque: bool = False,
+    replica: int = NO_REPLICA,
+) -> None:
     """Adds an item of a DCP planner to a table. Raises ValueError if it cannot represent the item.
 
     ``is_opaque`` says that only torch can serialize the tensor, so that it must not be cut.
+    ``replica`` is the result of :func:`replica_of`.
     """
     data = item.tensor_data
     if data is None or data.chunk is None:
@@ -237,6 +250,8 @@ def list_item(table: _native.ItemTable, item: WriteItem, *, is_opaque: bool = Fa
         data.chunk.sizes,
         is_opaque,
     )
+    if replica != NO_REPLICA:
+        table.set_replica(replica)
 
 
 PICKLED_DTYPES = frozenset(

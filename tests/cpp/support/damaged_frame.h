@@ -36,7 +36,7 @@ void expect_damage_is_refused(const std::vector<std::byte>& bytes, Decode decode
   fix_sums(&longer);
   EXPECT_CODE(decode(longer), StatusCode::kCorruption);
   std::vector<std::byte> newer = bytes;
-  newer[4] = std::byte{2};
+  newer[4] = std::byte{200};
   fix_sums(&newer);
   EXPECT_CODE(decode(newer), StatusCode::kUnsupported);
 }

@@ -22,13 +22,14 @@ struct PlanItem {
   ItemKind kind = ItemKind::kObject;
   Box box;
   int64_t nbytes = 0;
+  int32_t replica = kNoReplica;
 
   bool operator==(const PlanItem&) const = default;
 };
 
 inline void PrintTo(const PlanItem& item, std::ostream* out) {
   *out << item.fqn << " " << static_cast<int>(item.kind) << " " << to_string(item.facts) << " "
-       << to_string(item.box) << " " << item.nbytes;
+       << to_string(item.box) << " " << item.nbytes << " " << item.replica;
 }
 
 inline Facts float_facts(Dims sizes) {
@@ -40,17 +41,15 @@ inline Facts float_facts(Dims sizes) {
 }
 
 inline PlanItem object_item(std::string fqn, int64_t nbytes) {
-  return {std::move(fqn), Facts{}, ItemKind::kObject, {}, nbytes};
+  return {std::move(fqn), Facts{}, ItemKind::kObject, {}, nbytes, kNoReplica};
 }
 
 inline PlanItem shard_item(std::string fqn, Facts facts, Dims offsets, Dims sizes) {
   int64_t nbytes = facts.itemsize;
   for (const int64_t size : sizes) nbytes *= size;
-  return {std::move(fqn),
-          std::move(facts),
-          ItemKind::kShard,
-          {std::move(offsets), std::move(sizes)},
-          nbytes};
+  return {std::move(fqn),   std::move(facts),
+          ItemKind::kShard, {std::move(offsets), std::move(sizes)},
+          nbytes,           kNoReplica};
 }
 
 inline PlanItem float_shard(std::string fqn, Dims global, Dims offsets, Dims sizes) {
@@ -66,8 +65,11 @@ inline PlanItem whole_item(std::string fqn, Facts facts) {
 }
 
 inline Status add_item(const PlanItem& item, ItemTable* table) {
-  if (item.kind == ItemKind::kObject) return table->add_object(item.fqn, item.nbytes);
-  return table->add_tensor(item.fqn, item.facts, item.kind, item.box);
+  RETURN_IF_ERROR(item.kind == ItemKind::kObject
+                      ? table->add_object(item.fqn, item.nbytes)
+                      : table->add_tensor(item.fqn, item.facts, item.kind, item.box));
+  if (item.replica != kNoReplica) table->set_replica(item.replica);
+  return ok_status();
 }
 
 inline ItemTable table_of(const std::vector<PlanItem>& items) {
@@ -80,7 +82,7 @@ inline std::vector<PlanItem> items_of(const ItemTable& table) {
   std::vector<PlanItem> items;
   for (int64_t i = 0; i < table.size(); ++i) {
     items.push_back({std::string(table.fqn(i)), table.facts(i), table.kind(i), to_box(table.box(i)),
-                     table.nbytes(i)});
+                     table.nbytes(i), table.replica(i)});
   }
   return items;
 }
@@ -105,6 +107,7 @@ inline std::vector<PlanItem> random_items(std::mt19937& random, int64_t count) {
     entries.push_back(whole_item(fqn, facts));
   }
   std::vector<PlanItem> items;
+  const bool are_named = pick(random, 3) == 0;
   for (int64_t i = 0; i < count; ++i) {
     PlanItem item = entries[static_cast<size_t>(pick(random, std::ssize(entries)))];
     if (item.kind == ItemKind::kObject) {
@@ -118,6 +121,9 @@ inline std::vector<PlanItem> random_items(std::mt19937& random, int64_t count) {
         sizes[d] = pick(random, sizes.size() > 4 ? 2 : 400);
       }
       item = shard_item(item.fqn, item.facts, offsets, sizes);
+    }
+    if (are_named && item.kind != ItemKind::kObject && pick(random, 4) > 0) {
+      item.replica = static_cast<int32_t>(pick(random, 3) == 0 ? 0x7FFFFFFE : pick(random, 3));
     }
     items.push_back(std::move(item));
   }
