@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.joint_machines import MACHINES, MANY_ROUNDS, Killer, Machine, check_whole, save
-from torch_ckpt.storage.commit_probe import check_commit
+from torch_ckpt.commits.probe import check_commit
 
 from torch_ckpt.agent import joint_save
 from torch_ckpt.agent.manifests import Manifests
