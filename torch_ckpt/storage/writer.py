@@ -32,11 +32,7 @@ from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.coordination.storage_watch import watch_storage
-from torch_ckpt.errors import (
-    CheckpointError,
-    UnsupportedError,
-    portable_errors,
-)
+from torch_ckpt.errors import CheckpointError, UnsupportedError, portable_errors
 from torch_ckpt.filesystems.location import Location, can_reach, name_of
 from torch_ckpt.formats.committed import INDEX_MARK, uuid_of
 from torch_ckpt.options import IoMode, IoOptions
@@ -565,9 +561,7 @@ class FastWriter(StorageWriter):
     # ---- Failure ----
 
     def end_failed_save(self) -> None:
-        """Removes what a save that has failed has written: each rank its own files.
-
-        The last rank also removes the pending file, and the directory if the save has created it.
+        """Removes what a save that has failed has written; see :meth:`Transaction.abandon`.
 
         A save of this package calls it when any rank has failed. DCP's own functions do not
         report failures of other ranks to a writer. Then the next save removes the files.
