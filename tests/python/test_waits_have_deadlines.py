@@ -223,7 +223,7 @@ AWAITED = "the caller logs"
 
 TIMED = {
     "agent/answers.py Answers.get self._silent.join": AGENT,
-    "agent/client.py AgentClient._exchange connection.settimeout": "of a message, not of the wait",
+    "agent/client.py AgentClient._answer_to connection.settimeout": "of a message, not of the wait",
     "agent/client.py AgentClient._register connection.settimeout": "of a local connection",
     "agent/copies.py Copies.advance last.wait": SHORT,
     "agent/copies.py Copies.close self._changed.wait_for": SHORT,

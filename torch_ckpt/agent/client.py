@@ -321,7 +321,7 @@ class AgentClient:
                 if self._connection is None:
                     self._connect()
                 assert self._connection is not None
-                return self._send_and_await(self._connection, kind, within_s, **fields)
+                return self._answer_to(self._connection, kind, within_s, **fields)
             except OSError as error:
                 if isinstance(error, CheckpointError):
                     raise
@@ -338,7 +338,7 @@ class AgentClient:
     def _answer_s(self) -> float:
         return min(self._timeout_s, _ANSWER_S)
 
-    def _send_and_await(
+    def _answer_to(
         self, connection: socket.socket, kind: Kind, within_s: float, **fields: Any
     ) -> Message:
         connection.settimeout(self._answer_s)
