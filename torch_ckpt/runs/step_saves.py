@@ -165,18 +165,21 @@ class StepSaves:
         *,
         persist: bool = True,
         is_last: bool = False,
+        refused: Exception | None = None,
     ) -> tuple[dict[str, bytes], CheckpointError | None]:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
         Returns the small files of the step, with the metrics of the first rank. ``persist`` says
         that the step is to be on disk. A failed promotion is returned as well, and the save has not
         begun then. With ``is_last``, the process ends after the save, and such failures are
-        ignored.
+        ignored. All ranks raise the error of an argument of this one (``refused``).
         """
         path = self._disk.path(step)
         files: dict[str, bytes] = {}
 
         def own() -> tuple[int, CheckpointError | None]:
+            if refused is not None:
+                raise refused
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._retention.monitor))
             self.settle(timeout_s)
@@ -240,6 +243,7 @@ class StepSaves:
         metrics: Mapping[str, float] | None = None,
         *,
         persist: bool = True,
+        refused: Exception | None = None,
     ) -> dict[str, bytes] | None:
         """Begins a save, also if the previous one failed and training goes on.
 
@@ -258,7 +262,9 @@ class StepSaves:
             else:
                 self._failures.succeeded()
         try:
-            files, unpromoted = self.begin(step, timeout_s, metrics, persist=persist)
+            files, unpromoted = self.begin(
+                step, timeout_s, metrics, persist=persist, refused=refused
+            )
         except StorageError as error:
             if not self._failures.may_go_on(error, warns=warns):
                 raise
