@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 from support.joint_machines import MACHINES, MANY_ROUNDS, Killer, Machine, check_whole, save
-from torch_ckpt.commits.probe import check_commit
 
 from torch_ckpt.agent import joint_save
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 

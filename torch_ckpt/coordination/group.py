@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -113,17 +114,21 @@ class Group:
         """Begins a call. All ranks must begin the same calls in the same order.
 
         Raises CheckpointError if this process is a forked child of the rank, RankTimeoutError on
-        all ranks if the system has no more threads, and ValueError unless ``timeout_s`` is
-        positive.
+        all ranks if the system has no more threads, and ValueError unless ``timeout_s`` is a
+        positive number. The call then fails on the other ranks.
         """
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"{timeout_s=} is not a positive number of seconds")
+        is_valid = isinstance(timeout_s, Real) and math.isfinite(timeout_s) and timeout_s > 0
         try:
             self.connect()  # Before the number: no other rank has a call that is refused here.
         except RankTimeoutError:
             next(self._calls)  # The call of all ranks has failed.
             raise
-        return Call(self, next(self._calls), timeout_s)
+        call = Call(self, next(self._calls), timeout_s if is_valid else DEFAULT_TIMEOUT_S)
+        if not is_valid:
+            error = ValueError(f"{timeout_s=} is not a positive number of seconds")
+            call.fail(error)
+            raise error
+        return call
 
     def connect(self) -> None:
         """Begins to connect to the other ranks, without a wait. Raises as :meth:`call`.

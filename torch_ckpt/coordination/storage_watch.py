@@ -61,10 +61,9 @@ def _watch() -> None:
 
 
 def _text(doing: str, path: str, done: int, total: int) -> str:
-    """Returns what a call waits for: ``storage: rank 3 is writing /run/file, 1 MB of 2 MB done``."""
-    nbytes = f", {nbytes_text(min(done, total))} of {nbytes_text(total)} done" if total else ""
-    if not total and done:
-        nbytes = f", {nbytes_text(done)} done"
+    """Returns what a call waits for: ``storage: rank 3 is writing file, 1.0 MB of 2.0 MB done``."""
+    of_total = f" of {nbytes_text(total)}" if total else ""
+    nbytes = f", {nbytes_text(min(done, total or done))}{of_total} done" if total or done else ""
     return f"storage: {_who()} is {doing} {path}{nbytes}"
 
 

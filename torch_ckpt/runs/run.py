@@ -34,7 +34,7 @@ from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
-from torch_ckpt.runs.step_files import lease
+from torch_ckpt.runs.step_files import lease, refusal
 from torch_ckpt.runs.step_saves import Reuse, StepSaves
 from torch_ckpt.runs.step_tiers import StepTiers
 from torch_ckpt.storage.copying import CheckpointCopy
@@ -332,15 +332,13 @@ class Run(LastSaves):
             RankTimeoutError: A rank was late, stuck or gone.
             StorageError: The metrics cannot be written.
             ValueError: ``step`` is negative, the ranks are at different steps, ``metrics`` lacks
-                ``monitor``, or ``persist`` is ``False`` and the run has no agent.
+                ``monitor``, or ``persist`` is ``False`` and the run has no agent. On all ranks.
         """
-        if step < 0:
-            raise ValueError(f"{step=} is negative")
-        if not persist and not self._is_for_agent:
-            raise ValueError("persist=False: only an agent can retain a step in memory alone")
         begin = time.monotonic()
-        self._boundary.step_ended(step)
-        self._schedule.attempted(step)
+        refused = refusal(step, is_kept=persist or self._is_for_agent)  # All ranks shall raise it.
+        if refused is None:
+            self._boundary.step_ended(step)
+            self._schedule.attempted(step)
         if self.asynchronous and self.on_busy != "wait" and self._saves.is_coordinator_busy():
             if self.on_busy == "error":
                 raise CheckpointError(f"step {step} was not saved: another save is in progress")
@@ -348,7 +346,7 @@ class Run(LastSaves):
             return False
         self._check_open()
         with self._saves.recording("save", step):
-            if not self._saves.begin_after(step, self.timeout_s, metrics):
+            if not self._saves.begin_after(step, self.timeout_s, metrics, refused=refused):
                 return False
             # An error that only this rank knows so far, and whether all ranks raise the next error.
             failure, is_common = None, self.asynchronous

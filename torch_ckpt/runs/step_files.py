@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TypeVar
 
 from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES
@@ -34,6 +35,7 @@ __all__ = [
     "listed_steps",
     "metrics_file",
     "metrics_of",
+    "refusal",
     "remove_expired_leases",
     "run_of_local",
     "tie_directories",
@@ -353,3 +355,14 @@ def _renewed_s(file: Location) -> float | None:
 
 def _no_step(directory: Location, step: int) -> NotFoundError:
     return NotFoundError(f"cannot lease step {step} of {directory}: it is not a committed step")
+
+
+def refusal(step: object, *, is_kept: bool) -> Exception | None:
+    """Returns the error of a step that cannot be saved. ``is_kept``: on disk or by an agent."""
+    if not isinstance(step, Integral):
+        return TypeError(f"{step=} is not an integer")
+    if step < 0:
+        return ValueError(f"{step=} is negative")
+    if not is_kept:
+        return ValueError("persist=False: only an agent can retain a step in memory alone")
+    return None

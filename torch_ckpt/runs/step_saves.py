@@ -164,16 +164,20 @@ class StepSaves:
         metrics: Mapping[str, float] | None = None,
         *,
         is_last: bool = False,
+        refused: Exception | None = None,
     ) -> CheckpointError | None:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
         Gives the writer the small files of the step, with the metrics of the first rank. Returns a
         failed promotion; the save has not begun then. With ``is_last``, the process ends after the
-        save, and such failures are ignored.
+        save, and such failures are ignored. All ranks raise the error of an argument of this one
+        (``refused``).
         """
         files: dict[str, bytes] = {}
 
         def own() -> tuple[int, CheckpointError | None]:
+            if refused is not None:
+                raise refused
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._retention.monitor))
             self.settle(timeout_s)
@@ -231,6 +235,8 @@ class StepSaves:
         step: int,
         timeout_s: float,
         metrics: Mapping[str, float] | None = None,
+        *,
+        refused: Exception | None = None,
     ) -> bool:
         """Begins a save, also if the previous one failed and training goes on.
 
@@ -249,7 +255,7 @@ class StepSaves:
             else:
                 self._failures.succeeded()
         try:
-            unpromoted = self.begin(step, timeout_s, metrics)
+            unpromoted = self.begin(step, timeout_s, metrics, refused=refused)
         except StorageError as error:
             if not self._failures.may_go_on(error, warns=warns):
                 raise
