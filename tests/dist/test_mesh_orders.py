@@ -18,7 +18,12 @@ import torch.distributed.checkpoint as dcp
 from ranks import Worlds, on_ranks
 from states import READERS, sharded
 from support.logs import logged
-from test_unequal_replicas import (
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from unequal_replicas import (
     WAYS,
     FindingPlanner,
     by_a_run_with_an_agent,
@@ -27,11 +32,6 @@ from test_unequal_replicas import (
     fresh,
     with_more_on_the_first_rank,
 )
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_ckpt
 from torch_ckpt import FastSavePlanner, FastWriter, Run, SafetensorsWriter, SnapshotStager
