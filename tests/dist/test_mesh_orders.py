@@ -15,10 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Worlds, on_ranks
+from machines import on_machine
+from ranks import Ranks, Worlds, on_ranks
 from states import READERS, sharded
 from support.logs import logged
-from test_unequal_replicas import (
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from unequal_replicas import (
     WAYS,
     FindingPlanner,
     by_a_run_with_an_agent,
@@ -27,11 +33,6 @@ from test_unequal_replicas import (
     fresh,
     with_more_on_the_first_rank,
 )
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_ckpt
 from torch_ckpt import FastSavePlanner, FastWriter, Run, SafetensorsWriter, SnapshotStager
@@ -42,6 +43,8 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 SIZES = (1024, 600)  # 2.3 MiB of float32: divided between ranks if its replicas are equal.
 OTHER_SIZES = {"uneven": (7, 5), "short": (1, 9)}  # The last one has an empty shard.
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+SLOW_S = 110  # Several saves with agents; for a machine that is busy.
 
 State = dict[str, Any]
 Way = Callable[[State, Path], None]
@@ -173,6 +176,10 @@ def world_of(layout: str) -> int:
     return int(torch.tensor(LAYOUTS[layout][1]).numel())
 
 
+@pytest.mark.thin(
+    *("by_stock-2x2", "by_stock-a mesh for each", "by_stock-fsdp1", "by_this_package-2x3"),
+    *("by_this_package-2x2x2", "by_this_package-ddp and tp"),
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", [by_stock, by_this_package], ids=lambda way: way.__name__)
 def test_a_tensor_whose_replicas_differ_is_stored_from_one_replica_of_its_mesh(
@@ -189,6 +196,7 @@ def to_the_lowest_rank(state: State, path: Path) -> None:
 OTHER_WAYS = [way for name, way in WAYS.items() if name not in ("by_stock", "by_this_package")]
 
 
+@pytest.mark.thin("by_stocks_async_save", "to_the_lowest_rank", "by_a_run_with_an_agent")
 @pytest.mark.parametrize(
     "way", [*OTHER_WAYS, to_the_lowest_rank, by_a_run_with_an_agent], ids=lambda way: way.__name__
 )
@@ -286,3 +294,23 @@ def test_a_warning_names_every_pair_of_ranks_whose_boxes_differ(path: Path, way:
         return
     (line,) = lines
     assert "'w' (ranks 2, 4 differ from rank 0, ranks 3, 5 from rank 1). Each is stored " in line
+
+
+def save_on_machines(run: Path, memory: Path) -> None:
+    fresh()
+    on_machine(memory)
+    drifted = hsdp(SQUARE)  # Each of the machines has one shard of both replicas.
+    with Run(run, asynchronous=True, agent=True, timeout_s=60) as made:
+        for step, differ in enumerate([True, True, False, False, True], 1):
+            made.save(step, drifted.state if differ else drifted.equal())
+            made.wait()
+            if differ:
+                assert_from_the_first_ranks_replica(run / f"step-{step}", drifted, READERS)
+
+
+@pytest.mark.slow
+def test_agents_of_several_machines_store_one_replica_of_the_mesh(
+    tmp_path: Path, memory: Path
+) -> None:
+    with Ranks(4) as world:
+        world.run(save_on_machines, tmp_path / "run", memory, timeout_s=SLOW_S)

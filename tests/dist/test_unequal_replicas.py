@@ -18,9 +18,20 @@ from machines import on_machine
 from ranks import Ranks, Worlds, on_ranks
 from states import READERS, assert_same, full_value, sharded
 from support.logs import logged
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from unequal_replicas import (
+    SAVE_TIMEOUT_S,
+    SIZES,
+    WAYS,
+    FindingPlanner,
+    by_a_run_with_an_agent,
+    by_an_agent_with,
+    by_stock,
+    by_this_package,
+    fresh,
+    with_more_on_the_first_rank,
+)
 
 import torch_ckpt
 from torch_ckpt import (
@@ -35,14 +46,11 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions
 from torch_ckpt.planning import save_planner
 from torch_ckpt.planning.plan_cache import plan_cache
-from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging.stager import _Placed
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
-SIZES = (4096, 1024)  # 16 MiB of float32.
 OWN = "has its own"
-SAVE_TIMEOUT_S = 60
 SLOW_S = 110  # Several saves with agents; for a machine that is busy.
 
 
@@ -84,56 +92,12 @@ def chunks_of(path: Path, fqn: str = "model.w") -> int:
     return len(FastReader(path).read_metadata().state_dict_metadata[fqn].chunks)
 
 
-def fresh() -> None:
-    """Forgets what this process has planned, and has warned of."""
-    plan_cache().forget()
-    getattr(PROCESS, "warned_replicas", set()).clear()
-
-
 def assert_warned(lines: list[str], count: int = 1, *names: str) -> None:
     """The first rank, and no other, has warned this often."""
     assert len(lines) == (0 if dist.get_rank() else count), lines
     for line in lines:
         assert all(f"'{name}'" in line for name in names or ("model.w",)), line
         assert "RankState" in line
-
-
-def by_stock(state: dict[str, Any], path: Path) -> None:
-    dcp.save(state, storage_writer=FastWriter(path))
-
-
-def by_stocks_async_save(state: dict[str, Any], path: Path) -> None:
-    dcp.async_save(state, storage_writer=FastWriter(path)).result(SAVE_TIMEOUT_S)
-
-
-def by_columns(state: dict[str, Any], path: Path) -> None:
-    dcp.save(state, storage_writer=FastWriter(path), planner=FastSavePlanner())
-
-
-def by_columns_with_stocks_writer(state: dict[str, Any], path: Path) -> None:
-    dcp.save(state, storage_writer=FileSystemWriter(path), planner=FastSavePlanner())
-
-
-def by_this_package(state: dict[str, Any], path: Path) -> None:
-    torch_ckpt.save(state, checkpoint_id=path)
-
-
-def by_a_process(state: dict[str, Any], path: Path) -> None:
-    kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
-    torch_ckpt.async_save(state, checkpoint_id=path, async_checkpointer_type=kind).result(60)
-
-
-WAYS: dict[str, Callable[[dict[str, Any], Path], None]] = {
-    way.__name__: way
-    for way in (
-        by_stock,
-        by_stocks_async_save,
-        by_columns,
-        by_columns_with_stocks_writer,
-        by_this_package,
-        by_a_process,
-    )
-}
 
 
 def save_unequal(path: Path, way: str) -> None:
@@ -247,11 +211,6 @@ def hsdp(rank_value: bool) -> dict[str, Any]:
     return {"w": sharded(full, mesh, (Replicate(), Shard(0)))}
 
 
-def with_more_on_the_first_rank(state: dict[str, Any]) -> dict[str, Any]:
-    """The first rank has so much to write alone that others would write its replicas."""
-    return state | ({} if dist.get_rank() else {"own": torch.zeros(SIZES)})
-
-
 def check_one_replica(path: Path, allowed: list[float], readers: Any = READERS) -> None:
     """The shards are those of one replica."""
     dist.barrier()
@@ -282,10 +241,6 @@ def test_a_tensor_in_shards_is_stored_from_one_replica(
     worlds: Worlds, tmp_path: Path, way: str
 ) -> None:
     worlds.run(4, save_hsdp, tmp_path, WAYS[way], way != "by_a_process")
-
-
-def by_a_run_with_an_agent(state: dict[str, Any], path: Path) -> None:
-    by_an_agent_with("sample", state, path)
 
 
 @pytest.mark.usefixtures("memory")
@@ -402,16 +357,6 @@ def by_a_run_with(mode: Any, state: dict[str, Any], path: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         (path.parent / "run" / f"step-{path.name}").rename(path)
-    dist.barrier()
-
-
-def by_an_agent_with(mode: Any, state: dict[str, Any], path: Path) -> None:
-    run = path.parent / "run"
-    with Run(run, asynchronous=True, agent=True, writer={"check_replicas": mode}) as made:
-        made.save(int(path.name), state)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (run / f"step-{path.name}").rename(path)
     dist.barrier()
 
 
@@ -546,13 +491,6 @@ class MakingPlanner(dcp.DefaultSavePlanner):
     def transform_object(self, write_item: Any, object: Any) -> Any:
         made = super().transform_object(write_item, object)
         return made.bfloat16().float() if isinstance(made, torch.Tensor) else made
-
-
-class FindingPlanner(dcp.DefaultSavePlanner):
-    """Has tensors that are not in its state dict."""
-
-    def lookup_object(self, index: Any) -> Any:
-        return super().lookup_object(index)
 
 
 @pytest.mark.parametrize(
