@@ -2,7 +2,7 @@
 
 #include <unistd.h>
 
-#include <cerrno>
+#include "base/retry.h"
 
 namespace torch_ckpt {
 namespace {
@@ -10,11 +10,7 @@ namespace {
 // Calls read(2) or write(2) for one byte, again after an interruption.
 template <typename Call, typename Memory>
 bool moves_one_byte(Call call, int fd, Memory* memory) {
-  ssize_t moved;
-  do {
-    moved = call(fd, memory, 1);
-  } while (moved < 0 && errno == EINTR);
-  return moved == 1;
+  return retry_interrupted([&] { return call(fd, memory, 1); }) == 1;
 }
 
 }  // namespace

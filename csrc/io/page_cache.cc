@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <cstddef>
 
+#include "base/retry.h"
+
 namespace torch_ckpt {
 namespace {
 
@@ -31,10 +33,8 @@ std::atomic<bool> cachestat_missing{false};
 int count_cached_pages(int fd, int64_t offset, int64_t nbytes, int64_t* pages) {
   CachestatRange range{static_cast<uint64_t>(offset), static_cast<uint64_t>(nbytes)};
   Cachestat stat{};
-  long rc;
-  do {
-    rc = ::syscall(kCachestatNumber, fd, &range, &stat, 0u);
-  } while (rc != 0 && errno == EINTR);
+  const long rc =
+      retry_interrupted([&] { return ::syscall(kCachestatNumber, fd, &range, &stat, 0u); });
   if (rc != 0) return errno;
   *pages = static_cast<int64_t>(stat.nr_cache);
   return 0;
@@ -43,11 +43,7 @@ int count_cached_pages(int fd, int64_t offset, int64_t nbytes, int64_t* pages) {
 bool byte_is_cached(int fd, int64_t offset) {
   std::byte byte;
   const iovec target{&byte, 1};
-  ssize_t got;
-  do {
-    got = ::preadv2(fd, &target, 1, offset, RWF_NOWAIT);
-  } while (got < 0 && errno == EINTR);
-  return got == 1;
+  return retry_interrupted([&] { return ::preadv2(fd, &target, 1, offset, RWF_NOWAIT); }) == 1;
 }
 
 }  // namespace

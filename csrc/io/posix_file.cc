@@ -7,8 +7,8 @@
 #include <cerrno>
 #include <optional>
 
+#include "base/retry.h"
 #include "io/page_cache.h"
-#include "io/retry.h"
 #include "io/storage_call.h"
 #include "io/transfer.h"
 

@@ -16,8 +16,8 @@
 #include <string_view>
 #include <utility>
 
+#include "base/retry.h"
 #include "io/posix_file.h"
-#include "io/retry.h"
 #include "io/storage_call.h"
 #include "io/thread_queue.h"
 #include "io/uring_queue.h"

@@ -9,8 +9,8 @@
 
 #include <cerrno>
 
+#include "base/retry.h"
 #include "io/posix_file.h"
-#include "io/retry.h"
 
 namespace torch_ckpt {
 namespace {

@@ -6,14 +6,12 @@
 #include <cerrno>
 #include <limits>
 
+#include "base/retry.h"
+
 namespace torch_ckpt {
 namespace {
 
 constexpr int64_t kMaxStep = int64_t{1} << 30;  // Multiple of every alignment.
-
-// High enough for a storm of signals; finite, so that a kernel that always returns EAGAIN cannot
-// cause a hang.
-constexpr int kMaxRetries = 10000;
 
 }  // namespace
 
@@ -85,7 +83,7 @@ std::optional<Status> Transfer::advance(int64_t result) {
 }
 
 std::optional<Status> Transfer::retry_or_fail(int error) {
-  if ((error == EINTR || error == EAGAIN) && ++retries_ < kMaxRetries) return std::nullopt;
+  if ((error == EINTR || error == EAGAIN) && ++retries_ < kMaxAttempts) return std::nullopt;
   return errno_status(error, failure());
 }
 
