@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ckpt._core import _native
 from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
@@ -206,7 +207,8 @@ def nearest_directory(path: str) -> str:
 def inode_of(path: str) -> str:
     """Returns what identifies a directory on this machine, whatever its path is."""
     try:
-        found = os.stat(path)
+        with _native.StorageCall("inspecting", path):
+            found = os.stat(path)
     except OSError:
         return ""
     return f"{found.st_dev} {found.st_ino}"
