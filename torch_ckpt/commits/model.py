@@ -106,8 +106,12 @@ class ModelTransaction(Transaction):
         has_index = has_index or (bool(self._usual) and not self._states_boxes)
         pending = self._pending_index if has_index else self.target / self.files[0]
         files = [] if self._is_on_store else [self.target / name for name in self.files]
-        for path in [pending, *(path for path in files if path != pending)]:
-            path.write(b"", sync=False)
+        try:
+            for path in [pending, *(path for path in files if path != pending)]:
+                path.write(b"", sync=False)
+        except BaseException:
+            remove_files(self.target, [*self.files, pending.name])
+            raise
         return pending
 
     def check(self, files: Collection[str]) -> None:
@@ -201,12 +205,16 @@ class ModelTransaction(Transaction):
     def _publish_boxes(self) -> list[str]:
         """Publishes files that state boxes, under their usual names and without an index."""
         directory, names = self.target, list(self._usual)
-        if self.sync:
-            _sync_with_folders_above(directory)
-        if len(names) > 1:
-            self._pending_index.remove()
-        for before, after in zip(self.files, names, strict=True):
-            _rename(directory / before, directory / after)
+        try:
+            if self.sync:
+                _sync_with_folders_above(directory)
+            if len(names) > 1:
+                self._pending_index.remove()
+            for before, after in zip(self.files, names, strict=True):
+                _rename(directory / before, directory / after)
+        except BaseException:
+            remove_files(directory, [*self.files, self._pending_index.name])
+            raise
         if self.sync:
             directory.sync()
         if end_saves(directory, self.found.pending):
@@ -220,7 +228,11 @@ class ModelTransaction(Transaction):
         other, index = (_INDEX, b"")
         if self.files != [_MODEL]:
             other, index = (_MODEL, layout.index(self.files))
-        other_before = (directory / other).identity()
+        try:
+            other_before = (directory / other).identity()
+        except CheckpointError:
+            remove_files(directory, {*self.files, pending.name} - self.committed_names)
+            raise
         if index:
             try:
                 file_system = directory.file_system
@@ -230,10 +242,11 @@ class ModelTransaction(Transaction):
                     remove_files(directory, [*self.files, pending.name])
                 raise
         pending.discard()
+        end_saves(directory, self.found.pending)
+        # If this fails, the save fails: some loaders open the other name first.
+        if other in self.found.names and other_before == (directory / other).identity():
+            (directory / other).remove()
         with contextlib.suppress(CheckpointError):  # The commit stands; the next save tries again.
-            end_saves(directory, self.found.pending)
-            if other in self.found.names and other_before == (directory / other).identity():
-                (directory / other).remove()
             if not index or (directory / _INDEX).read() == index:
                 self._remove_stale(self.files)
         return list(self.files)
