@@ -35,6 +35,9 @@ _VERSIONS = range(1, 7)
 class Saving(Protocol):
     """One save of a version to a target, step by step, as a writer makes it."""
 
+    foreign: tuple[str, ...]
+    """Names in the target that belong to somebody else."""
+
     def begin(self) -> None: ...
     def write(self) -> None: ...
     def commit(self) -> None: ...
@@ -89,6 +92,7 @@ class Checkpoint:
     """A checkpoint of DCP; ``hides`` lets a new one appear by the rename of its directory."""
 
     prefix = ""
+    foreign = ("model.safetensors", "__0_0_0123456789abcdef.distcp.bak")
 
     def __init__(
         self, target: Location, version: int, *, hides: bool = False, **options: Any
@@ -103,6 +107,8 @@ class Checkpoint:
     def write(self) -> None:
         for name, contents in self.stored.files.items():
             (self.transaction.directory / name).write(contents, sync=True)
+        if self.transaction.directory.file_system.has_folders:
+            self.transaction.directory.sync()
 
     def commit(self) -> None:
         self.transaction.check(self.stored.files)
@@ -135,6 +141,7 @@ class RankCheckpoint(Checkpoint):
     """The checkpoint of rank 0 alone."""
 
     prefix = "__0"
+    foreign = ("__1.metadata", "__1.index.0123456789abcdef", "__1_0_0123456789abcdef.distcp")
 
     def __init__(self, target: Location, version: int, **options: Any) -> None:
         super().__init__(target, version, rank=0, **options)
@@ -168,6 +175,8 @@ class Copy(Checkpoint):
 
 class Model:
     """The safetensors files of a model."""
+
+    foreign = ("__0_0_0123456789abcdef.distcp", ".index.0123456789abcdef", "config.json")
 
     def __init__(self, target: Location, version: int, *, count: int = 1, **options: Any) -> None:
         self.transaction = ModelTransaction(target, f"{version:016x}", **options)
@@ -251,6 +260,7 @@ def _model_files(version: int, count: int) -> list[bytes]:
 class ReplacedFile:
     """A file that gets its name once it is complete."""
 
+    foreign: tuple[str, ...] = ()
     is_folder = False
 
     def __init__(self, target: Location, version: int) -> None:
@@ -326,6 +336,8 @@ class Place:
         owns_folder: Whether all in the target belongs to the save.
         keeps: Whether files of a failed save stay for its next try.
         appears_when: The step with which the files appear.
+        options: The options that say what it may replace. A model that appears before its commit
+            finds too late what it must not replace.
     """
 
     name: str
@@ -335,31 +347,33 @@ class Place:
     owns_folder: bool = False
     keeps: bool = False
     appears_when: str = "commit"
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
 
 
 _Hidden = functools.partial(Checkpoint, hides=True)
+_REPLACE, _ANY = ("may_replace",), ("may_replace", "supersedes")
 _Shards = functools.partial(Model, count=2)
 
 PLACES = (
-    Place("checkpoint in its directory", Checkpoint, Checkpoint),
-    Place("first checkpoint", Checkpoint, None),
-    Place("new checkpoint", _Hidden, None, owns_folder=True),
-    Place("checkpoint of a rank", RankCheckpoint, RankCheckpoint),
+    Place("checkpoint in its directory", Checkpoint, Checkpoint, options=_ANY),
+    Place("first checkpoint", Checkpoint, None, options=_ANY),
+    Place("new checkpoint", _Hidden, None, owns_folder=True, options=_ANY),
+    Place("checkpoint of a rank", RankCheckpoint, RankCheckpoint, options=_ANY),
     Place("copy of a checkpoint", Copy, Checkpoint, keeps=True),
-    Place("checkpoint on a store", Checkpoint, Checkpoint, on_store=True),
-    Place("first checkpoint on a store", Checkpoint, None, on_store=True),
-    Place("model of one file", Model, Model),
-    Place("model with an index", _Shards, _Shards),
-    Place("first model", _Shards, None),
-    Place("index in place of a file", _Shards, Model),
-    Place("file in place of an index", Model, _Shards),
-    Place("model of boxes", BoxedModel, BoxedModel),
-    Place("model on a store", _Shards, _Shards, on_store=True),
+    Place("checkpoint on a store", Checkpoint, Checkpoint, on_store=True, options=_ANY),
+    Place("first checkpoint on a store", Checkpoint, None, on_store=True, options=_ANY),
+    Place("model of one file", Model, Model, options=_REPLACE),
+    Place("model with an index", _Shards, _Shards, options=_REPLACE),
+    Place("first model", _Shards, None, options=_REPLACE),
+    Place("index in place of a file", _Shards, Model, options=_REPLACE),
+    Place("file in place of an index", Model, _Shards, options=_REPLACE),
+    Place("model of boxes", BoxedModel, BoxedModel, options=_REPLACE),
+    Place("model on a store", _Shards, _Shards, on_store=True, options=_REPLACE),
     Place("first model on a store", Model, None, on_store=True, appears_when="write"),
-    Place("index in place of a file on a store", Model, Model, on_store=True),
+    Place("index in place of a file on a store", Model, Model, on_store=True, options=_REPLACE),
     Place("replaced file", ReplacedFile, ReplacedFile, owns_folder=True),
     Place("replaced folder", ReplacedFolder, ReplacedFolder, owns_folder=True),
     Place("new folder", ReplacedFolder, None, owns_folder=True),

@@ -87,6 +87,8 @@ class ModelTransaction(Transaction):
         Raises as :meth:`Transaction.begin`.
         """
         self._usual, self._states_boxes = usual, states_boxes
+        if states_boxes:
+            self.committed_names = self.committed_names.union(usual)
         self.files = pending_names(count, self.save_id)
         super().begin()
         if self._is_on_store:
@@ -155,8 +157,8 @@ class ModelTransaction(Transaction):
         """Publishes the files of a model on a file system.
 
           1. If the model has several files or ``usual`` names, they get unused names: the usual
-             names, or names with the id of the save if the directory has one of the usual names.
-             The index is written under a pending name. The index, the directory and its parents
+             names, or names with the id of the save if the directory has a model or one of the
+             usual names. The index is written under a pending name. The index, the directory and its parents
              are synced.
           2. The index, or the only file, is renamed to its usual name. This is the commit. The
              directory is synced again.
@@ -193,8 +195,10 @@ class ModelTransaction(Transaction):
             directory.sync()
         # If another save may have been committed meanwhile, these files may be its own.
         is_last = end_saves(directory, self.found.pending)
-        is_older = other_before is not None and other_before == (directory / other).identity()
-        if (is_last and other in existing) or is_older:
+        is_older = is_last and other in existing
+        if other_before is not None:
+            is_older = other_before == (directory / other).identity()
+        if is_older:
             (directory / other).remove()
             if self.sync:  # The name must be gone before the files of the old model are removed.
                 directory.sync()
@@ -218,7 +222,7 @@ class ModelTransaction(Transaction):
         if self.sync:
             directory.sync()
         if end_saves(directory, self.found.pending):
-            remove_files(directory, self.committed_names & self.found.names)
+            remove_files(directory, {_MODEL, _INDEX} & self.found.names)
             self._remove_stale(names)
         return names
 
@@ -252,8 +256,12 @@ class ModelTransaction(Transaction):
         return list(self.files)
 
     def _unused_names(self, existing: Collection[str], usual: Sequence[str]) -> list[str]:
-        """Returns names for the files of a model, which no other save uses."""
-        if set(usual).isdisjoint(existing):
+        """Returns names for the files of a model, which no other save uses.
+
+        The usual names are for the first model: a save that has replaced a model with these names,
+        and has not removed its files yet, would otherwise remove those of a newer model.
+        """
+        if self.committed_names.union(usual).isdisjoint(existing):
             try:
                 (self.target / usual[0]).write(b"", sync=False)
                 return list(usual)
@@ -274,9 +282,9 @@ class ModelTransaction(Transaction):
     def abandon(self, files: Iterable[str] = ()) -> None:
         """Ends the save on this process, unless it is committed: as in :class:`Transaction`."""
         if self._pending is not None:
-            # On a store, a model that needs no index is whole, and may be that of another save.
             remove_files(self.target, set(self.files) - self.committed_names)
-        super().abandon(files)
+        # On a store, a model that needs no index is whole, and may be that of another save.
+        super().abandon(set(files) - self.committed_names)
 
 
 def _rename(path: Location, to: Location) -> None:
