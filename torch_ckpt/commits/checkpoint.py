@@ -9,6 +9,7 @@ condition that this is still what it was when the save began.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -21,11 +22,18 @@ from torch_ckpt.commits.temporary import PARTIAL, end_partials, remove_temporary
 from torch_ckpt.commits.transaction import Transaction
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, index_name, metadata_prefixes, pending_name
+from torch_ckpt.formats.committed import (
+    committed_id,
+    index_name,
+    metadata_prefixes,
+    pending_name,
+    prefixes_among,
+)
 
 __all__ = ["CheckpointTransaction", "is_committed"]
 
 _METADATA = ".metadata"
+_DATA_FILE = re.compile(r".*__\d+_\d+_[0-9a-f]{16}\.distcp")
 
 
 class CheckpointTransaction(Transaction):
@@ -250,6 +258,17 @@ class CheckpointTransaction(Transaction):
 
     def _committed_id(self) -> str | None:
         return committed_id(self.target, self._prefix)
+
+    def _is_needed(self, pending: Location) -> bool:
+        """Returns whether the directory has data files of a save, and no checkpoint.
+
+        Ranks that have died left these. Without a pending file, they would count as a checkpoint
+        that was copied without its metadata, which nobody removes.
+        """
+        with contextlib.suppress(CheckpointError):
+            names = pending.parent.names()
+            return not prefixes_among(names) and any(map(_DATA_FILE.fullmatch, names))
+        return False
 
 
 def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:

@@ -87,6 +87,8 @@ class ModelTransaction(Transaction):
         Raises as :meth:`Transaction.begin`.
         """
         self._usual, self._states_boxes = usual, states_boxes
+        if states_boxes:
+            self.committed_names = self.committed_names.union(usual)
         self.files = pending_names(count, self.save_id)
         super().begin()
         if self._is_on_store:
@@ -106,8 +108,12 @@ class ModelTransaction(Transaction):
         has_index = has_index or (bool(self._usual) and not self._states_boxes)
         pending = self._pending_index if has_index else self.target / self.files[0]
         files = [] if self._is_on_store else [self.target / name for name in self.files]
-        for path in [pending, *(path for path in files if path != pending)]:
-            path.write(b"", sync=False)
+        try:
+            for path in [pending, *(path for path in files if path != pending)]:
+                path.write(b"", sync=False)
+        except BaseException:
+            remove_files(self.target, [*self.files, pending.name])
+            raise
         return pending
 
     def check(self, files: Collection[str]) -> None:
@@ -151,8 +157,8 @@ class ModelTransaction(Transaction):
         """Publishes the files of a model on a file system.
 
           1. If the model has several files or ``usual`` names, they get unused names: the usual
-             names, or names with the id of the save if the directory has one of the usual names.
-             The index is written under a pending name. The index, the directory and its parents
+             names, or names with the id of the save if the directory has a model or one of the
+             usual names. The index is written under a pending name. The index, the directory and its parents
              are synced.
           2. The index, or the only file, is renamed to its usual name. This is the commit. The
              directory is synced again.
@@ -189,8 +195,10 @@ class ModelTransaction(Transaction):
             directory.sync()
         # If another save may have been committed meanwhile, these files may be its own.
         is_last = end_saves(directory, self.found.pending)
-        is_older = other_before is not None and other_before == (directory / other).identity()
-        if (is_last and other in existing) or is_older:
+        is_older = is_last and other in existing
+        if other_before is not None:
+            is_older = other_before == (directory / other).identity()
+        if is_older:
             (directory / other).remove()
             if self.sync:  # The name must be gone before the files of the old model are removed.
                 directory.sync()
@@ -201,16 +209,20 @@ class ModelTransaction(Transaction):
     def _publish_boxes(self) -> list[str]:
         """Publishes files that state boxes, under their usual names and without an index."""
         directory, names = self.target, list(self._usual)
-        if self.sync:
-            _sync_with_folders_above(directory)
-        if len(names) > 1:
-            self._pending_index.remove()
-        for before, after in zip(self.files, names, strict=True):
-            _rename(directory / before, directory / after)
+        try:
+            if self.sync:
+                _sync_with_folders_above(directory)
+            if len(names) > 1:
+                self._pending_index.remove()
+            for before, after in zip(self.files, names, strict=True):
+                _rename(directory / before, directory / after)
+        except BaseException:
+            remove_files(directory, [*self.files, self._pending_index.name])
+            raise
         if self.sync:
             directory.sync()
         if end_saves(directory, self.found.pending):
-            remove_files(directory, self.committed_names & self.found.names)
+            remove_files(directory, {_MODEL, _INDEX} & self.found.names)
             self._remove_stale(names)
         return names
 
@@ -220,7 +232,11 @@ class ModelTransaction(Transaction):
         other, index = (_INDEX, b"")
         if self.files != [_MODEL]:
             other, index = (_MODEL, layout.index(self.files))
-        other_before = (directory / other).identity()
+        try:
+            other_before = (directory / other).identity()
+        except CheckpointError:
+            remove_files(directory, {*self.files, pending.name} - self.committed_names)
+            raise
         if index:
             try:
                 file_system = directory.file_system
@@ -230,17 +246,22 @@ class ModelTransaction(Transaction):
                     remove_files(directory, [*self.files, pending.name])
                 raise
         pending.discard()
+        end_saves(directory, self.found.pending)
+        # If this fails, the save fails: some loaders open the other name first.
+        if other in self.found.names and other_before == (directory / other).identity():
+            (directory / other).remove()
         with contextlib.suppress(CheckpointError):  # The commit stands; the next save tries again.
-            end_saves(directory, self.found.pending)
-            if other in self.found.names and other_before == (directory / other).identity():
-                (directory / other).remove()
             if not index or (directory / _INDEX).read() == index:
                 self._remove_stale(self.files)
         return list(self.files)
 
     def _unused_names(self, existing: Collection[str], usual: Sequence[str]) -> list[str]:
-        """Returns names for the files of a model, which no other save uses."""
-        if set(usual).isdisjoint(existing):
+        """Returns names for the files of a model, which no other save uses.
+
+        The usual names are for the first model: a save that has replaced a model with these names,
+        and has not removed its files yet, would otherwise remove those of a newer model.
+        """
+        if self.committed_names.union(usual).isdisjoint(existing):
             try:
                 (self.target / usual[0]).write(b"", sync=False)
                 return list(usual)
@@ -261,9 +282,9 @@ class ModelTransaction(Transaction):
     def abandon(self, files: Iterable[str] = ()) -> None:
         """Ends the save on this process, unless it is committed: as in :class:`Transaction`."""
         if self._pending is not None:
-            # On a store, a model that needs no index is whole, and may be that of another save.
             remove_files(self.target, set(self.files) - self.committed_names)
-        super().abandon(files)
+        # On a store, a model that needs no index is whole, and may be that of another save.
+        super().abandon(set(files) - self.committed_names)
 
 
 def _rename(path: Location, to: Location) -> None:

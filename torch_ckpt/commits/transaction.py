@@ -29,7 +29,6 @@ from torch_ckpt.commits.temporary import remove_abandoned, remove_temporary
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import prefixes_among
 
 __all__ = ["Claim", "Transaction"]
 
@@ -279,9 +278,13 @@ class Transaction(ABC):
                 self._has_created = claim.is_new
         elif self._commits:
             remove_temporary(hidden)
-        if pending is not None and not _marks_data_files(pending):
+        if pending is not None and not self._is_needed(pending):
             pending.discard()
         self._discard_created()
+
+    def _is_needed(self, pending: Location) -> bool:
+        """Returns whether garbage collection needs the pending file of a save that has failed."""
+        return False
 
     def end(self) -> None:
         """Removes the pending file, also if others have not removed their data files yet."""
@@ -336,18 +339,6 @@ class Transaction(ABC):
     def _committed_id(self) -> str | None:
         """Returns the id of the committed save, if its files have one."""
         return None
-
-
-def _marks_data_files(pending: Location) -> bool:
-    """Returns whether the directory of a pending file has data files, and no checkpoint.
-
-    Ranks that have died left these. Without a pending file, they would count as a checkpoint that
-    was copied without its metadata, which nobody removes.
-    """
-    with contextlib.suppress(CheckpointError):
-        names = pending.parent.names()
-        return not prefixes_among(names) and any(name.endswith(".distcp") for name in names)
-    return False
 
 
 def _is_found(created: Location) -> bool:
