@@ -6,7 +6,6 @@ its calls that change files, or at each request to the store, and read, kill, fa
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from support.commit_places import PLACES, Place, Saving, save
+from support.commit_places import PLACES, Place, save
 from support.faulty_calls import DEATH, MADE, Answer, FaultyStore, Run, lost, refused, stop_at_calls
 from syscalls import can_stop
 
