@@ -90,7 +90,8 @@ class Scene:
 
     def check_foreign(self, where: object) -> None:
         for path in self.foreign:
-            assert path.exists() and path.read() == b"mine", f"{path.name} {where}"
+            assert path.exists(), f"{path.name} is gone: {where}"
+            assert path.read() == b"mine", f"{path.name}: {where}"
 
 
 def _names_below(folder: Location, prefix: str) -> Iterator[str]:
@@ -121,23 +122,38 @@ def answering(number: int, answer: Answer) -> Callable[[int, str], Answer]:
     return lambda at, _: answer if at == number else MADE
 
 
+def found_at_each_call(here: Scene) -> list[set[int | None]]:
+    """Saves; returns what readers find before each of its calls, and in the end."""
+    found: list[set[int | None]] = []
+
+    def read(at: int, call: str) -> Answer:
+        found.append(here.found())
+        return MADE
+
+    run = here.stop_at_calls(read)
+    assert run.error is None
+    return [*found, here.found()]
+
+
+def commit_of(here: Scene) -> int:
+    """The number of the call with which the new content appears."""
+    return next(at for at, found in enumerate(found_at_each_call(here)) if NEW in found) - 1
+
+
+def go_on(saving: Saving, *steps: str) -> None:
+    for step in steps:
+        getattr(saving, step)()
+
+
 @each_place
 def test_a_reader_finds_the_old_content_or_the_new_one_at_every_call(
     place: Place, scene: Callable[[Place], Scene]
 ) -> None:
     here = scene(place)
-    seen: list[set[int | None]] = []
-
-    def read(at: int, call: str) -> Answer:
-        seen.append(here.found())
-        return MADE
-
-    run = here.stop_at_calls(read)
-    assert run.error is None
-    assert here.found() == {NEW}
-    print(*zip(seen, run.calls), sep="\n")
-    for found in seen:
-        assert found <= {here.before, NEW}
+    *meanwhile, last = found_at_each_call(here)
+    assert last == {NEW}
+    for number, found in enumerate(meanwhile):
+        assert found <= {here.before, NEW}, number
     here.check_next_save("")
 
 
@@ -159,7 +175,7 @@ def test_a_death_at_any_call_leaves_old_or_new_and_the_next_save_removes_the_res
 def test_a_call_that_fails_leaves_the_old_content_and_an_abandoned_save_nothing(
     place: Place, scene: Callable[[Place], Scene], full: bool
 ) -> None:
-    commit = commit_of(place, scene)
+    commit = commit_of(scene(place))
     for number in itertools.count():
         for error in ERRORS if full else ERRORS[number % 3 : number % 3 + 1]:
             here = scene(place)
@@ -182,24 +198,11 @@ def test_a_call_that_fails_leaves_the_old_content_and_an_abandoned_save_nothing(
             here.check_next_save(where)
 
 
-def commit_of(place: Place, scene: Callable[[Place], Scene]) -> int:
-    """The number of the call that makes the new content appear."""
-    here = scene(place)
-    seen: list[set[int | None]] = []
-
-    def read(at: int, call: str) -> Answer:
-        seen.append(here.found())
-        return MADE
-
-    here.stop_at_calls(read)
-    return next(at for at, found in enumerate([*seen[1:], here.found()]) if NEW in found)
-
-
 @each_place
 def test_a_call_whose_reply_is_lost_never_leaves_torn_content(
     place: Place, scene: Callable[[Place], Scene], full: bool
 ) -> None:
-    commit = commit_of(place, scene)
+    commit = commit_of(scene(place))
     for number in itertools.count():
         errors = (errno.EIO, errno.ENOENT)
         for error in errors if full else errors[number % 2 : number % 2 + 1]:
@@ -224,7 +227,7 @@ def test_a_call_whose_reply_is_lost_never_leaves_torn_content(
 def test_other_saves_within_a_save_at_every_call_leave_one_of_them_whole(
     place: Place, scene: Callable[[Place], Scene]
 ) -> None:
-    commit, former = commit_of(place, scene), place.before or place.make
+    commit, former = commit_of(scene(place)), place.before or place.make
     for number in itertools.count():
         here = scene(place)
         others = [((THIRD, former), (OTHER, place.make)), ((OTHER, former),)][number % 2]
@@ -285,7 +288,7 @@ def test_two_saves_in_any_order_leave_the_content_of_one_of_them(
             if at in failed:
                 continue
             try:
-                getattr(savings[at], step)()
+                go_on(savings[at], step)
             except CheckpointError:
                 failed.add(at)
                 savings[at].abandon()
@@ -306,8 +309,7 @@ def test_a_save_that_is_abandoned_leaves_nothing(
     for count in range(1, 3):
         here = scene(place)
         saving = place.make(here.target, NEW)
-        for step in STEPS[:count]:
-            getattr(saving, step)()
+        go_on(saving, *STEPS[:count])
         saving.abandon()
         if place.appears_when not in STEPS[:count]:
             assert here.found() == {here.before}
@@ -350,13 +352,11 @@ def test_a_save_that_must_not_replace_leaves_what_was_committed_before_it_began_
     for at, step in enumerate(STEPS):
         here = scene(place)
         saving = place.make(here.target, NEW, may_replace=False)
-        for own in STEPS[:at]:
-            getattr(saving, own)()
+        go_on(saving, *STEPS[:at])
         save(place.make(here.target, OTHER))
         names = here.names()
         with pytest.raises(CheckpointError):
-            for own in STEPS[at:]:
-                getattr(saving, own)()
+            go_on(saving, *STEPS[at:])
         saving.abandon()
         assert here.found() == {OTHER}, step
         assert here.names() <= names, step
@@ -375,24 +375,18 @@ def test_a_save_that_must_not_supersede_leaves_what_was_committed_since_it_began
     for count in (1, 2):
         here = scene(place)
         saving = place.make(here.target, NEW, supersedes=False)
-        for step in STEPS[:count]:
-            getattr(saving, step)()
+        go_on(saving, *STEPS[:count])
         save(place.make(here.target, OTHER))
         with pytest.raises(CheckpointError):
-            for step in STEPS[count:]:
-                getattr(saving, step)()
+            go_on(saving, *STEPS[count:])
         saving.abandon()
         assert here.found() == {OTHER}, count
         here.check_next_save(count)
     here = scene(place)
-    other, saving = (
-        place.make(here.target, OTHER),
-        place.make(here.target, NEW, supersedes=False),
-    )
-    for step in STEPS[:2]:
-        getattr(other, step)()
-        getattr(saving, step)()
-    other.commit()  # It began first, and does not end the second one.
+    other, saving = place.make(here.target, OTHER), place.make(here.target, NEW, supersedes=False)
+    go_on(other, "begin")
+    go_on(saving, "begin", "write")
+    go_on(other, "write", "commit")  # It began first, and does not end the second one.
     with pytest.raises(CheckpointError, match="another save"):
         saving.commit()
     saving.abandon()

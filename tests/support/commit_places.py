@@ -80,7 +80,7 @@ def _stored(version: int) -> _Stored:
         state = {name: torch.full((3,), version) for name in "ab"}
         writer = FastWriter(path, single_file_per_rank=False, sync_files=False)
         dcp.save(state, storage_writer=writer, no_dist=True)
-        opened, index = open_committed(Location(path), "")
+        _, index = open_committed(Location(path), "")
         assert index is not None
         files = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
         encoded = (path / f".index.{index.save_id}").read_bytes()

@@ -158,8 +158,8 @@ class ModelTransaction(Transaction):
 
           1. If the model has several files or ``usual`` names, they get unused names: the usual
              names, or names with the id of the save if the directory has a model or one of the
-             usual names. The index is written under a pending name. The index, the directory and its
-             parents are synced.
+             usual names. The index is written under a pending name. The index, the directory and
+             its parents are synced.
           2. The index, or the only file, is renamed to its usual name. This is the commit. The
              directory is synced again.
           3. If the old model had the other of the two names, that file is removed. So are the files
