@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+from torch_ckpt.commits.hiding import removed_directories
 from torch_ckpt.commits.late_names import wait_on_all
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
-from torch_ckpt.runs.removal import leased_paths, remove_directories, removed_directories
+from torch_ckpt.runs.removal import leased_paths, remove_directories
 from torch_ckpt.runs.step_files import (
     agreed,
     listed_steps,

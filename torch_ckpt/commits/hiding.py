@@ -1,0 +1,105 @@
+"""Hides a committed checkpoint from readers before its files are deleted: the reverse of a commit.
+
+So no reader ever takes a half-deleted checkpoint for a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.location import Location, remove_each
+from torch_ckpt.formats.committed import committed_id, is_index, metadata_prefixes, pending_name
+
+__all__ = ["HiddenCheckpoint", "hide", "removed_directories"]
+
+_REMOVED = ".removed-"
+
+
+@dataclass
+class HiddenCheckpoint:
+    """A checkpoint that no reader finds any more, by the old name of its directory.
+
+    ``doomed`` is the directory by its new name; ``None`` if it cannot be renamed. Then ``pending``
+    has each metadata file and the pending file that it has become.
+    """
+
+    path: Location
+    doomed: Location | None
+    pending: list[tuple[Location, Location]]
+
+    def restore(self) -> None:
+        """Makes readers find the checkpoint again. Raises StorageError if that fails."""
+        if self.doomed is not None:
+            self.doomed.rename(self.path)
+        for metadata, pending in self.pending:
+            _unhide(metadata, pending)
+
+    def delete(self) -> None:
+        """Deletes the files. Requires: the new name of the directory is synced."""
+        if self.doomed is not None:
+            self.doomed.remove_all()
+            return
+        self.path.sync()
+        names = set(self.path.names()) - {pending.name for _, pending in self.pending}
+        # Indexes first: an index without metadata and pending file would count as a damaged
+        # checkpoint. If a file cannot be removed, the pending files mark the remains.
+        ordered = sorted(names, key=lambda name: not is_index(name))
+        remove_each(self.path / name for name in ordered)
+        self.path.remove_all()
+
+
+def _unhide(metadata: Location, pending: Location) -> None:
+    """Gives metadata its name again, unless a save has committed under this name meanwhile.
+
+    The pending file then remains, so that the next save finds the files of the older checkpoint.
+    """
+    try:
+        if metadata.file_system.publishes_by_condition:
+            metadata.write(pending.read(), sync=True)
+        else:
+            pending.link(metadata, sync=True)
+    except (NotFoundError, StorageError, UnsupportedError):
+        if metadata.exists():
+            return
+        if metadata.file_system.publishes_by_condition:
+            raise
+        pending.rename(metadata)  # The file system has no links.
+        return
+    pending.discard()
+
+
+def hide(path: Location) -> HiddenCheckpoint:
+    """Renames a checkpoint, or its metadata if that is impossible: one step for each file."""
+    doomed = path.with_name(f"{_REMOVED}{path.name}-{secrets.token_hex(4)}")
+    try:
+        path.rename(doomed)
+    except StorageError:
+        hidden = HiddenCheckpoint(path, None, [])
+    else:
+        return HiddenCheckpoint(path, doomed, [])
+    try:
+        for prefix in metadata_prefixes(path):
+            save_id = None
+            with contextlib.suppress(CheckpointError):  # Damaged, or of stock DCP.
+                save_id = committed_id(path, prefix)
+            metadata = path / f"{prefix}.metadata"
+            pending = path / f"{prefix}{pending_name(save_id or secrets.token_hex(8))}"
+            with contextlib.suppress(NotFoundError):  # An index that has lost its metadata.
+                metadata.rename(pending)
+                hidden.pending.append((metadata, pending))
+    except StorageError:
+        hidden.restore()
+        raise
+    return hidden
+
+
+def removed_directories(directory: Location) -> Iterator[tuple[str, Location]]:
+    """Yields the former name and the directory of each interrupted removal."""
+    with contextlib.suppress(NotFoundError):
+        for name in directory.names():
+            if name.startswith(_REMOVED):
+                yield name.removeprefix(_REMOVED).rpartition("-")[0], directory / name
