@@ -25,7 +25,7 @@ def has_other_ranks() -> bool:
     """Returns whether the save of this thread may have several ranks."""
     call = current_call()
     if call is not None:
-        return call.group.size > 1
+        return bool(call.group.size > 1)
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
