@@ -256,6 +256,40 @@ def test_other_saves_within_a_save_at_every_call_leave_one_of_them_whole(
         here.check_next_save(where)
 
 
+@each_place
+def test_a_save_that_began_earlier_ends_at_every_call_of_another_one(
+    place: Place, scene: Callable[[Place], Scene]
+) -> None:
+    for number in itertools.count():
+        here = scene(place)
+        earlier = [place.make(here.target, OTHER)]
+        go_on(earlier[0], "begin", "write")
+        failed: list[CheckpointError] = []
+
+        def commit_earlier(
+            at: int, call: str, number: int = number, earlier: Any = earlier, failed: Any = failed
+        ) -> Answer:
+            if at == number and call not in REMOVALS:
+                saving = earlier.pop()
+                try:
+                    saving.commit()
+                except CheckpointError as error:
+                    failed.append(error)
+                    saving.abandon()
+            return MADE
+
+        run = here.stop_at_calls(commit_earlier)
+        if number >= len(run.calls):
+            return
+        where = f"at call {number} of {run.calls}"
+        assert run.error is None or isinstance(run.error, CheckpointError), where
+        assert run.error is None or not failed, f"{where}: both have failed"
+        assert here.found() <= {NEW, OTHER}, where
+        assert run.error is not None or not failed or here.found() == {NEW}, where
+        earlier.clear()
+        here.check_next_save(where)
+
+
 STEPS = ("begin", "write", "commit")
 REMOVALS = {
     f"unlink target/{name}" for name in ("model.safetensors", "model.safetensors.index.json")

@@ -165,7 +165,6 @@ class Copy(Checkpoint):
                 path.write(contents, sync=True, update=exists)
 
     def commit(self) -> None:
-        self.transaction.mark()
         self.transaction.resume()
         super().commit()
 
