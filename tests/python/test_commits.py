@@ -77,13 +77,13 @@ class Scene:
             str(path.path.relative_to(self.run.path)) for path in self.foreign
         }
 
-    def check_next_save(self, where: object) -> None:
+    def check_next_save(self, where: object, version: int = NEXT) -> None:
         """Saves again, as another process does; then nothing else is left."""
         PROCESS.temporaries.clear()
         PROCESS.probed.clear()
-        saving = self.place.make(self.target, NEXT)
+        saving = self.place.make(self.target, version)
         save(saving)
-        assert self.found() == {NEXT}, where
+        assert self.found() == {version}, where
         expected = {str(Path("target", name)) for name in saving.names()}
         assert self.names() == expected, where
         self.check_foreign(where)
@@ -170,6 +170,18 @@ def test_a_death_at_any_call_leaves_old_or_new_and_the_next_save_removes_the_res
         where = f"at call {number}: {run.calls[number]}"
         assert here.found() <= {here.before, NEW}, where
         here.check_next_save(where)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place.keeps], ids=str)
+def test_a_copy_that_died_at_any_call_goes_on_with_its_own_files(
+    place: Place, scene: Callable[[Place], Scene]
+) -> None:
+    for number in itertools.count():
+        here = scene(place)
+        run = here.stop_at_calls(answering(number, DEATH))
+        if number >= len(run.calls):
+            break
+        here.check_next_save(f"at call {number} of {run.calls}", NEW)
 
 
 @each_place
