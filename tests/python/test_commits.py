@@ -77,13 +77,13 @@ class Scene:
             str(path.path.relative_to(self.run.path)) for path in self.foreign
         }
 
-    def check_next_save(self, where: object) -> None:
+    def check_next_save(self, where: object, version: int = NEXT) -> None:
         """Saves again, as another process does; then nothing else is left."""
         PROCESS.temporaries.clear()
         PROCESS.probed.clear()
-        saving = self.place.make(self.target, NEXT)
+        saving = self.place.make(self.target, version)
         save(saving)
-        assert self.found() == {NEXT}, where
+        assert self.found() == {version}, where
         expected = {str(Path("target", name)) for name in saving.names()}
         assert self.names() == expected, where
         self.check_foreign(where)
@@ -97,11 +97,12 @@ class Scene:
 def _names_below(folder: Location, prefix: str) -> Iterator[str]:
     for name in folder.names():
         path = folder / name
-        is_folder = path.is_directory() or (not folder.file_system.has_folders and path.names())
-        if is_folder:
-            yield from _names_below(path, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}"
+        below = list(_names_below(path, f"{prefix}{name}/")) if _is_folder(path) else []
+        yield from below or [f"{prefix}{name}"]
+
+
+def _is_folder(path: Location) -> bool:
+    return path.is_directory() or (not path.file_system.has_folders and bool(path.names()))
 
 
 @pytest.fixture
@@ -171,6 +172,18 @@ def test_a_death_at_any_call_leaves_old_or_new_and_the_next_save_removes_the_res
         here.check_next_save(where)
 
 
+@pytest.mark.parametrize("place", [place for place in PLACES if place.keeps], ids=str)
+def test_a_copy_that_died_at_any_call_goes_on_with_its_own_files(
+    place: Place, scene: Callable[[Place], Scene]
+) -> None:
+    for number in itertools.count():
+        here = scene(place)
+        run = here.stop_at_calls(answering(number, DEATH))
+        if number >= len(run.calls):
+            break
+        here.check_next_save(f"at call {number} of {run.calls}", NEW)
+
+
 @each_place
 def test_a_call_that_fails_leaves_the_old_content_and_an_abandoned_save_nothing(
     place: Place, scene: Callable[[Place], Scene], full: bool
@@ -225,12 +238,12 @@ def test_a_call_whose_reply_is_lost_never_leaves_torn_content(
 
 @each_place
 def test_other_saves_within_a_save_at_every_call_leave_one_of_them_whole(
-    place: Place, scene: Callable[[Place], Scene]
+    place: Place, scene: Callable[[Place], Scene], full: bool, seed: int
 ) -> None:
     commit, former = commit_of(scene(place)), place.before or place.make
-    for number in itertools.count():
+    for number in itertools.count() if full else itertools.count(seed % 2, 2):
         here = scene(place)
-        others = [((THIRD, former), (OTHER, place.make)), ((OTHER, former),)][number % 2]
+        others = [((THIRD, former), (OTHER, place.make)), ((OTHER, former),)][number // 2 % 2]
 
         def save_another(
             at: int, call: str, here: Scene = here, number: int = number, others: Any = others
@@ -253,6 +266,47 @@ def test_other_saves_within_a_save_at_every_call_leave_one_of_them_whole(
         else:
             assert isinstance(run.error, CheckpointError), where
             assert here.found() == {OTHER}, f"{where}: {run.error}"
+        here.check_next_save(where)
+
+
+@each_place
+def test_a_save_that_began_earlier_ends_at_every_call_of_another_one(
+    place: Place, scene: Callable[[Place], Scene], full: bool, seed: int
+) -> None:
+    for number in itertools.count() if full else itertools.count(seed % 2, 2):
+        here = scene(place)
+        earlier = [place.make(here.target, OTHER)]
+        go_on(earlier[0], "begin", "write")
+        failed: list[CheckpointError] = []
+
+        def commit_earlier(
+            at: int,
+            call: str,
+            here: Scene = here,
+            number: int = number,
+            earlier: Any = earlier,
+            failed: Any = failed,
+        ) -> Answer:
+            if at == number and call not in REMOVALS:
+                saving = earlier.pop()
+                try:
+                    saving.commit()
+                except CheckpointError as error:
+                    failed.append(error)
+                    saving.abandon()
+            if number < at <= number + 3:
+                assert here.found() <= {here.before, NEW, OTHER}, call
+            return MADE
+
+        run = here.stop_at_calls(commit_earlier)
+        if number >= len(run.calls):
+            return
+        where = f"at call {number} of {run.calls}"
+        assert run.error is None or isinstance(run.error, CheckpointError), where
+        assert run.error is None or not failed, f"{where}: both have failed"
+        assert here.found() <= {NEW, OTHER}, where
+        assert run.error is not None or not failed or here.found() == {NEW}, where
+        earlier.clear()
         here.check_next_save(where)
 
 
@@ -361,6 +415,21 @@ def test_a_save_that_must_not_replace_leaves_what_was_committed_before_it_began_
         assert here.found() == {OTHER}, step
         assert here.names() <= names, step
         here.check_next_save(step)
+    check_earlier_save_stays(scene(place), AlreadyExistsError, may_replace=False)
+
+
+def check_earlier_save_stays(here: Scene, error: type[CheckpointError], **options: bool) -> None:
+    """A save that began earlier, and so does not end the other one, is not replaced by it."""
+    earlier = here.place.make(here.target, OTHER)
+    saving = here.place.make(here.target, NEW, **options)
+    go_on(earlier, "begin")
+    go_on(saving, "begin", "write")
+    go_on(earlier, "write", "commit")
+    with pytest.raises(error):
+        saving.commit()
+    saving.abandon()
+    assert here.found() == {OTHER}
+    here.check_next_save("after both")
 
 
 @pytest.mark.parametrize(
@@ -382,16 +451,7 @@ def test_a_save_that_must_not_supersede_leaves_what_was_committed_since_it_began
         saving.abandon()
         assert here.found() == {OTHER}, count
         here.check_next_save(count)
-    here = scene(place)
-    other, saving = place.make(here.target, OTHER), place.make(here.target, NEW, supersedes=False)
-    go_on(other, "begin")
-    go_on(saving, "begin", "write")
-    go_on(other, "write", "commit")  # It began first, and does not end the second one.
-    with pytest.raises(CheckpointError, match="another save"):
-        saving.commit()
-    saving.abandon()
-    assert here.found() == {OTHER}
-    here.check_next_save("after both")
+    check_earlier_save_stays(scene(place), CheckpointError, supersedes=False)
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if not place.on_store], ids=str)

@@ -165,7 +165,6 @@ class Copy(Checkpoint):
                 path.write(contents, sync=True, update=exists)
 
     def commit(self) -> None:
-        self.transaction.mark()
         self.transaction.resume()
         super().commit()
 
@@ -266,9 +265,11 @@ class ReplacedFile:
     def __init__(self, target: Location, version: int) -> None:
         self.target, self._version = target, version
         self._replacement = Replacement(target, is_folder=self.is_folder)
+        self._has_begun = False
 
     def begin(self) -> None:
         self._replacement.__enter__()
+        self._has_begun = True
 
     def write(self) -> None:
         self._replacement.unpublished.write(_contents(self._version), sync=True)
@@ -278,7 +279,8 @@ class ReplacedFile:
         self._replacement.__exit__(None, None, None)
 
     def abandon(self) -> None:
-        self._replacement.__exit__(None, None, None)
+        if self._has_begun:  # A block that did not begin has no end.
+            self._replacement.__exit__(None, None, None)
 
     def names(self) -> set[str]:
         return {""}
@@ -361,6 +363,7 @@ PLACES = (
     Place("checkpoint in its directory", Checkpoint, Checkpoint, options=_ANY),
     Place("first checkpoint", Checkpoint, None, options=_ANY),
     Place("new checkpoint", _Hidden, None, owns_folder=True, options=_ANY),
+    Place("checkpoint with its directory", Checkpoint, None, owns_folder=True, options=_ANY),
     Place("checkpoint of a rank", RankCheckpoint, RankCheckpoint, options=_ANY),
     Place("copy of a checkpoint", Copy, Checkpoint, keeps=True),
     Place("checkpoint on a store", Checkpoint, Checkpoint, on_store=True, options=_ANY),
@@ -368,6 +371,7 @@ PLACES = (
     Place("model of one file", Model, Model, options=_REPLACE),
     Place("model with an index", _Shards, _Shards, options=_REPLACE),
     Place("first model", _Shards, None, options=_REPLACE),
+    Place("model with its directory", Model, None, owns_folder=True, options=_REPLACE),
     Place("index in place of a file", _Shards, Model, options=_REPLACE),
     Place("file in place of an index", Model, _Shards, options=_REPLACE),
     Place("model of boxes", BoxedModel, BoxedModel, options=_REPLACE),

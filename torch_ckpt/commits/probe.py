@@ -103,8 +103,8 @@ def _rename_directory(directory: Location) -> None:
     if _passes(directory, "rename directory"):
         return
     one, other = (temporary(directory / "probe", TMP) for _ in range(2))
-    one.create_directories()
     try:
+        one.create_directories()
         one.rename(other)
     finally:
         remove_temporary(other)

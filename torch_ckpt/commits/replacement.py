@@ -60,7 +60,11 @@ class Replacement:
         check_commit(parent, self._name, sync=True, directories=self._is_folder)
         self._left = self.unpublished
         if self._is_folder:
-            self.unpublished.create_directories()
+            try:
+                self.unpublished.create_directories()
+            except BaseException:  # Without an end of the block.
+                self._remove_left()
+                raise
         return self
 
     def commit(self) -> None:
@@ -78,6 +82,9 @@ class Replacement:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._remove_left()
+
+    def _remove_left(self) -> None:
         left, self._left = self._left, None
         if left is None:
             return
