@@ -208,7 +208,7 @@ def test_what_fails_on_one_rank_fails_on_all_in_time(path: Path, asynchronous: b
         run.save(3, state_of(3))  # The run goes on.
         assert run.latest_step() == 3
     for kind, text, seconds in found:
-        assert kind in ("ValueError", "RankTimeoutError", "CheckpointException")
+        assert kind in ("ValueError", "RankTimeoutError", "CheckpointException"), text
         assert "refused" in text
         assert seconds < TIMEOUT_S / 2
 

@@ -87,7 +87,7 @@ def spread(seed: int, layout: str) -> State:
     """The tensors over meshes of all ranks, by random placements of this name."""
     world = dist.get_world_size()
     rng = random.Random(f"{seed} {layout}")
-    meshes = [mesh for mesh in meshes_of(world) if mesh.size() == world]
+    meshes = [mesh for mesh in meshes_of(world) if mesh.mesh.flatten().tolist() == [*range(world)]]
     state: State = {}
     for name, full in wholes(seed).items():
         mesh = rng.choice(meshes)

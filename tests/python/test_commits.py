@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from support.commit_places import PLACES, Place, save
+from support.commit_places import PLACES, Place, Saving, save
 from support.faulty_calls import DEATH, MADE, Answer, FaultyStore, Run, lost, refused, stop_at_calls
 from syscalls import can_stop
 

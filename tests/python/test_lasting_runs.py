@@ -42,8 +42,8 @@ def test_the_id_of_a_run_is_durable_with_its_name(
     for name in ("rename", "sync"):
         monkeypatch.setattr(Location, name, recorded(name, getattr(Location, name)))
     write_id(Location(tmp_path / "run"), "0123456789abcdef")
-    assert [name for name, _ in calls] == ["rename", "sync"]
-    assert calls[1][1] == Location(tmp_path / "run")
+    assert [name for name, _ in calls[-2:]] == ["rename", "sync"]
+    assert calls[-1][1] == Location(tmp_path / "run")
 
 
 def test_ranks_wait_for_promotion_no_longer_than_the_process_lives(

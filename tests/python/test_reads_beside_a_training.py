@@ -114,7 +114,7 @@ def watched(call: Callable[[], Any], before: Callable[[int], None]) -> Any:
         for name in ("names", "exists", "nbytes", "read_range", "modified_s"):
             patch.setattr(Location, name, watch(getattr(Location, name)))
         patch.setattr(_native, "open_checkpoint", watch(_native.open_checkpoint))
-        patch.setattr(StepDirectories, "load", watch(StepDirectories.load))
+        patch.setattr(StepDirectories, "reader_of", watch(StepDirectories.reader_of))
         return call()
 
 

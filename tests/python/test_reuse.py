@@ -446,7 +446,7 @@ def test_a_save_that_fails_leaves_the_files_of_its_base(
 
     writer = FastWriter(tmp_path / "1", base=tmp_path / "0")
     with monkeypatch.context() as patched:
-        patched.setattr("torch_ckpt.storage.writer.write_data_file", fail)
+        patched.setattr("torch_ckpt.storage.rank_files.write_data_file", fail)
         with pytest.raises(BaseException, match="the disk is full"):
             MODES_OF_SAVE[mode](state, writer)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]

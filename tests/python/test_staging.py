@@ -36,7 +36,7 @@ from torch_ckpt import (
 from torch_ckpt._core import _native
 from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.staging import stager as staging
-from torch_ckpt.storage import writer as writer_module
+from torch_ckpt.storage import rank_files
 from torch_ckpt.storage.data_file import write_data_file
 
 pytestmark = pytest.mark.timeout(120)
@@ -247,7 +247,7 @@ def test_training_does_not_wait_for_threads_of_low_priority(
     world_of_one: None, tmp_path: Path
 ) -> None:
     writer = FastWriter(tmp_path, stager=TightStager())
-    with mock.patch.object(writer_module, "write_data_file", wraps=write_data_file) as written:
+    with mock.patch.object(rank_files, "write_data_file", wraps=write_data_file) as written:
         dcp.async_save(large_state(1.0), storage_writer=writer).result()
     assert [call.kwargs["niceness"] for call in written.call_args_list] == [0]
 

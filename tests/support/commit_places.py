@@ -155,7 +155,7 @@ class Copy(Checkpoint):
 
     def begin(self) -> None:
         self.transaction.target.create_directories()
-        self.transaction.mark()
+        self.transaction.create_pending()
 
     def write(self) -> None:
         for name, contents in self.stored.files.items():

@@ -165,6 +165,7 @@ class Machine:
                 self.joint.clear_former(self.live)
         except KilledError:
             assert self.killer is not None
+            PROCESS.temporaries.clear()  # Its process is dead.
             self.joint = None
             self.killer.is_killed = False
             self.killer.at = -1

@@ -189,10 +189,10 @@ class JointSave:
         if self._is_coordinator:
             self._epoch = self._published_epoch()  # An earlier agent may have published it.
             is_new = self._epoch in ("", self._failed_before)
-            is_committed = not is_new and self._files.is_committed()
-            if not is_committed and not is_new and self._epoch_transaction().is_marked:
-                self._epoch_transaction().resume()
-            elif not is_committed:
+            transaction = self._epoch_transaction()
+            if not is_new and not self._files.is_committed() and transaction.has_pending:
+                transaction.resume()
+            elif is_new or not self._files.is_committed():
                 self._epoch = secrets.token_hex(8)
                 self._epoch_transaction().begin()  # Before any machine writes.
         self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
@@ -242,8 +242,10 @@ class JointSave:
             return False
         if files.is_committed():
             is_ours = self._is_coordinator or files.is_apart
-            if is_ours and self._first.sync and not self._may_be_committed:
-                self.directory.sync()  # An earlier agent may have ended before.
+            if is_ours and not self._may_be_committed:  # An earlier agent may have ended before.
+                if self._first.sync:
+                    self.directory.sync()
+                self._epoch_transaction().replace_small_files()
             return self._end_commit(published)
         self._raise_failed(published["failed"].intersection(files.others))
         self._raise_remote_failure()
@@ -323,7 +325,7 @@ class JointSave:
         reports = self._reports_of(files.node)  # An earlier agent may have written them.
         if self._transaction is None and files.is_apart:
             transaction = self._epoch_transaction()
-            if reports is not None or transaction.is_marked:
+            if reports is not None or transaction.has_pending:
                 transaction.resume()
             else:
                 transaction.begin()
@@ -494,7 +496,7 @@ class JointSave:
         """Removes the pending file of the epoch, if this machine has created it."""
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
-            transaction.end()
+            transaction.discard_pending()
 
     # ---- Published files ----
 

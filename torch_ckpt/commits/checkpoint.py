@@ -98,7 +98,7 @@ class CheckpointTransaction(Transaction):
         for name, contents in (self._small_files or {}).items():
             (self._hidden / name).write(contents, sync=self.sync)
 
-    def mark(self) -> None:
+    def create_pending(self) -> None:
         """Creates the pending file, unless another process of this save has."""
         try:
             self._create_pending()
@@ -123,12 +123,12 @@ class CheckpointTransaction(Transaction):
         self._pending = pending
 
     @property
-    def is_marked(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether the pending file is there, of this process or of an earlier one."""
         return self._pending_file.exists()
 
-    def take_id(self, save_id: str) -> None:
-        """Goes on under the id of another process, whose checkpoint this one commits as well."""
+    def adopt_id(self, save_id: str) -> None:
+        """Replaces the id by that of the coordinator, whose metadata this one commits as well."""
         own, self.save_id = self._pending, save_id
         self._pending = self._create_pending()
         if own is not None:
@@ -169,12 +169,13 @@ class CheckpointTransaction(Transaction):
             if not self.replaces:
                 self._write_small_files(files)
             self._publish(metadata, index, files)
-        except BaseException:
+        except BaseException as error:
+            self._settle_small_files(error)
             if not self._keeps_files:
                 self.abandon()
             raise
         if self.replaces:
-            self._replace_small_files()
+            self.replace_small_files()
         collect_garbage(
             self.target,
             self.found,
@@ -187,13 +188,31 @@ class CheckpointTransaction(Transaction):
         """Writes the small files of a new checkpoint, before it appears."""
         if self._small_files is None:
             return
+        if self._pending is not None and self._pending.is_missing():  # Else those of another save.
+            raise self.files_are_missing(NotFoundError(f"there is no {self._pending}"))
         try:
             write_small_files(self.target, self._small_files)
         except BaseException:
             remove_files(self.target, [*self._small_files, *(() if self._keeps_files else files)])
             raise
 
-    def _replace_small_files(self) -> None:
+    def _settle_small_files(self, error: BaseException) -> None:
+        """Writes or removes the small files after a failed commit, if its outcome is known."""
+        with contextlib.suppress(CheckpointError):
+            if self._small_files is None:
+                return
+            if is_committed(self.target, self.save_id, self._prefix):  # Only the answer was lost.
+                self.replace_small_files()
+            elif not self.replaces and self._has_certainly_failed(error):
+                remove_files(self.target, self._small_files)
+
+    def _has_certainly_failed(self, error: BaseException) -> bool:
+        """Returns whether a checkpoint that is not found now will not appear later."""
+        if not self.target.file_system.publishes_by_condition:
+            return True
+        return isinstance(error, StorageError) and error.errno == EEXIST
+
+    def replace_small_files(self) -> None:
         """Writes the small files of a checkpoint that has replaced another one."""
         if self._small_files is None:
             return
@@ -217,7 +236,7 @@ class CheckpointTransaction(Transaction):
             )
         except (NotFoundError, StorageError) as error:
             self._raise_unless_committed(error)
-        self._hidden, self._has_created = None, False
+        self._hidden, self._has_created, self._is_committed = None, False, True
 
     def _raise_unless_committed(self, error: NotFoundError | StorageError) -> None:
         is_missing = isinstance(error, NotFoundError)
@@ -259,7 +278,7 @@ class CheckpointTransaction(Transaction):
     def _committed_id(self) -> str | None:
         return committed_id(self.target, self._prefix)
 
-    def _is_needed(self, pending: Location) -> bool:
+    def _marks_data_files(self, pending: Location) -> bool:
         """Returns whether the directory has data files of a save, and no checkpoint.
 
         Ranks that have died left these. Without a pending file, they would count as a checkpoint

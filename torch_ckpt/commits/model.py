@@ -67,7 +67,7 @@ class ModelTransaction(Transaction):
     pending_pattern = r"\.model\.safetensors(\.index\.json)?\.[0-9a-f]{16}\.tmp"
 
     files: Sequence[str] = ()
-    _usual: Sequence[str] = ()
+    _final_names: Sequence[str] = ()
     _states_boxes = False
 
     def begin(
@@ -86,7 +86,7 @@ class ModelTransaction(Transaction):
 
         Raises as :meth:`Transaction.begin`.
         """
-        self._usual, self._states_boxes = usual, states_boxes
+        self._final_names, self._states_boxes = usual, states_boxes
         if states_boxes:
             self.committed_names = self.committed_names.union(usual)
         self.files = pending_names(count, self.save_id)
@@ -105,7 +105,7 @@ class ModelTransaction(Transaction):
 
     def _create_pending(self) -> Location:
         has_index = len(self.files) > 1 or self._is_on_store
-        has_index = has_index or (bool(self._usual) and not self._states_boxes)
+        has_index = has_index or (bool(self._final_names) and not self._states_boxes)
         pending = self._pending_index if has_index else self.target / self.files[0]
         files = [] if self._is_on_store else [self.target / name for name in self.files]
         try:
@@ -150,7 +150,7 @@ class ModelTransaction(Transaction):
             if error.errno == errno.EEXIST and self._is_on_store:
                 raise self.files_are_missing(error) from error
             raise
-        self._has_created = False
+        self._is_committed = True
         return names
 
     def _publish(self, layout: ModelLayout) -> list[str]:
@@ -172,9 +172,11 @@ class ModelTransaction(Transaction):
         existing = set(directory.names())
         names, last, commit_as, other = [_MODEL], pending[0], _MODEL, _INDEX
         try:
-            if self._usual or len(pending) > 1:
+            if self._final_names or len(pending) > 1:
                 last, commit_as, other = self._pending_index.name, _INDEX, _MODEL
-                names = self._unused_names(existing, self._usual or _shard_names(len(pending)))
+                names = self._unused_names(
+                    existing, self._final_names or _shard_names(len(pending))
+                )
                 for before, after in zip(pending, names, strict=True):
                     (directory / before).rename(directory / after)
                 (directory / last).write(layout.index(names), sync=self.sync, update=True)
@@ -208,7 +210,7 @@ class ModelTransaction(Transaction):
 
     def _publish_boxes(self) -> list[str]:
         """Publishes files that state boxes, under their usual names and without an index."""
-        directory, names = self.target, list(self._usual)
+        directory, names = self.target, list(self._final_names)
         try:
             if self.sync:
                 _sync_with_folders_above(directory)

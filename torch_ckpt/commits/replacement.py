@@ -69,12 +69,14 @@ class Replacement:
 
     def commit(self) -> None:
         """Gives the file or folder its name. Requires: all of it is complete and synced."""
+        replaced = None
         if self._is_folder:
-            self._left = replace_directory(self.unpublished, self.target)
+            replaced = replace_directory(self.unpublished, self.target)
         else:
             self.unpublished.rename(self.target)
-            self._left = None
-        self.target.parent.sync()  # Before what was replaced is removed.
+        self._left = None
+        self.target.parent.sync()  # If this fails, what was replaced stays.
+        self._left = replaced
 
     def __exit__(
         self,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
@@ -46,7 +47,7 @@ class Claim:
     host: str
     is_new: bool
 
-    def beside(self, storage_data: Any) -> Any:
+    def attach_to(self, storage_data: Any) -> Any:
         """Returns DCP's ``storage_data`` of a plan with this claim attached."""
         placed = copy.copy(storage_data)
         setattr(placed, _ATTRIBUTE, dataclasses.astuple(self))
@@ -108,6 +109,7 @@ class Transaction(ABC):
         self._before: object = None  # The identity of what was committed, where this one commits.
         self._id_before: str | None = None  # Its id, if this one must not supersede another.
         self._commits = False  # Whether this process has begun the save, and not joined it.
+        self._is_committed = False  # Whether this process has committed it.
         self._claim: Claim | None = None  # With which it has joined.
 
     @property
@@ -124,6 +126,11 @@ class Transaction(ABC):
     def has_begun(self) -> bool:
         """Whether this process has begun the transaction, and neither ended nor committed it."""
         return self._commits and (self._pending is not None or self._hidden is not None)
+
+    @property
+    def commits(self) -> bool:
+        """Whether this process has begun the save, and not joined it."""
+        return self._commits
 
     @property
     def replaces(self) -> bool:
@@ -161,14 +168,14 @@ class Transaction(ABC):
         self.target.create_directories()
         try:
             check_commit(self.target, self.target, sync=self.sync)
+            self.found = find(self.target, self.pending_pattern, self.commit_name)
+            self._check_may_replace(self.found.names)
+            if self._hidden is None:  # Otherwise it began when the target did not exist.
+                self._find_committed()
+            self._pending = self._create_pending()
         except BaseException:
             self._discard_created()
             raise
-        self.found = find(self.target, self.pending_pattern, self.commit_name)
-        self._check_may_replace(self.found.names)
-        if self._hidden is None:  # Otherwise it began when the target did not exist.
-            self._find_committed()
-        self._pending = self._create_pending()
 
     def _find_committed(self) -> None:
         self._before = (self.target / self.commit_name).identity()
@@ -230,7 +237,7 @@ class Transaction(ABC):
     # ---- Before the commit ----
 
     def check(self, files: Collection[str]) -> None:
-        """Checks that all files are there, and nothing that must stay.
+        """Checks that all files are there, and that no save is replaced against the options.
 
         Raises:
             AlreadyExistsError: Another save was committed, and this one may not replace it.
@@ -268,6 +275,8 @@ class Transaction(ABC):
         process also removes the pending file, and the target if the save has created it. Ignores
         errors, and has no effect after a commit.
         """
+        if self._is_committed:
+            return
         pending, self._pending = self._pending, None
         hidden, self._hidden = self._hidden, None
         claim, self._claim = self._claim, None
@@ -278,15 +287,15 @@ class Transaction(ABC):
                 self._has_created = claim.is_new
         elif self._commits:
             remove_temporary(hidden)
-        if pending is not None and not self._is_needed(pending):
+        if pending is not None and not self._marks_data_files(pending):
             pending.discard()
         self._discard_created()
 
-    def _is_needed(self, pending: Location) -> bool:
+    def _marks_data_files(self, pending: Location) -> bool:
         """Returns whether garbage collection needs the pending file of a save that has failed."""
         return False
 
-    def end(self) -> None:
+    def discard_pending(self) -> None:
         """Removes the pending file, also if others have not removed their data files yet."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -320,7 +329,8 @@ class Transaction(ABC):
         if (other := self._other_save()) is not None:
             return StorageError(
                 f"cannot save to {self._name}: another save, {other}, was committed there "
-                "meanwhile, and files of this one are gone"
+                "meanwhile, and files of this one are gone",
+                errno.EEXIST,
             )
         return StorageError(
             f"cannot save to {self._name}: files of this save are gone ({error}): another save or "
@@ -330,7 +340,7 @@ class Transaction(ABC):
     def _other_save(self) -> str | None:
         """Returns the id of a save that was committed since this one began, if that is known."""
         with contextlib.suppress(CheckpointError):
-            # Only the process that commits knows what was there, and all know it of a new target.
+            # Only the process that commits has read the old identity. A new target has none.
             is_new = (self.target / self.commit_name).identity() != self._before
             if is_new and (self._commits or self._hidden is not None):
                 return self._committed_id()

@@ -77,12 +77,12 @@ def model_writer(
             f"cannot write {path} as HuggingFaceStorageWriter does: it is on a store; use "
             "torch_ckpt.SafetensorsWriter"
         )
-    writer.arrange = functools.partial(_by_number, path, fqn_to_index_mapping, has_boxes)
+    writer.arrange = functools.partial(_by_number, fqn_to_index_mapping, has_boxes)
     return writer
 
 
 def _by_number(
-    path: object, numbers: Mapping[str, int] | None, has_boxes: bool, plans: list[SavePlan]
+    numbers: Mapping[str, int] | None, has_boxes: bool, path: object, plans: list[SavePlan]
 ) -> Arrangement:
     """Arranges tensors in files with numbers, like DCP's writer."""
     of_file: dict[int, list[TensorFacts]] = {}

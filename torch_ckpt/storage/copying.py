@@ -136,7 +136,7 @@ class CheckpointCopy:
         self.target.parent.create_directories()
         check_commit(self.target.parent, self.target, sync=True)
         self.target.create_directories()
-        self._transaction.mark()  # By this file, other saves and garbage collection know this copy.
+        self._transaction.create_pending()  # Other saves and garbage collection know it by that.
         here = set(self.source.names())
         ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
         arrived = files_in(self.target, ours)
@@ -183,7 +183,6 @@ class CheckpointCopy:
                 f"cannot commit {self.target}: {len(missing)} data files of {self.source} have not "
                 f"arrived, including {missing[0]}"
             )
-        self._transaction.mark()
         self._transaction.resume()
         opened = self._opened
         names = [name for name, _ in opened.files]

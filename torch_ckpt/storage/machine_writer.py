@@ -74,7 +74,7 @@ class MachineWriter(FastWriter):
         if committed is None or self._save.commits or not self._is_first:
             return
         self.file_id = committed.file_id  # Until then, each rank has its own id.
-        self._checkpoint.take_id(committed.file_id)
+        self._checkpoint.adopt_id(committed.file_id)
         self._checkpoint.commit(committed.metadata, committed.index, committed.files)
 
 

@@ -183,8 +183,8 @@ class SafetensorsWriter(FastWriter):
         self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
         self._taken = 0  # Number of the first files, which it takes from the base.
         self._relay: FastWriter | None = None  # Writes the checkpoint that becomes the model.
-        self.arrange: Callable[[list[SavePlan]], Arrangement] = self._by_size
-        """Arranges the tensors of all ranks in files."""
+        self.arrange: Callable[[object, list[SavePlan]], Arrangement] | None = None
+        """Arranges the tensors of all ranks in files, given the path. By size if ``None``."""
         self.ties: Mapping[str, str] = {}
         """Name that the planner does not list -> the listed name that it is tied to."""
 
@@ -217,7 +217,7 @@ class SafetensorsWriter(FastWriter):
                 "FastSavePlanner"
             )
         with gc_paused():
-            arranged = self.arrange(plans)
+            arranged = self.arrange(self.path, plans) if self.arrange else self._by_size(plans)
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, RankFacts) else share for share in shares]
         model = self._model
@@ -384,6 +384,7 @@ class SafetensorsWriter(FastWriter):
         results: list[list[WriteResult]],
     ) -> None:
         """Commits the checkpoint, writes the files of the model from it, and removes it."""
+        relay.log_nothing()
         relay.finish(metadata, results)
         values = StoredValues(relay.location, io=self.io)
         nbytes = sum(file.nbytes for file in layout.files)

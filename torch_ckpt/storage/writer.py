@@ -8,8 +8,8 @@ import os
 import secrets
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint._extension import StreamTransformExtension
@@ -40,7 +40,6 @@ from torch_ckpt.planning.dtensor_boxes import save_plan_in_boxes
 from torch_ckpt.planning.item_views import (
     AssignedItems,
     ColumnItems,
-    GlobalPlanEntry,
     PlannedItems,
     PlannedPaths,
 )
@@ -60,32 +59,14 @@ from torch_ckpt.staging.save_staging import SaveStaging
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD
 from torch_ckpt.storage.commit_files import commit_files_of, written_files
-from torch_ckpt.storage.progress import Phases, is_first
+from torch_ckpt.storage.present_save import PresentSave
+from torch_ckpt.storage.progress import is_first
 from torch_ckpt.storage.rank_files import FileOptions, RankFiles
 from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
 from torch_ckpt.storage.rank_work import RankWork, refuse_objects, split, work_for
 from torch_ckpt.storage.reuse import MAX_FILES
 
 __all__ = ["FastWriter"]
-
-
-@dataclass
-class _Save:
-    """What a writer knows of its present save.
-
-    Attributes:
-        commits: Whether this rank commits it.
-        ranks: Number of ranks that save together; 0 except on the coordinator.
-        phases: For the log.
-        transaction: By which its files appear. ``None`` until it is needed.
-        plan: On the coordinator, if all ranks have planned in columns.
-    """
-
-    commits: bool = False
-    ranks: int = 0
-    phases: Phases = field(default_factory=lambda: Phases("planning"))
-    transaction: Transaction | None = None
-    plan: GlobalPlanEntry | None = None
 
 
 class FastWriter(StorageWriter):
@@ -208,7 +189,7 @@ class FastWriter(StorageWriter):
         self._began = False  # Whether a save has begun under this id.
         self._writing = threading.Lock()
         self._files = RankFiles()
-        self._save = _Save()
+        self._save = PresentSave()
         self.location = self._directory.absolute
         """Directory of the present save. Links in its path are resolved when a save begins."""
         self.small_files: Mapping[str, bytes] | None = None
@@ -223,7 +204,7 @@ class FastWriter(StorageWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new id gives the copy's data files names that no other writer uses.
         self.__dict__.update(
-            state, _writing=threading.Lock(), _save=_Save(), file_id=secrets.token_hex(8)
+            state, _writing=threading.Lock(), _save=PresentSave(), file_id=secrets.token_hex(8)
         )
 
     @classmethod
@@ -303,15 +284,21 @@ class FastWriter(StorageWriter):
     # ---- DCP's StorageWriter, on every rank ----
 
     def be_part_of(self, other: FastWriter, file_id: str) -> None:
-        """Takes part in the present save of another writer: with its tensors, under this id."""
+        """Writes a part of the save of another writer, with its tensors and buffers."""
         self.file_id, self.rank = file_id, other.rank
         self.use_collectives = other.use_collectives
         self._staging, self._files = other._staging, other._files
-        self._save = _Save(other._save.commits)  # It logs nothing.
+        self._save = PresentSave(commits=other._save.commits, ranks=other._save.ranks)
+
+    def log_nothing(self) -> None:
+        """Makes the present save end without a line in the log."""
+        self._save.ranks = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the writer for another checkpoint, or for a new save to the same directory."""
         self._check_idle()
+        self.end_failed_save()
+        self._save.transaction = None
         if checkpoint_id:
             self._directory.change(checkpoint_id)
             self.location = self._directory.absolute
@@ -339,7 +326,10 @@ class FastWriter(StorageWriter):
             # since the names of data files must be unique.
             self.file_id = secrets.token_hex(8)
         self._began = True
-        self._save = _Save(is_coordinator or not self.use_collectives, int(is_coordinator))
+        commits = is_coordinator or not self.use_collectives
+        self._save = PresentSave(commits=commits, ranks=int(is_coordinator))
+        if (call := current_call()) is not None:
+            self._save.call = weakref.ref(call)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the rank's items to the plan for the coordinator.
@@ -384,7 +374,7 @@ class FastWriter(StorageWriter):
         if claim is None:
             return placed
         return [
-            dataclasses.replace(plan, storage_data=claim.beside(plan.storage_data))
+            dataclasses.replace(plan, storage_data=claim.attach_to(plan.storage_data))
             for plan in placed
         ]
 
@@ -430,6 +420,7 @@ class FastWriter(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files."""
         files, how, directory = self._files, self._options, self._checkpoint.directory
+        files.finished = []
         try:
             work = work_for(plan, planner, self.transforms)
             prefix = plan.storage_data.prefix
@@ -566,12 +557,15 @@ class FastWriter(StorageWriter):
         A save of this package calls it when any rank has failed. DCP's own functions do not
         report failures of other ranks to a writer. Then the next save removes the files.
         """
-        transaction, self._save.transaction = self._save.transaction, None
+        save, call = self._save, current_call()
+        transaction = save.transaction
         finished, self._files.finished = self._files.finished, []
-        call = current_call()
-        have_all_failed = call is not None and call.is_uncommitted
-        if transaction is not None and (self._save.commits or have_all_failed):
-            transaction.abandon(finished if have_all_failed else ())
+        # A call that fails before it begins its save says nothing of the save before it.
+        is_present = call is not None and save.call is not None and save.call() is call
+        is_uncommitted = call is not None and is_present and call.is_uncommitted
+        if transaction is not None and (transaction.commits or is_uncommitted):
+            transaction.abandon(finished if is_uncommitted else ())
+            save.transaction = None
 
     def _abandon(
         self, names: Iterable[str], error: BaseException, *, may_others_begin: bool = False
@@ -586,7 +580,7 @@ class FastWriter(StorageWriter):
         transaction = self._save.transaction or self._checkpoint
         names = list(names)
         is_ended = transaction.is_ended(names, error)
-        remove_files(transaction.directory, names)
+        remove_files(transaction.directory, set(names) - transaction.committed_names)
         if transaction.is_hidden or not may_others_begin:
             self.end_failed_save()
         if is_ended:
