@@ -165,7 +165,8 @@ class Machine:
                 self.joint.clear_former(self.live)
         except KilledError:
             assert self.killer is not None
-            PROCESS.temporaries.clear()  # Its process is dead.
+            PROCESS.temporaries.clear()  # Its process is dead, and the next one probes again.
+            PROCESS.probed.clear()
             self.joint = None
             self.killer.is_killed = False
             self.killer.at = -1
