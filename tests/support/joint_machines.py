@@ -71,7 +71,6 @@ class Killer:
     def arm(self, machine: int, at: int) -> None:
         """Kills the agent of a machine at this moment; never if it is negative."""
         self.victim, self.at, self.changes, self.is_killed = machine, at, 0, False
-        PROCESS.probed.clear()  # Each agent probes its file system.
 
     def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         real = getattr(owner, name)
@@ -141,6 +140,7 @@ class Machine:
         self.remote_failure: Failure | None = None
         self.unpublished: list[tuple[Manifests, dict[str, Any]]] = []
         self.error: CheckpointError | None = None
+        self.probed: set[Any] = set()
 
     def go_on(self, *, comes_back: bool = True) -> None:
         """Advances the save once."""
@@ -148,6 +148,7 @@ class Machine:
             return
         if self.killer is not None:
             self.killer.running = self.number
+        PROCESS.probed = self.probed  # Each agent probes its file system.
         try:
             if self.joint is None:
                 self.joint = JointSave(
@@ -166,7 +167,7 @@ class Machine:
         except KilledError:
             assert self.killer is not None
             PROCESS.temporaries.clear()  # Its process is dead, and the next one probes again.
-            PROCESS.probed.clear()
+            self.probed.clear()
             self.joint = None
             self.killer.is_killed = False
             self.killer.at = -1
