@@ -190,13 +190,18 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The directory that contains the location."""
-        return self._with(self.path.parent)
+        """The directory that contains the location; itself for a bucket, or the root of a disk."""
+        return self if self._is_bucket(self.path) else self._with(self.path.parent)
 
     @property
     def parents(self) -> list[Location]:
         """All parent directories, the nearest first."""
-        return [self._with(folder) for folder in self.absolute().path.parents]
+        folders = self.absolute().path.parents
+        return [self._with(folder) for folder in folders if folder.parts or not self._scheme]
+
+    def _is_bucket(self, path: PurePath) -> bool:
+        """Returns whether a path is a first name: the host or bucket of a URL."""
+        return bool(self._scheme) and len(path.parts) == 1
 
     def with_name(self, name: str) -> Location:
         """Returns the location of another name in the same directory."""

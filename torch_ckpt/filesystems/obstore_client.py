@@ -115,6 +115,8 @@ class ObstoreClient(StoreClient):
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         store, key = self._locate(path)
         with self._naming("find", path):
+            if not key:  # A bucket is no object, and stores answer a request for it as they like.
+                raise FileNotFoundError(path)
             if start_nbytes:
                 try:
                     got = obstore.get(store, key, options={"range": (0, start_nbytes)})
