@@ -276,9 +276,6 @@ class Run(LastSaves):
 
         Returns:
             The same value on every rank; remains ``True`` until the next call of :meth:`save`.
-
-        Raises:
-            TypeError: ``step`` is not an integer, on this rank.
         """
         step = step_number(step)
         self._boundary.step_ended(step)
@@ -345,8 +342,8 @@ class Run(LastSaves):
             step = step_number(step)
             self._boundary.step_ended(step)
             self._schedule.attempted(step)
-        may_skip = self.asynchronous and self.on_busy != "wait"
-        if may_skip and self._saves.is_coordinator_busy(refused):
+        skips = self.asynchronous and self.on_busy != "wait"
+        if skips and self._saves.is_coordinator_busy(refused):
             if self.on_busy == "error":
                 raise CheckpointError(f"step {step} was not saved: another save is in progress")
             self.skipped += 1
@@ -448,7 +445,6 @@ class Run(LastSaves):
 
         Raises:
             NotFoundError: The step is not committed, or is being removed.
-            TypeError: ``step`` is not an integer.
             StorageError: The lease, a file in the directory of the run, cannot be written.
 
         Example::
@@ -490,7 +486,6 @@ class Run(LastSaves):
                 ``Exception``. ``state`` may be partly loaded, but not if ``strict`` was the reason.
             CorruptionError: Steps were committed, and none is whole. Training must not start over.
             RankTimeoutError: A rank was late, stuck or gone.
-            TypeError: ``step`` is not an integer. On all ranks.
         """
         self._check_open()
         self._saves.set_base(None)  # Until a step has proved sound.
@@ -530,7 +525,6 @@ class Run(LastSaves):
             CorruptionError: No step would remain that is whole. Nothing was removed.
             NotFoundError: No step would remain. Nothing was removed.
             RankTimeoutError: A rank was late, stuck or gone.
-            TypeError: ``step`` is not an integer. On all ranks.
             ValueError: The ranks give different steps.
 
         Example::
@@ -560,8 +554,8 @@ class Run(LastSaves):
     def close(self) -> None:
         """Waits for the background save and ends the run; the run cannot be used afterwards.
 
-        With ``local``, all ranks also wait until all steps are promoted; the first one shows a
-        progress bar. In a forked child of the process of the run, the method does nothing.
+        The agent first writes a last step of ``persist=False``. With ``local``, all ranks also wait
+        until all steps are promoted. In a forked child of the run's process, it does nothing.
 
         Raises:
             CheckpointError: The background save or a promotion failed, on all ranks; see
@@ -573,6 +567,7 @@ class Run(LastSaves):
         with self._exclusive.use("close the run", self.timeout_s):
             try:
                 self._saves.settle()
+                self._saves.write_newest()
             finally:
                 backend, self._backend = self._backend, None
                 try:

@@ -19,7 +19,7 @@ from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, StorageError
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.records.record import Record, Recorder, current_record
-from torch_ckpt.runs.background.agent import AgentBackend
+from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY, AgentBackend
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.branches import Branches
@@ -145,6 +145,22 @@ class StepSaves:
         finally:
             if not pending.is_in_progress:
                 self._pending = None
+
+    def write_newest(self) -> None:
+        """Waits until the agent has written the last step, if it is in memory alone.
+
+        Raises a CheckpointError if that fails: nobody would report it once the ranks have ended.
+        """
+        newest = self._backend.write_newest() if isinstance(self._backend, AgentBackend) else None
+        if newest is None:
+            return
+        then = functools.partial(self._committed, newest[0], None)
+        self._pending = BackgroundSave(*newest, then)
+        try:
+            self.settle()
+        except CheckpointError as error:
+            error.add_note(f"step {newest[0]} {ONLY_IN_MEMORY}")
+            raise
 
     @contextlib.contextmanager
     def _bar(self, step: int) -> Iterator[None]:
@@ -466,10 +482,7 @@ class StepSaves:
         return step_number(step)
 
     def is_coordinator_busy(self, refused: Exception | None) -> bool:
-        """Returns whether the previous save is in progress on the coordinator, the last to end.
-
-        All ranks raise the error of an argument of this one (``refused``).
-        """
+        """Returns whether the coordinator, the last to end, still saves; raises ``refused``."""
 
         def own() -> bool:
             if refused is not None:
