@@ -292,6 +292,19 @@ class Location:
             return None
         return stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
+    def is_same_as(self, other: Location) -> bool:
+        """Returns whether both lead to one file or directory, also through several mounts of it.
+
+        A path of this machine and a URL never do, although the path may be a mount of a store.
+        """
+        if self.local_path is None or other.local_path is None:
+            return self == other
+        try:
+            with _native.StorageCall("inspecting", other.path):
+                return self.local_path.samefile(other.local_path)
+        except OSError:  # One of them does not exist.
+            return self == other
+
     def read_range(self, offset: int, nbytes: int) -> tuple[int, bytes]:
         """Returns the length of the file, and the bytes of a range up to the end of the file."""
         return self.file_system.read_range(self.path, offset, nbytes)
