@@ -105,12 +105,12 @@ WRONG = {
         "unknown": [WRONG_VALUE],
     },
     "Run.save": {
-        "step": ["x", 1.5, WRONG_VALUE],
+        "step": ["x", 1.5, 2.0, True, WRONG_VALUE],
         "state": [WRONG_TYPE],
         "persist": [False],
     },
-    "Run.restore": {"state": [WRONG_TYPE], "step": ["x", WRONG_VALUE]},
-    "Run.discard_after": {"step": ["x", WRONG_VALUE]},
+    "Run.restore": {"state": [WRONG_TYPE], "step": ["x", 1.0, True, WRONG_VALUE]},
+    "Run.discard_after": {"step": ["x", 1.0, True, WRONG_VALUE]},
 }
 """What each argument may be wrongly."""
 

@@ -468,6 +468,15 @@ def test_options_of_an_agent_that_are_no_options_are_refused(text: str) -> None:
         AgentOptions.decode(text)
 
 
+@pytest.mark.parametrize("name", ["linger_s", "peers_timeout_s"])
+@pytest.mark.parametrize("seconds", [-1, -0.5, float("nan"), float("-inf"), "5", None])
+def test_seconds_of_an_agent_that_are_no_seconds_are_refused(name: str, seconds: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        AgentOptions(**{name: seconds})
+    assert AgentOptions(**{name: 0})
+    assert AgentOptions(**{name: float("inf")})
+
+
 def test_a_slot_that_changes_while_it_comes_to_disk_is_not_committed(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,3 +170,37 @@ def test_a_save_makes_durable_what_it_takes_of_a_base_that_is_not(
         rebuild(tree, rebuilt)
         for reader in (FastReader, FileSystemReader):
             assert found_by(reader, rebuilt, {"new": tuned(2)}) == "new", sorted(tree)
+
+
+def small(number: int) -> dict[str, bytes]:
+    return {"metrics.json": b'{"loss": %d}' % number, "branch.json": b'{"continued_from": null}'}
+
+
+@pytest.mark.parametrize(
+    "new", [small(2), {"metrics.json": b"{}"}, {}], ids=["both", "one", "none"]
+)
+@pytest.mark.parametrize("before", ["old", "nothing", "no directory"])
+def test_power_cut_leaves_the_small_files_of_a_step_whole(
+    before: str, new: dict[str, bytes], recorder: Any, tmp_path: Path
+) -> None:
+    """Once the save has ended, they are those of the new checkpoint."""
+    path = tmp_path / "saved"
+    if before == "nothing":
+        path.mkdir()
+    if before == "old":
+        former = FastWriter(path)
+        former.small_files = small(1)
+        save(version(1), former)
+    writer = FastWriter(path)
+    writer.small_files = new
+    states = 0
+    for tree, done, where in trees_of_a_save(recorder, path, writer, version(2)):
+        states += 1
+        for name in small(1):
+            found, wanted = tree.get(f"{path}/{name}"), new.get(name)
+            is_committed = f"{path}/.metadata" in tree and before != "old"
+            known = {wanted} if done or is_committed else {wanted, None}
+            if before == "old" and not done:
+                known.add(small(1)[name])
+            assert found in known, f"{name}: {where}"
+    print(states, "states")

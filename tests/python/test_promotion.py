@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -527,6 +528,23 @@ def test_numbers_and_directories_are_checked(tmp_path: Path) -> None:
         Run(tmp_path / "run", local=tmp_path / "local", promote_bytes_per_s=0)
     with pytest.raises(ValueError, match="is the directory of the run itself"):
         Run(tmp_path / "run", local=tmp_path / "run")
+
+
+@pytest.mark.parametrize("folder", [".", "run", "new"])
+def test_the_directory_of_the_run_under_another_mount_is_no_local_directory(
+    mount_tmpfs: Callable[[str], Path], tmp_path: Path, folder: str
+) -> None:
+    disk, other = mount_tmpfs("size=8m"), tmp_path / "bound"
+    (disk / "run").mkdir()
+    other.mkdir()
+    subprocess.run(["mount", "--bind", disk, other], check=True)
+    try:
+        with pytest.raises(ValueError, match="is the directory of the run itself"):
+            Run(disk / folder, local=other / folder)
+        with Run(disk / "run", local=other / "local", keep_last=2) as run:
+            run.save(1, {"w": torch.ones(3)})
+    finally:
+        subprocess.run(["umount", other], check=True)
 
 
 def _free(directory: Path) -> int:

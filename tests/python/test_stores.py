@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from support.cutting import CuttingSavePlanner
+from support.store_server import SeaweedFS, StoreServer
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
@@ -180,6 +181,33 @@ def test_a_location_reaches_its_object(folder: str) -> None:
     (place / "second").discard()
     place.remove_all()
     assert names_in(str(place)) == []
+
+
+def test_the_root_of_a_bucket_is_a_folder_as_any_other(
+    store_server: StoreServer, store_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = f"{store_url.rpartition('/')[0]}-root"
+    assert isinstance(store_server, SeaweedFS)
+    store_server.create_bucket(root.rpartition("/")[2])
+    assert str(Location(root).parent) == root
+    with pytest.raises(CheckpointException, match="no checkpoint"):
+        torch_ckpt.load(state_of(1), checkpoint_id=root)
+    with Run(root, keep_last=2) as run:
+        for step in range(3):
+            run.save(step, state_of(step))
+        assert run.restore(state_of(-1)) == 2
+        assert run.discard_after(1) == [2]
+    assert main(["rm", root, "--after", "0", "--yes"]) != 0  # Nothing would remain.
+    assert main(["ls", root]) == 0
+    Location(f"{root}/step-1").remove_all()
+    torch_ckpt.save(state_of(1), checkpoint_id=root)
+    loaded = state_of(-1)
+    torch_ckpt.load(loaded, checkpoint_id=root)
+    assert_of(loaded, 1)
+    with pytest.raises(NotFoundError, match="it is a checkpoint, not a run"):
+        Run(root).restore(state_of(1))
+    assert main(["verify", root]) == 0
+    store_server.remove_bucket(root.rpartition("/")[2])
 
 
 # ---- Models ----

@@ -43,7 +43,8 @@ class AgentOptions:
 
     Raises:
         ValueError: ``check_replicas`` is not one of ``"sample"``, ``"full"`` and ``"off"``,
-            ``replicas`` is neither 0 nor 1, or ``replicate_bytes_per_s`` is less than 1 MiB.
+            ``replicas`` is neither 0 nor 1, or ``replicate_bytes_per_s`` is less than 1 MiB. Or
+            ``linger_s`` or ``peers_timeout_s`` is no number of seconds, or negative.
     """
 
     persist_on_failure: bool = True
@@ -60,6 +61,10 @@ class AgentOptions:
         as_mode(self.check_replicas)
         if self.replicas not in (0, 1):
             raise ValueError(f"replicas={self.replicas!r} is neither 0 nor 1")
+        for name in ("linger_s", "peers_timeout_s"):
+            seconds = getattr(self, name)
+            if not isinstance(seconds, int | float) or not seconds >= 0:
+                raise ValueError(f"{name}={seconds!r} is not a number of seconds, or is negative")
         rate = self.replicate_bytes_per_s
         if rate is not None and not rate >= _MIN_RATE:
             raise ValueError(f"replicate_bytes_per_s={rate!r} is less than {_MIN_RATE}")

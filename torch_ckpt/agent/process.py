@@ -55,6 +55,9 @@ _SETTLE_S = 1.0
 
 _POLL_S = 0.5
 
+_FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 30.0
+"""Pauses between attempts to write the step of trainers that have died; each one doubles."""
+
 _REGISTER_S = 10.0
 """Time within which trainers register with a restarted agent."""
 
@@ -109,7 +112,9 @@ class Agent:
         self._idle_since = time.monotonic()  # Last time that a trainer was alive.
         self._lost_since: float | None = None
         self._admitted: dict[Save, bool] = {}
-        self._retried: set[Save] = set()
+        # When to retry, unless an attempt is in progress, and the pause after the next failure.
+        self._retries: dict[Save, tuple[float | None, float]] = {}
+        self._last_tries: set[Save] = set()
         self._began = time.monotonic()
         self._is_dropped = False  # Whether the trainers discarded their snapshots.
         self._has_ended = False
@@ -154,7 +159,7 @@ class Agent:
             return False
         if not self._is_dropped and not self._is_useless:
             if self._all_detached or self.options.persist_on_failure:
-                self._persist_newest()
+                self._persist_newest(is_last=True)
             self._saves.begin_next()
         return not self._saves.is_running and not self._is_awaiting_copies()
 
@@ -202,31 +207,52 @@ class Agent:
             trainers = [t for t in self._trainers.values() if t.session == save[0]]
             return any(t.has_detached or (t.connections and t.is_alive) for t in trainers)
 
-    def _persist_newest(self) -> None:
+    def _persist_newest(self, *, is_last: bool = False) -> None:
         scan = self._slots.scan()
         if scan.newest is None:
             return
         if scan.newest.node_count == 1:
-            self._persist_unrequested(scan.newest, scan, self._saves.request)
+            request = self._saves.request
+            self._persist_unrequested(scan.newest, scan, request, is_last=is_last)
             return
         for slots in reversed(scan.complete.values()):  # Other machines may lack the newest save.
             if self._saves.is_done(slots[0][0].save):
                 return
-            self._persist_unrequested(slots[0][0], scan, self._saves.offer)
+            self._persist_unrequested(slots[0][0], scan, self._saves.offer, is_last=is_last)
 
     def _persist_unrequested(
-        self, header: _native.SlotHeader, scan: SlotScan, request: Callable[[Save], None]
+        self,
+        header: _native.SlotHeader,
+        scan: SlotScan,
+        request: Callable[[Save], None],
+        *,
+        is_last: bool,
     ) -> None:
-        """Requests a save that the trainers did not request; retries a failed save once."""
+        """Requests a save that the trainers did not request.
+
+        If it fails, it is retried as long as the agent lives, since a full disk may have space
+        again: after longer and longer pauses, and once more before the agent ends (``is_last``).
+        """
         save = header.save
         if self._saves.is_done(save) or self._saves.is_pending(save, scan):
             return
-        has_failed = self._saves.failure_of(save) is not None
-        if not has_failed or save not in self._retried:
-            if has_failed:
-                self._retried.add(save)
-            _log.info("persisting step %d without its trainers", header.step)
-            request(save)
+        if self._saves.failure_of(save) is not None:
+            if save in self._last_tries or not (is_last or self._is_retry_due(save)):
+                return
+            if is_last:
+                self._last_tries.add(save)
+        _log.info("persisting step %d without its trainers", header.step)
+        request(save)
+
+    def _is_retry_due(self, save: Save) -> bool:
+        now = time.monotonic()
+        due_s, pause_s = self._retries.get(save, (now, _FIRST_RETRY_S))
+        if due_s is None:  # The last attempt has just failed.
+            self._retries[save] = now + pause_s, min(2 * pause_s, _MAX_RETRY_S)
+            return False
+        if now >= due_s:
+            self._retries[save] = None, pause_s
+        return now >= due_s
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

@@ -172,6 +172,7 @@ class SnapshotAgent:
             self._warn_of_former(run)
         self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
+        self._in_memory: StagedSave | None = None  # The last save, if nobody has asked to write it.
         self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # Inode and mapped slot by path.
         self._share = MachineShare(
             *(self._client.folder, self._member.run, self._member.rank, self._member.node),
@@ -365,7 +366,7 @@ class SnapshotAgent:
 
         All ranks call this method, and then agree that all have, before one saves again.
         """
-        self._newest = None
+        self._newest = self._in_memory = None
         self._share.reset()
 
     def persist(self, staged: StagedSave) -> None:
@@ -433,13 +434,23 @@ class SnapshotAgent:
         if staged is None:
             return None
         if persist:
-            phases.begin("persisting")
-            awaited, named = self._client.to_commit(staged.directory), self._member.is_first_here
-            work = self._waiting, self._persist, staged, phases
-            return submitted(*work, awaited=awaited, is_named=named)
+            return self._written(staged, phases)
+        self._in_memory = staged
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def write_newest(self) -> tuple[int, Future[None]] | None:
+        """Requests the last save, if it was to stay in memory; returns its step and its future."""
+        if (staged := self._in_memory) is None or self._has_left or os.getpid() != self._pid:
+            return None
+        return staged.header.step, self._written(staged, Phases("staging"))
+
+    def _written(self, staged: StagedSave, phases: Phases) -> Future[None]:
+        phases.begin("persisting")
+        awaited, named = self._client.to_commit(staged.directory), self._member.is_first_here
+        self._in_memory, work = None, (self._waiting, self._persist, staged, phases)
+        return submitted(*work, awaited=awaited, is_named=named)
 
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
         """Waits until the agent has committed a save. The first rank logs it."""
@@ -561,6 +572,7 @@ class SnapshotAgent:
             return
         atexit.unregister(self._at_exit)
         self._waiting.shutdown()
+        self._in_memory = None
         self._client.detach(drop=drop)
         self._slots.clear()
 

@@ -191,7 +191,7 @@ class CheckpointTransaction(Transaction):
         if self._pending is not None and self._pending.is_missing():  # Else those of another save.
             raise self.files_are_missing(NotFoundError(f"there is no {self._pending}"))
         try:
-            write_small_files(self.target, self._small_files)
+            write_small_files(self.target, self._small_files, sync=self.sync)
         except BaseException:
             remove_files(self.target, [*self._small_files, *(() if self._keeps_files else files)])
             raise
@@ -217,7 +217,7 @@ class CheckpointTransaction(Transaction):
         if self._small_files is None:
             return
         try:
-            write_small_files(self.target, self._small_files)
+            write_small_files(self.target, self._small_files, sync=self.sync)
         except CheckpointError as error:  # The checkpoint is committed.
             warnings.warn(f"small files of {self._name} were not written: {error}", stacklevel=2)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["BRANCH", "METRICS", "SMALL_FILES", "write_small_files"]
@@ -19,12 +20,31 @@ BRANCH = "branch.json"
 SMALL_FILES = frozenset({METRICS, BRANCH})
 
 
-def write_small_files(step: Location, files: Mapping[str, bytes]) -> None:
+def write_small_files(step: Location, files: Mapping[str, bytes], *, sync: bool) -> None:
     """Writes the ``SMALL_FILES`` of a step (contents by name), and removes old ones.
 
-    The directory of the step exists.
+    The directory of the step exists. With ``sync``, the files and their names survive a power cut.
     """
-    for name in SMALL_FILES.difference(files):
-        (step / name).discard()
-    for name, contents in files.items():
-        (step / name).replace(contents, sync=False)
+    changes = [name for name in SMALL_FILES if not _has(step, name, files.get(name))]
+    for name in changes:
+        if name in files:
+            (step / name).replace(files[name], sync=sync)
+        else:
+            (step / name).discard()
+    if changes and sync:
+        step.sync()
+
+
+def _has(step: Location, name: str, contents: bytes | None) -> bool:
+    """Returns whether a file has these contents already; ``None``: whether there is none.
+
+    A store takes as many requests to find out as to write or remove the file.
+    """
+    if not step.file_system.has_folders:
+        return False
+    try:
+        return (step / name).read() == contents
+    except NotFoundError:
+        return contents is None
+    except CheckpointError:  # Writing it may work.
+        return False

@@ -27,6 +27,7 @@ from torch_ckpt.errors import (
     StorageError,
     UnsupportedError,
 )
+from torch_ckpt.filesystems.passwords import without_secrets
 from torch_ckpt.filesystems.store_client import METADATA, PENDING, StoreClient, pending_path
 
 try:
@@ -352,7 +353,7 @@ class HdfsClient(StoreClient):
 
 def _cause(error: Exception) -> tuple[int, str]:
     """Returns the error code of an error of the library, and what it says."""
-    text = str(error)
+    text = without_secrets(str(error))
     if found := _REMOTE.search(text):
         reason = found[2].encode().decode("unicode_escape", "replace")
         text = f"{found[1]}: {(reason.strip().splitlines() or [''])[0]}"

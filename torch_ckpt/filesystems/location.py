@@ -22,7 +22,8 @@ from typing import Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
-from torch_ckpt.filesystems.object_store import file_system_of
+from torch_ckpt.filesystems.object_store import OBSTORE_SCHEMES, file_system_of
+from torch_ckpt.filesystems.passwords import refuse_password
 from torch_ckpt.filesystems.store_client import PENDING
 from torch_ckpt.process_state import PROCESS
 
@@ -41,6 +42,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # Also as `Path("file:///x")` prints it.
 _FILE_URL = re.compile(r"file:(?://(?:localhost)?(?=/)|(?!//))(/.*)", re.DOTALL)
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*", re.DOTALL)
+
+_ANY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
 
 _BUFFER_NBYTES = 16 << 10  # Buffer size of an open file. Callers read few, scattered records.
 _STORE_BUFFER_NBYTES = 8 << 20  # Of a file on a store, where a request takes longer.
@@ -83,11 +86,19 @@ def name_of(path: str | os.PathLike[str]) -> str:
     The scheme of the URL need not be registered. A path is absolute, and a URL is not.
     """
     text = os.fspath(path)
+    _refuse_password(text)
     if url := _FILE_URL.fullmatch(text):
         return resolved_path(url[1])
     if url := _URL.fullmatch(text):
         return f"{url[1]}://{PurePosixPath(url[2])}"
     return resolved_path(text)
+
+
+def _refuse_password(text: str) -> None:
+    if not _FILE_URL.fullmatch(text) and (url := _ANY_URL.fullmatch(text)):
+        has_bucket = url[1] in OBSTORE_SCHEMES  # Then there is no port, and no default host.
+        rest = url[2].lstrip("/") if has_bucket else url[2]
+        refuse_password(url[1], rest, may_have_port=not has_bucket)
 
 
 def resolved_path(path: str | os.PathLike[str]) -> str:
@@ -115,7 +126,7 @@ class Location:
 
     Raises:
         UnsupportedError: The URL's scheme is not registered, or its text is that of a ``Path``,
-            which drops a slash. Or a ``file:`` URL names another host.
+            which drops a slash. Or it has a password, or a ``file:`` URL names another host.
 
     Example::
 
@@ -125,6 +136,7 @@ class Location:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         text = os.fspath(path)
+        _refuse_password(text)
         if url := _FILE_URL.fullmatch(text):
             self._become("", Path(url[1]))
         elif url := _URL.fullmatch(text):
@@ -145,11 +157,6 @@ class Location:
         if not scheme:
             self.file_system = _native.local_file_system()
             return
-        if re.match(r"[^/@]*:[^/@]*@", str(path)):  # Messages and pickles have the URL.
-            raise UnsupportedError(
-                f"cannot reach a URL of {scheme}:// that has a password; set it in the environment "
-                "or the configuration of the client"
-            )
         if scheme not in PROCESS.file_systems:
             store = file_system_of(scheme)
             if store is None:
@@ -183,13 +190,18 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The directory that contains the location."""
-        return self._with(self.path.parent)
+        """The directory that contains the location; itself for a bucket, or the root of a disk."""
+        return self if self._is_bucket(self.path) else self._with(self.path.parent)
 
     @property
     def parents(self) -> list[Location]:
         """All parent directories, the nearest first."""
-        return [self._with(folder) for folder in self.absolute().path.parents]
+        folders = self.absolute().path.parents
+        return [self._with(folder) for folder in folders if folder.parts or not self._scheme]
+
+    def _is_bucket(self, path: PurePath) -> bool:
+        """Returns whether a path is a first name: the host or bucket of a URL."""
+        return bool(self._scheme) and len(path.parts) == 1
 
     def with_name(self, name: str) -> Location:
         """Returns the location of another name in the same directory."""
@@ -279,6 +291,19 @@ class Location:
         except OSError:
             return None
         return stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+    def is_same_as(self, other: Location) -> bool:
+        """Returns whether both lead to one file or directory, also through several mounts of it.
+
+        A path of this machine and a URL never do, although the path may be a mount of a store.
+        """
+        if self.local_path is None or other.local_path is None:
+            return self == other
+        try:
+            with _native.StorageCall("inspecting", other.path):
+                return self.local_path.samefile(other.local_path)
+        except OSError:  # One of them does not exist.
+            return self == other
 
     def read_range(self, offset: int, nbytes: int) -> tuple[int, bytes]:
         """Returns the length of the file, and the bytes of a range up to the end of the file."""

@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 from torch_ckpt._core import _native
 from torch_ckpt.errors import UnsupportedError
 
-__all__ = ["ObjectStore", "file_system_of", "object_store"]
+__all__ = ["OBSTORE_SCHEMES", "ObjectStore", "file_system_of", "object_store"]
 
 OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 """Schemes that ``obstore`` serves."""

@@ -26,6 +26,7 @@ from torch_ckpt.errors import (
     StorageError,
     UnsupportedError,
 )
+from torch_ckpt.filesystems.passwords import cause_of, without_secrets
 from torch_ckpt.filesystems.store_client import METADATA, MOST_PARTS, StoreClient
 
 try:
@@ -80,7 +81,6 @@ _CREDENTIALS = {
 _NO_BUCKET = re.compile("NoSuchBucket|BucketNotFound|ContainerNotFound")
 _NO_RANGE = re.compile("status code: 416")
 _NOT_IMPLEMENTED = re.compile("status code: 501")
-_QUERY = re.compile(r"\?[^\s\"')]*")  # A signed URL has its signature there.
 _CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
 _DENIED = re.compile(
     "ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|HeaderMalformed"
@@ -115,6 +115,8 @@ class ObstoreClient(StoreClient):
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         store, key = self._locate(path)
         with self._naming("find", path):
+            if not key:  # A bucket is no object, and stores answer a request for it as they like.
+                raise FileNotFoundError(path)
             if start_nbytes:
                 try:
                     got = obstore.get(store, key, options={"range": (0, start_nbytes)})
@@ -357,14 +359,16 @@ class ObstoreClient(StoreClient):
         except FileNotFoundError as error:
             if isinstance(error, NotFoundError):
                 raise
-            raise NotFoundError(f"cannot {what} {self._url(path)}: there is none") from error
+            raise NotFoundError(f"cannot {what} {self._url(path)}: there is none") from cause_of(
+                error
+            )
         except _CONDITION_ERRORS as error:
             raise StorageError(
                 f"cannot {what} {self._url(path)}: another one was written meanwhile", errno.EEXIST
-            ) from error
+            ) from cause_of(error)
         except (exceptions.BaseError, ValueError) as error:
             # Debug details repeat the message, and quote the answer of the server.
-            message = _QUERY.sub("", str(error).partition("Debug source")[0]).strip()
+            message = without_secrets(str(error).partition("Debug source")[0]).strip()
             hint = ""
             if isinstance(error, exceptions.GenericError) and _NO_CREDENTIALS.search(message):
                 hint = f"no credentials in {_CREDENTIALS[_prefix(self._scheme)]}; "
@@ -376,7 +380,7 @@ class ObstoreClient(StoreClient):
             if type(error).__name__ != "PanicException":
                 raise
             raise StorageError(
-                f"cannot {what} {self._url(path)}: obstore failed: {_QUERY.sub('', str(error))}",
+                f"cannot {what} {self._url(path)}: obstore failed: {without_secrets(str(error))}",
                 errno.EINVAL,
             ) from None
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.filesystems.passwords import cause_of, without_secrets
 
 __all__ = ["METADATA", "MOST_PARTS", "PENDING", "StoreClient", "grown_part_nbytes", "pending_path"]
 
@@ -103,15 +104,16 @@ class StoreClient:
         except CheckpointError:
             raise
         except FileNotFoundError as error:
-            raise NotFoundError(f"{attempt}: there is none") from error
+            raise NotFoundError(f"{attempt}: there is none") from cause_of(error)
         except FileExistsError as error:
             raise StorageError(
                 f"{attempt}: another one was written meanwhile", errno.EEXIST
-            ) from error
+            ) from cause_of(error)
         except Exception as error:
-            raise self._failure(attempt, error) from error
+            raise self._failure(attempt, error) from cause_of(error)
 
     def _failure(self, attempt: str, error: Exception) -> CheckpointError:
         """Returns the error for one of the library, which begins with what was attempted."""
         number = getattr(error, "errno", None) or errno.EIO
-        return StorageError(f"{attempt}: {type(error).__name__}: {error}", number)
+        text = without_secrets(str(error))
+        return StorageError(f"{attempt}: {type(error).__name__}: {text}", number)

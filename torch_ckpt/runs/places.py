@@ -54,11 +54,16 @@ class Places:
         Raises StorageError on all ranks if the directory cannot be written, and ValueError if it is
         the directory of the ``run`` itself.
         """
-        if directory == run:
-            raise ValueError(f"local={directory} is the directory of the run itself")
         activity = "opening the local directory"
+
+        def create() -> None:
+            if directory != run:
+                directory.create_directories()
+            if directory.is_same_as(run):  # Its steps would be removed as those of both.
+                raise ValueError(f"local={directory} is the directory of the run itself, {run}")
+
         if group.size == 1:
-            directory.create_directories()
+            create()
             return Places()
         token = group.decide(
             activity, lambda: None, lambda _: secrets.token_hex(4), timeout_s=timeout_s
@@ -67,7 +72,7 @@ class Places:
         file = directory / f"{prefix}{group.rank}"
 
         def mark() -> None:
-            directory.create_directories()
+            create()
             file.write(b"", sync=False)
 
         def first_here() -> int:

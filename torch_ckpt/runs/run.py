@@ -34,7 +34,7 @@ from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
-from torch_ckpt.runs.step_files import lease, refusal
+from torch_ckpt.runs.step_files import lease, refusal, step_number
 from torch_ckpt.runs.step_saves import Reuse, StepSaves
 from torch_ckpt.runs.step_tiers import StepTiers
 from torch_ckpt.storage.copying import CheckpointCopy
@@ -277,6 +277,7 @@ class Run(LastSaves):
         Returns:
             The same value on every rank; remains ``True`` until the next call of :meth:`save`.
         """
+        step = step_number(step)
         self._boundary.step_ended(step)
         if self._preemption is not None:
             with self._exclusive.use("check for a signal", self.timeout_s):
@@ -310,8 +311,8 @@ class Run(LastSaves):
         """Saves a step, and removes the steps that are not to be retained.
 
         Args:
-            step: Number of completed steps. An earlier checkpoint of the same step is replaced
-                once the new one is complete.
+            step: Number of completed steps: an integer, also one of NumPy or a tensor. An earlier
+                checkpoint of the same step is replaced once the new one is complete.
             state: State dict, as for :func:`torch_ckpt.save`.
             metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
                 and :meth:`best_step`. Those of the first rank count.
@@ -331,21 +332,24 @@ class Run(LastSaves):
                 ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
             StorageError: The metrics cannot be written.
+            TypeError: ``step`` is not an integer, such as 2.0 or ``True``. On all ranks.
             ValueError: ``step`` is negative, the ranks are at different steps, ``metrics`` lacks
                 ``monitor``, or ``persist`` is ``False`` and the run has no agent. On all ranks.
         """
         begin = time.monotonic()
         refused = refusal(step, is_kept=persist or self._is_for_agent)  # All ranks shall raise it.
         if refused is None:
+            step = step_number(step)
             self._boundary.step_ended(step)
             self._schedule.attempted(step)
-        if self.asynchronous and self.on_busy != "wait" and self._saves.is_coordinator_busy():
+        skips = self.asynchronous and self.on_busy != "wait"
+        if skips and self._saves.is_coordinator_busy(refused):
             if self.on_busy == "error":
                 raise CheckpointError(f"step {step} was not saved: another save is in progress")
             self.skipped += 1
             return False
         self._check_open()
-        with self._saves.recording("save", step):
+        with self._saves.recording("save", None if isinstance(refused, TypeError) else step):
             if not self._saves.begin_after(step, self.timeout_s, metrics, refused=refused):
                 return False
             # An error that only this rank knows so far, and whether all ranks raise the next error.
@@ -449,6 +453,7 @@ class Run(LastSaves):
             with run.lease(100) as path:
                 dcp.load(state, storage_reader=FastReader(path))
         """
+        step = step_number(step)
         *local, run = (disk.directory for disk in self._disks)
         if self._places.are_several:  # A local directory has the files of one machine.
             local = []
@@ -486,12 +491,12 @@ class Run(LastSaves):
         self._saves.set_base(None)  # Until a step has proved sound.
         then = functools.partial(self._saves.branches.restored, is_given=step is not None)
         found: int | None
-        with self._saves.recording("load", step) as record:
+        with self._saves.recording("load", step if type(step) is int else None) as record:
             if step is None:
                 found = self._tiers.restore(state, strict, first=self._saves.settle, then=then)
             else:
                 first = functools.partial(self._saves.settled, step)
-                found = self._tiers.restore_step(step, state, strict, first=first, then=then)
+                found = self._tiers.restore_step(state, strict, first=first, then=then)
             if record is not None:
                 record.step = found
         self._saves.set_base(found)
@@ -549,8 +554,8 @@ class Run(LastSaves):
     def close(self) -> None:
         """Waits for the background save and ends the run; the run cannot be used afterwards.
 
-        With ``local``, all ranks also wait until all steps are promoted; the first one shows a
-        progress bar. In a forked child of the process of the run, the method does nothing.
+        The agent first writes a last step of ``persist=False``. With ``local``, all ranks also wait
+        until all steps are promoted. In a forked child of the run's process, it does nothing.
 
         Raises:
             CheckpointError: The background save or a promotion failed, on all ranks; see
@@ -562,6 +567,7 @@ class Run(LastSaves):
         with self._exclusive.use("close the run", self.timeout_s):
             try:
                 self._saves.settle()
+                self._saves.write_newest()
             finally:
                 backend, self._backend = self._backend, None
                 try:

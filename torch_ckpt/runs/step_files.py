@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import re
 import secrets
@@ -14,8 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar, cast
 
 from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES
 from torch_ckpt.coordination.owner import is_dead, this_process
@@ -38,6 +38,7 @@ __all__ = [
     "refusal",
     "remove_expired_leases",
     "run_of_local",
+    "step_number",
     "tie_directories",
     "what_is_missing",
 ]
@@ -357,11 +358,29 @@ def _no_step(directory: Location, step: int) -> NotFoundError:
     return NotFoundError(f"cannot lease step {step} of {directory}: it is not a committed step")
 
 
+# ---- Arguments ----
+
+
+def step_number(step: object) -> int:
+    """Returns a step that a caller has given: an integer of Python, NumPy or a tensor.
+
+    Raises TypeError for any other value. A directory ``step-1.0`` would never be found again.
+    """
+    if isinstance(step, bool) or "bool" in str(getattr(step, "dtype", "")):
+        raise TypeError(f"{step=} is not an integer")
+    try:
+        return operator.index(cast(SupportsIndex, step))
+    except (TypeError, ValueError, RuntimeError):  # Such as a tensor of several values.
+        raise TypeError(f"{step=} is not an integer") from None
+
+
 def refusal(step: object, *, is_kept: bool) -> Exception | None:
     """Returns the error of a step that cannot be saved. ``is_kept``: on disk or by an agent."""
-    if not isinstance(step, Integral):
-        return TypeError(f"{step=} is not an integer")
-    if step < 0:
+    try:
+        number = step_number(step)
+    except TypeError as error:
+        return error
+    if number < 0:
         return ValueError(f"{step=} is negative")
     if not is_kept:
         return ValueError("persist=False: only an agent can retain a step in memory alone")

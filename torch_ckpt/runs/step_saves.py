@@ -19,7 +19,7 @@ from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, StorageError
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.records.record import Record, Recorder, current_record
-from torch_ckpt.runs.background.agent import AgentBackend
+from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY, AgentBackend
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.branches import Branches
@@ -39,7 +39,7 @@ from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import committed_steps, metrics_file
+from torch_ckpt.runs.step_files import committed_steps, metrics_file, step_number
 from torch_ckpt.runs.step_tiers import common_step
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.writer import FastWriter
@@ -145,6 +145,22 @@ class StepSaves:
         finally:
             if not pending.is_in_progress:
                 self._pending = None
+
+    def write_newest(self) -> None:
+        """Waits until the agent has written the last step, if it is in memory alone.
+
+        Raises a CheckpointError if that fails: nobody would report it once the ranks have ended.
+        """
+        newest = self._backend.write_newest() if isinstance(self._backend, AgentBackend) else None
+        if newest is None:
+            return
+        then = functools.partial(self._committed, newest[0], None)
+        self._pending = BackgroundSave(*newest, then)
+        try:
+            self.settle()
+        except CheckpointError as error:
+            error.add_note(f"step {newest[0]} {ONLY_IN_MEMORY}")
+            raise
 
     @contextlib.contextmanager
     def _bar(self, step: int) -> Iterator[None]:
@@ -461,16 +477,20 @@ class StepSaves:
             self._group.call(self._timeout_s).fail(error)
 
     def settled(self, step: int) -> int:
-        """Waits for the background save, and returns the step."""
+        """Waits for the background save, and returns the step as an ``int``."""
         self.settle()
-        return step
+        return step_number(step)
 
-    def is_coordinator_busy(self) -> bool:
-        """Returns whether the previous save is in progress on the coordinator, the last to end."""
+    def is_coordinator_busy(self, refused: Exception | None) -> bool:
+        """Returns whether the coordinator, the last to end, still saves; raises ``refused``."""
+
+        def own() -> bool:
+            if refused is not None:
+                raise refused
+            return self.is_busy
+
         what = "checking the last save"
-        return self._group.decide(
-            what, lambda: self.is_busy, lambda busy: busy[0], timeout_s=self._timeout_s
-        )
+        return self._group.decide(what, own, lambda busy: busy[0], timeout_s=self._timeout_s)
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
@@ -478,8 +498,9 @@ class StepSaves:
         # The local directory last: otherwise its steps would be promoted again.
         directories = [disk.directory for disk in reversed(self._disks)]
 
-        def check(steps: list[int]) -> None:
-            steps_after(directories, common_step(steps), self._disk.check)
+        def check(steps: list[int]) -> int:
+            steps_after(directories, common := common_step(steps), self._disk.check)
+            return common
 
         def discard(_: list[None]) -> list[int]:
             with contextlib.ExitStack() as stack:
@@ -498,7 +519,7 @@ class StepSaves:
                     discard_after([self._disk.directory], step)
 
         own = functools.partial(self.settled, step)
-        self._group.decide("discarding steps", own, check, timeout_s=timeout_s)
+        step = self._group.decide("discarding steps", own, check, timeout_s=timeout_s)
         # From memory first: an agent must not write a step whose directory was removed.
         self._boundary.went_back(step)
         return self._group.decide(

@@ -130,7 +130,6 @@ class StepTiers:
 
     def restore_step(
         self,
-        step: int,
         state: dict[str, Any],
         strict: bool | None = None,
         *,
@@ -139,22 +138,22 @@ class StepTiers:
     ) -> int:
         """Loads a step from the first tier that has the whole step, or else from the last.
 
-        Returns the step. ``first`` is called on each rank before, and returns the rank's step.
+        Returns the step. ``first`` is called on each rank before, and returns that step.
         ``then`` is called on the coordinator with the step, and the newest step of all tiers but
         the last, which is the disk; the step again if it is newer. If it raises, all ranks do.
         """
 
-        def choose(answers: list[tuple[int, list[Any]]]) -> tuple[int, int]:
-            common_step([rank_step for rank_step, _ in answers])
+        def choose(answers: list[tuple[int, list[Any]]]) -> tuple[int, int, int]:
+            step = common_step([rank_step for rank_step, _ in answers])
             memory = [
                 list(tier.steps([reports[number] for _, reports in answers]))
                 for number, tier in enumerate(self._tiers[:-1])
             ]
             tiers = (number for number, steps in enumerate(memory) if step in steps)
             newest = max([step, *(max(steps, default=step) for steps in memory)])
-            return next(tiers, len(memory)), newest
+            return step, next(tiers, len(memory)), newest
 
-        number, newest = self._group.decide(
+        step, number, newest = self._group.decide(
             "choosing a step",
             lambda: self._own_reports(first),
             choose,

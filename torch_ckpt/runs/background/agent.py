@@ -26,9 +26,15 @@ from torch_ckpt.runs.step_tiers import Tier
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["AgentBackend", "backend_for"]
+__all__ = ["ONLY_IN_MEMORY", "AgentBackend", "backend_for"]
 
 T = TypeVar("T")
+
+ONLY_IN_MEMORY = (
+    "is in the shared memory of this machine only. It remains for a day, unless the machine "
+    "restarts. A job that begins here until then, in the directory of the same run, restores it"
+)
+"""What becomes of a last step that the agent cannot write."""
 
 
 class AgentBackend:
@@ -103,6 +109,10 @@ class AgentBackend:
         if self._fallback is None:
             return self._agent.copy(source, target, warned=self._warned, **options)
         return self._fallback.copy(source, target, **options)
+
+    def write_newest(self) -> tuple[int, Future[Any]] | None:
+        """Begins to write the last step, if it is in memory alone: its number, and its future."""
+        return self._agent.write_newest() if self._fallback is None else None
 
     def forget(self) -> None:
         """Forgets the step that was saved last, after steps were discarded from memory."""

@@ -1,0 +1,127 @@
+"""The last step of a run, if it is in memory alone: it is written, or somebody says why not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from waits import until
+
+from torch_ckpt import Run
+from torch_ckpt.agent import AgentOptions
+from torch_ckpt.agent.memory import folder_of, run_of
+from torch_ckpt.errors import CheckpointError
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((500_000,), float(step))}
+
+
+def assert_restores(run: Run, step: int) -> None:
+    state = state_of(0)
+    assert run.restore(state) == step
+    assert torch.equal(state["w"], state_of(step)["w"])
+
+
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """The disk has no space within the block."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    yield
+    filler.unlink()
+
+
+def is_on_disk(path: Path, step: int) -> bool:
+    return (path / f"step-{step}" / ".metadata").exists()
+
+
+def in_memory_alone(path: Path, **options: Any) -> Run:
+    run = Run(path, asynchronous=True, agent=AgentOptions(linger_s=60), **options)
+    run.save(1, state_of(1))
+    run.wait()
+    run.save(2, state_of(2), persist=False)
+    return run
+
+
+def test_close_writes_the_last_step_and_waits_for_it(run: Path) -> None:
+    in_memory_alone(run, keep_last=1).close()
+    assert [path.name for path in run.glob("step-*")] == ["step-2"]
+
+
+def test_close_promotes_the_last_step(tmp_path: Path) -> None:
+    in_memory_alone(tmp_path / "run", local=tmp_path / "local").close()
+    assert is_on_disk(tmp_path / "run", 2)
+
+
+def fill_the_disk(path: Path) -> contextlib.AbstractContextManager[None]:
+    return full(path.parent)
+
+
+@contextlib.contextmanager
+def replace_the_directory(path: Path) -> Iterator[None]:
+    other = path.with_name("other")
+    with Run(other, asynchronous=True, agent=True) as run:
+        run.save(1, state_of(9))
+    path.rename(path.with_name("moved"))
+    other.rename(path)
+    yield
+    path.rename(other)
+    path.with_name("moved").rename(path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(fill_the_disk, "ENOSPC"), (replace_the_directory, "another run")]
+)
+def test_close_reports_a_last_step_that_is_in_memory_alone(
+    small_disk: Path,
+    fault: Callable[[Path], contextlib.AbstractContextManager[None]],
+    reason: str,
+) -> None:
+    path = small_disk / "run"
+    run = in_memory_alone(path)
+    with fault(path):
+        with pytest.raises(CheckpointError, match=f"(?s)step 2 was not saved.*{reason}") as error:
+            run.close()
+        run.close()  # Nothing more to report.
+        (note,) = error.value.__notes__
+        assert "step 2 is in the shared memory of this machine only" in note
+        assert "for a day" in note
+        until(lambda: not (folder_of(run_of(path)) / "agent.socket").exists())
+    assert not is_on_disk(path, 2)
+    with Run(path, asynchronous=True, agent=True) as run:
+        assert_restores(run, 2)
+    until(lambda: is_on_disk(path, 2))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from test_last_steps_in_memory import full, in_memory_alone
+path = Path(sys.argv[1])
+run = in_memory_alone(path)
+with full(path.parent):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_agent_tries_again_while_it_lives_until_the_disk_has_space(
+    small_disk: Path, run_python: Callable[..., str]
+) -> None:
+    path = small_disk / "run"
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run_python(KILLED, path)
+    log = folder_of(run_of(path)) / "agent.log"
+    until(lambda: log.read_text().count("cannot persist save") >= 3)
+    (small_disk / "filler").unlink()
+    until(lambda: is_on_disk(path, 2))
+    with Run(path, asynchronous=True, agent=True) as run:
+        assert_restores(run, 2)
