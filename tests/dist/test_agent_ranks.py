@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from part_saves import before_slot, stage_on
-from ranks import Ranks, on_ranks
+from ranks import Ranks, Worlds, on_ranks
 from states import assert_same
 from support.agents import kill_agent
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -29,7 +29,7 @@ from torch_ckpt import FastLoadPlanner, FastReader, RankState, Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, member
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.coordination import addresses
-from torch_ckpt.errors import CancelledError, UnsupportedError
+from torch_ckpt.errors import CancelledError, CheckpointError, UnsupportedError
 from torch_ckpt.planning.local_shards import LocalShards
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("memory")]
@@ -332,3 +332,40 @@ def test_where_one_rank_has_no_folder_for_memory_none_waits_for_it(
     pair: Ranks, run: Path, tmp_path: Path
 ) -> None:
     pair.run(save_without_a_folder, run, str(tmp_path / "none" / "there"))
+
+
+def close_without_space(run: Path, filler: Path) -> tuple[str, list[str]]:
+    """Closes a run whose last step is in memory alone, on a full disk; returns the error."""
+    options = AgentOptions(linger_s=SOON_S)
+    training = Run(run, asynchronous=True, agent=options, timeout_s=SOON_S)
+    training.save(1, {"w": torch.ones(300_000)}, persist=False)
+    if dist.get_rank() == 0:
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+    dist.barrier()
+    try:
+        training.close()
+    except CheckpointError as error:
+        return str(error), list(error.__notes__)
+    return "", []
+
+
+def test_each_rank_reports_a_last_step_that_is_in_memory_alone(
+    worlds: Worlds, small_disk: Path
+) -> None:
+    run, filler = small_disk / "run", small_disk / "filler"
+    for error, notes in worlds.run(2, close_without_space, run, filler):
+        assert "step 1 was not saved" in error
+        assert "ENOSPC" in error
+        assert ["in the shared memory of this machine only" in note for note in notes] == [True]
+    filler.unlink()
+    assert worlds.run(2, restored_step, run) == [1, 1]
+
+
+def restored_step(run: Path) -> int | None:
+    state = {"w": torch.zeros(300_000)}
+    with Run(run, asynchronous=True, agent=True, timeout_s=SOON_S) as training:
+        found = training.restore(state)
+    assert bool((state["w"] == 1).all())
+    return found
