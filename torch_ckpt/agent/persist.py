@@ -184,9 +184,10 @@ def publish(
 ) -> None:
     """Commits the metadata and the index, and removes the files that they replace.
 
-    ``written`` has name and length of each data file. Raises CheckpointError if another save was
-    committed in the directory meanwhile, or if a data file is missing: the written files are
-    removed. After a StorageError, it is unknown whether the checkpoint is committed.
+    ``written`` has name and length of each data file. Raises CheckpointError, or StorageError with
+    EEXIST, if another save was committed in the directory meanwhile, and CheckpointError if a data
+    file is missing: the written files are removed. After another StorageError, it is unknown
+    whether the checkpoint is committed.
     """
     try:
         transaction.check(())

@@ -37,7 +37,8 @@ class FileJobs(Jobs[_native.FileJob]):
         return sum(job.done_nbytes for job in self._jobs)
 
     def details(self, threads: int) -> dict[str, Any]:
-        """Returns what the record says of these jobs, which ``threads`` threads ran."""
+        """Returns what the record says of these jobs, which at most ``threads`` threads ran."""
+        threads = max(min(threads, len(self._jobs)), 1)
         return {
             "bytes": self.done_nbytes(),
             "requests": sum(job.requests for job in self._jobs),

@@ -79,8 +79,7 @@ class RankFiles:
                 yield jobs
         finally:
             self._jobs, self._written_nbytes = None, jobs.done_nbytes()
-            threads = max(min(how.thread_count, len(self.finished)), 1)
-            note(**jobs.details(threads), mode=self._mode(directory))
+            note(**jobs.details(how.thread_count), mode=self._mode(directory))
 
     def new_name(self, prefix: str, save_id: str) -> str:
         """Returns the name of the next file with this prefix."""
