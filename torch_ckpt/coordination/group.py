@@ -168,7 +168,7 @@ class Group:
                 return decide([own()])
         with (
             self.call(timeout_s) as call,
-            first_error(self.rank, f"of the group, while {activity}"),
+            first_error(f"of the group, while {activity}"),
         ):
             return call.all_reduce(activity, own, decide, recorded)
 
