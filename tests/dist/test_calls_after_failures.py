@@ -204,7 +204,8 @@ def fail_and_go_on(path: Path, failing: str, full: bool) -> None:
             for name in CALLS if full else [next(next_call)]:
                 begin = time.monotonic()
                 ended = outcome(call, calls, fault)
-                if problem := wrong(ended, fault, begin):
+                in_background = failing == "Run.save by a thread"
+                if problem := wrong(ended, fault, begin, in_background=in_background):
                     found.append(f"{fault}: {failing} {problem}")
                 begin = time.monotonic()
                 after = outcome(CALLS[name][0], calls)
@@ -228,15 +229,18 @@ def outcome(
     return None
 
 
-def wrong(ended: BaseException | None, fault: Fault, begin: float) -> str:
+def wrong(ended: BaseException | None, fault: Fault, begin: float, *, in_background: bool) -> str:
     """What is wrong with the end of a call that has failed on a rank; empty if nothing is."""
     is_own = dist.get_rank() == fault.rank
     if ended is None:
         return f"returned on rank {dist.get_rank()}"
     if time.monotonic() - begin > SOON_S:
         return f"took {time.monotonic() - begin:.1f} s on rank {dist.get_rank()}: {ended!r}"
-    if not is_own and isinstance(ended, SystemExit | KeyboardInterrupt):
+    is_interrupt = isinstance(ended, SystemExit | KeyboardInterrupt)
+    if not is_own and is_interrupt:
         return f"raised {ended!r} of another rank on rank {dist.get_rank()}"
+    if is_own and not is_interrupt and fault.error is not LookupError and not in_background:
+        return f"hid an interrupt of its own rank {dist.get_rank()} in {ended!r}"
     is_of_agent = isinstance(ended, CancelledError) and "before it filled a slot" in str(ended)
     if not is_of_agent and "it fails" not in f"{ended} {getattr(ended, 'failures', '')}":
         return f"does not report the cause on rank {dist.get_rank()}: {ended!r}"

@@ -164,7 +164,7 @@ def test_a_run_keeps_no_state_alive(tmp_path: Path, name: str) -> None:
 
 def test_the_error_of_a_rank_leaves_nothing_where_all_ranks_raise_it() -> None:
     def decide(state: State) -> None:
-        with first_error(0, "in a test"):
+        with first_error("in a test"):
             raise dcp.CheckpointException("plan", {0: _wrap_exception(ValueError(len(state)))})
 
     assert leaves_nothing(decide, fails=True)

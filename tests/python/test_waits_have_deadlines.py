@@ -254,6 +254,7 @@ TIMED = {
     "coordination/connect.py _Waiting._polls time.sleep": SHORT,
     "coordination/connect.py _dialled wait": SHORT,
     "coordination/group.py Call.fail futures.wait": SHORT,
+    "coordination/methods.py method futures.wait": SHORT,
     "coordination/listeners.py Listeners.accepted self._selector.select": SHORT,
     "coordination/listeners.py Listeners.accepted time.sleep": SHORT,
     "coordination/loop.py Loop.run self._selector.select": "the thread that logs for the ranks",

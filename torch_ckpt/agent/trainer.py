@@ -44,7 +44,7 @@ from torch_ckpt.agent.slot_reports import (
     machine_slots,
     sources_of_whole_saves,
 )
-from torch_ckpt.coordination.exclusive import Exclusive, exclusive
+from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import group_of
 from torch_ckpt.coordination.waiting import submitted
 from torch_ckpt.errors import CheckpointError
@@ -262,16 +262,18 @@ class SnapshotAgent:
             target = Destination.resolved(directory, self._shared, self.small_files)
             return target, SlotContents.of(state_dict)
 
-        with self._staging.use("stage a snapshot", self.timeout_s), gc_paused():
-            sequence, self._sequence = self._sequence, self._sequence + 1
+        using = self._staging.use_by_all("stage a snapshot", self._stages, self.timeout_s)
+        with using, gc_paused():
+            header = self._member.header(self._sequence, step, persist=persist)
+            self._sequence += 1
             self._newest = None
-            header = self._member.header(sequence, step, persist=persist)
             try:
                 filled = self._fill(header, list_items, sync=sync)
             except BaseException:
                 if target is not None:  # Otherwise the slots of other ranks would remain in use.
-                    self._client.abort(sequence, target)
+                    self._client.abort(header.sequence, target)
                 raise
+            sequence = header.sequence
             assert target is not None
             if filled is None:
                 if self._member.node_count > 1:  # Other machines may not have skipped.
@@ -289,7 +291,7 @@ class SnapshotAgent:
         sync: bool,
     ) -> Path | None:
         """Fills a slot; returns its file, or ``None`` if the save is skipped."""
-        target, contents, is_shared = self._decide_shares(header.save, list_items)
+        target, contents, is_shared = self._decide_shares(header, list_items)
         directory, where = target.directory, target.encode()
         self._replication.reserve(lambda: _slot_nbytes(where, contents, sync=sync))
         table = contents.table(where, sync=sync)
@@ -322,32 +324,38 @@ class SnapshotAgent:
         return acquired.path
 
     def _decide_shares(
-        self, save: Save, list_items: Callable[[], tuple[Destination, SlotContents]]
+        self,
+        header: _native.SlotHeader,
+        list_items: Callable[[], tuple[Destination, SlotContents]],
     ) -> tuple[Destination, SlotContents, bool]:
         """Returns destination and items of the save, and whether all ranks copy only their shares.
 
-        An error on one rank is raised on all ranks.
+        An error on one rank is raised on all ranks. The ranks agree on the sequence number of the
+        save, since the number of saves in which each has failed may differ.
         """
         found: list[tuple[Destination, SlotContents]] = []
         replication = self._replication
 
-        def list_and_answer() -> tuple[Answer, ReplicaReport]:
+        def list_and_answer() -> tuple[Answer, ReplicaReport, int]:
             found.append(list_items())
-            return self._share.answer(found[0][1], save), replication.report()
+            answer = self._share.answer(found[0][1], header.save)
+            return answer, replication.report(), header.sequence
 
-        def decide_both(
-            answers: list[tuple[Answer, ReplicaReport]],
-        ) -> tuple[Decision, Save | None]:
-            keep = replication.agreed(save, [report for _, report in answers])
-            return decided([answer for answer, _ in answers]), keep
+        def decide_all(
+            answers: list[tuple[Answer, ReplicaReport, int]],
+        ) -> tuple[Decision, Save | None, int]:
+            header.sequence = max(sequence for *_, sequence in answers)
+            keep = replication.agreed(header.save, [report for _, report, _ in answers])
+            return decided([answer for answer, *_ in answers]), keep, header.sequence
 
         def assign_and_answer() -> Answer:
             self._share.assign()
-            return self._share.answer(found[0][1], save)
+            return self._share.answer(found[0][1], header.save)
 
         decide = functools.partial(self._stages.decide, "staging", timeout_s=self.timeout_s)
         decision: Decision
-        decision, replication.keep = decide(list_and_answer, decide_both)
+        decision, replication.keep, header.sequence = decide(list_and_answer, decide_all)
+        self._sequence = header.sequence + 1
         replication.warn()
         if decision == "assign":  # In the save after one in which all copied everything.
             decision = decide(assign_and_answer, decided)
@@ -404,7 +412,6 @@ class SnapshotAgent:
             with contextlib.suppress(OSError, ValueError):  # The agent removes old marks.
                 warn_of(json.loads(done_mark(client.folder, staged.header.save).read_text()))
 
-    @exclusive("save with the agent")
     def async_save(
         self,
         state_dict: dict[str, Any],
@@ -429,13 +436,14 @@ class SnapshotAgent:
         Raises:
             CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
         """
-        phases = Phases("staging")
-        staged = self.stage(state_dict, directory, step=step, sync=sync, persist=persist)
-        if staged is None:
-            return None
-        if persist:
-            return self._written(staged, phases)
-        self._in_memory = staged
+        with self._exclusive.use_by_all("save with the agent", self._stages, self.timeout_s):
+            phases = Phases("staging")
+            staged = self.stage(state_dict, directory, step=step, sync=sync, persist=persist)
+            if staged is None:
+                return None
+            if persist:
+                return self._written(staged, phases)
+            self._in_memory = staged
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -496,26 +504,27 @@ class SnapshotAgent:
             saves = [s for s, sources in whole.items() if step in (None, sources[0][1].step)]
             return whole[max(saves)] if saves else None
 
-        sources = self._group.decide(
-            "comparing snapshots in memory", self.slot_report, choose, timeout_s=self.timeout_s
-        )
-        if sources is None:
-            return None
-        member, folder = self._member, self._client.folder
-        here = [slots for node, slots in sources if node == member.node]
-        paths = [folder / name for slots in here for name in slots.names]
-
-        def tables() -> list[SlotTable]:
-            return [SlotTable.read(path) for path in paths] if member.is_first_here else []
-
-        others = None
-        if member.node_count > 1:
-            others = self._group.decide(
-                "sending the tables of slots",
-                tables,
-                lambda found: merged_index(chain.from_iterable(found)),
-                timeout_s=self.timeout_s,
+        with self._group.method("find a snapshot", self.timeout_s):
+            sources = self._group.decide(
+                "comparing snapshots in memory", self.slot_report, choose, timeout_s=self.timeout_s
             )
+            if sources is None:
+                return None
+            member, folder = self._member, self._client.folder
+            here = [slots for node, slots in sources if node == member.node]
+            paths = [folder / name for slots in here for name in slots.names]
+
+            def tables() -> list[SlotTable]:
+                return [SlotTable.read(path) for path in paths] if member.is_first_here else []
+
+            others = None
+            if member.node_count > 1:
+                others = self._group.decide(
+                    "sending the tables of slots",
+                    tables,
+                    lambda found: merged_index(chain.from_iterable(found)),
+                    timeout_s=self.timeout_s,
+                )
         own = f"rank-{member.rank}."
         paths.sort(key=lambda path: not path.name.startswith(own))  # A stable order.
         replicas = [folder / name for slots in here if slots.is_replica for name in slots.names]

@@ -10,7 +10,13 @@ from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.records.record import Heard
 
-__all__ = ["CallState"]
+__all__ = ["METHOD_CALLS", "SERIES_CALLS", "CallState"]
+
+METHOD_CALLS = 1 << 20
+"""Numbers of the calls of one method. A wait for promotion makes a call every two seconds."""
+
+SERIES_CALLS = 1 << 44
+"""Numbers of one series. A message has 64 bits for the number of a call."""
 
 
 class CallState:

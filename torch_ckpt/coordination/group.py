@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -27,10 +28,12 @@ from torch.distributed.checkpoint.api import (
 )
 from torch.distributed.distributed_c10d import _get_default_group
 
+from torch_ckpt.coordination.call_state import METHOD_CALLS, SERIES_CALLS
 from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
 from torch_ckpt.coordination.current_call import CURRENT, current_call
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
+from torch_ckpt.coordination.methods import calls_of_method, method
 from torch_ckpt.coordination.portable import (
     attempted,
     first_error,
@@ -102,8 +105,7 @@ class Group:
             self.names = names or dist.get_process_group_ranks(process_group)
             self.rank, self.size = dist.get_rank(process_group), len(self.names)
             self.connections = Connections(process_group, self.rank, self.names)
-        self._first = 0
-        self._calls = itertools.count()
+        self._first, self._methods = 0, itertools.count(0, METHOD_CALLS)
 
     @property
     def is_coordinator(self) -> bool:
@@ -118,17 +120,24 @@ class Group:
         positive number. The call then fails on the other ranks.
         """
         is_valid = isinstance(timeout_s, Real) and math.isfinite(timeout_s) and timeout_s > 0
+        numbers = calls_of_method(self.connections) or self._methods
         try:
             self.connect()  # Before the number: no other rank has a call that is refused here.
         except RankTimeoutError:
-            next(self._calls)  # The call of all ranks has failed.
+            next(numbers)  # The call of all ranks has failed.
             raise
-        call = Call(self, next(self._calls), timeout_s if is_valid else DEFAULT_TIMEOUT_S)
+        call = Call(self, next(numbers), timeout_s if is_valid else DEFAULT_TIMEOUT_S)
         if not is_valid:
             error = ValueError(f"{timeout_s=} is not a positive number of seconds")
             call.fail(error)
             raise error
         return call
+
+    def method(self, activity: str, timeout_s: float) -> AbstractContextManager[None]:
+        """Lets a rank that leaves the block by an error fail it on all ranks; see ``methods``."""
+        if self.size == 1:
+            return contextlib.nullcontext()
+        return method(self.connections, self._methods, activity, timeout_s)
 
     def connect(self) -> None:
         """Begins to connect to the other ranks, without a wait. Raises as :meth:`call`.
@@ -159,7 +168,7 @@ class Group:
                 return decide([own()])
         with (
             self.call(timeout_s) as call,
-            first_error(self.rank, f"of the group, while {activity}"),
+            first_error(f"of the group, while {activity}"),
         ):
             return call.all_reduce(activity, own, decide, recorded)
 
@@ -169,8 +178,8 @@ class Group:
         If only some ranks make a call of this series, other series remain usable.
         """
         series = copy.copy(self)
-        series._first = (next(self._calls) + 1) << 32
-        series._calls = itertools.count(series._first)
+        series._first = next(self.connections.series) * SERIES_CALLS
+        series._methods = itertools.count(series._first, METHOD_CALLS)
         series.connect()
         return series
 
@@ -221,7 +230,12 @@ class Call:
             self.fail(error)
         if error is None and self._last_phase:
             phase, self._last_phase = self._last_phase, ""
-            self.barrier(phase)
+            try:
+                self.barrier(phase)
+            except BaseException as ended:
+                if ended is not self._shared_error():
+                    self.fail(ended)
+                raise
 
     def begin_last(self, phase: str) -> None:
         """Begins the last phase, without an exchange of its own: the end of the block is one.
@@ -399,7 +413,6 @@ class Call:
             if group.is_coordinator:
                 self._awaited = number, recorded, begin
             future = relay.submit(relay.begin, self.number, number, phase, own)
-
             try:  # The communication threads name the ranks that are late.
                 received = result_of(
                     future, lambda: f"the other ranks, while {phase}", is_named=False

@@ -149,13 +149,9 @@ def why(error: BaseException) -> str:
     return f"{type(error).__qualname__}: {error}"
 
 
-def first_error(rank: int, where: str) -> AbstractContextManager[None]:
-    """Raises the error of the first rank that failed, and not DCP's error with all of them.
-
-    An interrupt is raised as it is by its own rank alone, since it must not end the others.
-    ``rank`` is the present one.
-    """
-    return _FirstError(rank, where)
+def first_error(where: str) -> AbstractContextManager[None]:
+    """Raises the error of the first rank that failed, and not DCP's error with all of them."""
+    return _FirstError(where)
 
 
 class _FirstError(AbstractContextManager[None]):
@@ -164,23 +160,16 @@ class _FirstError(AbstractContextManager[None]):
     DCP's error refers to the raised one. A cycle would keep all frames, and so the state.
     """
 
-    def __init__(self, rank: int, where: str) -> None:
-        self._rank, self._where = rank, where
+    def __init__(self, where: str) -> None:
+        self._where = where
 
     def __exit__(
         self, _: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not isinstance(error, CheckpointException):
             return
-        interrupts = KeyboardInterrupt, SystemExit
-        cause, _ = error.failures.get(self._rank, (None, None))
-        if not isinstance(cause, interrupts):
-            first, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            if isinstance(cause, interrupts):
-                text = f"rank {first} was interrupted {self._where}: {why(cause)}"
-                cause = CheckpointError(text)
-            else:
-                cause.add_note(f"raised on rank {first} {self._where}")
+        first, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        cause.add_note(f"raised on rank {first} {self._where}")
         try:
             raise cause from None
         except BaseException:
@@ -203,11 +192,14 @@ def value_of(outcome: Any) -> Any:
 def attempted(function: Callable[[], Any], phase: str) -> Any:
     """Returns the function's result, or its error in the form in which DCP sends errors.
 
-    The record has it as this phase, if that is not empty.
+    An interrupt is raised as it is, since it must not end the other ranks: its call fails instead.
+    The record has the function as this phase, if that is not empty.
     """
     try:
         with records.phase(phase):
             return function()
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as error:
         wrapped = _wrap_exception(error)  # Contains the stack as text.
         drop_frames(error)

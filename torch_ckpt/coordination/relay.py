@@ -25,7 +25,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from torch_ckpt.coordination.call_state import CallState
+from torch_ckpt.coordination.call_state import METHOD_CALLS, CallState
 from torch_ckpt.coordination.connect import Deadline, Neighbours, connect
 from torch_ckpt.coordination.contributions import (
     Contribution,
@@ -51,7 +51,9 @@ __all__ = ["COMMITTING", "WRITING", "Relay"]
 WRITING, COMMITTING = "writing", "committing"
 """The phases in which all ranks write, and in which they wait for the coordinator's commit."""
 
-_CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG, _RAISED = range(9)
+_CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG, _RAISED, _LEFT = range(
+    10
+)
 
 _PING_S = 1.0  # Interval of pings.
 _FORWARD_S = 0.05  # Longest time that contributions wait for those of other ranks below.
@@ -80,6 +82,8 @@ class Relay(Loop):
         super().__init__()
         self.rank, self.names = rank, names
         self.calls: dict[int, CallState] = {}
+        self._left: dict[int, tuple[int, RankTimeoutError]] = {}
+        """Methods that a rank has left, by number -> the first call that it does not make."""
         self.connected: Future[None] = Future()
         """Completes when all neighbours are connected."""
         self.deadline = Deadline(phase)
@@ -111,7 +115,10 @@ class Relay(Loop):
     def error(self, number: int) -> Exception | None:
         """Returns the error of a failed call; ``None`` if it has not failed."""
         call = self.calls.get(number)
-        return self.lost if call is None or call.error is None else call.error
+        if call is None:
+            first, left = self._left.get(number // METHOD_CALLS, (0, None))
+            return left if left is not None and number >= first else self.lost
+        return self.lost if call.error is None else call.error
 
     def is_uncommitted(self, number: int) -> bool:
         """Returns whether a call has failed before this rank allowed the commit."""
@@ -194,6 +201,8 @@ class Relay(Loop):
             self._receive_answer(self._call(number), exchange, body)
         elif kind == _FAILED:
             self.fail(self._call(number), decoded_error(body), peer)
+        elif kind == _LEFT:
+            self._end_rest(number, decoded_error(body), peer)
         elif kind == _RAISED:
             self._receive_raised(self._call(number), body, peer)
         elif kind == _GONE:
@@ -237,6 +246,9 @@ class Relay(Loop):
         call = self.calls.get(number)
         if call is None:
             call = self.calls[number] = CallState(number)
+            first, error = self._left.get(number // METHOD_CALLS, (0, None))
+            if error is not None and number >= first:
+                call.error = error
             if len(self.calls) > _CALLS:
                 idle = (n for n, c in self.calls.items() if not c.exchanges and c is not call)
                 self.calls.pop(next(idle, number), None)
@@ -423,6 +435,29 @@ class Relay(Loop):
         error = call.timeout_error(text, [name])
         self.fail(call, error)
         settle(future, error)
+
+    def leave(self, first: int, activity: str, reason: str, future: Future[None]) -> None:
+        """Fails the calls of a method from the first one that this rank does not make any more."""
+        name = self.names[self.rank]
+        text = f"rank {name} failed to {activity}: {reason}"
+        self._end_rest(first, RankTimeoutError(text, [name], activity))
+        settle(future, None)
+
+    def _end_rest(self, first: int, error: RankTimeoutError, source: Peer | None = None) -> None:
+        """Fails the calls of a method from ``first`` on, on all ranks."""
+        method = first // METHOD_CALLS
+        known, _ = self._left.get(method, (first + 1, error))
+        if known <= first:
+            return
+        self._left[method] = first, error
+        if len(self._left) > _CALLS:
+            del self._left[next(iter(self._left))]
+        for peer in self.peers:
+            if peer is not source:
+                self.send(peer, _LEFT, first, 0, encoded_error(error).encode())
+        for call in list(self.calls.values()):
+            if call.number >= first and call.number // METHOD_CALLS == method:
+                self._end(call, error)
 
     def _raise_on_all(self, call: CallState, state: ExchangeState) -> None:
         """Sends the errors that have arrived to all ranks. Called on the coordinator."""

@@ -95,18 +95,19 @@ class Preemption:
             if self.received is not None and not self.has_ended and os.getpid() == owner:
                 os.kill(owner, self.received)
 
-    def check(
-        self, step: int | None, group: Group, timeout_s: float, *, is_last: bool = False
-    ) -> bool:
+    def is_due(self, step: int | None) -> bool:
+        """Returns whether the ranks are to :meth:`check` after this step, the same on all ranks.
+
+        The step is the one that has ended, equal on all ranks; ``None`` before the first.
+        """
+        return self._spacing.is_due(-1 if step is None else step)
+
+    def check(self, step: int | None, group: Group, timeout_s: float) -> bool:
         """Returns whether any rank has received a signal, the same on all ranks.
 
-        The step is the one that has ended, equal on all ranks; ``None`` before the first. This rank
-        waits ``timeout_s`` for the others, unless it has less left. With ``is_last``, the ranks
-        exchange in any case.
+        All ranks call it. This rank waits ``timeout_s`` for the others, unless it has less left.
         """
         step = -1 if step is None else step
-        if not (is_last or self._spacing.is_due(step)):
-            return False
 
         def choose(each: list[_Signal | None]) -> tuple[_Signal | None, int]:
             least = min((signal for signal in each if signal is not None), default=None)

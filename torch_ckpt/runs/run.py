@@ -371,7 +371,6 @@ class Run(LastSaves):
             self._failures.ended(in_background=self.asynchronous)
             return True
 
-    @exclusive("wait for the background save")
     def wait(self, *, promoted: bool = False) -> None:
         """Waits for the background save.
 
@@ -384,9 +383,11 @@ class Run(LastSaves):
                 ``timeout_s``; the message names its step.
         """
         if promoted:
-            self._saves.wait_for_promotion(self.timeout_s)
+            with self._exclusive.use_by_all("wait for promotion", self._group, self.timeout_s):
+                self._saves.wait_for_promotion(self.timeout_s)
         else:
-            self._saves.settle()
+            with self._exclusive.use("wait for the background save", self.timeout_s):
+                self._saves.settle()
 
     # ---- Loading ----
 
@@ -564,7 +565,7 @@ class Run(LastSaves):
         """
         if self._exclusive.is_forked:
             return
-        with self._exclusive.use("close the run", self.timeout_s):
+        with self._exclusive.use_by_all("close the run", self._group, self.timeout_s):
             try:
                 self._saves.settle()
                 self._saves.write_newest()

@@ -318,6 +318,8 @@ class StepSaves:
             future = self._backend.save(step, state, path, persist=persist)
         except BaseException as error:
             self._remove_failed(step)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise  # At once: the other ranks may wait in an exchange of the backend.
             return error
         self._boundary.save_began(step)
         is_stored = persist or not self._backend.can_stay_in_memory
@@ -369,6 +371,8 @@ class StepSaves:
         With ``is_last``, the ranks exchange in any case, as their block ends.
         """
         step, failure = self._boundary.step, None
+        if not (is_last or preemption.is_due(step)):
+            return
 
         def own() -> bool:
             with contextlib.suppress(CheckpointError):  # Then the step is not on disk.
@@ -378,9 +382,10 @@ class StepSaves:
             return step is None or (self._boundary.stored == step and self._boundary.is_on_disk)
 
         try:
-            if not preemption.check(step, self._group, self._timeout_s, is_last=is_last):
-                return
-            is_saved = self._group.decide("ending", own, all, timeout_s=preemption.left_s)
+            with self._group.method("check for a signal", self._timeout_s):
+                if not preemption.check(step, self._group, self._timeout_s):
+                    return
+                is_saved = self._group.decide("ending", own, all, timeout_s=preemption.left_s)
             if step is not None and not is_saved:
                 failure = self._save_last(step, preemption.state, lambda: preemption.left_s)
         except CheckpointError as error:
@@ -455,7 +460,8 @@ class StepSaves:
                 if self._group.is_coordinator:
                     stack.enter_context(promotion.bar())
             try:
-                self.wait_for_promotion(timeout_s)
+                with self._group.method("wait for promotion", self._timeout_s):
+                    self.wait_for_promotion(timeout_s)
             except RankTimeoutError:
                 if promotion is not None and not self._is_at_several_places:
                     promotion.retry(Choice())  # The other ranks have no part in it.
@@ -538,7 +544,10 @@ class StepSaves:
     ) -> str | None:
         """Saves the last step of this process; returns the reason if that fails."""
         try:
-            with self.recording("save", step):
+            with (
+                self._group.method("save the last step", left_s()),
+                self.recording("save", step),
+            ):
                 # First: the state may need collectives.
                 self.begin(step, left_s(), is_last=True)
                 if (error := self.save_now(step, state(), left_s())) is not None:

@@ -242,7 +242,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return place
 
         try:
-            with call, first_error(self._group.rank, "in a load of DeepSpeed"):
+            with call, first_error("in a load of DeepSpeed"):
                 call.all_reduce("loading", own, _check_same)
         except BaseException:
             self._load = None

@@ -76,7 +76,7 @@ class DeepSpeedCheckpoint:
         self._call = group.call(timeout_s)
         self._stack = contextlib.ExitStack()  # Its end removes what is not committed.
         self._new: Replacement | None = None  # The folder, on the coordinator.
-        with self._call, first_error(self._call.group.rank, "in a save of DeepSpeed"):
+        with self._call, first_error("in a save of DeepSpeed"):
             name = self._call.all_reduce("beginning", lambda: None, lambda _: self._begin())
         self._folder = self._place.with_name(name)
 
@@ -130,7 +130,7 @@ class DeepSpeedCheckpoint:
                 raise failure
 
         try:
-            with self._call, first_error(self._call.group.rank, "in a save of DeepSpeed"):
+            with self._call, first_error("in a save of DeepSpeed"):
                 self._call.all_reduce("preparing", own, lambda _: None)
         except BaseException:
             self._clear()
@@ -143,7 +143,7 @@ class DeepSpeedCheckpoint:
         was before.
         """
         try:
-            with self._call, first_error(self._call.group.rank, "in a save of DeepSpeed"):
+            with self._call, first_error("in a save of DeepSpeed"):
                 self._call.all_reduce("write", self._write_all, self._commit)
         finally:
             self._clear()

@@ -139,15 +139,16 @@ class RayTrainRun(Run):
         The arguments, the result and the errors are those of :meth:`Run.save`. Ray gets the metrics
         of a step with its checkpoint, as they are stored with it.
         """
-        saved = super().save(step, state, metrics=metrics, persist=persist)
-        if saved and persist:
-            self._last = step
-            if step not in self._reported:
-                self._unreported.add(step)
-            if self._is_urgent:
-                self._is_urgent = False
-                self._promote_in_time(step)
-        self._report()
+        with self._group.method("save and report a step", self.timeout_s):
+            saved = super().save(step, state, metrics=metrics, persist=persist)
+            if saved and persist:
+                self._last = step
+                if step not in self._reported:
+                    self._unreported.add(step)
+                if self._is_urgent:
+                    self._is_urgent = False
+                    self._promote_in_time(step)
+            self._report()
         return saved
 
     def restore(

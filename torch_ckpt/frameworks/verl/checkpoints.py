@@ -131,7 +131,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             self.ensure_checkpoint_capacity(max_ckpt_to_keep)
         if state:
             # Ray's workers expect an ``Exception``.
-            with first_error(group_of(None).rank, "in a save of verl"):
+            with first_error("in a save of verl"):
                 save(state, checkpoint_id=local_path)
             if self.rank == 0:  # Those of an earlier save of this step by verl.
                 folder = Location(local_path)
@@ -224,7 +224,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                     "save with torch_ckpt there"
                 )
             state["optim"] = self.optimizer.state_dict()  # With numbers, as verl saves it.
-        with first_error(group_of(None).rank, "in a load of verl"):
+        with first_error("in a load of verl"):
             load(state, storage_reader=reader)
         self._apply(state, {**model, **state.get("model", {})}, has_verl_files)
 

@@ -140,6 +140,9 @@ class AgentBackend:
         result, failure = None, None
         try:
             result = work()
+        except (KeyboardInterrupt, SystemExit):
+            undo()
+            raise
         except BaseException as error:  # Reported to the other ranks below.
             failure = error
         try:

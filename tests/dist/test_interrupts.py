@@ -1,0 +1,209 @@
+"""An interrupt of one rank, at any moment of a method: the others fail at once, and the next works.
+
+A method of a run makes several calls. A rank can leave between any two of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Worlds
+
+import torch_ckpt
+from torch_ckpt import Run
+from torch_ckpt.agent import SnapshotAgent
+from torch_ckpt.coordination import group as groups
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("memory"),
+]
+
+SOON_S = 5.0  # At once, on a machine that is busy.
+TIMEOUT_S = 12.0  # A rank that waits so long was not notified.
+
+MOMENTS = ["before it sends", "after it has sent", "when the answer arrives", "after the exchange"]
+
+
+class Interruption:
+    """Raises an interrupt at a moment of the exchange with a number, in the main thread."""
+
+    def __init__(self, moment: str, number: int, kind: type[BaseException]) -> None:
+        self._moment, self._number, self._kind = moment, number, kind
+        self._begun = 0
+        self.has_come = False
+
+    def __str__(self) -> str:
+        return f"{self._kind.__name__} {self._moment}, in exchange {self._number}"
+
+    def _at(self, moment: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if moment == "before it sends":
+            self._begun += 1
+        is_due = moment == self._moment and self._begun == self._number + 1
+        if is_due and not self.has_come:
+            self.has_come = True
+            raise self._kind("it is interrupted")
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        exchange, result_of = groups.Call._exchange, groups.result_of
+
+        def interrupted_exchange(call: Any, *arguments: Any, **options: Any) -> Any:
+            self._at("before it sends")
+            answer = exchange(call, *arguments, **options)
+            self._at("after the exchange")
+            return answer
+
+        def interrupted_result_of(*arguments: Any, **options: Any) -> Any:
+            self._at("after it has sent")
+            answer = result_of(*arguments, **options)
+            self._at("when the answer arrives")
+            return answer
+
+        with (
+            mock.patch.object(groups.Call, "_exchange", interrupted_exchange),
+            mock.patch.object(groups, "result_of", interrupted_result_of),
+        ):
+            yield
+
+
+class Rank:
+    """What a rank calls: methods of a run, which is new after a method that ends it."""
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack, kind: str) -> None:
+        self.path, self.kind, self.step = path, kind, 0
+        self.stack = stack
+        self.run = self.new_run()
+        self.agent: SnapshotAgent | None = None
+        self.save()
+        self.save()
+
+    def new_run(self) -> Run:
+        options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "keep_best": 2, "monitor": "loss"}
+        if self.kind == "promoting":
+            options["local"] = self.path / "local"
+        elif self.kind != "now":
+            options |= {"asynchronous": True, "agent": self.kind == "agent"}
+        run = Run(self.path / "run", **options)
+        self.stack.callback(run.close)
+        return run
+
+    def state(self) -> dict[str, Any]:
+        return {"w": torch.full((100,), float(self.step)), f"own.{dist.get_rank()}": torch.ones(3)}
+
+    def save(self) -> None:
+        self.step += 1
+        self.run.save(self.step, self.state(), metrics={"loss": 1.0})
+
+    def restore(self, **options: Any) -> None:
+        state = self.state()
+        assert self.run.restore(state, **options) is not None
+
+    def stage(self) -> None:
+        if self.agent is None:
+            self.agent = SnapshotAgent(self.path / "snapshots", timeout_s=TIMEOUT_S)
+            self.stack.callback(self.agent.close)
+        self.step += 1
+        staged = self.agent.stage(self.state(), self.path / f"staged-{self.step}", step=self.step)
+        assert staged is not None
+        self.agent.persist(staged)
+
+    def alone(self, call: Callable[..., Any]) -> Any:
+        return call(self.state(), checkpoint_id=self.path / "alone", timeout_s=TIMEOUT_S)
+
+
+METHODS: dict[str, tuple[str, Callable[[Rank], Any]]] = {
+    "save": ("now", Rank.save),
+    "save by a thread": ("thread", Rank.save),
+    "save by the agent": ("agent", Rank.save),
+    "save and promote": ("promoting", Rank.save),
+    "restore": ("now", Rank.restore),
+    "restore from memory": ("agent", Rank.restore),
+    "restore a step": ("now", lambda rank: rank.restore(step=rank.step)),
+    "latest_step": ("thread", lambda rank: rank.run.latest_step()),
+    "best_step": ("now", lambda rank: rank.run.best_step()),
+    "discard_after": ("now", lambda rank: rank.run.discard_after(rank.step)),
+    "wait": ("promoting", lambda rank: rank.run.wait(promoted=True)),
+    "close": ("promoting", lambda rank: rank.run.close()),
+    "reserve": ("agent", lambda rank: rank.run.reserve(rank.state())),
+    "stage": ("now", Rank.stage),
+    "torch_ckpt.save": ("now", lambda rank: rank.alone(torch_ckpt.save)),
+    "torch_ckpt.async_save": ("now", lambda rank: rank.alone(torch_ckpt.async_save).result()),
+    "torch_ckpt.load": ("now", lambda rank: rank.alone(torch_ckpt.load)),
+}
+
+
+def interrupt_everywhere(path: Path, name: str, kind: type[BaseException]) -> None:
+    """Interrupts each rank in turn, at each moment of each exchange of a method."""
+    run_kind, method = METHODS[name]
+    with contextlib.ExitStack() as stack:
+        rank = Rank(path, stack, run_kind)
+        rank.alone(torch_ckpt.save)
+        for one in range(dist.get_world_size()):
+            for moment in MOMENTS:
+                interruption, number = Interruption(moment, 0, kind), 0
+                while interrupt_once(rank, method, interruption, one):
+                    number += 1
+                    interruption = Interruption(moment, number, kind)
+                assert number, f"{name} has no exchange"
+
+
+def interrupt_once(
+    rank: Rank, method: Callable[[Rank], Any], interruption: Interruption, one: int
+) -> bool:
+    """Calls the method, which is interrupted on one rank; returns whether it had the exchange."""
+    is_own = dist.get_rank() == one
+    with interruption.applied() if is_own else contextlib.nullcontext():
+        ended, seconds = outcome(lambda: method(rank))
+    found = []
+    is_interrupt = isinstance(ended, KeyboardInterrupt | SystemExit)
+    if is_interrupt != (is_own and interruption.has_come):
+        found.append(f"raised {ended!r}")
+    if seconds > SOON_S:
+        found.append(f"took {seconds:.1f} s: {ended!r}")
+    if method is METHODS["close"][1]:
+        rank.run = rank.new_run()
+    for after in (rank.save, rank.restore, lambda: rank.alone(torch_ckpt.load)):
+        ended, seconds = outcome(after)
+        if ended is not None or seconds > SOON_S:
+            found.append(f"took {seconds:.1f} s for the next call: {ended!r}")
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (interruption.has_come, found))
+    problems = [f"rank {r} {text}" for r, (_, texts) in enumerate(gathered) for text in texts]
+    assert not problems, f"{interruption} on rank {one}:\n" + "\n".join(problems)
+    return bool(gathered[one][0])
+
+
+def outcome(call: Callable[[], Any]) -> tuple[BaseException | None, float]:
+    """Returns the error of a call, if any, and its seconds."""
+    begin = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        return error, time.monotonic() - begin
+    return None, time.monotonic() - begin
+
+
+THIN = ["save", "save by a thread", "save by the agent", "restore", "discard_after", "close"]
+
+
+@pytest.mark.thin(*(f"KeyboardInterrupt-2-{name}" for name in THIN), "SystemExit-3-restore")
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_the_next_call_works_after_an_interrupt_of_one_rank_at_any_moment(
+    worlds: Worlds, tmp_path: Path, name: str, size: int, kind: type[BaseException]
+) -> None:
+    worlds.run(size, interrupt_everywhere, tmp_path, name, kind, timeout_s=150)
