@@ -106,7 +106,7 @@ def test_install_replaces_what_megatrons_training_has_imported(tmp_path: Path, l
 def test_the_tests_of_megatron_pass_with_a_later_megatron(tmp_path: Path, later: str) -> None:
     version = "import megatron.core; print(megatron.core.__version__)"
     names = ("", "_optimizer", "_ranks", "_runs")
-    files = [f"{ROOT}/tests/dist/test_megatron{name}.py" for name in names]
+    files = [f"{ROOT}/tests/frameworks/megatron/test_megatron{name}.py" for name in names]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", tmp_path / "tests"]
     outputs = [
         subprocess.run(

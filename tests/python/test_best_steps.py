@@ -19,7 +19,7 @@ from support.run_steps import state_of, steps_in
 
 from torch_ckpt import FastReader, FastWriter, Run, load
 from torch_ckpt.cli.main import main
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.errors import NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_files
 from torch_ckpt.runs.removal import leased_paths, remove_directories
@@ -64,6 +64,39 @@ def test_metrics_survive_the_process_and_belong_to_their_step(tmp_path: Path) ->
     assert run.best_step() == 50
     (tmp_path / "step-50" / ".metadata").unlink()  # No longer committed.
     assert run.best_step() is None
+
+
+def _damage(step: Path) -> None:
+    (data,) = step.glob("*.distcp")
+    os.truncate(data, 5)
+
+
+def test_the_next_best_step_remains_in_place_of_a_damaged_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=1, keep_best=2, monitor="loss")
+    save_all(run, {10: 3.0, 20: 1.0})
+    _damage(tmp_path / "step-20")
+    save_all(run, {30: 2.0, 40: 9.0})
+    assert steps_in(tmp_path) == [10, 30, 40]
+
+
+def test_a_best_step_that_cannot_be_read_remains_and_so_does_the_next_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, keep_last=1, keep_best=1, monitor="loss")
+    save_all(run, {10: 3.0, 20: 1.0})
+    read = Location.nbytes
+
+    def nbytes(file: Location) -> int:
+        if file.parent.name == "step-20":
+            raise StorageError("the server does not answer", 5)
+        return read(file)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Location, "nbytes", nbytes)
+        save_all(run, {30: 2.0, 40: 9.0})
+    assert steps_in(tmp_path) == [20, 30, 40]
+    save_all(run, {50: 9.0})
+    assert steps_in(tmp_path) == [20, 50]
 
 
 def test_a_checkpoint_keeps_its_metrics_until_another_replaces_it(

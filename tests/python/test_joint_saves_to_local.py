@@ -229,6 +229,23 @@ def test_a_shared_directory_that_does_not_answer_is_named(
         assert "does not answer" in str(machine.error)
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_local_disk_that_is_missing_on_one_machine_fails_the_save_on_all_at_once(
+    tmp_path: Path, killer: Killer, machine: int
+) -> None:
+    (tmp_path / f"machine-{machine}").symlink_to(tmp_path / "unmounted")
+    machines = [Machine(tmp_path, m, killer) for m in MACHINES]
+    (tmp_path / "run").mkdir()
+    for each in machines:
+        each.go_on()
+    for files, facts in machines[machine].unpublished:  # The agent does so once it can.
+        files.put("failed", facts)
+    save(machines)
+    for each in machines:
+        assert f"machine {machine} (" in str(each.error)
+        assert "unmounted" in str(each.error) or f"machine-{machine}" in str(each.error)
+
+
 @pytest.mark.parametrize("kind", ["commit", "committed"])
 def test_one_error_of_the_shared_directory_does_not_fail_a_committed_save(
     tmp_path: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch, kind: str

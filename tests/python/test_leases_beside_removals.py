@@ -17,6 +17,7 @@ import pytest
 from support.run_steps import state_of
 
 from torch_ckpt import Run
+from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs import step_files
@@ -211,6 +212,23 @@ def test_no_lease_waits_for_a_removal_that_was_killed(
     with step_files.lease(run, 1):
         pass
     assert time.monotonic() - began < step_files._REMOVAL_S / 2
+
+
+@pytest.mark.parametrize(
+    "process", ["", "x", "host-a.b-12-3", "{machine}-12", "{machine}-x-3", f"{{machine}}-{9**25}-3"]
+)
+def test_a_lease_waits_no_longer_for_a_removal_whose_name_is_odd(
+    saved: Path, tmp_path: Path, process: str
+) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    text = process.format(machine=this_process().split("-")[0])
+    odd = tmp_path / "run" / f".pending-removal-0123456789abcdef.{text}"
+    odd.write_text('["step-1"]')
+    long_ago = time.time() - 2 * step_files._REMOVAL_S
+    os.utime(odd, (long_ago, long_ago))
+    assert is_dead(text) is None
+    with step_files.lease(Location(tmp_path / "run"), 1) as path:
+        assert path.names()
 
 
 def test_a_step_is_removed_from_a_disk_that_is_full(

@@ -167,7 +167,7 @@ class JointSave:
         """Publishes the item lists of this machine's ranks. Raises as :meth:`advance` does."""
         try:
             self._create_directories()
-        except StorageError as error:  # Nothing is published yet: other machines may not begin.
+        except Exception as error:  # Nothing is published yet: other machines may not begin.
             failure = self._files.failure_of(error)
             self._publish_later(self._files, {"epoch": None, "failure": failure})
             raise_failure(failure)
@@ -177,7 +177,8 @@ class JointSave:
     def _create_directories(self) -> None:
         """Creates what is missing, if the file systems do not refuse what the save needs."""
         with created(self.directory, self._first.sync):
-            # Once committed on this machine, others may not have committed yet, or all have.
+            # A machine that has committed must not create the directory of the published files: it
+            # exists, or machine 0 has removed it because all machines have committed.
             if self._files.is_apart and not self._files.is_committed():
                 self._files.create_directory()
 

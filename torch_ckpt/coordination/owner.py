@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import secrets
 import socket
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from torch_ckpt.coordination.addresses import this_machine
 
 __all__ = ["is_dead", "started_at", "this_process"]
+
+_PROCESS = re.compile("([0-9a-f]{8})-([0-9]{1,9})-([0-9]+)")
 
 
 def this_process() -> str:
@@ -24,12 +27,12 @@ def is_dead(process: str) -> bool | None:
     """Returns whether a process is dead, by what :func:`this_process` returned in it.
 
     Returns ``None`` if that is unknown: the process is of another machine or another container, or
-    the machine was restarted.
+    the machine was restarted. It is unknown as well for any other text.
     """
-    machine, pid, started = process.split("-")
-    if machine != _machine():
+    match = _PROCESS.fullmatch(process)
+    if match is None or match[1] != _machine():
         return None
-    now = started_at(int(pid))
+    now, started = started_at(int(match[2])), match[3]
     return None if now is None else now == "0" or now != started
 
 

@@ -93,7 +93,8 @@ def replica_of(value: Any, known: dict[Any, int]) -> int:
 def _lowest_unless_in_order(ranks: list[int]) -> int:
     """Returns the lowest rank; ``NO_REPLICA`` if the order of the ranks numbers the replicas.
 
-    These are all ranks, or a block of them. Other replicas are then in other blocks of this length.
+    It does if the ranks are consecutive, and the first one is a multiple of their number. All ranks
+    are then divided into blocks of this length, and each replica is in one block.
     """
     first, count = ranks[0], len(ranks)
     is_in_order = first % count == 0 and ranks == list(range(first, first + count))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import get_args
 
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs.step_directories import Mode, StepDirectories
 from torch_ckpt.runs.step_files import leased_steps, listed_steps
@@ -50,15 +51,25 @@ class Retention:
             values |= disk.values(self.monitor)
         return self._best_of(values, count)
 
-    def retained(self, steps: Iterable[int], values: Mapping[int, float]) -> set[int]:
-        """Returns which of some whole steps remain. ``values`` are their metrics, without NaNs."""
+    def retained(
+        self,
+        steps: Iterable[int],
+        values: Mapping[int, float],
+        is_whole: Callable[[int], bool] = lambda _: True,
+    ) -> set[int]:
+        """Returns which of some steps remain. ``values`` are their metrics, without NaNs.
+
+        Of the steps with the best values, only those count for which ``is_whole`` returns true.
+        """
         newest = sorted(steps, reverse=True)
         if not self._removes:
             return set(newest)
         every = self.keep_every
         return {
             *newest[: self.keep_last or 1],
-            *self._best_of({s: values[s] for s in newest if s in values}, self.keep_best or 0),
+            *self._best_of(
+                {s: values[s] for s in newest if s in values}, self.keep_best or 0, is_whole
+            ),
             *(step for step in newest if every is not None and step % every == 0),
         }
 
@@ -68,7 +79,8 @@ class Retention:
         Only whole steps up to ``saved`` count, and ``saved`` and the steps ``in_use`` always
         remain. So do newer steps, which belong to a branch that the run has left, damaged steps
         that are newer than the oldest of the newest ``keep_last``, leased steps, and directories
-        that are neither a checkpoint nor the remains of a save. Warns once of each step that cannot
+        that are neither a checkpoint nor the remains of a save. A best step that cannot be read now
+        remains as well, beside ``keep_best`` whole ones. Warns once of each step that cannot
         be removed.
         """
         disk.sweep()
@@ -90,7 +102,21 @@ class Retention:
             except CheckpointError:
                 continue
         values = disk.values(self.monitor) if self.keep_best and self.monitor else {}
-        retained = self.retained([*newest, *older], values)
+        unreadable: set[int] = set()  # Each may be whole: it remains, and so does the next best.
+
+        def is_whole(step: int) -> bool:
+            if step in newest:
+                return True
+            try:
+                disk.check_whole(disk.path(step))
+            except (CorruptionError, NotFoundError):
+                return False
+            except CheckpointError:
+                unreadable.add(step)
+                return False
+            return True
+
+        retained = self.retained([*newest, *older], values, is_whole) | unreadable
         kept = {saved, *in_use, *leased_steps(disk.directory), *newest}
         kept |= {step for step in retained - kept if metadata_prefixes(disk.path(step))}
         disk.remove([step for step in (*failed, *older) if step not in kept])
@@ -99,6 +125,12 @@ class Retention:
     def _removes(self) -> bool:
         return self.keep_last is not None or self.keep_best is not None
 
-    def _best_of(self, values: Mapping[int, float], count: int) -> list[int]:
+    def _best_of(
+        self,
+        values: Mapping[int, float],
+        count: int,
+        is_whole: Callable[[int], bool] = lambda _: True,
+    ) -> list[int]:
         sign = 1 if self.mode == "min" else -1
-        return sorted(values, key=lambda step: (sign * values[step], step))[:count]
+        ranked = sorted(values, key=lambda step: (sign * values[step], step))
+        return list(islice(filter(is_whole, ranked), count))
