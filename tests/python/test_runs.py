@@ -639,3 +639,19 @@ def test_arguments_out_of_range_are_refused_by_name(tmp_path: Path) -> None:
             Run(tmp_path, **{name: value})
     with pytest.raises(ValueError, match="step=-1"):
         Run(tmp_path).save(-1, state_of(0))
+
+
+@pytest.mark.parametrize("every", [3, None])
+def test_a_save_that_all_ranks_refuse_leaves_their_schedules_equal(every: int | None) -> None:
+    refusing, other = (SaveSchedule(every, 0.1) for _ in range(2))
+    for schedule in (refusing, other):
+        schedule.is_due(2, during_save=False)
+        schedule.attempted(2)
+    refusing.attempted(None)
+    other.attempted(3)
+    for schedule in (refusing, other):
+        with pytest.raises(ValueError, match="refused"), schedule.unless_refused():
+            raise ValueError("refused")
+    due = [[s.is_due(step, during_save=False) for step in range(3, 40)] for s in (refusing, other)]
+    assert due[0] == due[1]
+    assert any(due[0])

@@ -119,7 +119,7 @@ class Group:
         all ranks if the system has no more threads, and ValueError unless ``timeout_s`` is a
         positive number. The call then fails on the other ranks.
         """
-        is_valid = isinstance(timeout_s, Real) and math.isfinite(timeout_s) and timeout_s > 0
+        is_valid = _is_positive(timeout_s)
         numbers = calls_of_method(self.connections) or self._methods
         try:
             self.connect()  # Before the number: no other rank has a call that is refused here.
@@ -186,6 +186,14 @@ class Group:
     def numbered(self, number: int, timeout_s: float) -> Call:
         """Returns a call that not all ranks make: a rank that raises in it fails it on all."""
         return Call(self, self._first + number, timeout_s)
+
+
+def _is_positive(number: object) -> bool:
+    """Returns whether an argument is a positive number, and finite."""
+    try:
+        return isinstance(number, Real) and math.isfinite(number) and float(number) > 0
+    except OverflowError:  # An integer of hundreds of digits.
+        return False
 
 
 class Call:

@@ -317,41 +317,40 @@ class Run(LastSaves):
             metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
                 and :meth:`best_step`. Those of the first rank count.
             persist: Whether to write the step to disk. With ``False``, the agent retains the step
-                in memory for restarted ranks. The agent writes the newest step to disk when the
-                ranks end or die, or when the run falls back to saving without the agent.
+                in memory. It writes the newest step to disk when the ranks end or die, or when the
+                run falls back to saving without the agent.
 
         Returns:
             ``True`` if the step was saved, or its save began in the background; ``False`` if the
             step was skipped, or if its save failed and ``on_failure`` is ``"warn"``.
 
         Raises:
-            CheckpointError: The previous background save or a promotion failed; the message names
-                its step. The new save did not begin. It is a StorageError if storage was the
-                reason. Or the previous save is still in progress, and ``on_busy`` is ``"error"``.
-            CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
-                ``Exception``.
+            CheckpointError: The previous save or a promotion failed; the message names its step. A
+                StorageError if storage was the reason. Or a save is in progress (``on_busy``).
+            CheckpointException: A rank raised. It does not derive from ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
-            StorageError: The metrics cannot be written.
-            TypeError: ``step`` is not an integer, such as 2.0 or ``True``. On all ranks.
-            ValueError: ``step`` is negative, the ranks are at different steps, ``metrics`` lacks
-                ``monitor``, or ``persist`` is ``False`` and the run has no agent. On all ranks.
+            TypeError: ``step`` is no integer, such as 2.0 or ``True``. On all ranks.
+            ValueError: ``step`` is negative or differs between ranks, ``metrics`` lacks
+                ``monitor``, or ``persist`` is ``False`` without an agent. On all ranks.
         """
         begin = time.monotonic()
-        refused = refusal(step, is_kept=persist or self._is_for_agent)  # All ranks shall raise it.
+        refused = refusal(step, is_kept=persist or self._is_for_agent)  # All ranks will raise it.
         if refused is None:
-            step = step_number(step)
-            self._boundary.step_ended(step)
-            self._schedule.attempted(step)
-        skips = self.asynchronous and self.on_busy != "wait"
-        if skips and self._saves.is_coordinator_busy(refused):
+            self._boundary.step_ended(step := step_number(step))
+        self._schedule.attempted(step if refused is None else None)
+        with self._schedule.unless_refused():
+            may_skip = self.asynchronous and self.on_busy != "wait"
+            is_busy = may_skip and self._saves.is_coordinator_busy(refused)
+        if is_busy:
             if self.on_busy == "error":
                 raise CheckpointError(f"step {step} was not saved: another save is in progress")
             self.skipped += 1
             return False
         self._check_open()
         with self._saves.recording("save", None if isinstance(refused, TypeError) else step):
-            if not self._saves.begin_after(step, self.timeout_s, metrics, refused=refused):
-                return False
+            with self._schedule.unless_refused():
+                if not self._saves.begin_after(step, self.timeout_s, metrics, refused=refused):
+                    return False
             # An error that only this rank knows so far, and whether all ranks raise the next error.
             failure, is_common = None, self.asynchronous
             try:

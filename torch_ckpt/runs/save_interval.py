@@ -6,8 +6,10 @@ during training, and the next interval follows from that cost.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["CostClock", "SaveCost", "SaveSchedule"]
@@ -74,6 +76,7 @@ class SaveSchedule:
         self._interval = _PROFILED_STEPS
         self._next: int | None = None
         self._attempted: int | None = None
+        self._before: tuple[int | None, int | None] = None, None  # The last attempt.
 
     def is_due(self, step: int, *, during_save: bool) -> bool:
         """Returns whether a step is to be saved; called once at the end of each step."""
@@ -84,9 +87,27 @@ class SaveSchedule:
             self._next = step + self._interval
         return step >= self._next
 
-    def attempted(self, step: int) -> None:
-        """Schedules the next save one interval later; called when a save begins or is skipped."""
+    def attempted(self, step: int | None) -> None:
+        """Schedules the next save one interval later; called when a save begins or is skipped.
+
+        ``None`` if this rank refuses the step.
+        """
+        self._before = self._attempted, self._next
+        if step is None:
+            return
         self._attempted, self._next = step, step + self._interval
+
+    @contextlib.contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """Takes back the last attempt if all ranks refuse its arguments within the block.
+
+        One of them has not even attempted it. Otherwise their schedules would differ from then on.
+        """
+        try:
+            yield
+        except (TypeError, ValueError):
+            self._attempted, self._next = self._before
+            raise
 
     def own_interval(self, step: int, stopped_s: float) -> int:
         """Returns the interval that this rank needs; called when training resumes after a save."""

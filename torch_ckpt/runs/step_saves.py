@@ -192,11 +192,11 @@ class StepSaves:
         files: dict[str, bytes] = {}
 
         def own() -> tuple[int, CheckpointError | None]:
+            self.settle(timeout_s)  # First: an old failure is raised once.
             if refused is not None:
                 raise refused
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._retention.monitor))
-            self.settle(timeout_s)
             self._unknown.pop(step, None)  # This save replaces it.
             return step, None if self._promotion is None else self._promotion.failure
 
