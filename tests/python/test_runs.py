@@ -39,6 +39,7 @@ from torch_ckpt.formats.committed import pending_name
 from torch_ckpt.runs import save_interval
 from torch_ckpt.runs.removal import remove_directory
 from torch_ckpt.runs.retention import Retention
+from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.storage.verify import check_whole
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager
-from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -47,7 +45,7 @@ from torch_ckpt.coordination.portable import (
     why,
 )
 from torch_ckpt.coordination.relay import COMMITTING, WRITING
-from torch_ckpt.coordination.waiting import GRACE_S, result_of
+from torch_ckpt.coordination.waiting import GRACE_S, is_duration, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.records import record as records
@@ -119,7 +117,7 @@ class Group:
         all ranks if the system has no more threads, and ValueError unless ``timeout_s`` is a
         positive number. The call then fails on the other ranks.
         """
-        is_valid = _is_positive(timeout_s)
+        is_valid = is_duration(timeout_s)
         numbers = calls_of_method(self.connections) or self._methods
         try:
             self.connect()  # Before the number: no other rank has a call that is refused here.
@@ -186,14 +184,6 @@ class Group:
     def numbered(self, number: int, timeout_s: float) -> Call:
         """Returns a call that not all ranks make: a rank that raises in it fails it on all."""
         return Call(self, self._first + number, timeout_s)
-
-
-def _is_positive(number: object) -> bool:
-    """Returns whether an argument is a positive number, and finite."""
-    try:
-        return isinstance(number, Real) and math.isfinite(number) and float(number) > 0
-    except OverflowError:  # An integer of hundreds of digits.
-        return False
 
 
 class Call:

@@ -9,13 +9,23 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Executor, Future
+from numbers import Real
 from typing import Any, TypeVar
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.records.figures import seconds_text
 
-__all__ = ["GRACE_S", "LOG_S", "LongWait", "OwnFuture", "no_thread", "result_of", "submitted"]
+__all__ = [
+    "GRACE_S",
+    "LOG_S",
+    "LongWait",
+    "OwnFuture",
+    "is_duration",
+    "no_thread",
+    "result_of",
+    "submitted",
+]
 
 T = TypeVar("T")
 
@@ -200,3 +210,11 @@ def submitted(
 def no_thread(reason: str) -> CheckpointError:
     """Returns the error of a background save whose thread cannot be started."""
     return CheckpointError(f"cannot start a thread for a background save: {reason}")
+
+
+def is_duration(seconds: object) -> bool:
+    """Returns whether an argument is a positive number, and finite."""
+    try:
+        return isinstance(seconds, Real) and math.isfinite(seconds) and float(seconds) > 0
+    except OverflowError:  # An integer of hundreds of digits.
+        return False

@@ -85,12 +85,10 @@ class StepSaves:
         self._group, self._process_group = group, process_group
         self._writer, self._backend, self._retention = writer, backend, retention
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
-        self._failures, self._promotion = failures, promotion
-        self._recorder = recorder
+        self._failures, self._promotion, self._recorder = failures, promotion, recorder
         self._is_at_several_places = places.are_several
         self._promotes = len(disks) > 1
-        self.saved = 0
-        self._reuses = reuses
+        self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
         self._knows_last = False
         self.branches = Branches(self._disks, retention)
@@ -149,13 +147,12 @@ class StepSaves:
     def write_newest(self) -> None:
         """Waits until the agent has written the last step, if it is in memory alone.
 
-        Raises a CheckpointError if that fails: nobody would report it once the ranks have ended.
+        Raises CheckpointError if that fails: nobody would report it once the ranks have ended.
         """
         newest = self._backend.write_newest() if isinstance(self._backend, AgentBackend) else None
         if newest is None:
             return
-        then = functools.partial(self._committed, newest[0], None)
-        self._pending = BackgroundSave(*newest, then)
+        self._pending = BackgroundSave(*newest, functools.partial(self._committed, newest[0], None))
         try:
             self.settle()
         except CheckpointError as error:
@@ -185,9 +182,8 @@ class StepSaves:
         """Checks that all ranks are at this step, and that the previous save succeeded.
 
         Gives the writer the small files of the step, with the metrics of the first rank. Returns a
-        failed promotion; the save has not begun then. With ``is_last``, the process ends after the
-        save, and such failures are ignored. All ranks raise the error of an argument of this one
-        (``refused``).
+        failed promotion, which ``is_last`` ignores: the process ends after the save. The save has
+        not begun then. If ``refused`` is set on any rank, all ranks raise it.
         """
         files: dict[str, bytes] = {}
 
@@ -544,10 +540,8 @@ class StepSaves:
     ) -> str | None:
         """Saves the last step of this process; returns the reason if that fails."""
         try:
-            with (
-                self._group.method("save the last step", left_s()),
-                self.recording("save", step),
-            ):
+            all_save = self._group.method("save the last step", left_s())
+            with all_save, self.recording("save", step):
                 # First: the state may need collectives.
                 self.begin(step, left_s(), is_last=True)
                 if (error := self.save_now(step, state(), left_s())) is not None:
@@ -564,10 +558,9 @@ class StepSaves:
         if self._boundary.stored in (None, step):  # Else another save has begun since.
             self.set_base(step)
         self._boundary.committed(step)
-        if not self._group.is_coordinator and self._promotion is None:
-            return
         if self._promotion is not None:
             self._promotion.saved(step)
+        if self._promotion is not None or not self._group.is_coordinator:
             return
         try:
             with contextlib.nullcontext() if record is None else record.phase("retain"):
