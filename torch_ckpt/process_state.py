@@ -56,7 +56,7 @@ class _Process:
             ``planning/placeholders``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``commits/temporary``.
-        storage_watch: The thread that logs long calls of storage. Owner:
+        storage_watch: The thread that logs long calls of storage, if there is one. Owner:
             ``coordination/storage_watch``.
         probed: Pairs of a device and a call of file systems that was not refused there. Owner:
             ``commits/probe``.
@@ -82,7 +82,7 @@ class _Process:
         self.warned_replicas: set[frozenset[str]] = set()
         self.warned_placeholders: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self.storage_watch: Any = None
+        self.storage_watch: dict[str, Any] = {}
         self.probed: set[tuple[int | str, str]] = set()
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         self.unshared: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -107,7 +107,7 @@ class _Process:
         self.save_processes.clear()
         self.save_futures.clear()
         self.temporaries.clear()
-        self.storage_watch = None
+        self.storage_watch.clear()
 
 
 PROCESS = _Process()

@@ -251,10 +251,12 @@ void bind_file_system(py::module_& module) {
   module.def(
       "long_storage_calls",
       [](double longer_than_s) {
-        std::vector<std::tuple<uint64_t, std::string, py::bytes, int64_t, int64_t>> out;
+        std::vector<
+            std::tuple<uint64_t, uint64_t, double, std::string, py::bytes, int64_t, int64_t>>
+            out;
         for (LongCall& call : StorageCall::longer_than(longer_than_s)) {
-          out.emplace_back(call.key, std::move(call.doing), py::bytes(call.path), call.done_nbytes,
-                           call.total_nbytes);
+          out.emplace_back(call.key, call.number, call.waited_s, std::move(call.doing),
+                           py::bytes(call.path), call.done_nbytes, call.total_nbytes);
         }
         return out;
       },

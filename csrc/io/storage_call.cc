@@ -24,8 +24,11 @@ struct Calls {
   std::condition_variable has_any;
   StorageCall* first = nullptr;
   StorageCall* last = nullptr;
-  uint64_t count = 0;  // Calls so far.
+  uint64_t count = 0;      // Calls so far.
+  uint64_t inherited = 0;  // Those of them that began before the fork of this process.
 };
+
+thread_local bool has_call = false;
 
 // Never destroyed: threads may wait when the process ends.
 alignas(Calls) std::byte memory[sizeof(Calls)];
@@ -33,13 +36,16 @@ alignas(Calls) std::byte memory[sizeof(Calls)];
 Calls& calls() {
   static Calls* const made = [] {
     // A forked child has neither the threads of these calls nor, perhaps, a mutex that is free.
-    ::pthread_atfork(nullptr, nullptr, [] { new (memory) Calls(); });
+    ::pthread_atfork(nullptr, nullptr, [] {
+      // Not calls(): another thread of the parent may have been about to make them.
+      const uint64_t count = std::launder(reinterpret_cast<Calls*>(memory))->count;
+      new (memory) Calls{.count = count, .inherited = count};
+      has_call = false;
+    });
     return new (memory) Calls();
   }();
   return *made;
 }
-
-thread_local bool has_call = false;
 
 }  // namespace
 
@@ -64,7 +70,7 @@ StorageCall::~StorageCall() {
   has_call = false;
   Calls& all = calls();
   const std::lock_guard lock(all.mutex);
-  if (number_ > all.count) return;  // The child of a fork within this call does not list it.
+  if (number_ <= all.inherited) return;  // The child of a fork within this call does not list it.
   (previous_ == nullptr ? all.first : previous_->next_) = next_;
   (next_ == nullptr ? all.last : next_->previous_) = previous_;
 }
@@ -79,7 +85,7 @@ std::vector<LongCall> StorageCall::longer_than(double seconds) {
     if (waited_s < seconds) continue;
     const IoCounts* const job = call->job_;
     const uint64_t key = job == nullptr ? call->number_ : reinterpret_cast<uintptr_t>(job);
-    found.try_emplace(key, LongCall{key, call->doing_, call->path_, waited_s,
+    found.try_emplace(key, LongCall{key, call->number_, call->doing_, call->path_, waited_s,
                                     job == nullptr ? 0 : job->done_nbytes(),
                                     job == nullptr ? 0 : job->total_nbytes()});
   }

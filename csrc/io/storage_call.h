@@ -13,9 +13,10 @@ namespace torch_ckpt {
 
 class IoCounts;
 
-// A call in progress, by what another thread has found.
+// A snapshot of a call in progress.
 struct LongCall {
-  uint64_t key;  // The same for all calls of one job.
+  uint64_t key;     // The same for all calls of one job. A later job may have it as well.
+  uint64_t number;  // No other call of this process has it.
   std::string doing;
   std::string path;
   double waited_s;

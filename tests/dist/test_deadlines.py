@@ -599,7 +599,7 @@ def save_with_groups_that_come_and_go(path: Path) -> list[int]:
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        for thread in set(threading.enumerate()) - before - {PROCESS.storage_watch}:
+        for thread in set(threading.enumerate()) - before - {*PROCESS.storage_watch.values()}:
             thread.join(MARGIN_S)
             assert not thread.is_alive(), thread.name
         counts.append(len(os.listdir("/proc/self/fd")))

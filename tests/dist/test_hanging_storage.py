@@ -35,9 +35,8 @@ from waits import until
 
 import torch_ckpt
 from torch_ckpt import Run
-from torch_ckpt.coordination import storage_watch, waiting
-from torch_ckpt.filesystems.location import Location
-from torch_ckpt.storage.verify import check_sound
+from torch_ckpt.cli.main import main
+from torch_ckpt.coordination import waiting
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -67,7 +66,6 @@ def logs_to(path: Path) -> None:
     logging.disable(logging.NOTSET)
     mock.patch.object(waiting, "LOG_S", LINE_S).start()
     logging.getLogger("torch_ckpt").addHandler(Lines(path))
-    storage_watch.watch_storage()  # Its thread is not held.
 
 
 def hold_each(stop_before: Callable[[], int], way: str, mount: Path, scratch: Path) -> None:
@@ -151,11 +149,21 @@ def restore(mount: Path) -> None:
         assert run.restore(state_of(0)) == 1
 
 
+def restore_nothing(mount: Path) -> None:
+    with Run(mount / "empty") as run:
+        assert run.restore(state_of(0)) is None
+
+
 def verify(mount: Path) -> None:
-    check_sound(Location(mount / "saved"))
+    assert main(["verify", str(mount / "saved")]) == 0
 
 
-READS: dict[str, Callable[[Path], Any]] = {"load": load, "restore": restore, "verify": verify}
+READS: dict[str, Callable[[Path], Any]] = {
+    "load": load,
+    "restore": restore,
+    "restore nothing": restore_nothing,
+    "verify": verify,
+}
 
 
 @pytest.mark.skipif(not can_stop(), reason="needs seccomp on x86-64")
@@ -169,7 +177,7 @@ def test_each_look_up_of_a_load_alone_that_hangs_is_logged_with_its_file(
     with Run(mount / "run") as run:
         run.save(1, state_of(1))
     Forks().call(hold_each, stop_before_lookups, way, mount, scratch)
-    assert_all_named(scratch, {"open"})
+    assert_all_named(scratch, {"stat"} if way == "restore nothing" else {"open"})
 
 
 # ---- Stores ----

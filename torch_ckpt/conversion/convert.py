@@ -12,6 +12,7 @@ from torch_ckpt.conversion.pieces import IO, Source
 from torch_ckpt.conversion.planner import ConversionPlanner
 from torch_ckpt.conversion.store_target import write_to_store
 from torch_ckpt.conversion.torch_file import write_torch_file
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
@@ -56,6 +57,7 @@ def convert(
         UnsupportedError: The target's format cannot store a value of the source, or ties.
         CheckpointError: The source cannot be read, or the target cannot be written.
     """
+    watch_storage()
     if ties and to not in _WITH_TIES:
         raise UnsupportedError(f"cannot tie {next(iter(ties))!r}: {to} stores every name")
     target = target.absolute()

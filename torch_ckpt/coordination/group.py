@@ -45,6 +45,7 @@ from torch_ckpt.coordination.portable import (
     why,
 )
 from torch_ckpt.coordination.relay import COMMITTING, WRITING
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.coordination.waiting import GRACE_S, is_duration, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
@@ -586,6 +587,7 @@ def group_of(
     without ``torch.distributed``. Raises ValueError if this process is not a rank of the process
     group.
     """
+    watch_storage()  # Who saves or loads begins here.
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return Group(None)
     key = process_group or _get_default_group()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from torch_ckpt._core import _native
 from torch_ckpt.coordination import waiting
@@ -16,35 +18,48 @@ from torch_ckpt.records.figures import nbytes_text
 
 __all__ = ["watch_storage"]
 
-_LOOKS = 5
-"""How often the thread looks while a call may become long."""
+_Call: TypeAlias = tuple[int, int, float, str, bytes, int, int]
 
-_FORGET_S = 120.0
-"""Seconds after which a new long call of the same job is logged as the first one was."""
+_LOOKS = 5
+"""Polls per ``LOG_S``."""
 
 
 def watch_storage() -> None:
     """Makes this process log each call of storage that lasts long, from now on.
 
-    For the beginning of a save or load. A thread does it, which sleeps while no call is in
+    For whatever may be the first use of storage. A thread does it, which sleeps while no call is in
     progress. There is one for each process.
     """
-    if PROCESS.storage_watch is None:
+    if not PROCESS.storage_watch:
         thread = threading.Thread(target=_watch, name="torch_ckpt-storage", daemon=True)
-        with contextlib.suppress(RuntimeError):  # The system has no more threads.
+        # No lock: a child that is forked while another thread holds it could never take it.
+        if PROCESS.storage_watch.setdefault("thread", thread) is not thread:
+            return
+        try:
             thread.start()
-            PROCESS.storage_watch = thread
+        except RuntimeError:  # The system has no more threads.
+            PROCESS.storage_watch.clear()
 
 
 class _Job:
-    """The long calls of one job, or one long call. The lines have the intervals of one wait."""
+    """The long calls of one job, or one long call.
+
+    The lines of a call have the intervals of one wait. A job on a slow disk has many long calls:
+    another one of them is logged ``LOG_S`` after the former one at the earliest.
+    """
 
     def __init__(self) -> None:
-        self.text, self.found = "", 0.0
-        self._wait = LongWait(lambda: self.text, waited_s=waiting.LOG_S)
+        self.found = self._began = -math.inf
+        self._number, self._text = 0, ""
 
-    def log(self, text: str) -> None:
-        self.text, self.found = text, time.monotonic()
+    def log(self, number: int, waited_s: float, text: str) -> None:
+        self.found = now = time.monotonic()
+        if number != self._number:
+            if now - self._began < waiting.LOG_S:
+                return
+            self._number, self._began = number, now
+            self._wait = LongWait(lambda: self._text, waited_s=waited_s)
+        self._text = text
         self._wait.log()
 
 
@@ -54,10 +69,17 @@ def _watch() -> None:
         if not jobs:
             _native.await_storage_call()
         time.sleep(waiting.LOG_S / _LOOKS)
-        for key, doing, path, done, total in _native.long_storage_calls(waiting.LOG_S):
-            jobs.setdefault(key, _Job()).log(_text(doing, os.fsdecode(path), done, total))
-        forgotten = time.monotonic() - _FORGET_S
-        jobs = {key: job for key, job in jobs.items() if job.found > forgotten}
+        _log(jobs, _native.long_storage_calls(waiting.LOG_S))
+
+
+def _log(jobs: dict[int, _Job], calls: Iterable[_Call]) -> None:
+    """Logs the calls that are long now. ``jobs`` are those that had one in the last ``LOG_S``."""
+    for key, number, waited_s, doing, path, done, total in calls:
+        text = _text(doing, os.fsdecode(path), done, total)
+        jobs.setdefault(key, _Job()).log(number, waited_s, text)
+    forgotten = time.monotonic() - waiting.LOG_S
+    for key in [key for key, job in jobs.items() if job.found <= forgotten]:
+        del jobs[key]
 
 
 def _text(doing: str, path: str, done: int, total: int) -> str:

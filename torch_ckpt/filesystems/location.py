@@ -86,7 +86,7 @@ def name_of(path: str | os.PathLike[str]) -> str:
     The scheme of the URL need not be registered. A path is absolute, and a URL is not.
     """
     text = os.fspath(path)
-    _refuse_password(text)
+    _refuse(text)
     if url := _FILE_URL.fullmatch(text):
         return resolved_path(url[1])
     if url := _URL.fullmatch(text):
@@ -94,7 +94,9 @@ def name_of(path: str | os.PathLike[str]) -> str:
     return resolved_path(text)
 
 
-def _refuse_password(text: str) -> None:
+def _refuse(text: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"no file can have the path {text!r}: it contains a NUL")
     if not _FILE_URL.fullmatch(text) and (url := _ANY_URL.fullmatch(text)):
         has_bucket = url[1] in OBSTORE_SCHEMES  # Then there is no port, and no default host.
         rest = url[2].lstrip("/") if has_bucket else url[2]
@@ -127,6 +129,7 @@ class Location:
     Raises:
         UnsupportedError: The URL's scheme is not registered, or its text is that of a ``Path``,
             which drops a slash. Or it has a password, or a ``file:`` URL names another host.
+        ValueError: The path contains a NUL.
 
     Example::
 
@@ -136,7 +139,7 @@ class Location:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         text = os.fspath(path)
-        _refuse_password(text)
+        _refuse(text)
         if url := _FILE_URL.fullmatch(text):
             self._become("", Path(url[1]))
         elif url := _URL.fullmatch(text):

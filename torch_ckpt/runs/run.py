@@ -152,6 +152,7 @@ class Run(LastSaves):
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"{timeout_s=} is not a positive number of seconds")
         self._exclusive = Exclusive(f"the run {directory}")
+        self._process_group, self._group = process_group, group_of(process_group).series()
         self._location = Location(directory).resolved()  # Once: a link in the path may move.
         self.asynchronous = asynchronous
         self.on_busy: OnBusy = on_busy
@@ -159,7 +160,6 @@ class Run(LastSaves):
         self.skipped = 0
         """Number of steps that were skipped because the previous save was in progress."""
         self._failures = Failures(on_failure, max_failures)
-        self._process_group, self._group = process_group, group_of(process_group).series()
         self._closed = False
         self._disks = [StepDirectories(self._location, verify=verify, reader=reader)]
         path, places = self._location, Places()
