@@ -85,12 +85,14 @@ class Destination(NamedTuple):
         """Returns the path of the directory, or a JSON object if there is more to a destination."""
         if self.shared is None and self.small_files is None:
             return str(self.directory)
-        files = self.small_files
-        facts = {
+        facts: dict[str, object] = {
             "directory": str(self.directory),
             "shared": None if self.shared is None else str(self.shared),
-            "small_files": files and {name: each.decode() for name, each in files.items()},
+            "small_files": None,
         }
+        if self.small_files is not None:
+            texts = {name: each.decode() for name, each in self.small_files.items()}
+            facts["small_files"] = texts
         return json.dumps(facts, ensure_ascii=False)
 
 
