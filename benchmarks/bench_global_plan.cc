@@ -161,7 +161,7 @@ int run(const Workload& workload) {
 int run_balance() {
   BalanceInput input = {.ranks_per_node = 8,
                         .load = std::vector<int64_t>(8),
-                        .holders = {{0, 1, 2, 3, 4, 5, 6, 7}},
+                        .replica_sets = {{0, 1, 2, 3, 4, 5, 6, 7}},
                         .groups = {}};
   for (int64_t i = 0; i < 100000; ++i)
     input.groups.push_back({(i % 977 + 2) * 8192, 0, i % 977 + 2, 8192});

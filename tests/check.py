@@ -119,8 +119,9 @@ def fuzz_targets(folder: Path) -> list[Path]:
 
 
 def build_all() -> Path:
-    """Builds the C++ tests, the fuzz targets, and what the Python tests of power cuts need."""
-    return build_cpp("cpp", *python_options(), "-DTORCH_CKPT_FUZZ=ON")
+    """Builds the C++ tests, fuzz targets and benchmarks, and what tests of power cuts need."""
+    options = ("-DTORCH_CKPT_FUZZ=ON", "-DTORCH_CKPT_BENCHMARKS=ON")
+    return build_cpp("cpp", *python_options(), *options)
 
 
 def test_cpp(folder: Path, runs: int) -> None:

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plan/plan_wire.h"
+#include "plan/wire.h"
 #include "support/plan_items.h"
 #include "support/status_matchers.h"
 #include "support/temp_directory.h"
@@ -206,6 +207,23 @@ TEST(SlotTableTest, CutOffOrTooLongItIsRefused) {
   for (size_t nbytes = 0; nbytes < whole.size(); ++nbytes) {
     EXPECT_CODE(decode_slot_table(Bytes(whole).first(nbytes)).status(), StatusCode::kCorruption);
   }
+}
+
+TEST(SlotTableTest, OnlyThisVersionAndTheOneBeforeAreRead) {
+  const auto code_of = [](uint32_t version) {
+    WireWriter writer;
+    writer.byte(0);
+    writer.word("/step-1");
+    writer.word("");
+    writer.varint(0);
+    writer.varint(0);
+    return decode_slot_table(writer.finish("TCST", version)).status().code();
+  };
+  EXPECT_EQ(code_of(0), StatusCode::kUnsupported);
+  EXPECT_EQ(code_of(1), StatusCode::kOk);
+  EXPECT_EQ(code_of(2), StatusCode::kOk);
+  EXPECT_EQ(code_of(3), StatusCode::kUnsupported);
+  EXPECT_EQ(wire_version(encode(SlotTable{})), 2U);
 }
 
 }  // namespace

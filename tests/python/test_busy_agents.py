@@ -22,6 +22,7 @@ from torch_ckpt.agent.memory import agent_lock, free, open_folder, run_of, slot_
 from torch_ckpt.agent.messages import Kind, send
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.replica_wire import dial
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 
@@ -79,6 +80,7 @@ class Served:
 
 @pytest.fixture
 def served(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    watch_storage()  # Its thread is one of the process, and remains.
     made, before = Served(run, monkeypatch), set(threading.enumerate())
     with agent_lock(made.folder) as is_ours:
         assert is_ours

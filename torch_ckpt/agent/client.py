@@ -253,7 +253,7 @@ class AgentClient:
             self._request(
                 Kind.ABORT,
                 **{"sequence": sequence, "node": member.node, "node_count": member.node_count},
-                destination=destination.encode(),
+                destination=destination._replace(small_files=None).encode(),
             )
 
     def fail(self, sequence: int, failure: Failure) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.commits.small_files import SMALL_FILES
+from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["Destination", "directory_name"]
 
-_SEPARATOR = "\0"  # No path has it.
+_SHOWN = 200
+"""Characters of an unsound destination that an error shows."""
 
 
 def directory_name(snapshot: _native.StoredSnapshot) -> str:
-    """Returns the path or URL of the directory of a snapshot, whatever this process can reach."""
-    return os.fsdecode(snapshot.directory).partition(_SEPARATOR)[0]
+    """Returns the path or URL of the directory of a snapshot, whatever this process can reach.
+
+    Raises CorruptionError if the snapshot names none.
+    """
+    return _decoded(os.fsdecode(snapshot.directory))[0]
 
 
 class Destination(NamedTuple):
@@ -44,25 +50,31 @@ class Destination(NamedTuple):
     ) -> Destination:
         """Returns what the agent receives. A link in the path may move later."""
         made = cls(Location(directory).resolved(), shared, small_files)
+        if unknown := sorted(set(small_files or ()) - SMALL_FILES):
+            raise ValueError(
+                f"cannot save to {made.directory!r}: {unknown[0]!r} is no small file of a step, "
+                f"such as {min(SMALL_FILES)}"
+            )
         try:
             made.encode().encode()
         except UnicodeEncodeError:
             raise UnsupportedError(
                 f"cannot save to {made.directory!r}: the name is not UTF-8"
             ) from None
+        except UnicodeDecodeError:
+            raise UnsupportedError(
+                f"cannot save to {made.directory!r}: a small file of the step is not UTF-8"
+            ) from None
         return made
 
     @classmethod
     def decode(cls, text: str) -> Destination:
-        """Returns the destination of a text that :meth:`encode` returned."""
-        directory, shared, small_files = [*text.split(_SEPARATOR), "", ""][:3]
-        return cls(
-            Location(directory),
-            Location(shared) if shared else None,
-            {name: each.encode() for name, each in json.loads(small_files).items()}
-            if small_files
-            else None,
-        )
+        """Returns the destination of a text that :meth:`encode` returned, also in version 0.2.
+
+        Raises CorruptionError if it returned no such text.
+        """
+        directory, shared, small_files = _decoded(text)
+        return cls(Location(directory), Location(shared) if shared else None, small_files)
 
     @classmethod
     def of(cls, snapshot: _native.StoredSnapshot) -> Destination:
@@ -70,8 +82,37 @@ class Destination(NamedTuple):
         return cls.decode(os.fsdecode(snapshot.directory))
 
     def encode(self) -> str:
-        """Returns the destination as a text: the path of the directory, if there is no more."""
-        parts = [str(self.directory), "" if self.shared is None else str(self.shared), ""]
+        """Returns the path of the directory, or a JSON object if there is more to a destination."""
+        if self.shared is None and self.small_files is None:
+            return str(self.directory)
+        facts: dict[str, object] = {
+            "directory": str(self.directory),
+            "shared": None if self.shared is None else str(self.shared),
+            "small_files": None,
+        }
         if self.small_files is not None:
-            parts[2] = json.dumps({name: each.decode() for name, each in self.small_files.items()})
-        return _SEPARATOR.join(parts).rstrip(_SEPARATOR)
+            texts = {name: each.decode() for name, each in self.small_files.items()}
+            facts["small_files"] = texts
+        return json.dumps(facts, ensure_ascii=False)
+
+
+def _decoded(text: str) -> tuple[str, str | None, dict[str, bytes] | None]:
+    """Returns the directory, the shared directory and the small files."""
+    directory, _, rest = text.partition("\0")  # Earlier versions wrote one or two paths.
+    facts: object = {"directory": directory, "shared": rest or None, "small_files": None}
+    with contextlib.suppress(ValueError, RecursionError):  # Not JSON, or not UTF-8.
+        match json.loads(text) if text.startswith("{") else facts:
+            case {"directory": str(name), "shared": shared, "small_files": files} if (
+                isinstance(shared, str | None)
+                and "\0" not in f"{name}{shared}"
+                and _are_small_files(files)
+            ):
+                contents = files and {each: content.encode() for each, content in files.items()}
+                return name, shared, contents
+    raise CorruptionError(f"a save in memory has no sound destination: {text[:_SHOWN]!r}")
+
+
+def _are_small_files(files: object) -> bool:
+    if not isinstance(files, dict):
+        return files is None
+    return files.keys() <= SMALL_FILES and all(isinstance(each, str) for each in files.values())

@@ -125,8 +125,6 @@ class SnapshotAgent:
         waited: Number of saves that waited for a slot.
         skipped: Number of saves skipped because of ``on_busy="skip"``.
         refused: Number of saves that raised because of ``on_busy="error"``.
-        small_files: Files that whoever commits the next saves writes beside the checkpoint, by
-            name, equal on all ranks; ``None`` if there are none.
 
     Raises:
         CheckpointError: The agent cannot be started, another live process has this rank of the run,
@@ -156,7 +154,6 @@ class SnapshotAgent:
         self.timeout_s = timeout_s
         self._exclusive = Exclusive("the agent")
         self.waited = self.skipped = self.refused = 0
-        self.small_files: Mapping[str, bytes] | None = None
         self._group = group_of(process_group)
         self._stages = self._group.series()
         self._failed = FailedSaves(self._group)
@@ -228,6 +225,7 @@ class SnapshotAgent:
         step: int,
         sync: bool = True,
         persist: bool = True,
+        small_files: Mapping[str, bytes] | None = None,
     ) -> StagedSave | None:
         """Copies the state of this rank to a slot. Training stops for this copy alone.
 
@@ -244,6 +242,8 @@ class SnapshotAgent:
             persist: Whether the agent writes the save to disk. With ``False``, the save remains in
                 memory for restarted ranks. The agent then writes it to disk only after
                 :meth:`persist`, or if it is the newest when the trainers end or die.
+            small_files: Contents of the small files of a step, by name, equal on all ranks. Whoever
+                commits the save writes them beside the checkpoint. ``None`` if there are none.
 
         Returns:
             The staged save; ``None`` if this rank skipped it.
@@ -253,13 +253,15 @@ class SnapshotAgent:
                 ``on_busy="error"``. Or a signal handler has interrupted this method, and calls it.
             RankTimeoutError: A rank was late or gone.
             StorageError: The tmpfs has too little space.
-            UnsupportedError: The state dict of a rank has no columnar form.
+            UnsupportedError: The state dict of a rank has no columnar form. Or the name of the
+                directory, or a small file, is not UTF-8.
+            ValueError: A small file has another name than those of a step.
         """
         target: Destination | None = None
 
         def list_items() -> tuple[Destination, SlotContents]:
             nonlocal target
-            target = Destination.resolved(directory, self._shared, self.small_files)
+            target = Destination.resolved(directory, self._shared, small_files)
             return target, SlotContents.of(state_dict)
 
         using = self._staging.use_by_all("stage a snapshot", self._stages, self.timeout_s)
@@ -420,15 +422,11 @@ class SnapshotAgent:
         step: int,
         sync: bool = True,
         persist: bool = True,
+        small_files: Mapping[str, bytes] | None = None,
     ) -> Future[None] | None:
         """Saves the present state in the background; returns once the state has been copied.
 
-        Args:
-            state_dict: State dict of this rank; see :meth:`stage`.
-            directory: Directory of the future checkpoint.
-            step: Step of the save.
-            sync: Whether the checkpoint must survive a power cut.
-            persist: Whether the agent writes the save to disk; see :meth:`stage`.
+        The arguments are those of :meth:`stage`.
 
         Returns:
             A future of the commit, which is done at once without ``persist``. ``None`` if skipped.
@@ -436,9 +434,10 @@ class SnapshotAgent:
         Raises:
             CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
         """
+        phases = Phases("staging")
+        options: dict[str, Any] = {"step": step, "sync": sync, "small_files": small_files}
         with self._exclusive.use_by_all("save with the agent", self._stages, self.timeout_s):
-            phases = Phases("staging")
-            staged = self.stage(state_dict, directory, step=step, sync=sync, persist=persist)
+            staged = self.stage(state_dict, directory, persist=persist, **options)
             if staged is None:
                 return None
             if persist:

@@ -12,7 +12,9 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::string_view kMagic = "TCST";
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
+// Its directory is a path, or two with a zero byte between them.
+constexpr uint32_t kVersionOfPaths = 1;
 
 constexpr uint8_t kSync = 1;
 constexpr uint8_t kHasPaths = 2;
@@ -73,7 +75,8 @@ std::vector<std::byte> encode(const SlotTable& table) {
 }
 
 Result<SlotTable> decode_slot_table(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "the table of a slot"));
+  const uint32_t version = wire_version(bytes) == kVersionOfPaths ? kVersionOfPaths : kVersion;
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, version, "the table of a slot"));
   WireReader reader(body);
   SlotTable table;
   if (!read_table(reader, &table)) {

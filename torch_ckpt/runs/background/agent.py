@@ -75,10 +75,13 @@ class AgentBackend:
         record = current_record()
 
         def begin_save() -> Future[Any]:
-            self._agent.small_files = self._writer.small_files
             with phase("stage"):
                 future = self._agent.async_save(
-                    state, path, step=step, sync=self._writer.sync_files, persist=persist
+                    *(state, path),
+                    step=step,
+                    sync=self._writer.sync_files,
+                    persist=persist,
+                    small_files=self._writer.small_files,
                 )
             assert future is not None  # The agent waits for a slot.
             if persist and record is not None:
