@@ -30,7 +30,12 @@ __all__ = [
     "pickles",
     "portable_error",
     "portable_errors",
+    "text_of",
+    "typed_text_of",
 ]
+
+_MOST_TEXT = 20_000
+"""Most characters of the text of an error that becomes part of another one."""
 
 
 class CheckpointError(RuntimeError):
@@ -222,16 +227,13 @@ def _first_cycle(container: Any, fqn: str, around: dict[int, str]) -> tuple[str,
 
 def add_name(error: Exception, action: str, fqn: str) -> None:
     """Adds the FQN of a value to an error, as :func:`naming` does."""
-    try:
-        shown = str(error)
-    except Exception:  # A class may raise in `__str__`. The original error is reported.
-        return
+    shown = text_of(error)
     if repr(fqn) in shown and shown != repr(fqn):  # A KeyError may consist of this name alone.
         return
     text, args = f"cannot {action} {fqn!r}", error.args
     if not args or (len(args) == 1 and isinstance(args[0], str)):
         error.args = (f"{text}: {args[0]}" if args else text,)
-    if text not in str(error):  # The class does not use `args` for its message.
+    if text not in text_of(error):  # The class does not use `args` for its message.
         error.args = args
         error.add_note(text)
 
@@ -255,13 +257,34 @@ def portable_errors() -> Iterator[None]:
 
 def portable_error(error: BaseException) -> BaseException:
     """Returns the error, or a :class:`CheckpointError` with its message if it does not pickle."""
-    return error if pickles(error) else CheckpointError(f"{type(error).__qualname__}: {error}")
+    return error if pickles(error) else CheckpointError(typed_text_of(error))
+
+
+def text_of(error: BaseException) -> str:
+    """Returns the text of an error of any class, for messages and for other ranks.
+
+    Its class may raise in ``__str__``, or return no string, characters that cannot be encoded, or a
+    text of any length.
+    """
+    try:
+        text = str(error)
+    except BaseException as broken:
+        return f"(no text: its __str__ raises {type(broken).__name__})"
+    if len(text) > _MOST_TEXT:
+        half = _MOST_TEXT // 2  # The last line of a DCP exception is its error.
+        text = f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
+    return text.encode(errors="backslashreplace").decode()
+
+
+def typed_text_of(error: BaseException) -> str:
+    """Returns the class and the text of an error of any class; see :func:`text_of`."""
+    return f"{type(error).__qualname__}: {text_of(error)}"
 
 
 def pickles(value: object) -> bool:
     """Returns whether a value survives pickling and unpickling."""
     try:
         pickle.loads(pickle.dumps(value))
-    except Exception:
+    except (Exception, SystemExit):
         return False
     return True

@@ -24,6 +24,7 @@ from torch_ckpt.errors import (
     NotFoundError,
     StorageError,
     UnsupportedError,
+    text_of,
 )
 
 __all__ = [
@@ -216,10 +217,10 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 def failure_of(error: BaseException) -> Failure:
     """Returns what another process raises in the place of an exception."""
-    kind, text = type(error).__name__, str(error)
+    kind, text = type(error).__name__, text_of(error)
     if not isinstance(error, CheckpointError):
         kind = "StorageError" if isinstance(error, OSError) else "CheckpointError"
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {text}"
     return kind, text, getattr(error, "errno", None) or 0
 
 

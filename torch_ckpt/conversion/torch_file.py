@@ -14,7 +14,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, bytes_of
 from torch_ckpt.commits.replacement import Replacement
 from torch_ckpt.conversion.pieces import IO, Piece, Source
-from torch_ckpt.errors import AlreadyExistsError, NotFoundError, UnsupportedError
+from torch_ckpt.errors import AlreadyExistsError, NotFoundError, UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor, lay_out
 from torch_ckpt.storage.file_jobs import finished
@@ -62,7 +62,7 @@ def lay_out_value(value: Any, path: Location) -> ArchiveLayout:
     try:
         return lay_out(value)
     except Exception as error:
-        raise UnsupportedError(f"cannot write {path}: pickling failed: {error}") from error
+        raise UnsupportedError(f"cannot write {path}: pickling failed: {text_of(error)}") from error
 
 
 def write_files(

@@ -36,7 +36,7 @@ from torch_ckpt.coordination.addresses import is_loopback, own_addresses
 from torch_ckpt.coordination.group import Call, group_of
 from torch_ckpt.coordination.portable import portable, why
 from torch_ckpt.coordination.waiting import GRACE_S, LongWait, OwnFuture, no_thread
-from torch_ckpt.errors import CheckpointError, naming_first
+from torch_ckpt.errors import CheckpointError, naming_first, text_of, typed_text_of
 from torch_ckpt.filesystems.location import refuse_unregistered, registered_schemes
 from torch_ckpt.process_state import PROCESS
 
@@ -436,7 +436,7 @@ def _serve(
             return
         except Exception as error:  # Torch cannot rebuild all tensors, for example.
             failure = CheckpointError(
-                f"the save process cannot unpickle the state: {type(error).__name__}: {error}"
+                f"the save process cannot unpickle the state: {typed_text_of(error)}"
             )
             Call(group, number, timeout_s).fail(failure)
             replies.send(False, failure)
@@ -488,4 +488,4 @@ def _encoded(succeeded: bool, value: Any) -> bytes:
     try:
         return pickle.dumps((succeeded, value))
     except Exception as error:
-        return pickle.dumps((False, CheckpointError(f"cannot pickle the result: {error}")))
+        return pickle.dumps((False, CheckpointError(f"cannot pickle the result: {text_of(error)}")))

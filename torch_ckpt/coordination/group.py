@@ -369,7 +369,7 @@ class Call:
     def fail(self, cause: BaseException) -> RankTimeoutError:
         """Fails the call on the other ranks, and returns their error."""
         if self.group.size == 1:
-            return RankTimeoutError(str(cause))
+            return RankTimeoutError(why(cause))
         # Some ranks may never connect, so this rank waits for a short time only.
         relay = self.group.connections.started("beginning")
         relay.deadline.begin(self.timeout_s, "beginning")
@@ -548,7 +548,7 @@ class Call:
         """Returns an error to send in place of a value that does not pickle."""
         error = CheckpointError(
             f"rank {self.group.names[self.group.rank]} cannot pickle its result of {phase}: "
-            f"{type(cause).__qualname__}: {cause}{note}"
+            f"{why(cause)}{note}"
         )
         return _wrap_exception(error)
 

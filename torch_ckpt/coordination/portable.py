@@ -19,7 +19,13 @@ from torch.distributed.checkpoint.api import (
 from typing_extensions import Buffer
 
 from torch_ckpt._core.unpickling import allow_in_messages, unpickle
-from torch_ckpt.errors import CheckpointError, UnsupportedError, pickles, portable_error
+from torch_ckpt.errors import (
+    CheckpointError,
+    UnsupportedError,
+    pickles,
+    portable_error,
+    typed_text_of,
+)
 from torch_ckpt.records import record as records
 
 __all__ = [
@@ -57,7 +63,7 @@ def unpickled(message: Buffer, rank: int) -> Any:
     except UnsupportedError as error:
         return _wrap_exception(error)
     except Exception as error:
-        text = f"cannot unpickle what rank {rank} sent: {type(error).__qualname__}: {error}"
+        text = f"cannot unpickle what rank {rank} sent: {typed_text_of(error)}"
         return _wrap_exception(CheckpointError(text))
 
 
@@ -93,7 +99,7 @@ class _ErrorWithText(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         (error,) = self.args
-        lines = [f"{type(error).__qualname__}: {error}", *getattr(error, "__notes__", [])]
+        lines = [typed_text_of(error), *map(str, getattr(error, "__notes__", []))]
         return _received_error, (pickle.dumps(error), "\n".join(lines))
 
 
@@ -146,7 +152,7 @@ def why(error: BaseException) -> str:
         return "; ".join(
             f"rank {rank}: {why(cause)}" for rank, (cause, _) in sorted(error.failures.items())
         )
-    return f"{type(error).__qualname__}: {error}"
+    return typed_text_of(error)
 
 
 def first_error(where: str) -> AbstractContextManager[None]:

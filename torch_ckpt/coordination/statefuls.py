@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torch_ckpt.errors import MismatchError, UnsupportedError, naming, naming_cycle
+from torch_ckpt.errors import MismatchError, UnsupportedError, naming, naming_cycle, text_of
 
 __all__ = [
     "StateDicts",
@@ -298,8 +298,8 @@ def _restore(node: _Replaced, loaded: Any) -> Any:
             live[key] = value
     except TypeError as error:
         raise ValueError(
-            f"cannot load {node.fqn!r}: its container cannot be changed ({error}); pass a dict or "
-            "list"
+            f"cannot load {node.fqn!r}: its container cannot be changed ({text_of(error)}); pass a "
+            "dict or list"
         ) from error
     return live
 

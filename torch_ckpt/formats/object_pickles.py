@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import cpu_as_default
 from torch_ckpt._core.unpickling import MAIN_OF_SPAWNED, allowed_by_user, main_module
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, text_of
 from torch_ckpt.formats.allowed_classes import (
     ARCHIVE,
     NO_STAND_INS,
@@ -563,7 +563,7 @@ def _make(name: str, make: Callable[..., Any], arguments: Any) -> Any:
         TypeError,
         ValueError,
     ) as error:
-        raise pickle.UnpicklingError(f"{name}: {error}") from error
+        raise pickle.UnpicklingError(f"{name}: {text_of(error)}") from error
 
 
 def _pickle_module(**attributes: Any) -> Any:

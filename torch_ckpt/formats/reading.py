@@ -11,7 +11,13 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from torch_ckpt.errors import CheckpointError, CorruptionError, StorageError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    StorageError,
+    UnsupportedError,
+    text_of,
+)
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 
 __all__ = ["now_reading", "reading"]
@@ -41,7 +47,7 @@ def reading(what: object) -> Iterator[None]:
     except Exception as error:
         where = "".join(f", at {key!r} of {file}" for file, key in place)
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        message = f"cannot read {what}{where}: {kind}{error}"
+        message = f"cannot read {what}{where}: {kind}{text_of(error)}"
         if isinstance(error, OSError):
             raise StorageError(message, error.errno) from error
         if isinstance(error, ImportError):

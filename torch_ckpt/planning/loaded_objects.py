@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from torch_ckpt.coordination.statefuls import restore_pickled
-from torch_ckpt.errors import naming
+from torch_ckpt.errors import naming, text_of
 
 __all__ = ["own_keys", "store_object", "store_value"]
 
@@ -36,7 +36,8 @@ def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
         store_value(planner.original_state_dict, path, value)
     except TypeError as error:
         raise ValueError(
-            f"cannot load {fqn!r}: its container cannot be changed ({error}); pass a dict or list"
+            f"cannot load {fqn!r}: its container cannot be changed ({text_of(error)}); pass a dict "
+            "or list"
         ) from error
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch_ckpt._core import _native
+from torch_ckpt.errors import text_of
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 
@@ -335,12 +336,9 @@ def _drained(queue: deque[T]) -> list[T]:
 
 def _text_of(error: BaseException) -> str:
     name = type(error).__qualname__
-    try:
-        # The last line of many: DCP's exception has the traces of ranks, and their errors last.
-        text = (str(error).strip().splitlines() or [""])[-1].strip()
-        return f"{name}: {text}"[:_ERROR_LENGTH]
-    except Exception:  # The text is that of a user's class.
-        return name
+    # The last line of many: DCP's exception has the traces of ranks, and their errors last.
+    text = (text_of(error).strip().splitlines() or [""])[-1].strip()
+    return f"{name}: {text}"[:_ERROR_LENGTH]
 
 
 _UNFINISHED = {"unfinished": True}

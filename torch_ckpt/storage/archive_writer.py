@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.errors import UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import lay_out
 from torch_ckpt.options import IoOptions
@@ -40,7 +40,7 @@ def write_value(
     try:
         layout = lay_out(value, refers=True)
     except Exception as error:
-        raise UnsupportedError(f"cannot write {path}: pickling failed: {error}") from error
+        raise UnsupportedError(f"cannot write {path}: pickling failed: {text_of(error)}") from error
     if layout.nbytes <= _SMALL_NBYTES:
         for record, storage in layout.storages():
             record.content = bytes(_bytes_of(storage))

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ckpt._core.tensors import DTYPE_CODES, bytes_of
-from torch_ckpt.errors import NotFoundError, UnsupportedError
+from torch_ckpt.errors import NotFoundError, UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.equality import is_equal
 from torch_ckpt.formats.expansion import allowed_nbytes
@@ -193,7 +193,9 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
             found.budget -= sum(_compared_nbytes(value, found.budget / 2) for value in (x, y))
             same = is_equal(x, y)
         except Exception as error:
-            found.unknown[fqn] = f"objects of {type(x).__name__} cannot be compared: {error}"
+            found.unknown[fqn] = (
+                f"objects of {type(x).__name__} cannot be compared: {text_of(error)}"
+            )
             continue
         if same:
             found.equal += 1

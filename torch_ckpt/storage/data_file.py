@@ -23,7 +23,14 @@ from typing_extensions import Buffer
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import check_memory, gc_paused, to_plain
-from torch_ckpt.errors import CheckpointError, UnsupportedError, add_name, naming, naming_first
+from torch_ckpt.errors import (
+    CheckpointError,
+    UnsupportedError,
+    add_name,
+    naming,
+    naming_first,
+    text_of,
+)
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.allowed_classes import refused_classes
 from torch_ckpt.options import IoMode, IoOptions
@@ -315,7 +322,7 @@ def _naming(item: WriteItem) -> Iterator[None]:
         if not _is_of_torch(error):
             add_name(error, "save", item.index.fqn)
             raise
-        raise UnsupportedError(f"cannot save {item.index.fqn!r}: {error}") from error
+        raise UnsupportedError(f"cannot save {item.index.fqn!r}: {text_of(error)}") from error
     except Exception as error:
         add_name(error, "save", item.index.fqn)
         raise

@@ -17,7 +17,7 @@ from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.tier import SnapshotTier
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.record import current_record, phase
 from torch_ckpt.runs.background.thread import ThreadBackend
@@ -195,7 +195,7 @@ def _is_of_agent(failure: BaseException) -> bool:
 def _with_rank(failure: BaseException) -> str:
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank = "" if is_alone else f"rank {dist.get_rank()} ({socket.gethostname()}): "
-    return f"{rank}{failure}"
+    return f"{rank}{text_of(failure)}"
 
 
 def _warn_of(reason: str) -> None:
