@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_ckpt.agent.options import AgentOptions
-    from torch_ckpt.agent.reader import SnapshotReader
-    from torch_ckpt.agent.trainer import MemoryCheckpoint, SnapshotAgent
+    from torch_ckpt.agent.reader import MemoryCheckpoint, SnapshotReader
+    from torch_ckpt.agent.trainer import SnapshotAgent
 
 _MODULES = {
     "AgentOptions": "options",
-    "MemoryCheckpoint": "trainer",
+    "MemoryCheckpoint": "reader",
     "SnapshotAgent": "trainer",
     "SnapshotReader": "reader",
 }

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from torch_ckpt._core import _native
+from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.replica_files import verify_replica
-from torch_ckpt.agent.trainer import MemoryCheckpoint
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.snapshot import open_snapshot
 from torch_ckpt.storage.reader import FastReader
 
-__all__ = ["SnapshotReader"]
+__all__ = ["MemoryCheckpoint", "SnapshotReader"]
+
+
+@dataclass(frozen=True)
+class MemoryCheckpoint:
+    """A complete save in memory, to load with :class:`SnapshotReader`.
+
+    Attributes:
+        save: Session and sequence of the save; later saves compare as greater.
+        step: Step that the user gave the save.
+        folder: Folder of the slots.
+        slots: Files of the slots of the save on this machine. The slot of this rank's number is
+            first.
+        replicas: Those of the slots that are replicas from another machine.
+        part: The part of the replicas that this rank verifies: its number, and that of all parts.
+        others: Index of the slots on all machines; ``None`` if all are on this one.
+    """
+
+    save: Save
+    step: int
+    folder: Path
+    slots: Sequence[Path]
+    replicas: Sequence[Path] = ()
+    part: tuple[int, int] = (0, 1)
+    others: _native.Index | None = None
 
 
 class SnapshotReader(FastReader):

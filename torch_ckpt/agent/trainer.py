@@ -37,6 +37,7 @@ from torch_ckpt.agent.memory import (
     slot_path,
 )
 from torch_ckpt.agent.options import AgentOptions
+from torch_ckpt.agent.reader import MemoryCheckpoint
 from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.agent.slot_reports import (
     SlotReport,
@@ -56,7 +57,7 @@ from torch_ckpt.planning.replica_check import warn_of
 from torch_ckpt.records.record import note
 from torch_ckpt.storage.progress import Phases, is_first
 
-__all__ = ["MemoryCheckpoint", "SnapshotAgent", "StagedSave"]
+__all__ = ["SnapshotAgent", "StagedSave"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -67,30 +68,6 @@ class StagedSave:
 
     header: _native.SlotHeader
     directory: Location
-
-
-@dataclass(frozen=True)
-class MemoryCheckpoint:
-    """A complete save in memory, to load with :class:`SnapshotReader`.
-
-    Attributes:
-        save: Session and sequence of the save; later saves compare as greater.
-        step: Step that the user gave the save.
-        folder: Folder of the slots.
-        slots: Files of the slots of the save on this machine. The slot of this rank's number is
-            first.
-        replicas: Those of the slots that are replicas from another machine.
-        part: The part of the replicas that this rank verifies: its number, and that of all parts.
-        others: Index of the slots on all machines; ``None`` if all are on this one.
-    """
-
-    save: Save
-    step: int
-    folder: Path
-    slots: Sequence[Path]
-    replicas: Sequence[Path] = ()
-    part: tuple[int, int] = (0, 1)
-    others: _native.Index | None = None
 
 
 class SnapshotAgent:
