@@ -29,7 +29,7 @@ from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.transaction import Claim, Transaction
 from torch_ckpt.coordination.current_call import current_call
-from torch_ckpt.coordination.group import claim_commit
+from torch_ckpt.coordination.group import Call, claim_commit
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import CheckpointError, UnsupportedError, portable_errors
@@ -78,7 +78,8 @@ class _Save:
         ranks: Number of ranks that save together; 0 except on the coordinator.
         phases: For the log.
         transaction: By which its files appear. ``None`` until it is needed.
-        plan: On the coordinator, if all ranks have planned in columns.
+        plan: On the coordinator, if all ranks plan in columns.
+        call: That of this save. A later one may fail before the writer begins it.
     """
 
     commits: bool = False
@@ -86,6 +87,7 @@ class _Save:
     phases: Phases = field(default_factory=lambda: Phases("planning"))
     transaction: Transaction | None = None
     plan: GlobalPlanEntry | None = None
+    call: Call | None = None
 
 
 class FastWriter(StorageWriter):
@@ -340,6 +342,7 @@ class FastWriter(StorageWriter):
             self.file_id = secrets.token_hex(8)
         self._began = True
         self._save = _Save(is_coordinator or not self.use_collectives, int(is_coordinator))
+        self._save.call = current_call()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the rank's items to the plan for the coordinator.
@@ -561,15 +564,10 @@ class FastWriter(StorageWriter):
     # ---- Failure ----
 
     def end_failed_save(self) -> None:
-        """Removes what a save that has failed has written; see :meth:`Transaction.abandon`.
-
-        A save of this package calls it when any rank has failed. DCP's own functions do not
-        report failures of other ranks to a writer. Then the next save removes the files.
-        """
+        """Removes what a failed save has written. Under DCP's own functions, the next save does."""
         transaction, self._save.transaction = self._save.transaction, None
         finished, self._files.finished = self._files.finished, []
-        call = current_call()
-        have_all_failed = call is not None and call.is_uncommitted
+        have_all_failed = self._save.call is not None and self._save.call.is_uncommitted
         if transaction is not None and (self._save.commits or have_all_failed):
             transaction.abandon(finished if have_all_failed else ())
 
