@@ -124,3 +124,25 @@ def test_an_error_without_a_text_fails_a_call_on_all_ranks_at_once(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     worlds.run(2, raise_everywhere, tmp_path, timeout_s=100)
+
+
+def fail_before_the_writer_begins(path: Path) -> list[str]:
+    """Saves with one writer, and then fails the next save before the writer has begun it."""
+    writer = FastWriter(path / "first")
+    torch_ckpt.save({"own": torch.ones(3)}, storage_writer=writer, timeout_s=TIMEOUT_S)
+    dist.barrier()
+    writer.reset(path / "second")
+    fails = mock.patch.object(FastSavePlanner, "set_up_planner", side_effect=ValueError("it fails"))
+    with fails, contextlib.suppress(BaseException):
+        torch_ckpt.save({"own": torch.ones(3)}, storage_writer=writer, timeout_s=TIMEOUT_S)
+    dist.barrier()
+    return sorted(each.name for each in (path / "first").glob("*.distcp"))
+
+
+def test_a_save_that_fails_early_removes_nothing_of_the_one_before(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, fail_before_the_writer_begins, tmp_path)
+    loaded = {"own": torch.zeros(3)}
+    torch_ckpt.load(loaded, checkpoint_id=tmp_path / "first")
+    assert loaded["own"].eq(1).all()
