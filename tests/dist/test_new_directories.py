@@ -353,6 +353,25 @@ def test_a_directory_that_exists_is_not_overwritten_against_the_will_either(
     assert len(os.listdir(path)) == {"fast": 3, "file": 1, "shards": 4}[how]
 
 
+def test_a_save_that_fails_leaves_the_small_files_of_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+
+    class Late(Hiding):
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            """Commits after another save has committed."""
+            other = FastWriter(path)
+            other.small_files = {"metrics.json": b"of the other"}
+            dcp.save(state_of(1), storage_writer=other, no_dist=True)
+            super().finish(*args, **kwargs)
+
+    late = Late(path, overwrite=False)
+    late.small_files = {"metrics.json": b"of the late one"}
+    failed = failures_of(dcp.save, state_of(2), storage_writer=late, no_dist=True)
+    assert failed[0].kind == AlreadyExistsError.__name__
+    assert_holds(path, 1)
+    assert (path / "metrics.json").read_bytes() == b"of the other"
+
+
 def test_a_save_that_is_ended_while_it_moves_its_files_names_the_other_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

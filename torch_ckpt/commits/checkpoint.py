@@ -78,6 +78,7 @@ class CheckpointTransaction(Transaction):
         self.committed_names = frozenset({self.commit_name})
         self.pending_pattern = pending_pattern(rank)
         self._beside: list[str] = []  # Temporaries beside the target, of owners that may live.
+        self._has_small_files = False  # Whether it has written them in the target.
 
     # ---- Begin ----
 
@@ -190,6 +191,7 @@ class CheckpointTransaction(Transaction):
             return
         if self._pending is not None and self._pending.is_missing():  # Else those of another save.
             raise self.files_are_missing(NotFoundError(f"there is no {self._pending}"))
+        self._has_small_files = True
         try:
             write_small_files(self.target, self._small_files, sync=self.sync)
         except BaseException:
@@ -203,7 +205,7 @@ class CheckpointTransaction(Transaction):
                 return
             if is_committed(self.target, self.save_id, self._prefix):  # Only the answer was lost.
                 self.replace_small_files()
-            elif not self.replaces and self._has_certainly_failed(error):
+            elif self._has_small_files and self._has_certainly_failed(error):
                 remove_files(self.target, self._small_files)
 
     def _has_certainly_failed(self, error: BaseException) -> bool:
