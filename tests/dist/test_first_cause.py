@@ -41,7 +41,7 @@ from torch_ckpt._core._native import local_file_system
 from torch_ckpt.errors import CorruptionError, StorageError
 from torch_ckpt.filesystems.location import register
 from torch_ckpt.options import IoOptions
-from torch_ckpt.storage import safetensors_writer
+from torch_ckpt.storage import rank_files, safetensors_writer
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -141,7 +141,7 @@ def save_with_a_slow_thread(path: Path, failing: int, kind: str) -> End:
         module, name = safetensors_writer._PieceWriter, "write"
     else:
         writer = FastWriter(where, thread_count=2, io=IO)
-        module, name = torch_ckpt.storage.writer, "write_data_file"
+        module, name = rank_files, "write_data_file"
     write, is_mine, count = getattr(module, name), dist.get_rank() == 1, itertools.count()
 
     def fail_once(*args: Any, **options: Any) -> Any:
