@@ -544,7 +544,7 @@ def test_of_an_agent_and_another_save_at_once_one_commits(
 
     with monkeypatch.context() as patched:
         patched.setattr(CheckpointTransaction, "_publish", publish_late)
-        with pytest.raises(CheckpointError, match=f"{step}: another save, "):
+        with pytest.raises(CheckpointError, match=f"cannot save to {step}: another save, "):
             persist.persist([snapshot], persist.Writing(torch_ckpt.IoOptions()))
     loaded = state_of(-1)
     dcp.load(loaded, storage_reader=FastReader(step))

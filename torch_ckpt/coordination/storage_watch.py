@@ -20,15 +20,15 @@ __all__ = ["watch_storage"]
 
 _Call: TypeAlias = tuple[int, int, float, str, bytes, int, int]
 
-_LOOKS = 5
-"""Polls per ``LOG_S``."""
+_POLLS = 5
+"""Number of polls within ``LOG_S``."""
 
 
 def watch_storage() -> None:
     """Makes this process log each call of storage that lasts long, from now on.
 
-    For whatever may be the first use of storage. A thread does it, which sleeps while no call is in
-    progress. There is one for each process.
+    Called before what may be the first use of storage in this process. A thread logs; it sleeps
+    while no call is in progress. Each process has one such thread.
     """
     if not PROCESS.storage_watch:
         thread = threading.Thread(target=_watch, name="torch_ckpt-storage", daemon=True)
@@ -68,7 +68,7 @@ def _watch() -> None:
     while True:
         if not jobs:
             _native.await_storage_call()
-        time.sleep(waiting.LOG_S / _LOOKS)
+        time.sleep(waiting.LOG_S / _POLLS)
         _log(jobs, _native.long_storage_calls(waiting.LOG_S))
 
 

@@ -34,7 +34,7 @@ from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.model import ModelTransaction, pending_names, relay_of
 from torch_ckpt.commits.temporary import remove_temporary
-from torch_ckpt.commits.transaction import Claim
+from torch_ckpt.commits.transaction import Claim, Transaction
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.errors import (
@@ -316,22 +316,22 @@ class SafetensorsWriter(FastWriter):
                 remove_temporary(relay.location)
         super().end_failed_save()
 
+    def _new_transaction(self) -> Transaction:
+        return ModelTransaction(
+            *(self.location, self.file_id),
+            sync=self.sync_files,
+            may_replace=self.overwrite,
+            name=self.path,
+        )
+
     @property
     def _model(self) -> ModelTransaction:
-        """The transaction of the present save, which may not have begun."""
-        if self._save.transaction is None:
-            self._save.transaction = ModelTransaction(
-                *(self.location, self.file_id),
-                sync=self.sync_files,
-                may_replace=self.overwrite,
-                name=self.path,
-            )
-        assert isinstance(self._save.transaction, ModelTransaction)
-        return self._save.transaction
+        assert isinstance(self._transaction, ModelTransaction)
+        return self._transaction
 
     def _enter(self, claim: Claim | None) -> None:
         if not self._save.commits:
-            self._model.join(claim, self.rank)
+            self._transaction.join(claim, self.rank)
 
     @property
     def _writes_streams(self) -> bool:
@@ -350,7 +350,7 @@ class SafetensorsWriter(FastWriter):
                 io=self.io,
                 check_replicas=self.check_replicas,
             )
-            self._relay.be_part_of(self, file_id)
+            self._relay._be_part_of(self, file_id)
         return self._relay
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -384,7 +384,7 @@ class SafetensorsWriter(FastWriter):
         results: list[list[WriteResult]],
     ) -> None:
         """Commits the checkpoint, writes the files of the model from it, and removes it."""
-        relay.log_nothing()
+        relay._log_nothing()
         relay.finish(metadata, results)
         values = StoredValues(relay.location, io=self.io)
         nbytes = sum(file.nbytes for file in layout.files)

@@ -283,14 +283,14 @@ class FastWriter(StorageWriter):
 
     # ---- DCP's StorageWriter, on every rank ----
 
-    def be_part_of(self, other: FastWriter, file_id: str) -> None:
+    def _be_part_of(self, other: FastWriter, file_id: str) -> None:
         """Writes a part of the save of another writer, with its tensors and buffers."""
         self.file_id, self.rank = file_id, other.rank
         self.use_collectives = other.use_collectives
         self._staging, self._files = other._staging, other._files
         self._save = PresentSave(commits=other._save.commits, ranks=other._save.ranks)
 
-    def log_nothing(self) -> None:
+    def _log_nothing(self) -> None:
         """Makes the present save end without a line in the log."""
         self._save.ranks = 0
 
@@ -302,8 +302,7 @@ class FastWriter(StorageWriter):
         if checkpoint_id:
             self._directory.change(checkpoint_id)
             self.location = self._directory.absolute
-        self.file_id = secrets.token_hex(8)
-        self._began = False
+        self.file_id, self._began = secrets.token_hex(8), False
 
     def storage_meta(self) -> StorageMeta:
         """Returns the ``storage_meta`` of ``.metadata``."""
@@ -466,19 +465,26 @@ class FastWriter(StorageWriter):
     # ---- The commit ----
 
     @property
-    def _checkpoint(self) -> CheckpointTransaction:
+    def _transaction(self) -> Transaction:
         """The transaction of the present save, which may not have begun."""
         if self._save.transaction is None:
-            self._save.transaction = CheckpointTransaction(
-                *(self.location, self.file_id),
-                rank=None if self.use_collectives else self.rank,
-                sync=self.sync_files,
-                may_replace=self.overwrite,
-                small_files=self.small_files,
-                name=self.path,
-            )
-        assert isinstance(self._save.transaction, CheckpointTransaction)
+            self._save.transaction = self._new_transaction()
         return self._save.transaction
+
+    def _new_transaction(self) -> Transaction:
+        return CheckpointTransaction(
+            *(self.location, self.file_id),
+            rank=None if self.use_collectives else self.rank,
+            sync=self.sync_files,
+            may_replace=self.overwrite,
+            small_files=self.small_files,
+            name=self.path,
+        )
+
+    @property
+    def _checkpoint(self) -> CheckpointTransaction:
+        assert isinstance(self._transaction, CheckpointTransaction)
+        return self._transaction
 
     @property
     def _hides(self) -> bool:
@@ -505,7 +511,7 @@ class FastWriter(StorageWriter):
     def _enter(self, claim: Claim | None) -> None:
         """Begins to write on any rank; see :meth:`Transaction.join`."""
         if not self._save.commits:
-            self._checkpoint.join(claim, self.rank)
+            self._transaction.join(claim, self.rank)
         elif not self._checkpoint.has_begun:  # A subclass replaced `prepare_global_plan`.
             self._begin(can_hide=False)
 
@@ -577,7 +583,7 @@ class FastWriter(StorageWriter):
         another rank has failed and removed its files first, and StorageError if files are missing
         for an unknown reason.
         """
-        transaction = self._save.transaction or self._checkpoint
+        transaction = self._transaction
         names = list(names)
         is_ended = transaction.is_ended(names, error)
         remove_files(transaction.directory, set(names) - transaction.committed_names)
