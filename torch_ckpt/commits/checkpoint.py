@@ -88,7 +88,7 @@ class CheckpointTransaction(Transaction):
         A target that does not exist appears with the commit, if its place permits that and all that
         write files receive the claim (``can_hide``).
         """
-        self._commits = True
+        self.commits = True
         self._beside = self._remove_abandoned()
         if not (can_hide and can_be_renamed_to(self.target)):
             self._begin_in_target()
@@ -112,7 +112,7 @@ class CheckpointTransaction(Transaction):
 
         If another save has removed the pending file meanwhile, the commit will find that.
         """
-        self._commits = True
+        self.commits = True
         pending = self._pending_file
         with contextlib.suppress(NotFoundError):
             if pending.nbytes():  # A commit was killed, and may have left the index, too.

@@ -108,7 +108,8 @@ class Transaction(ABC):
         self._has_created = False  # Whether this process has created the target.
         self._before: object = None  # The identity of what was committed, where this one commits.
         self._id_before: str | None = None  # Its id, if this one must not supersede another.
-        self._commits = False  # Whether this process has begun the save, and not joined it.
+        self.commits = False
+        """Whether this process has begun the save, and not joined it."""
         self._is_committed = False  # Whether this process has committed it.
         self._claim: Claim | None = None  # With which it has joined.
 
@@ -125,12 +126,7 @@ class Transaction(ABC):
     @property
     def has_begun(self) -> bool:
         """Whether this process has begun the transaction, and neither ended nor committed it."""
-        return self._commits and (self._pending is not None or self._hidden is not None)
-
-    @property
-    def commits(self) -> bool:
-        """Whether this process has begun the save, and not joined it."""
-        return self._commits
+        return self.commits and (self._pending is not None or self._hidden is not None)
 
     @property
     def replaces(self) -> bool:
@@ -150,7 +146,7 @@ class Transaction(ABC):
             AlreadyExistsError: The target has a committed save, and this one may not replace it.
             StorageError: The file system refuses a call that a commit needs, or has failed.
         """
-        self._commits = True
+        self.commits = True
         self._remove_abandoned()
         self._begin_in_target()
 
@@ -285,7 +281,7 @@ class Transaction(ABC):
             if claim is not None:  # The last rank finds no data files any more.
                 pending = self.target / claim.name
                 self._has_created = claim.is_new
-        elif self._commits:
+        elif self.commits:
             remove_temporary(hidden)
         if pending is not None and not self._marks_data_files(pending):
             pending.discard()
@@ -342,7 +338,7 @@ class Transaction(ABC):
         with contextlib.suppress(CheckpointError):
             # Only the process that commits has read the old identity. A new target has none.
             is_new = (self.target / self.commit_name).identity() != self._before
-            if is_new and (self._commits or self._hidden is not None):
+            if is_new and (self.commits or self._hidden is not None):
                 return self._committed_id()
         return None
 
