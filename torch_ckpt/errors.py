@@ -22,6 +22,7 @@ __all__ = [
     "NotFoundError",
     "RankTimeoutError",
     "StorageError",
+    "SupersededError",
     "UnsupportedError",
     "add_name",
     "naming",
@@ -92,6 +93,10 @@ class StorageError(_ErrnoError):
     def retriable(self) -> bool:
         """Whether the same operation may succeed if it is retried unchanged."""
         return self.errno in self._RETRIABLE
+
+
+class SupersededError(CheckpointError):
+    """A newer job of the run has begun to save, so this one must not save any more."""
 
 
 class MismatchError(CheckpointError):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ckpt._core import _native
+from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.memory import Save, complete_slots, whole_saves
 from torch_ckpt.agent.replica_files import whole_replicas
+from torch_ckpt.commits.terms import term_in
+from torch_ckpt.errors import CheckpointError
 
 __all__ = [
     "MachineSlots",
@@ -24,11 +30,12 @@ class MachineSlots:
     """All slots that one machine has filled in one save: its own, or replicas on its buddy.
 
     ``node`` is the machine that has filled them, one of ``node_count``, as numbered then. ``names``
-    are the files, in order of rank.
+    are the files, in order of rank. ``term`` is that of the run in which the step was saved.
     """
 
     save: Save
     step: int
+    term: int
     node: int
     node_count: int
     is_replica: bool
@@ -49,9 +56,17 @@ def machine_slots(folder: Path, run: bytes) -> list[MachineSlots]:
     found = []
     for is_replica, slots in own + replicas:
         first, names = slots[0][0], [path.name for _, path in slots]
-        facts = first.save, first.step, first.node, first.node_count
+        facts = first.save, first.step, _term_in(slots[0][1]), first.node, first.node_count
         found.append(MachineSlots(*facts, is_replica=is_replica, names=names))
     return found
+
+
+def _term_in(slot: Path) -> int:
+    """Returns the term of the run in which a slot was filled; 0 if it has none."""
+    with contextlib.suppress(CheckpointError):
+        snapshot = _native.Slot.open(os.fsencode(slot), False).read()
+        return term_in(Destination.of(snapshot).small_files)
+    return 0
 
 
 def orphans_among(slots: Iterable[MachineSlots]) -> list[Save]:

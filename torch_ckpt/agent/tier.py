@@ -38,6 +38,11 @@ class SnapshotTier:
         whole = sources_of_whole_saves(reports).values()
         return iter(sorted({sources[0][1].step for sources in whole}, reverse=True))
 
+    def term_of(self, step: int, reports: Sequence[SlotReport]) -> int:
+        """Returns the term of the save that :meth:`reader_of` reads; 0 if it has none."""
+        whole = sources_of_whole_saves(reports)
+        return whole[max(save for save in whole if whole[save][0][1].step == step)][0][1].term
+
     def damaged(self) -> list[int]:
         """Returns no steps: an incomplete snapshot was never a step."""
         return []

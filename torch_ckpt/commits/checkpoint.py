@@ -19,6 +19,7 @@ from torch_ckpt.commits.garbage import collect_garbage, find, pending_pattern, r
 from torch_ckpt.commits.probe import can_be_renamed_to, check_commit
 from torch_ckpt.commits.small_files import write_small_files
 from torch_ckpt.commits.temporary import PARTIAL, end_partials, remove_temporary, temporary
+from torch_ckpt.commits.terms import check_term, term_in
 from torch_ckpt.commits.transaction import Transaction
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
@@ -154,8 +155,10 @@ class CheckpointTransaction(Transaction):
             AlreadyExistsError: Another save was committed, and this one may not replace it.
             StorageError: Another save was committed meanwhile and has removed files of this one, or
                 a call has failed. Then it is unknown whether the checkpoint is committed.
+            SupersededError: It is a step of a run, and a later job of the run saves.
         """
         try:
+            check_term(self.target.parent, term_in(self._small_files))
             if self._hidden is not None:
                 try:
                     self._publish(metadata, index, files)

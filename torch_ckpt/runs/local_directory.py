@@ -9,6 +9,7 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.failures import OnFailure
+from torch_ckpt.runs.lineage import Lineage
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.promotion import Promotion
 from torch_ckpt.runs.retention import Retention
@@ -23,6 +24,7 @@ def promotion_for(
     group: Group,
     places: Places,
     disks: Sequence[StepDirectories],
+    lineage: Lineage,
     retention: Retention,
     *,
     keep: int,
@@ -69,6 +71,7 @@ def promotion_for(
         promotion = Promotion(
             local,
             run,
+            lineage,
             retention,
             keep=keep,
             nbytes_per_s=nbytes_per_s or 0,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_ckpt.commits.terms import term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -28,9 +29,10 @@ __all__ = ["MachineDirectories"]
 
 @dataclass(frozen=True)
 class _Step:
-    """What a machine has of a step: of which save, and which of its data files."""
+    """What a machine has of a step: of which save and term, and which of its data files."""
 
     save_id: str
+    term: int
     files: frozenset[str]
     present: frozenset[str]
 
@@ -74,6 +76,10 @@ class MachineDirectories(StepDirectories):
             present = frozenset().union(*(part.present for part in parts))
             if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
                 yield step
+
+    def term_of(self, step: int, reports: Sequence[Mapping[int, _Step] | None] = ()) -> int:
+        """Returns the term in which a step was saved; 0 if it has none."""
+        return max((each[step].term for each in reports if each and step in each), default=0)
 
     def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader by which machines pass on what others lack. Called on all ranks."""
@@ -122,4 +128,4 @@ def _step_in(path: Location) -> _Step:
     if index is None:
         raise NotFoundError(f"the checkpoint in {path} has no index")
     files = frozenset(name for name, _ in index.files)
-    return _Step(index.save_id, files, files_in(path, index.files))
+    return _Step(index.save_id, term_of(path), files, files_in(path, index.files))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch_ckpt.agent.identity import id_in_directory
 from torch_ckpt.commits.small_files import SMALL_FILES
+from torch_ckpt.commits.terms import newest_term, superseded, term_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
@@ -27,12 +28,14 @@ from torch_ckpt.errors import (
     CorruptionError,
     NotFoundError,
     StorageError,
+    SupersededError,
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id, has_checkpoint
 from torch_ckpt.records.figures import nbytes_text
 from torch_ckpt.records.record import Recorder, note, phase
 from torch_ckpt.runs.failures import OnFailure, storage_failure
+from torch_ckpt.runs.lineage import Lineage
 from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
@@ -94,6 +97,8 @@ class Promotion:
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` returns why.
 
+    Steps that the newest job of the run has not gone on from (``lineage``) are not promoted.
+
     ``run_id`` is the id that both directories have. A directory that another run has taken over is
     neither read nor written.
 
@@ -104,6 +109,7 @@ class Promotion:
         self,
         local: StepDirectories,
         run: StepDirectories,
+        lineage: Lineage,
         retention: Retention,
         *,
         keep: int,
@@ -116,6 +122,7 @@ class Promotion:
         run_id: str | None = None,
     ) -> None:
         self._local, self._run, self._retention = local, run, retention
+        self._lineage = lineage
         self._run_id = run_id
         self._commits, self._are_several = commits, are_several
         self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
@@ -144,23 +151,31 @@ class Promotion:
     def begin(self, whole: Sequence[int] | None = None) -> None:
         """Looks up which steps there are. ``whole`` are those that all places have, if several.
 
-        A step that another save has committed in the directory of the run stays there: which of the
-        two is newer is unknown, since the run may have gone on from another local directory.
+        Steps that are not on the lineage of the newest term are passed over. So is one of the same
+        number as another save in the directory of the run, if the term of that is not earlier:
+        which of the two is newer is unknown then.
         """
         in_run, local = (committed_steps(disk.directory) for disk in (self._run, self._local))
         monitor = self._retention.monitor if self._commits else None
         self._steps.found(in_run, {} if monitor is None else self._run.values(monitor))
+        lineage = newest_term(self._run.directory)
         other = {
             step
-            for step in set(in_run).intersection(local)
-            if committed_id(self._local.path(step)) != committed_id(self._run.path(step))
+            for step in local
+            if not lineage.has(step, term := term_of(self._local.path(step)))
+            or (step in in_run and self._is_other(step, term))
         }
         if other:
             _LOG.warning(
-                "steps %s of %s are of other saves than those of %s, and are not promoted",
+                "steps %s of %s are not of the saves from which %s goes on, and are not promoted",
                 *(sorted(other), self._local.directory, self._run.directory),
             )
         self._steps.pass_over(other.union([] if whole is None else set(local).difference(whole)))
+
+    def _is_other(self, step: int, term: int) -> bool:
+        """Returns whether the run has another save of a local step, of no earlier term."""
+        local, in_run = self._local.path(step), self._run.path(step)
+        return committed_id(local) != committed_id(in_run) and term_of(in_run) >= term
 
     def start(
         self,
@@ -436,6 +451,7 @@ class Promotion:
         self._check_goes_on(attempt)
         if copy.is_done:
             return True
+        self._check_lineage(step)
         copy.copy_files()
         note(bytes=copy.read_nbytes)
         if not self._commits:
@@ -453,9 +469,19 @@ class Promotion:
         while self._are_several and (missing := copy.missing_files()):
             others.log()
             self._check_goes_on(attempt, _POLL_S)
-        copy.copy_small_files(SMALL_FILES)
-        copy.commit()
+
+        def check() -> None:
+            self._check_lineage(step)
+            copy.copy_small_files(SMALL_FILES)
+
+        copy.commit(check)
         return True
+
+    def _check_lineage(self, step: int) -> None:
+        """Raises SupersededError if a newer job of the run does not go on from a local step."""
+        newest = newest_term(self._run.directory)
+        if not newest.has(step, term_of(self._local.path(step))):
+            raise superseded(self._run.directory, newest)
 
     def _check_goes_on(self, attempt: _Attempt, wait_s: float = 0.0) -> None:
         """Raises CancelledError if the attempt is stopped, or is so within a while."""
@@ -478,6 +504,7 @@ class Promotion:
         Some files of steps that are to be promoted may have arrived.
         """
         try:
+            self._lineage.check()
             self._retention.apply(self._run, newest, wanted)
             steps = listed_steps(self._run.directory)
         except CheckpointError as error:
@@ -508,6 +535,8 @@ class Promotion:
 
     def _may_go_on(self) -> bool:
         """Returns whether training goes on after failures. Requires: the caller holds the lock."""
+        if isinstance(self._failure, SupersededError):
+            return False
         is_short = time.monotonic() - self._failing_since < MIN_OUTAGE_S
         return self._on_failure == "warn" and (is_short or self._in_a_row < self._most)
 
@@ -517,6 +546,8 @@ class Promotion:
         message = f"step {step} was not promoted to {self._run.directory}: {why(error)}"
         storage = storage_failure(error)
         failure = CheckpointError(message)
+        if isinstance(error, SupersededError):
+            failure = SupersededError(message)
         if storage is not None:
             failure = StorageError(message, storage.errno)
         failure.__cause__ = error

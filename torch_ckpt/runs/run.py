@@ -26,6 +26,7 @@ from torch_ckpt.records.record import Recorder
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.failures import Failures, OnFailure
 from torch_ckpt.runs.last_saves import LastSaves
+from torch_ckpt.runs.lineage import Lineage
 from torch_ckpt.runs.local_directory import promotion_for
 from torch_ckpt.runs.machine_directories import MachineDirectories
 from torch_ckpt.runs.places import Places, writer_to
@@ -176,12 +177,14 @@ class Run(LastSaves):
         rank = self._group.names[self._group.rank]
         self._recorder = Recorder(rank, self._log) if record else None
         self._writer = writer_to(path, places, writer or {})
+        lineage = Lineage(self._disks, self.retention)
         self._promotion = None
         if local is not None:
             self._promotion = promotion_for(
                 self._group,
                 places,
                 self._disks,
+                lineage,
                 self.retention,
                 keep=keep_local,
                 nbytes_per_s=promote_bytes_per_s,
@@ -217,6 +220,7 @@ class Run(LastSaves):
             writer=self._writer,
             backend=self._backend,
             retention=self.retention,
+            lineage=lineage,
             boundary=self._boundary,
             failures=self._failures,
             clock=self._schedule.clock,
@@ -489,7 +493,7 @@ class Run(LastSaves):
         """
         self._check_open()
         self._saves.set_base(None)  # Until a step has proved sound.
-        then = functools.partial(self._saves.branches.restored, is_given=step is not None)
+        then = functools.partial(self._saves.lineage.restored, is_given=step is not None)
         found: int | None
         with self._saves.recording("load", step if type(step) is int else None) as record:
             if step is None:

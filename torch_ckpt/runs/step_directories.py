@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch_ckpt.commits.hiding import removed_directories
 from torch_ckpt.commits.late_names import wait_on_all
+from torch_ckpt.commits.terms import term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -103,6 +104,10 @@ class StepDirectories:
             passed |= {*damaged, *absent, step}
             damaged.clear()
             yield step
+
+    def term_of(self, step: int, reports: Sequence[None] = ()) -> int:
+        """Returns the term in which a step was saved; 0 if it has none."""
+        return term_of(self.path(step))
 
     def newest_after(self, step: int) -> int | None:
         """Returns the newest whole step after a step, by the lengths of its files.

@@ -22,8 +22,8 @@ from torch_ckpt.records.record import Record, Recorder, current_record
 from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY, AgentBackend
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
-from torch_ckpt.runs.branches import Branches
 from torch_ckpt.runs.failures import Failures, may_be_committed
+from torch_ckpt.runs.lineage import Lineage
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.promotion import END_S, Promotion
@@ -74,6 +74,7 @@ class StepSaves:
         writer: FastWriter,
         backend: ThreadBackend | AgentBackend | None,
         retention: Retention,
+        lineage: Lineage,
         boundary: StepBoundary,
         failures: Failures,
         clock: CostClock,
@@ -91,7 +92,7 @@ class StepSaves:
         self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
         self._knows_last = False
-        self.branches = Branches(self._disks, retention)
+        self.lineage = lineage
         self._pending: BackgroundSave | None = None
         self._failed: set[int] = set()  # Steps whose directories may have remains.
         self._unknown: dict[int, Callable[[], None]] = {}  # Steps that may still be committed.
@@ -211,7 +212,7 @@ class StepSaves:
             for failed in self._failed:  # No rank and no agent uses its directory any more.
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
-            files.update(self.branches.saving(step))
+            files.update(self.lineage.saving(step))
             return files, choice, self._base(step) if self._reuses else None, None
 
         what = "beginning to save"
@@ -501,6 +502,7 @@ class StepSaves:
         directories = [disk.directory for disk in reversed(self._disks)]
 
         def check(steps: list[int]) -> int:
+            self.lineage.check()
             steps_after(directories, common := common_step(steps), self._disk.check)
             return common
 
@@ -509,7 +511,7 @@ class StepSaves:
                 if self._promotion is not None:
                     stack.enter_context(self._promotion.discarding_after(step))
                 removed = discard_after(directories, step)
-            self.branches.discarded_after(step)
+            self.lineage.discarded_after(step)
             self._knows_last = False
             return removed
 
@@ -564,6 +566,7 @@ class StepSaves:
             return
         try:
             with contextlib.nullcontext() if record is None else record.phase("retain"):
+                self.lineage.check()
                 self._retention.apply(self._disk, step)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"old steps were not removed: {error}", stacklevel=2)

@@ -1,7 +1,7 @@
 """StepTiers: the storage tiers of a run's steps, such as memory and disk, combined.
 
-The coordinator chooses the newest whole step, and all ranks load it from the same tier. If the step
-is damaged, all ranks fall back to the same older step.
+The coordinator chooses the newest whole step of the lineage, and all ranks load it from the same
+tier. If the step is damaged, all ranks fall back to the same older step.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import functools
 import heapq
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_ckpt.api import load
+from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import (
@@ -52,6 +53,10 @@ class Tier(Protocol):
         """
         ...
 
+    def term_of(self, step: int, reports: Sequence[Any]) -> int:
+        """Returns the term in which a whole step of the tier was saved. Called on one rank."""
+        ...
+
     def damaged(self) -> list[int]:
         """Returns steps that were committed and are damaged. Called on one rank."""
         ...
@@ -61,11 +66,20 @@ class Tier(Protocol):
         ...
 
 
+class _Found(NamedTuple):
+    """A whole step, the number of its tier, and the term in which it was saved."""
+
+    step: int
+    tier: int
+    term: int
+
+
 class StepTiers:
     """Several tiers of one run. All ranks call its methods together.
 
-    If several tiers have the same step, the first counts. ``process_group`` has the ranks of
-    ``group``, for DCP; all if ``None``. The directory is that of the run, for messages.
+    If several tiers have the same step, the first counts. ``directory`` is that of the run, which has
+    its terms. ``process_group`` has the ranks of
+    ``group``, for DCP; all if ``None``.
 
     Example::
 
@@ -83,6 +97,7 @@ class StepTiers:
     ) -> None:
         self._tiers, self._group, self._process_group = tiers, group, process_group
         self._timeout_s, self._directory = timeout_s, directory
+        self._left: list[int] = []  # Steps of other lineages that the coordinator has passed over.
 
     def latest(self, *, first: Callable[[], None]) -> int | None:
         """Returns the newest whole step, equal on all ranks; ``None`` if none was committed.
@@ -90,7 +105,7 @@ class StepTiers:
         ``first`` is called on each rank before. Raises CorruptionError if none is whole.
         """
         found = self._choose((), first)
-        return None if found is None else found[0]
+        return None if found is None else found.step
 
     def restore(
         self,
@@ -98,22 +113,22 @@ class StepTiers:
         strict: bool | None = None,
         *,
         first: Callable[[], None],
-        then: Callable[[int, int], None] = lambda *_: None,
+        then: Callable[[int, int, int], None] = lambda *_: None,
     ) -> int | None:
         """Loads the newest sound step and returns it; ``None`` if no step was committed.
 
         ``first`` is called on each rank before. ``then`` is called on the coordinator with the
-        loaded step, twice. If it raises, all ranks do.
+        loaded step, twice, and its term. If it raises, all ranks do.
         """
-        tried: list[tuple[int, int]] = []
+        tried: list[_Found] = []
         failure: CheckpointException | None = None
         try:
             while len(tried) < _MOST_TRIES and (found := self._choose(tried, first)):
                 tried.append(found)
-                step, number = found
-                load_step = functools.partial(self._load, self._tiers[number], step, state, strict)
+                step = found.step
                 try:
-                    load_step(functools.partial(then, step, step))
+                    then_found = functools.partial(then, step, step, found.term)
+                    self._load(self._tiers[found.tier], step, state, strict, then_found)
                 except CheckpointException as error:
                     if not _is_damage(error):
                         raise
@@ -134,66 +149,91 @@ class StepTiers:
         strict: bool | None = None,
         *,
         first: Callable[[], int],
-        then: Callable[[int, int], None],
+        then: Callable[[int, int, int], None],
     ) -> int:
         """Loads a step from the first tier that has the whole step, or else from the last.
 
-        Returns the step. ``first`` is called on each rank before, and returns that step.
-        ``then`` is called on the coordinator with the step, and the newest step of all tiers but
-        the last, which is the disk; the step again if it is newer. If it raises, all ranks do.
+        A step of the lineage comes before others of the same number. Returns the step. ``first`` is
+        called on each rank before, and returns that step. ``then`` is called on the coordinator
+        with the step, the newest step of all tiers but the last, which is the disk, and the term of
+        the loaded step. The newest is the step again if that is newer. If ``then`` raises, all
+        ranks do.
         """
 
-        def choose(answers: list[tuple[int, list[Any]]]) -> tuple[int, int, int]:
+        def choose(answers: list[tuple[int, list[Any]]]) -> tuple[list[_Found], int]:
             step = common_step([rank_step for rank_step, _ in answers])
-            memory = [
-                list(tier.steps([reports[number] for _, reports in answers]))
-                for number, tier in enumerate(self._tiers[:-1])
-            ]
-            tiers = (number for number, steps in enumerate(memory) if step in steps)
-            newest = max([step, *(max(steps, default=step) for steps in memory)])
-            return step, next(tiers, len(memory)), newest
+            by_tier = [[reports[n] for _, reports in answers] for n in range(len(self._tiers))]
+            *former, last = enumerate(self._tiers)
+            memory = {n: list(tier.steps(by_tier[n])) for n, tier in former}
+            with_step = [n for n, steps in memory.items() if step in steps] + [last[0]]
+            found = [_Found(step, n, self._tiers[n].term_of(step, by_tier[n])) for n in with_step]
+            lineage = newest_term(self._directory)
+            found.sort(key=lambda each: not lineage.has(step, each.term))
+            return found, max([step, *(max(steps, default=step) for steps in memory.values())])
 
-        step, number, newest = self._group.decide(
+        found, newest = self._group.decide(
             "choosing a step",
             lambda: self._own_reports(first),
             choose,
             timeout_s=self._timeout_s,
             recorded="choose",
         )
-        while True:
+        for step, number, term in found:
             try:
-                then_newest = functools.partial(then, step, newest)
+                then_newest = functools.partial(then, step, newest, term)
                 self._load(self._tiers[number], step, state, strict, then_newest)
             except CheckpointException as error:
-                number += 1
-                if number == len(self._tiers) or not _is_damage(error):
+                if number == found[-1].tier or not _is_damage(error):
                     raise
             else:
-                return step
+                break
+        return found[0].step
 
     def _own_reports(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
         """Returns the result of ``first``, and this rank's report for each tier."""
         return first(), [tier.report() for tier in self._tiers]
 
     def _newest(
-        self, tried: Sequence[tuple[int, int]], reports: Sequence[list[Any]]
-    ) -> tuple[int, int] | None:
-        """Returns the newest whole step that was not tried, and the number of its tier.
+        self, tried: Sequence[_Found], reports: Sequence[list[Any]], lineage: Term
+    ) -> _Found | None:
+        """Returns the newest whole step of the lineage that was not tried.
 
-        ``tried`` are such steps and tiers. The same step in a later tier follows it.
+        The same step in a later tier follows it. Warns of each newer step that is not on the
+        lineage.
         """
         tiers = [
-            _numbered(tier.steps([rank_reports[number] for rank_reports in reports]), number)
+            _in_tier(tier, number, [rank_reports[number] for rank_reports in reports])
             for number, tier in enumerate(self._tiers)
         ]
-        found = heapq.merge(*tiers, key=lambda found: -found[0])
-        return next((each for each in found if each not in tried), None)
+        for found in heapq.merge(*tiers, key=lambda found: -found.step):
+            if found in tried:
+                continue
+            if lineage.has(found.step, found.term):
+                return found
+            if found.step not in self._left:
+                self._left.append(found.step)
+                warnings.warn(
+                    f"step {found.step} is passed over: it is of a job that {self._directory} has "
+                    f"left. The newest job ({lineage}) has not gone on from that step. To load it, "
+                    f"call restore(state, step={found.step})",
+                    stacklevel=2,
+                )
+        return None
 
     def _choose(
-        self, tried: Sequence[tuple[int, int]], first: Callable[[], None]
-    ) -> tuple[int, int] | None:
-        def choose(answers: list[tuple[None, list[Any]]]) -> tuple[int, int] | None:
-            found = self._newest(tried, [reports for _, reports in answers])
+        self, tried: Sequence[_Found], first: Callable[[], None]
+    ) -> _Found | None:
+        def choose(answers: list[tuple[None, list[Any]]]) -> _Found | None:
+            self._left = []
+            lineage = newest_term(self._directory)
+            found = self._newest(tried, [reports for _, reports in answers], lineage)
+            if found is None and not tried and self._left:
+                raise CorruptionError(
+                    f"cannot restore from {self._directory}: no step of its newest job ({lineage}), "
+                    f"and of those from which it has gone on, is whole. Step {self._left[0]} is of "
+                    "a job that the run has left: to go on from it, call "
+                    f"restore(state, step={self._left[0]})"
+                )
             if found is None and not tried:
                 damaged = [step for tier in self._tiers for step in tier.damaged()]
                 if damaged:
@@ -252,8 +292,8 @@ def common_step(steps: list[int]) -> int:
     return steps[0]
 
 
-def _numbered(steps: Iterator[int], number: int) -> Iterator[tuple[int, int]]:
-    return ((step, number) for step in steps)
+def _in_tier(tier: Tier, number: int, reports: Sequence[Any]) -> Iterator[_Found]:
+    return (_Found(step, number, tier.term_of(step, reports)) for step in tier.steps(reports))
 
 
 def _is_damage(error: CheckpointException) -> bool:

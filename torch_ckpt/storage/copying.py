@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
@@ -169,21 +169,23 @@ class CheckpointCopy:
         sound = files_in(self.target, files)
         return [name for name, _ in files if name not in sound]
 
-    def commit(self) -> None:
+    def commit(self, check: Callable[[], None] = lambda: None) -> None:
         """Commits the copy. All data files must have arrived.
+
+        ``check`` is called when it is known which checkpoint would be replaced.
 
         Raises:
             CheckpointError: A data file is missing.
             StorageError: Another save was committed at the target meanwhile, or the store failed.
                 In the second case, the checkpoint may be committed.
         """
-        missing = self.missing_files()
-        if missing:
+        self._transaction.resume()
+        check()
+        if missing := self.missing_files():
             raise CheckpointError(
                 f"cannot commit {self.target}: {len(missing)} data files of {self.source} have not "
                 f"arrived, including {missing[0]}"
             )
-        self._transaction.resume()
         opened = self._opened
         names = [name for name, _ in opened.files]
         self._transaction.commit(opened.metadata, opened.encoded_index, names)

@@ -1,0 +1,280 @@
+"""Several jobs of one run: whose step it is, which steps a restore finds, and who may remove them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.run_steps import steps_in, warned
+
+from torch_ckpt import CheckpointError, Run
+from torch_ckpt.commits.terms import newest_term, take_term, term_of
+from torch_ckpt.errors import CorruptionError, SupersededError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.storage.copying import CheckpointCopy
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:step .* is newer"),
+    pytest.mark.usefixtures("memory"),
+]
+
+AGENT: dict[str, Any] = {"asynchronous": True, "agent": True}
+MODES: dict[str, dict[str, Any]] = {"direct": {}, "thread": {"asynchronous": True}, "agent": AGENT}
+
+
+def save(run: Run, step: int, job: int) -> None:
+    """Saves a step whose values are those of a job."""
+    run.save(step, {"w": torch.full((1000,), float(step)), "job": job})
+    run.wait()
+
+
+def restored(run: Run, **options: Any) -> tuple[int | None, int]:
+    """The step that a run restores, and its job."""
+    state = {"w": torch.full((1000,), -1.0), "job": -1}
+    step = run.restore(state, **options)
+    assert state["w"].eq(-1 if step is None else step).all()
+    return step, int(state["job"])  # type: ignore[call-overload]
+
+
+@contextlib.contextmanager
+def left(run: Run) -> Iterator[Run]:
+    """A job that dies: it does not wait for its promotions."""
+    with contextlib.suppress(ZeroDivisionError), run:
+        yield run
+        raise ZeroDivisionError
+
+
+# ---- Jobs that believe each other dead ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_job_that_was_believed_dead_replaces_and_removes_nothing_of_its_successor(
+    mode: str, run: Path
+) -> None:
+    old = Run(run, keep_last=2, **MODES[mode])
+    save(old, 200, 1)
+    with Run(run, keep_last=2) as new:
+        assert restored(new) == (200, 1)
+        save(new, 210, 2)
+        save(new, 220, 2)
+        for step in (220, 300):  # The same step as the successor's, and a later one.
+            with pytest.raises(SupersededError, match=r"a newer job saves there \(term 2, process"):
+                save(old, step, 1)
+        with pytest.raises(SupersededError):
+            old.discard_after(200)
+    assert steps_in(run) == [210, 220]
+    assert restored(Run(run)) == (220, 2)
+    with contextlib.suppress(CheckpointError):
+        old.close()
+
+
+@pytest.mark.parametrize("mode", ["thread", "agent"])
+def test_a_save_in_the_background_is_not_committed_after_one_of_a_newer_job(
+    mode: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with left(Run(run, **MODES[mode])) as old:
+        save(old, 100, 1)
+        lineage = old._saves.lineage
+        monkeypatch.setattr(type(lineage), "check", lambda _: None)  # It has looked before.
+        with Run(run) as new:
+            restored(new)
+            save(new, 110, 2)
+        old.save(110, {"w": torch.zeros(1000), "job": 1})
+        with pytest.raises(CheckpointError, match="a newer job saves there"):
+            old.wait()
+    assert restored(Run(run)) == (110, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slow_promotion_does_not_replace_the_step_of_a_newer_job(
+    mode: str, run: Path, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at the end of the copy, when it is about to commit."""
+    goes_on, waits = threading.Event(), threading.Event()
+    copy_files = CheckpointCopy.copy_files
+
+    def slow(copy: CheckpointCopy) -> None:
+        copy_files(copy)
+        if copy.source.name == "step-300" and "old" in str(copy.source):
+            waits.set()
+            assert goes_on.wait(60)
+
+    monkeypatch.setattr(CheckpointCopy, "copy_files", slow)
+    options: dict[str, Any] = {"keep_last": 3, **MODES[mode]}
+    old = Run(run, local=tmp_path / "old", **options)
+    save(old, 290, 1)
+    old.wait(promoted=True)
+    save(old, 300, 1)
+    assert waits.wait(60)
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(memory / "machine-new"))
+    with Run(run, local=tmp_path / "new", **options) as new:
+        assert restored(new) == (290, 1)
+        save(new, 300, 2)
+        new.wait(promoted=True)
+        assert term_of(Location(run / "step-300")) == 2
+        goes_on.set()
+        with pytest.raises(SupersededError, match="step 300 was not promoted"):
+            old.wait(promoted=True)
+        with pytest.raises(SupersededError):
+            save(old, 310, 1)
+        save(new, 310, 2)
+    with contextlib.suppress(CheckpointError):
+        old.close()
+    assert restored(Run(run)) == (310, 2)
+    assert restored(Run(run), step=300) == (300, 2)
+
+
+def test_a_later_job_may_replace_what_a_former_one_has_promoted(run: Path, tmp_path: Path) -> None:
+    with left(Run(run, local=tmp_path / "one")) as one:
+        save(one, 100, 1)
+        one.wait(promoted=True)
+        two = Run(run, local=tmp_path / "two")
+        assert restored(two) == (100, 1)
+        save(one, 110, 1)
+        one.wait(promoted=True)
+    with two:
+        save(two, 110, 2)
+        two.wait(promoted=True)
+    assert restored(Run(run)) == (110, 2)
+
+
+# ---- Abandoned branches ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_restore_ignores_the_steps_that_the_run_has_left_on_another_machine(
+    mode: str, run: Path, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(machine: str) -> Run:
+        monkeypatch.setenv("TORCH_CKPT_MEMORY", str(memory / f"machine-{machine}"))
+        return Run(run, local=tmp_path / machine, keep_last=2, **MODES[mode])
+
+    with left(job("one")) as first, monkeypatch.context() as broken:
+        save(first, 100, 1)
+        first.wait(promoted=True)
+        broken.setattr(CheckpointCopy, "commit", lambda *_: pytest.fail("the store is down"))
+        save(first, 150, 1)
+    with job("two") as second:
+        assert restored(second) == (100, 1)
+        save(second, 120, 2)
+        save(second, 130, 2)
+    with job("one") as third:
+        messages = warned(lambda: restored(third))
+        assert [m for m in messages if m.startswith("step 150 is passed over: it is of a job")]
+        assert restored(third) == (130, 2)
+        save(third, 140, 3)
+        third.wait(promoted=True)
+        assert committed_steps(Location(run)) == [140, 130]
+    assert restored(Run(run)) == (140, 3)
+    with job("one") as fourth:
+        assert restored(fourth) == (140, 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_goes_back_and_saves_has_left_its_newer_steps(mode: str, run: Path) -> None:
+    with Run(run, **MODES[mode]) as going:
+        for step in (300, 500, 700):
+            save(going, step, 1)
+        assert restored(going, step=300) == (300, 1)
+        assert restored(going) == (700, 1), "nothing was saved since"
+        restored(going, step=300)
+        save(going, 310, 2)
+        assert restored(going) == (310, 2)
+    with Run(run, **MODES[mode]) as again:
+        assert restored(again) == (310, 2)
+        assert restored(again, step=500) == (500, 1)
+        save(again, 510, 3)
+        assert restored(again) == (510, 3)
+        (run / "step-510/.metadata").write_bytes(b"")
+    last = Run(run)
+    assert restored(last) == (500, 1)
+
+
+def test_an_evaluation_of_an_older_step_leaves_no_step(run: Path) -> None:
+    with Run(run) as first:
+        for step in (300, 500, 700):
+            save(first, step, 1)
+    training = Run(run)
+    assert restored(training) == (700, 1)
+    assert restored(training, step=300) == (300, 1)
+    save(training, 710, 1)
+    assert restored(training, step=500) == (500, 1)
+    save(training, 720, 1)
+    for damaged in (720, 710):
+        (run / f"step-{damaged}/.metadata").write_bytes(b"")
+    assert restored(Run(run)) == (700, 1)
+
+
+def test_a_reader_takes_no_term(run: Path) -> None:
+    training = Run(run)
+    save(training, 1, 1)
+    reader = Run(run)
+    assert restored(reader) == (1, 1)
+    assert reader.latest_step() == 1
+    with reader.lease(1):
+        save(training, 2, 1)
+    reader.close()
+    save(training, 3, 1)
+    assert newest_term(Location(run)).number == 1
+
+
+def test_a_run_of_which_only_abandoned_steps_are_left_does_not_begin_anew(run: Path) -> None:
+    going = Run(run)
+    save(going, 300, 1)
+    save(going, 700, 1)
+    restored(going, step=300)
+    save(going, 310, 1)
+    shutil.rmtree(run / "step-310")
+    shutil.rmtree(run / "step-300")
+    with pytest.raises(CorruptionError, match=r"restore\(state, step=700\)"):
+        restored(Run(run))
+    assert restored(Run(run), step=700) == (700, 1)
+
+
+def test_steps_without_a_term_count_up_to_where_the_first_job_has_gone_on(run: Path) -> None:
+    """Such as those of an earlier version, and of stock DCP."""
+    save(Run(run), 100, 0)
+    save(Run(run), 200, 0)
+    for path in (run / "term-2", run / "step-100/branch.json", run / "step-200/branch.json"):
+        path.unlink()
+    assert restored(Run(run)) == (200, 0)
+    job = Run(run)
+    restored(job, step=100)
+    save(job, 110, 1)
+    assert restored(Run(run)) == (110, 1)
+    assert json.loads((run / "term-1").read_text())["lineage"] == [[0, 100]]
+
+
+# ---- Terms ----
+
+
+def test_jobs_that_begin_at_the_same_time_take_different_terms(run: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        taken = list(threads.map(lambda _: take_term(Location(run), {}).number, range(40)))
+    assert sorted(taken) == list(range(1, 41))
+    assert newest_term(Location(run)).number == 40
+    assert [path.name for path in run.iterdir()] == ["term-40"]
+
+
+@pytest.mark.parametrize("contents", [b"", b"{", b"[]", b'{"lineage": [[1]]}'])
+def test_a_term_whose_job_died_while_it_wrote_the_file_is_passed_over(
+    run: Path, contents: bytes
+) -> None:
+    save(Run(run), 1, 1)
+    (run / "term-2").write_bytes(contents)
+    assert restored(Run(run)) == (1, 1)
+    job = Run(run)
+    restored(job)
+    save(job, 2, 2)
+    assert newest_term(Location(run)).number == 3
+    assert restored(Run(run)) == (2, 2)

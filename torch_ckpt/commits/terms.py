@@ -1,0 +1,171 @@
+"""Terms: which job of a run may commit, and which steps its training goes on from.
+
+A job takes the next term before its first save. The file ``term-7`` in the directory of the run is that
+of term 7. Only one process can create it, as with a fencing token. Each step that the job saves has
+the number of the term in ``branch.json``. A commit looks for a later term first: a job
+that was believed dead, and goes on, replaces nothing of its successor.
+
+The file also has the lineage: the former terms, and up to which step of each the job goes on. A
+restore ignores all other steps. A step without a number, such as one of stock DCP, has term 0.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from errno import EEXIST
+
+from torch_ckpt.commits.small_files import BRANCH
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, SupersededError
+from torch_ckpt.filesystems.location import Location
+
+__all__ = ["Term", "check_term", "newest_term", "superseded", "take_term", "term_in", "term_of"]
+
+_TERM = re.compile(r"term-([1-9][0-9]*)")  # Not hidden, so `cp run/*` includes it.
+
+_MOST_TRIES = 100
+"""Most terms that other jobs take before this one has taken one."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of a run.
+
+    Attributes:
+        number: Its number; 0 before the first job.
+        lineage: Numbers of former terms, and the newest step of each from which it goes on.
+        host: Host of its job.
+        pid: Process of its job.
+        began_s: When it began, in seconds since 1970, by the clock of the host.
+    """
+
+    number: int = 0
+    lineage: Mapping[int, int] | None = None
+    host: str = ""
+    pid: int = 0
+    began_s: float = 0.0
+
+    def has(self, step: int, term: int) -> bool:
+        """Returns whether a step that was saved in a term is on the lineage of this one."""
+        if term >= self.number:
+            return True
+        return step <= (self.lineage or {}).get(term, -1)
+
+    def before(self, step: int, term: int) -> dict[int, int]:
+        """Returns the lineage of a term that goes on from a step of this lineage."""
+        former = {t: min(s, step) for t, s in (self.lineage or {}).items() if t < term}
+        return {**former, term: step}
+
+    def __str__(self) -> str:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.began_s))
+        return f"term {self.number}, process {self.pid} on host {self.host} since {began} UTC"
+
+
+def newest_term(run: Location) -> Term:
+    """Returns the newest term of a run.
+
+    Raises StorageError if the directory cannot be read.
+    """
+    while numbers := _numbers(run):
+        for number in numbers:
+            try:
+                contents = (run / f"term-{number}").read()
+            except NotFoundError:  # A newer one has been taken meanwhile.
+                break
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                return _decoded(number, contents)
+            # Otherwise it is being written, or its process died within that.
+        else:
+            break
+    return Term()
+
+
+def take_term(run: Location, lineage: Mapping[int, int]) -> Term:
+    """Takes the next term of a run, for this process.
+
+    Raises StorageError if its file cannot be written.
+    """
+    run.create_directories()
+    for _ in range(_MOST_TRIES):
+        number = max(_numbers(run), default=max(lineage, default=0)) + 1
+        term = Term(number, lineage, socket.gethostname(), os.getpid(), time.time())
+        try:
+            (run / f"term-{number}").write(_encoded(term), sync=True)
+        except StorageError as error:
+            if error.errno != EEXIST:
+                raise
+            continue  # Another job has taken it.
+        run.sync()
+        for former in _numbers(run):
+            if former < number:
+                (run / f"term-{former}").discard()
+        return term
+    raise StorageError(f"cannot begin a term in {run}: other jobs begin terms at the same time")
+
+
+def check_term(run: Location, number: int) -> None:
+    """Checks that no later term of a run than this one has begun. Term 0 is not checked.
+
+    Raises:
+        SupersededError: A later one has begun.
+        StorageError: The directory cannot be read.
+    """
+    if number and (newest := newest_term(run)).number > number:
+        raise superseded(run, newest)
+
+
+def superseded(run: Location, newest: Term) -> SupersededError:
+    """Returns the error of a job that is not the newest of a run."""
+    return SupersededError(
+        f"cannot save to {run}: a newer job saves there ({newest}), and has not gone on from the "
+        "steps of this one. If this job is to go on instead, start it again"
+    )
+
+
+def term_of(step: Location) -> int:
+    """Returns the term in which a step was saved; 0 if it has none, or cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        return term_in({BRANCH: (step / BRANCH).read()})
+    return 0
+
+
+def term_in(small_files: Mapping[str, bytes] | None) -> int:
+    """Returns the term of a step with these small files; 0 if it has none."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        number = json.loads((small_files or {})[BRANCH])["term"]
+        if type(number) is int and number > 0:
+            return number
+    return 0
+
+
+def _numbers(run: Location) -> list[int]:
+    """Returns the numbers of the terms that have a file, the newest first."""
+    try:
+        names = run.names()
+    except NotFoundError:
+        return []
+    return sorted((int(m[1]) for m in map(_TERM.fullmatch, names) if m), reverse=True)
+
+
+def _encoded(term: Term) -> bytes:
+    facts = {
+        "lineage": list((term.lineage or {}).items()),
+        "host": term.host,
+        "pid": term.pid,
+        "began_s": term.began_s,
+    }
+    return json.dumps(facts).encode()
+
+
+def _decoded(number: int, contents: bytes) -> Term:
+    facts = json.loads(contents)
+    lineage = {int(term): int(step) for term, step in facts["lineage"]}
+    return Term(number, lineage, str(facts["host"]), int(facts["pid"]), float(facts["began_s"]))

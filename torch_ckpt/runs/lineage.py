@@ -1,0 +1,129 @@
+"""The lineage of a run: the steps from which its training goes on, and the term of this process.
+
+A training that goes on from step 300 and saves again leaves the steps of other jobs, and its own
+newer ones, such as step 700, as an abandoned branch. A restore loads them only by their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import warnings
+from collections.abc import Sequence
+
+from torch_ckpt.commits.small_files import BRANCH
+from torch_ckpt.commits.terms import Term, check_term, newest_term, take_term
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.runs.retention import Retention
+from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_files import branch_of
+
+__all__ = ["Lineage"]
+
+
+class Lineage:
+    """The term in which this process saves, and its branch. Owned by the coordinator of the run.
+
+    ``disks`` are the directories of the run, the one that saves go to first. The last is that of
+    the run itself, which has the terms. The metric of ``retention`` ranks the steps.
+    """
+
+    def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
+        self._disks, self._run, self._retention = disks, disks[-1].directory, retention
+        self._term: Term | None = None  # From the first save on.
+        self._saved = 0  # The newest step that was saved in that term.
+        self._restored: dict[int, int] = {}  # Steps that were restored since, with their terms.
+        self._at: int | None = None  # The step that this process continues.
+        self._root: int | None = None  # The step at which the branch begins.
+        self._is_branch = False  # Whether the steps record that.
+        self._passed_over: int | None = None  # The newest step that a restore could not load.
+        self._has_warned = False
+
+    def restored(self, step: int, newest_in_memory: int, term: int, *, is_given: bool) -> None:
+        """Records that this process continues a step, which was saved in a term.
+
+        ``newest_in_memory`` is the step itself if that is newer. ``is_given`` says that the user
+        gave the step. Otherwise it is the newest that loads.
+        """
+        newest = max(filter(None, (disk.newest_after(step) for disk in self._disks)), default=None)
+        self._restored[step] = term
+        self._at = step
+        self._take_root_of(step)
+        self._has_warned, self._passed_over = False, None
+        if not is_given:
+            self._passed_over = newest
+            return
+        newest = max(newest or step, newest_in_memory)
+        if newest > step:
+            self._is_branch, self._root = True, step
+            if not self._is_best(step):  # An evaluation restores the best step.
+                self._warn(f"was restored, but step {newest} of", step, "the next save leaves it")
+
+    def saving(self, step: int) -> dict[str, bytes]:
+        """Returns the file that records the term and the branch of a step that is saved, by name.
+
+        Takes a term for the first step, and for one below a step that this process has saved.
+        Raises SupersededError if another job has taken a later one.
+        """
+        newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
+        if newest is not None and newest != self._passed_over:
+            if not self._is_branch:
+                self._is_branch, self._root = True, self._at
+            self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
+        if self._term is None or step < self._saved:
+            self._term = self._next_term(step)
+            self._restored.clear()
+        elif len(self._disks) == 1:  # Otherwise the promotion looks for a later one.
+            self.check()
+        self._saved = step
+        record: dict[str, int | None] = {"term": self._term.number}
+        if self._is_branch:
+            record["continued_from"] = self._root
+        return {BRANCH: json.dumps(record).encode()}
+
+    def check(self) -> None:
+        """Raises SupersededError if another job has taken a later term than this process."""
+        if self._term is not None:
+            check_term(self._run, self._term.number)
+
+    def discarded_after(self, step: int) -> None:
+        """Records that the steps after this one were removed."""
+        self._has_warned, self._passed_over = False, None
+        self._saved = min(self._saved, step)
+        if self._at is not None and self._at >= step:
+            self._take_root_of(self._at)
+
+    def _next_term(self, step: int) -> Term:
+        """Takes the term that goes on from the newest restored step up to a step."""
+        self.check()
+        former = self._term or newest_term(self._run)
+        at = max((each for each in self._restored if each <= step), default=None)
+        if at is None:
+            return take_term(self._run, former.before(step - 1, former.number))
+        return take_term(self._run, former.before(min(at, step - 1), self._restored[at]))
+
+    def _take_root_of(self, step: int) -> None:
+        """Goes on in the branch of a step, which each copy of the step records."""
+        records = (branch_of(disk.path(step)) for disk in self._disks)
+        record = next((record for record in records if record is not None), None)
+        self._is_branch = record is not None
+        self._root = None if record is None else record["continued_from"]
+
+    def _is_best(self, step: int) -> bool:
+        with contextlib.suppress(CheckpointError):
+            return step in self._retention.best(self._disks)
+        return False
+
+    def _warn(self, what: str, step: int, leaves: str) -> None:
+        """Warns that a step is older than the newest one, and how to remove those after it."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        run = self._disks[0].directory
+        warnings.warn(
+            f"step {step} {what} {run} is newer: {leaves}, and restore() loads it then only by its "
+            f"number. To remove the steps after step {step}, call run.discard_after({step}), or "
+            f"run: torch-ckpt rm {shlex.quote(str(run))} --after {step}",
+            stacklevel=4,
+        )
