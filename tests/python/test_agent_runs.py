@@ -275,7 +275,7 @@ def test_a_step_that_a_frozen_agent_commits_later_has_its_metrics(
         finally:
             os.kill(agent, signal.SIGCONT)
     until(lambda: "step-2" in steps_of(run))
-    assert small_files(run, 2) == {"metrics.json"}
+    assert small_files(run, 2) == {"metrics.json", "branch.json"}
     assert training.best_step() == 2
     assert training.saved == 2
     training.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -99,17 +100,17 @@ def test_a_save_in_the_background_is_not_committed_after_one_of_a_newer_job(
 def test_a_slow_promotion_does_not_replace_the_step_of_a_newer_job(
     mode: str, run: Path, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks at the end of the copy, when it is about to commit."""
+    """It looks when all files have arrived."""
     goes_on, waits = threading.Event(), threading.Event()
-    copy_files = CheckpointCopy.copy_files
+    commit = CheckpointCopy.commit
 
-    def slow(copy: CheckpointCopy) -> None:
-        copy_files(copy)
+    def slow(copy: CheckpointCopy, *arguments: Any) -> None:
         if copy.source.name == "step-300" and "old" in str(copy.source):
             waits.set()
             assert goes_on.wait(60)
+        commit(copy, *arguments)
 
-    monkeypatch.setattr(CheckpointCopy, "copy_files", slow)
+    monkeypatch.setattr(CheckpointCopy, "commit", slow)
     options: dict[str, Any] = {"keep_last": 3, **MODES[mode]}
     old = Run(run, local=tmp_path / "old", **options)
     save(old, 290, 1)
@@ -278,3 +279,67 @@ def test_a_term_whose_job_died_while_it_wrote_the_file_is_passed_over(
     save(job, 2, 2)
     assert newest_term(Location(run)).number == 3
     assert restored(Run(run)) == (2, 2)
+
+
+# ---- Copied and moved directories ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copied_directory_is_another_run(
+    mode: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, fork = tmp_path / "local", tmp_path / "fork"
+    with left(Run(run, local=local, **MODES[mode])) as going, monkeypatch.context() as broken:
+        save(going, 300, 1)
+        going.wait(promoted=True)
+        shutil.copytree(run, fork)
+        broken.setattr(CheckpointCopy, "commit", lambda *_: pytest.fail("the store is down"))
+        save(going, 400, 1)
+    with pytest.raises(CheckpointError, match=r"its \d steps are of run .* is of run"):
+        Run(fork, local=local, **MODES[mode])
+    with Run(fork, local=tmp_path / "other", **MODES[mode]) as forked:
+        assert restored(forked) == (300, 1)
+        save(forked, 310, 2)
+    assert restored(Run(fork)) == (310, 2)
+    with Run(run, local=local, **MODES[mode]) as again:
+        assert restored(again) == (400, 1)
+        again.wait(promoted=True)
+    assert restored(Run(run)) == (400, 1)
+    with Run(fork, local=tmp_path / "other", **MODES[mode]) as forked:
+        assert restored(forked) == (310, 2)
+
+
+@pytest.mark.parametrize("move", ["renamed", "copied, and the original removed", "linked", "same"])
+def test_a_moved_directory_is_the_same_run(move: str, run: Path, tmp_path: Path) -> None:
+    local, moved = tmp_path / "local", tmp_path / "moved"
+    with Run(run, local=local) as going:
+        save(going, 300, 1)
+    if move == "renamed":
+        run.rename(moved)
+    elif move == "linked":
+        moved.symlink_to(run)
+    elif move == "same":
+        moved = run
+    else:
+        shutil.copytree(run, moved)
+        shutil.rmtree(run)
+    for step in (310, 320):
+        with Run(moved, local=local) as again:
+            assert restored(again)[0] == step - 10
+            save(again, step, 1)
+    assert steps_in(moved) == [300, 310, 320]
+
+
+def test_two_mounts_of_one_directory_are_the_same_run(
+    run: Path, tmp_path: Path, mount_tmpfs: Any
+) -> None:
+    mounted, local = mount_tmpfs("size=10m"), tmp_path / "local"
+    with Run(mounted, local=local) as going:
+        save(going, 300, 1)
+    run.mkdir()
+    subprocess.run(["mount", "--bind", mounted, run], check=True)
+    try:
+        with Run(run, local=local) as again:
+            assert restored(again) == (300, 1)
+    finally:
+        subprocess.run(["umount", run], check=True)

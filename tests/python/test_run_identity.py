@@ -179,7 +179,9 @@ def test_a_crash_between_the_steps_of_the_first_save_loses_and_offers_nothing_wr
         save(made, 1, persist=False)
     folder, new = marks(run)
     assert not new.is_written
-    run.mkdir()  # The agent makes the directory, then writes the id, then the mark, then the step.
+    run.mkdir(
+        exist_ok=True
+    )  # The agent makes the directory, then writes the id, then the mark, then the step.
     assert restored(run) == 1
     claim_directory(Location(run), folder, may_recreate=False)
     assert marks(run)[1] == RunId(new.id, True)

@@ -35,9 +35,10 @@ CHANGES = ("rename", "sync", "remove")
 def names_in_run(directory: Path) -> list[str]:
     """What the directory of a run has, sorted, without the record, which appears a little later.
 
-    And without the announcements of removals that were killed, which remain for five minutes.
+    And without its newest term, and the announcements of removals that were killed, which remain
+    for five minutes.
     """
-    others = ("events.", ".pending-removal-")
+    others = ("events.", ".pending-removal-", "term-")
     return sorted(name for name in os.listdir(directory) if not name.startswith(others))
 
 

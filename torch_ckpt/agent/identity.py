@@ -1,7 +1,7 @@
 """The identity of a run: an id in its directory, and the same id beside its slots in memory.
 
 A path has no identity: another run may begin under the path of a directory that was moved or
-removed. The agent writes the id into the directory before the first step that it writes there, and
+removed, and a copied directory has the id of the original until a job begins there. The agent writes the id into the directory before the first step that it writes there, and
 then marks the id in memory as written. So a run that was never written has neither an id in its
 directory nor the mark. If the mark is there, and the directory has no id or another one, then the
 memory is of a run that is no longer at this path.
@@ -25,8 +25,9 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.probe import check_commit
+from torch_ckpt.commits.terms import newest_term
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
-from torch_ckpt.filesystems.location import Location
+from torch_ckpt.filesystems.location import PENDING, Location
 
 __all__ = [
     "RunId",
@@ -40,6 +41,7 @@ __all__ = [
     "inode_of",
     "nearest_directory",
     "new_id",
+    "own_id",
     "set_id",
     "write_id",
 ]
@@ -73,6 +75,37 @@ def id_in_directory(directory: Location) -> str | None:
     except NotFoundError:
         return None
     return found if _ID.fullmatch(found) else None
+
+
+def own_id(directory: Location) -> str | None:
+    """Returns the id of the run in a directory, which gets another one if it is a copy.
+
+    The newest term names the directory in which it began. If that still has the same id, and is not
+    this directory under another name, then this one is a copy of it, as ``cp -r`` makes it, and so
+    another run. If it is gone, the directory was moved.
+    """
+    found = id_in_directory(directory)
+    if found is not None and _is_copy(directory, newest_term(directory).directory, found):
+        found = new_id()
+        write_id(directory, found)
+    return found
+
+
+def _is_copy(directory: Location, name: str, run_id: str) -> bool:
+    """Returns whether another directory of this name has the same id, and lacks a file of this."""
+    if name in ("", str(directory)):
+        return False
+    mark = f"{PENDING}{secrets.token_hex(8)}"
+    with contextlib.suppress(CheckpointError, ValueError):
+        original = Location(name)
+        if id_in_directory(original) != run_id:
+            return False
+        try:
+            (directory / mark).write(b"", sync=False)
+            return not (original / mark).exists()
+        finally:
+            (directory / mark).discard()
+    return False
 
 
 def new_id() -> str:
@@ -114,7 +147,7 @@ def agreed_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
     the id meanwhile: it marks the memory after the directory, so a mark that was read implies an id
     in the directory.
     """
-    found = id_in_directory(directory)
+    found = own_id(directory)
     if found is not None:
         return RunId(found, True)
     gone = {each.id for each in in_memory if each is not None and each.is_written}

@@ -1,8 +1,8 @@
 """Terms: which job of a run may commit, and which steps its training goes on from.
 
-A job takes the next term before its first save. The file ``term-7`` in the directory of the run is that
-of term 7. Only one process can create it, as with a fencing token. Each step that the job saves has
-the number of the term in ``branch.json``. A commit looks for a later term first: a job
+A job takes the next term before its first save. The file ``term-7`` in the directory of the run is
+that of term 7. Only one process can create it, as with a fencing token. Each step that the job
+saves has the number of the term in ``branch.json``. A commit looks for a later term first: a job
 that was believed dead, and goes on, replaces nothing of its successor.
 
 The file also has the lineage: the former terms, and up to which step of each the job goes on. A
@@ -44,6 +44,7 @@ class Term:
         lineage: Numbers of former terms, and the newest step of each from which it goes on.
         host: Host of its job.
         pid: Process of its job.
+        directory: The directory of the run, as its job has called it.
         began_s: When it began, in seconds since 1970, by the clock of the host.
     """
 
@@ -51,6 +52,7 @@ class Term:
     lineage: Mapping[int, int] | None = None
     host: str = ""
     pid: int = 0
+    directory: str = ""
     began_s: float = 0.0
 
     def has(self, step: int, term: int) -> bool:
@@ -96,7 +98,7 @@ def take_term(run: Location, lineage: Mapping[int, int]) -> Term:
     run.create_directories()
     for _ in range(_MOST_TRIES):
         number = max(_numbers(run), default=max(lineage, default=0)) + 1
-        term = Term(number, lineage, socket.gethostname(), os.getpid(), time.time())
+        term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time())
         try:
             (run / f"term-{number}").write(_encoded(term), sync=True)
         except StorageError as error:
@@ -160,6 +162,7 @@ def _encoded(term: Term) -> bytes:
         "lineage": list((term.lineage or {}).items()),
         "host": term.host,
         "pid": term.pid,
+        "directory": term.directory,
         "began_s": term.began_s,
     }
     return json.dumps(facts).encode()
@@ -168,4 +171,5 @@ def _encoded(term: Term) -> bytes:
 def _decoded(number: int, contents: bytes) -> Term:
     facts = json.loads(contents)
     lineage = {int(term): int(step) for term, step in facts["lineage"]}
-    return Term(number, lineage, str(facts["host"]), int(facts["pid"]), float(facts["began_s"]))
+    host, directory = str(facts["host"]), str(facts["directory"])
+    return Term(number, lineage, host, int(facts["pid"]), directory, float(facts["began_s"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_ckpt.agent.identity import id_in_directory, new_id, write_id
+from torch_ckpt.agent.identity import id_in_directory, new_id, own_id, write_id
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
@@ -94,7 +94,7 @@ def _claim_local(local: Location, run: Location) -> str:
     A path has no identity: the directory of a former run may have been removed, and another run
     begins under its path. Raises CheckpointError if the local directory has steps of another run.
     """
-    ours, found = id_in_directory(run), id_in_directory(local)
+    ours, found = own_id(run), id_in_directory(local)
     if found is not None and found == ours:
         return found
     if steps := committed_steps(local):

@@ -220,9 +220,7 @@ class StepTiers:
                 )
         return None
 
-    def _choose(
-        self, tried: Sequence[_Found], first: Callable[[], None]
-    ) -> _Found | None:
+    def _choose(self, tried: Sequence[_Found], first: Callable[[], None]) -> _Found | None:
         def choose(answers: list[tuple[None, list[Any]]]) -> _Found | None:
             self._left = []
             lineage = newest_term(self._directory)
