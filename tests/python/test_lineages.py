@@ -1,4 +1,4 @@
-"""Several jobs of one run: whose step it is, which steps a restore finds, and who may remove them."""
+"""Several jobs of one run: whose steps a restore finds, and who may replace or remove them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import run_command
 from support.run_steps import steps_in, warned
 
 from torch_ckpt import CheckpointError, Run
@@ -171,7 +172,7 @@ def test_a_restore_ignores_the_steps_that_the_run_has_left_on_another_machine(
         save(second, 130, 2)
     with job("one") as third:
         messages = warned(lambda: restored(third))
-        assert [m for m in messages if m.startswith("step 150 is passed over: it is of a job")]
+        assert [m for m in messages if m.startswith(f"step 150 is passed over: {run} has left it")]
         assert restored(third) == (130, 2)
         save(third, 140, 3)
         third.wait(promoted=True)
@@ -191,6 +192,7 @@ def test_a_run_that_goes_back_and_saves_has_left_its_newer_steps(mode: str, run:
         restored(going, step=300)
         save(going, 310, 2)
         assert restored(going) == (310, 2)
+    assert f"{run}/step-310" in run_command("verify", run)[1]
     with Run(run, **MODES[mode]) as again:
         assert restored(again) == (310, 2)
         assert restored(again, step=500) == (500, 1)
@@ -199,6 +201,8 @@ def test_a_run_that_goes_back_and_saves_has_left_its_newer_steps(mode: str, run:
         (run / "step-510/.metadata").write_bytes(b"")
     last = Run(run)
     assert restored(last) == (500, 1)
+    left = ["left by the run" in line for line in run_command("ls", run)[1].splitlines()]
+    assert left == [True, False, False, True, False]  # 700, 510, 500, 310 and 300.
 
 
 def test_an_evaluation_of_an_older_step_leaves_no_step(run: Path) -> None:

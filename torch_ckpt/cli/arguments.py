@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
+from torch_ckpt.commits.terms import Term, newest_term, term_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.known_frameworks import FRAMEWORKS
@@ -80,5 +81,7 @@ def checkpoint_at(path: Location) -> Location:
     """Returns the path itself, or of a run the directory of the newest committed step."""
     if path.is_file() or metadata_prefixes(path):
         return path
-    steps = committed_steps(path)
-    return path / f"step-{steps[0]}" if steps else path
+    steps = [path / f"step-{number}" for number in committed_steps(path)]
+    lineage = newest_term(path) if steps else Term()
+    live = (step for step in steps if lineage.has(int(step.name[5:]), term_of(step)))
+    return next(live, (steps or [path])[0])

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_ckpt.cli.arguments import add_json
 from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_table, printable
+from torch_ckpt.commits.terms import Term, newest_term, term_of
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
@@ -77,7 +78,13 @@ def _ls(options: argparse.Namespace) -> int:
         raise no_checkpoint(options.run)
     if not options.run.file_system.has_folders:  # Some servers list folders that are empty.
         steps[:] = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
-    newest = next((step["step"] for step in steps if step["state"] == "whole"), None)
+    lineage = Term()
+    with contextlib.suppress(CheckpointError):  # `unlisted` says so.
+        lineage = newest_term(promoted_to or run)
+    for step in steps:
+        step["left"] = not lineage.has(step["step"], step.pop("term"))
+    live = (step["step"] for step in steps if step["state"] == "whole" and not step["left"])
+    newest = next(live, None)
     unreplicated = ""
     with contextlib.suppress(CheckpointError):  # The record is unreadable.
         unreplicated = missing_replicas(promoted_to or run)
@@ -158,6 +165,7 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
         "reason": reason,
         "metrics": metrics_of(path),
         "branch": branch_of(path),
+        "term": term_of(path),
     }
 
 
@@ -186,6 +194,7 @@ def _row(step: dict[str, Any], newest: int | None) -> list[str]:
     marks = [
         f"{state} ({tiers})" if tiers else state,
         "newest" if is_newest else "",
+        "left by the run" if step["left"] else "",
         _branch(step["branch"]),
     ]
     return [

@@ -99,12 +99,14 @@ def take_term(run: Location, lineage: Mapping[int, int]) -> Term:
     for _ in range(_MOST_TRIES):
         number = max(_numbers(run), default=max(lineage, default=0)) + 1
         term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time())
+        file = run / f"term-{number}"
         try:
-            (run / f"term-{number}").write(_encoded(term), sync=True)
+            file.write(_encoded(term), sync=True)
         except StorageError as error:
-            if error.errno != EEXIST:
-                raise
-            continue  # Another job has taken it.
+            if error.errno == EEXIST:  # Another job has taken it.
+                continue
+            file.discard()
+            raise
         run.sync()
         for former in _numbers(run):
             if former < number:
@@ -120,7 +122,9 @@ def check_term(run: Location, number: int) -> None:
         SupersededError: A later one has begun.
         StorageError: The directory cannot be read.
     """
-    if number and (newest := newest_term(run)).number > number:
+    if not number or max(_numbers(run), default=0) <= number:
+        return
+    if (newest := newest_term(run)).number > number:
         raise superseded(run, newest)
 
 

@@ -77,9 +77,8 @@ class _Found(NamedTuple):
 class StepTiers:
     """Several tiers of one run. All ranks call its methods together.
 
-    If several tiers have the same step, the first counts. ``directory`` is that of the run, which has
-    its terms. ``process_group`` has the ranks of
-    ``group``, for DCP; all if ``None``.
+    If several tiers have the same step, the first counts. ``directory`` is that of the run, which
+    has its terms. ``process_group`` has the ranks of ``group``, for DCP; all if ``None``.
 
     Example::
 
@@ -213,9 +212,9 @@ class StepTiers:
             if found.step not in self._left:
                 self._left.append(found.step)
                 warnings.warn(
-                    f"step {found.step} is passed over: it is of a job that {self._directory} has "
-                    f"left. The newest job ({lineage}) has not gone on from that step. To load it, "
-                    f"call restore(state, step={found.step})",
+                    f"step {found.step} is passed over: {self._directory} has left it. Its newest "
+                    f"job ({lineage}) has not gone on from that step. To load it, call "
+                    f"restore(state, step={found.step})",
                     stacklevel=2,
                 )
         return None
@@ -227,9 +226,9 @@ class StepTiers:
             found = self._newest(tried, [reports for _, reports in answers], lineage)
             if found is None and not tried and self._left:
                 raise CorruptionError(
-                    f"cannot restore from {self._directory}: no step of its newest job ({lineage}), "
-                    f"and of those from which it has gone on, is whole. Step {self._left[0]} is of "
-                    "a job that the run has left: to go on from it, call "
+                    f"cannot restore from {self._directory}: no step of its newest job "
+                    f"({lineage}), or from which that has gone on, is whole. To go on from step "
+                    f"{self._left[0]}, which the run has left, call "
                     f"restore(state, step={self._left[0]})"
                 )
             if found is None and not tried:
