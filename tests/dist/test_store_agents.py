@@ -96,7 +96,7 @@ def test_two_machines_save_to_a_store_and_start_again_from_memory(
         world.run(train_again, store_url, memory)
     for step in run.names():  # SeaweedFS still lists folders that have become empty.
         names = (run / step).names()
-        assert len(names) == (4 if step in ("step-2", "step-3") else 0), (step, names)
+        assert len(names) == (5 if step in ("step-2", "step-3") else 0), (step, names)
         assert not any(name.startswith(".agents") for name in names)
 
 
