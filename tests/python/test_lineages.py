@@ -150,6 +150,22 @@ def test_a_later_job_may_replace_what_a_former_one_has_promoted(run: Path, tmp_p
     assert restored(Run(run)) == (110, 2)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_a_job_saved_twice_before_it_died_is_promoted(
+    mode: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = tmp_path / "local"
+    with left(Run(run, local=local, **MODES[mode])) as job, monkeypatch.context() as broken:
+        save(job, 100, 1)
+        job.wait(promoted=True)
+        broken.setattr(CheckpointCopy, "commit", lambda *_: pytest.fail("the store is down"))
+        save(job, 100, 2)
+    with Run(run, local=local, **MODES[mode]) as again:
+        again.wait(promoted=True)
+        assert restored(Run(run)) == (100, 2)
+        assert restored(again) == (100, 2)
+
+
 # ---- Abandoned branches ----
 
 

@@ -152,8 +152,8 @@ class Promotion:
         """Looks up which steps there are. ``whole`` are those that all places have, if several.
 
         Steps that are not on the lineage of the newest term are passed over. So is one of the same
-        number as another save in the directory of the run, if the term of that is not earlier:
-        which of the two is newer is unknown then.
+        number as another save in the directory of the run, if that is of a later term, or the terms
+        are unknown.
         """
         in_run, local = (committed_steps(disk.directory) for disk in (self._run, self._local))
         monitor = self._retention.monitor if self._commits else None
@@ -173,9 +173,12 @@ class Promotion:
         self._steps.pass_over(other.union([] if whole is None else set(local).difference(whole)))
 
     def _is_other(self, step: int, term: int) -> bool:
-        """Returns whether the run has another save of a local step, of no earlier term."""
+        """Returns whether the run has another save of a local step, which is not known to be older.
+
+        A job saves locally first. So of two saves of one term, the local one is the newer.
+        """
         local, in_run = self._local.path(step), self._run.path(step)
-        return committed_id(local) != committed_id(in_run) and term_of(in_run) >= term
+        return committed_id(local) != committed_id(in_run) and (term_of(in_run) > term or term == 0)
 
     def start(
         self,

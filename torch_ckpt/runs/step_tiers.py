@@ -136,7 +136,10 @@ class StepTiers:
                 else:
                     return step
             if failure is not None:
-                failure.add_note("no other step is whole; the state may be partly loaded")
+                rest = "the others were not tried" if len(tried) == _MOST_TRIES else "none is whole"
+                failure.add_note(
+                    f"{len(tried)} steps were tried, and {rest}; the state may be partly loaded"
+                )
                 raise failure
             return None
         finally:
