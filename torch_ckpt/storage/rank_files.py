@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,19 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.planning.value_digests import THREADS
 from torch_ckpt.records.record import note
 from torch_ckpt.storage.buffers import buffer_pools
 from torch_ckpt.storage.data_file import write_data_file
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import progress_bar
-from torch_ckpt.storage.rank_work import RankWork
+from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
+from torch_ckpt.storage.rank_work import RankWork, split
+from torch_ckpt.storage.reuse import MAX_FILES
 
 __all__ = ["FileOptions", "RankFiles"]
 
@@ -32,6 +36,8 @@ class FileOptions:
     """How a rank writes its files in one save: the options of a writer with these names."""
 
     io: IoOptions
+    transforms: _StorageWriterTransforms
+    single_file: bool
     sync: bool
     thread_count: int
     copy_ahead: int
@@ -81,19 +87,58 @@ class RankFiles:
             self._jobs, self._written_nbytes = None, jobs.done_nbytes()
             note(**jobs.details(how.thread_count), mode=self._mode(directory))
 
-    def new_name(self, prefix: str, save_id: str) -> str:
-        """Returns the name of the next file with this prefix."""
-        number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
-        return f"{prefix}{number}_{save_id}.distcp"
-
     def write(
+        self,
+        transaction: CheckpointTransaction,
+        prefix: str,
+        work: RankWork,
+        planner: SavePlanner,
+        how: FileOptions,
+        *,
+        base: Location | None,
+        groups: Callable[[Sequence[RankWork], str], list[tuple[str, RankWork]]],
+    ) -> list[WriteResult]:
+        """Writes the work of this rank to files whose names have the prefix.
+
+        Takes what has not changed from the base, if there is one. ``groups`` separates the rest
+        into work for different files, each with the prefix of their names.
+        """
+        directory = transaction.directory
+
+        def new_name(prefix: str = prefix) -> str:
+            number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
+            return f"{prefix}{number}_{transaction.save_id}.distcp"
+
+        with self.writing(directory, sum(work.work.nbytes), how) as jobs:
+            taken = Taken([work])
+            if base is not None and len(work.work):
+                taken = take_unchanged(
+                    *(None if str(base) == str(transaction.target) else base, directory, work),
+                    new_name=new_name,
+                    finished=self.finished,
+                    max_files=MAX_FILES if how.single_file else None,
+                    sync=how.sync,
+                    threads=1 if how.niceness else THREADS,
+                    niceness=how.niceness,
+                )
+            count = how.thread_count if how.single_file else None
+            named = {
+                new_name(each): part
+                for each, group in groups(taken.groups, prefix)
+                for part in split(group, count)
+            }
+            results = taken.results + self._write(directory, named, planner, jobs, how)
+            if self.finished and how.sync:
+                directory.sync()
+        return results
+
+    def _write(
         self,
         directory: Location,
         files: Mapping[str, RankWork],
         planner: SavePlanner,
         jobs: FileJobs,
         how: FileOptions,
-        transforms: _StorageWriterTransforms,
     ) -> list[WriteResult]:
         """Writes files (name -> work), as many at a time as there are threads.
 
@@ -109,7 +154,7 @@ class RankFiles:
             for name in list(files)[first::workers]:
                 written, file, self.io_mode = write_data_file(
                     *(directory, name, files[name], planner),
-                    transforms=transforms,
+                    transforms=how.transforms,
                     pool=pools[first],
                     io=how.io,
                     sync=how.sync,
