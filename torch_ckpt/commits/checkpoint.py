@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from errno import EEXIST
+from typing import Any
 
 from torch_ckpt.commits.garbage import collect_garbage, find, pending_pattern, remove_files
 from torch_ckpt.commits.probe import can_be_renamed_to, check_commit
@@ -63,18 +64,9 @@ class CheckpointTransaction(Transaction):
         keeps_files: bool = False,
         small_files: Mapping[str, bytes] | None = None,
         can_hide: bool = False,
-        sync: bool = True,
-        may_replace: bool = True,
-        supersedes: bool = True,
-        name: object = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            *(target, save_id),
-            sync=sync,
-            may_replace=may_replace,
-            supersedes=supersedes,
-            name=name,
-        )
+        super().__init__(target, save_id, **options)
         self._rank, self._keeps_files, self._small_files = rank, keeps_files, small_files
         self._can_hide = can_hide
         self._prefix = "" if rank is None else f"__{rank}"

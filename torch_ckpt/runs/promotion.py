@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt.agent.identity import id_in_directory
-from torch_ckpt.commits.small_files import SMALL_FILES
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
@@ -453,7 +452,7 @@ class Promotion:
         while self._are_several and (missing := copy.missing_files()):
             others.log()
             self._check_goes_on(attempt, _POLL_S)
-        copy.copy_small_files(SMALL_FILES)
+        copy.copy_small_files()
         copy.commit()
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.garbage import remove_files
@@ -15,45 +16,37 @@ from torch_ckpt.storage.rank_files import RankFiles
 __all__ = ["PresentSave"]
 
 
+@dataclass(eq=False)
 class PresentSave:
     """One save of a writer on one rank: its transaction, and what the log states.
 
-    Args:
-        new_transaction: Makes the transaction, with the options of the writer. The value of
-            ``can_hide`` is known only when the save begins.
+    Attributes:
+        new_transaction: Makes the transaction, with the options of the writer. Only when the save
+            begins, the value of ``can_hide`` is known.
         files: The files of this rank.
+        rank: This rank; ``None`` if there is one alone.
         commits: Whether this rank commits the save.
         ranks: Number of ranks that save together; 0 except on the coordinator.
-        rank: This rank; ``None`` if there is one alone.
         call: Returns the call that saves, if it lives; ``None`` within DCP's own functions.
-
-    Attributes:
         phases: Times of the phases, which are logged at the end.
         plan: On the coordinator, if all ranks have planned in columns.
     """
 
-    def __init__(
-        self,
-        new_transaction: Callable[..., Transaction],
-        files: RankFiles,
-        *,
-        commits: bool = False,
-        ranks: int = 0,
-        rank: int | None = None,
-        call: Callable[[], object] | None = None,
-    ) -> None:
-        self.commits, self.ranks = commits, ranks
-        self.phases = Phases("planning")
-        self.plan: GlobalPlanEntry | None = None
-        self._new_transaction, self._files = new_transaction, files
-        self.rank, self._call = rank, call
-        self._transaction: Transaction | None = None
+    new_transaction: Callable[..., Transaction]
+    files: RankFiles
+    rank: int | None
+    commits: bool = False
+    ranks: int = 0
+    call: Callable[[], object] | None = None
+    phases: Phases = field(default_factory=lambda: Phases("planning"))
+    plan: GlobalPlanEntry | None = None
+    _transaction: Transaction | None = None
 
     @property
     def transaction(self) -> Transaction:
         """What makes the files of the save appear. It may not have begun."""
         if self._transaction is None:
-            self._transaction = self._new_transaction()
+            self._transaction = self.new_transaction()
         return self._transaction
 
     @property
@@ -68,7 +61,7 @@ class PresentSave:
         Called once the plans of all ranks have arrived. By then, each rank has removed the remains
         of an earlier failed save, which may include the directory.
         """
-        self._transaction = self._new_transaction(can_hide=can_hide)
+        self._transaction = self.new_transaction(can_hide=can_hide)
         self._transaction.begin()
         if not self.rank:
             self._transaction.warn_if_replacing()
@@ -103,10 +96,10 @@ class PresentSave:
 
     def end_failed(self) -> None:
         """Ends the save if this process knows that it failed; see :meth:`Transaction.abandon`."""
-        finished, self._files.finished = self._files.finished, []
+        finished, self.files.finished = self.files.finished, []
         call, transaction = current_call(), self._transaction
         # A call that fails before it begins its save says nothing of the save before it.
-        is_present = call is not None and self._call is not None and self._call() is call
+        is_present = call is not None and self.call is not None and self.call() is call
         is_uncommitted = call is not None and is_present and call.is_uncommitted
         if transaction is not None and (transaction.commits or is_uncommitted):
             transaction.abandon(finished if is_uncommitted else ())
@@ -115,8 +108,8 @@ class PresentSave:
     def log(self, nbytes: int, *, is_staged: bool) -> None:
         """Logs that the save is committed."""
         details = [f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"]
-        if self._files.io_mode is not None:
-            details.append(str(self._files.io_mode))
+        if self.files.io_mode is not None:
+            details.append(str(self.files.io_mode))
         if is_staged:
             details.append("in the background")
         target, is_logged = self.transaction.target, is_first(self.ranks)

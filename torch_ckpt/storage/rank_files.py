@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -17,32 +16,16 @@ from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.options import IoMode, IoOptions
-from torch_ckpt.planning.value_digests import THREADS
+from torch_ckpt.options import IoMode
 from torch_ckpt.records.record import note
 from torch_ckpt.storage.buffers import buffer_pools
-from torch_ckpt.storage.data_file import write_data_file
+from torch_ckpt.storage.data_file import FileOptions, write_data_file
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
 from torch_ckpt.storage.rank_work import RankWork, split
-from torch_ckpt.storage.reuse import MAX_FILES
 
-__all__ = ["FileOptions", "RankFiles"]
-
-
-@dataclass(frozen=True)
-class FileOptions:
-    """How a rank writes its files in one save: the options of a writer with these names."""
-
-    io: IoOptions
-    transforms: _StorageWriterTransforms
-    single_file: bool
-    sync: bool
-    thread_count: int
-    copy_ahead: int
-    niceness: int
-    shows_progress: bool
+__all__ = ["RankFiles"]
 
 
 class RankFiles:
@@ -59,7 +42,6 @@ class RankFiles:
         self._pools: list[_native.BufferPool] = []
         self._jobs: FileJobs | None = None  # While files are written.
         self._nbytes = self._written_nbytes = 0  # To write in the last save, and written.
-        self._numbers: dict[str, int] = {}  # Prefix -> number of its last file.
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
@@ -76,7 +58,6 @@ class RankFiles:
         call = current_call()
         jobs = FileJobs(None if call is None else call.cancel_on_failure)
         self.finished, self._jobs, self._nbytes, self._written_nbytes = [], jobs, nbytes, 0
-        self._numbers.clear()
         bar: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if how.shows_progress:
             bar = progress_bar("saving", directory, lambda: nbytes, jobs.done_nbytes)
@@ -103,23 +84,19 @@ class RankFiles:
         Takes what has not changed from the base, if there is one. ``groups`` separates the rest
         into work for different files, each with the prefix of their names.
         """
-        directory = transaction.directory
+        directory, numbers = transaction.directory, defaultdict[str, Any](itertools.count)
 
         def new_name(prefix: str = prefix) -> str:
-            number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
-            return f"{prefix}{number}_{transaction.save_id}.distcp"
+            return f"{prefix}{next(numbers[prefix])}_{transaction.save_id}.distcp"
 
         with self.writing(directory, sum(work.work.nbytes), how) as jobs:
             taken = Taken([work])
             if base is not None and len(work.work):
                 taken = take_unchanged(
-                    *(None if str(base) == str(transaction.target) else base, directory, work),
+                    None if str(base) == str(transaction.target) else base,
+                    *(directory, work, how),
                     new_name=new_name,
                     finished=self.finished,
-                    max_files=MAX_FILES if how.single_file else None,
-                    sync=how.sync,
-                    threads=1 if how.niceness else THREADS,
-                    niceness=how.niceness,
                 )
             count = how.thread_count if how.single_file else None
             named = {
@@ -153,12 +130,8 @@ class RankFiles:
             results: list[WriteResult] = []
             for name in list(files)[first::workers]:
                 written, file, self.io_mode = write_data_file(
-                    *(directory, name, files[name], planner),
-                    transforms=how.transforms,
+                    *(directory, name, files[name], planner, how),
                     pool=pools[first],
-                    io=how.io,
-                    sync=how.sync,
-                    niceness=how.niceness,
                     begun=jobs.begin,
                 )
                 self.finished.append(name)

@@ -225,7 +225,7 @@ class SafetensorsWriter(FastWriter):
             may_replace=self.overwrite,
             name=self.path,
         )
-        return _ModelSave(new_transaction, self._files, rank=self.rank, **facts)
+        return _ModelSave(new_transaction, self._files, self.rank, **facts)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the names of tied tensors to the plan, if :class:`FastSavePlanner` made it."""

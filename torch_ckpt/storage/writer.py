@@ -56,9 +56,10 @@ from torch_ckpt.staging.save_staging import SaveStaging
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD
 from torch_ckpt.storage.commit_files import commit_files_of, written_files
+from torch_ckpt.storage.data_file import FileOptions
 from torch_ckpt.storage.present_save import PresentSave
 from torch_ckpt.storage.progress import is_first
-from torch_ckpt.storage.rank_files import FileOptions, RankFiles
+from torch_ckpt.storage.rank_files import RankFiles
 from torch_ckpt.storage.rank_work import RankWork, refuse_objects, work_for
 
 __all__ = ["FastWriter"]
@@ -444,7 +445,7 @@ class FastWriter(StorageWriter):
             may_replace=self.overwrite,
             name=self.path,
         )
-        return PresentSave(new_transaction, self._files, rank=self.rank, **facts)
+        return PresentSave(new_transaction, self._files, self.rank, **facts)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""

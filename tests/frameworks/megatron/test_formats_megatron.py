@@ -118,7 +118,7 @@ def test_a_checkpoint_without_flattened_tensors_needs_no_headers(copy: Path) -> 
     reader = FastReader(copy)
     state = {k: v for k, v in golden_megatron.full_state().items() if not k.startswith(FLAT)}
     assert differences(state, load(blank(state), reader)) == []
-    assert reader._index is None
+    assert reader._opened.index is None
 
 
 def test_inspect_lists_the_shapes_and_counts_each_range_once() -> None:
