@@ -25,7 +25,7 @@ class MachineWriter(FastWriter):
     def __init__(self, *args: Any, is_first: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self._is_first = is_first
-        self._kind = functools.partial(MachineTransaction, is_first=is_first)
+        self._new_checkpoint = functools.partial(MachineTransaction, is_first=is_first)
 
     @property
     def _part(self) -> MachineTransaction:

@@ -182,7 +182,7 @@ class FastWriter(StorageWriter):
         self.given_save_id: str | None = None
         """The ``save_id`` of the DCP writer that this one replaces; each checkpoint has it."""
         self.file_id = secrets.token_hex(8)
-        self._kind: Callable[..., CheckpointTransaction] = CheckpointTransaction
+        self._new_checkpoint: Callable[..., CheckpointTransaction] = CheckpointTransaction
         self._began = False  # Whether a save has begun under this id.
         self._writing = threading.Lock()
         self._files = RankFiles()
@@ -437,7 +437,7 @@ class FastWriter(StorageWriter):
 
     def _new_save(self, **facts: Any) -> PresentSave:
         new_transaction = functools.partial(
-            self._kind,
+            self._new_checkpoint,
             *(self.location, self.file_id),
             rank=None if self.use_collectives else self.rank,
             small_files=self.small_files,
