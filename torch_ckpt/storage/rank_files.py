@@ -58,11 +58,9 @@ class RankFiles:
         call = current_call()
         jobs = FileJobs(None if call is None else call.cancel_on_failure)
         self.finished, self._jobs, self._nbytes, self._written_nbytes = [], jobs, nbytes, 0
-        bar: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if how.shows_progress:
-            bar = progress_bar("saving", directory, lambda: nbytes, jobs.done_nbytes)
+        bar = progress_bar("saving", directory, lambda: nbytes, jobs.done_nbytes)
         try:
-            with bar:
+            with bar if how.shows_progress else contextlib.nullcontext():
                 yield jobs
         finally:
             self._jobs, self._written_nbytes = None, jobs.done_nbytes()
@@ -79,7 +77,7 @@ class RankFiles:
         base: Location | None,
         groups: Callable[[Sequence[RankWork], str], list[tuple[str, RankWork]]],
     ) -> list[WriteResult]:
-        """Writes the work of this rank to files whose names have the prefix.
+        """Writes the work of this rank to files whose names have the prefix. Removes one that fails.
 
         Takes what has not changed from the base, if there is one. ``groups`` separates the rest
         into work for different files, each with the prefix of their names.
@@ -117,10 +115,7 @@ class RankFiles:
         jobs: FileJobs,
         how: FileOptions,
     ) -> list[WriteResult]:
-        """Writes files (name -> work), as many at a time as there are threads.
-
-        A file that fails is removed.
-        """
+        """Writes files (name -> work), as many at a time as there are threads."""
         workers = min(how.thread_count, len(files))
         if workers == 0:
             return []

@@ -448,14 +448,11 @@ class FastReader(StorageReader):
             raise RuntimeError("cannot plan or read a load: set_up_storage_reader was not called")
         return LoadSource(
             self._metadata,
-            self._opened.directory,
-            self._opened.index,
-            self._opened.contents,
+            self._opened,
             self.io,
             bool(self.verify),
             self.trust_pickle,
             self.transforms,
-            self._opened.unreadable,
             self._records,
             self._files,
         )

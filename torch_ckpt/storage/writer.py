@@ -391,7 +391,6 @@ class FastWriter(StorageWriter):
 
     @property
     def _options(self) -> FileOptions:
-        is_background = not self.staging.blocks_training
         return FileOptions(
             io=self.io,
             transforms=self.transforms,
@@ -399,7 +398,7 @@ class FastWriter(StorageWriter):
             sync=self.sync_files,
             thread_count=self.thread_count,
             copy_ahead=self.per_thread_copy_ahead,
-            niceness=self.io.background_nice if is_background else 0,
+            niceness=0 if self.staging.blocks_training else self.io.background_nice,
             shows_progress=is_first(self._save.ranks) and not self.staging.is_staged,
         )
 
