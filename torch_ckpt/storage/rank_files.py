@@ -77,7 +77,7 @@ class RankFiles:
         base: Location | None,
         groups: Callable[[Sequence[RankWork], str], list[tuple[str, RankWork]]],
     ) -> list[WriteResult]:
-        """Writes the work of this rank to files whose names have the prefix. Removes one that fails.
+        """Writes the work of this rank to files with this prefix, and removes a file that fails.
 
         Takes what has not changed from the base, if there is one. ``groups`` separates the rest
         into work for different files, each with the prefix of their names.
