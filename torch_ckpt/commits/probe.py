@@ -57,8 +57,8 @@ def created(directory: Location, sync: bool) -> Iterator[bool]:
     quota or permissions. Raises as :func:`check_commit`.
     """
     is_new = directory.file_system.has_folders and directory.is_missing()
-    directory.create_directories()
     try:
+        directory.create_directories()
         check_commit(directory, directory, sync=sync)
         yield is_new
     except BaseException:
