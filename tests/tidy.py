@@ -97,6 +97,7 @@ MAX_CORE_LINES = 35_000
 
 VAGUE_WORDS = ("manager", "handler", "helper", "util", "common")
 MAX_LINES = 600
+MAX_CLASS_LINES, MAX_ATTRIBUTES = 350, 25
 
 
 def cpp_files() -> list[Path]:
@@ -291,6 +292,28 @@ def size_and_name_breaches() -> Iterator[str]:
             yield f"{name}: a vague name"
 
 
+def class_breaches() -> Iterator[str]:
+    """Classes of the commit and of the writers that hold too much, apart from their docstring."""
+    for room in ("commits", "storage"):
+        for path in sorted((ROOT / "torch_ckpt" / room).glob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ClassDef):
+                    continue
+                lines = (node.end_lineno or 0) + 1 - node.lineno
+                if ast.get_docstring(node):
+                    lines -= (node.body[0].end_lineno or 0) + 1 - node.body[0].lineno
+                attributes = {
+                    part.attr
+                    for part in ast.walk(node)
+                    if isinstance(part, ast.Attribute)
+                    and isinstance(part.ctx, ast.Store)
+                    and ast.unparse(part.value) == "self"
+                }
+                if lines > MAX_CLASS_LINES or len(attributes) > MAX_ATTRIBUTES:
+                    where = f"{path.relative_to(ROOT)}: {node.name}"
+                    yield f"{where} has {lines} lines and {len(attributes)} attributes"
+
+
 def first_sentence(path: Path) -> str:
     """What a file is: the beginning of its docstring, or of the comment that opens a header."""
     text = path.read_text()
@@ -354,6 +377,7 @@ def main() -> int:
         *test_breaches(),
         *page_breaches(),
         *size_and_name_breaches(),
+        *class_breaches(),
     ]
     for breach in breaches:
         print(breach)

@@ -162,7 +162,7 @@ def async_save(
             plans_together = use_collectives and call.group.size > 1
             if isinstance(writer, FastWriter) and plans_together and by_thread:
                 decide = functools.partial(call.decide, phase="staging")
-                stack.enter_context(writer.sharing(order.planner, decide, call.group.names))
+                stack.enter_context(writer.staging.sharing(order.planner, decide, call.group.names))
             with call.current(), phase("stage"):  # The stager waits no longer than the call.
                 staged = stager.stage(state_dicts_of(state_dict))
             if isinstance(writer, FastWriter):

@@ -190,14 +190,16 @@ class CarelessWriter(FastWriter):
 class MovingWriter(FastWriter):
     """Moves files out of its base: what the campaign must notice, too."""
 
-    def _take_unchanged(self, work: Any) -> Any:
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Writes, and takes files of the base away."""
+
         def move(source: Location, target: Location, *, sync: bool) -> None:
             link(source, target, sync=sync)
             source.remove()
 
         link = Location.link
         with mock.patch.object(Location, "link", move):
-            return super()._take_unchanged(work)
+            return super().write_data(*args, **kwargs)
 
 
 WRITERS = {"fast": FastWriter, "careless": CarelessWriter, "moving": MovingWriter}

@@ -35,6 +35,7 @@ from torch_ckpt.commits.temporary import remove_abandoned, temporary
 from torch_ckpt.errors import AlreadyExistsError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
+from torch_ckpt.storage.rank_files import RankFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -229,18 +230,15 @@ def _save_with_one_that_fails(path: Path, how: str) -> list[str]:
     """Rank 1 cannot write; returns what the ranks have left."""
     rank = dist.get_rank()
     state = {f"of rank {rank}": full_value(f"{rank}", (400, 50), torch.int32)}
-    write = FastWriter._write
+    write = RankFiles.write
 
-    def fail(self: FastWriter, *args: Any) -> Any:
+    def fail(self: RankFiles, *args: Any, **options: Any) -> Any:
         if rank == 1:
             raise OSError(errno.ENOSPC, "no space")
-        return write(self, *args)
+        return write(self, *args, **options)
 
-    FastWriter._write = fail  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(RankFiles, "write", fail):
         assert failures_of(FAILING[how], state, storage_writer=FastWriter(path))
-    finally:
-        FastWriter._write = write  # type: ignore[method-assign]
     gc.collect()
     dist.barrier()
     return os.listdir(path.parent)
@@ -401,21 +399,18 @@ def test_a_save_that_is_ended_while_it_moves_its_files_names_the_other_one(
 
 
 def _save_that_is_ended_on_rank_1(path: Path) -> str:
-    enter = FastWriter._enter
+    write = RankFiles.write
 
-    def enter_and_lose(self: FastWriter, *args: Any) -> None:
-        enter(self, *args)
+    def lose_and_write(self: RankFiles, *args: Any, **options: Any) -> Any:
         dist.barrier()
         if dist.get_rank() == 1:
             for partial in partials(path.parent):  # Renamed first: the other rank writes to it.
                 shutil.rmtree(partial.rename(path.parent / "ended"))
+        return write(self, *args, **options)
 
-    FastWriter._enter = enter_and_lose  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(RankFiles, "write", lose_and_write):
         state = {f"of rank {dist.get_rank()}": torch.ones(30)}
         return failures_of(dcp.save, state, storage_writer=FastWriter(path))[1].message
-    finally:
-        FastWriter._enter = enter  # type: ignore[method-assign]
 
 
 @pytest.mark.timeout(180)

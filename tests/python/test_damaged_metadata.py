@@ -439,10 +439,11 @@ from torch_ckpt.formats.committed import index_name
 path, alone = Path(sys.argv[1]), sys.argv[2] == "alone"
 
 def commit(self, metadata, index, files):
-    (path / f"{self._prefix}{index_name(self.save_id)}").write_bytes(index)
+    prefix = self.commit_name.removesuffix(".metadata")
+    (path / f"{prefix}{index_name(self.save_id)}").write_bytes(index)
     os._exit(9)
 
-CheckpointTransaction._publish = commit
+CheckpointTransaction.commit = commit
 store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 state = {"large": torch.randn(300, 700), "step": 7}

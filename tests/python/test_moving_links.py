@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter, SnapshotStager
+from torch_ckpt._core import _native
 from torch_ckpt.agent import SnapshotAgent
-from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.transaction import Transaction
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.verify import check_sound, examine
@@ -97,7 +97,7 @@ class MovingWriter(FastWriter):
         self._move_at("finish")
         with (
             moved_after(Transaction, "check", lambda: self._move_at("commit")),
-            moved_after(CheckpointTransaction, "_publish", lambda: self._move_at("removal")),
+            moved_after(_native.FileSystem, "commit", lambda: self._move_at("removal")),
         ):
             super().finish(metadata, results)
 

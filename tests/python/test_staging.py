@@ -249,7 +249,7 @@ def test_training_does_not_wait_for_threads_of_low_priority(
     writer = FastWriter(tmp_path, stager=TightStager())
     with mock.patch.object(rank_files, "write_data_file", wraps=write_data_file) as written:
         dcp.async_save(large_state(1.0), storage_writer=writer).result()
-    assert [call.kwargs["niceness"] for call in written.call_args_list] == [0]
+    assert [call.args[4].niceness for call in written.call_args_list] == [0]
 
 
 def test_an_unstaged_save_that_fails_before_it_writes_does_not_hang(

@@ -532,18 +532,18 @@ def test_of_an_agent_and_another_save_at_once_one_commits(
         assert len(Location(step).names()) == 3
     ((_, slot), *_) = complete_slots(agent.folder, run_of(run))
     snapshot = _native.Slot.open(os.fsencode(slot), False).read()
-    publish = CheckpointTransaction._publish
+    commit = CheckpointTransaction.commit
     others: list[FastWriter] = []
 
-    def publish_late(*arguments: Any) -> None:
+    def commit_late(*arguments: Any) -> None:
         """The other save commits after the last look, and before the commit."""
         if not others:
             others.append(FastWriter(step))
             torch_ckpt.save(state_of(3), storage_writer=others[0])
-        publish(*arguments)
+        commit(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(CheckpointTransaction, "_publish", publish_late)
+        patched.setattr(CheckpointTransaction, "commit", commit_late)
         with pytest.raises(CheckpointError, match=f"cannot save to {step}: another save, "):
             persist.persist([snapshot], persist.Writing(torch_ckpt.IoOptions()))
     loaded = state_of(-1)

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from torch_ckpt import FastWriter
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.machine import CommitFiles, MachineTransaction
 from torch_ckpt.commits.model import ModelTransaction
 from torch_ckpt.commits.replacement import Replacement
 from torch_ckpt.errors import NotFoundError
@@ -89,20 +90,18 @@ def _stored(version: int) -> _Stored:
 
 
 class Checkpoint:
-    """A checkpoint of DCP; ``hides`` lets a new one appear by the rename of its directory."""
+    """A checkpoint of DCP."""
 
     prefix = ""
     foreign = ("model.safetensors", "__0_0_0123456789abcdef.distcp.bak")
 
-    def __init__(
-        self, target: Location, version: int, *, hides: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, target: Location, version: int, **options: Any) -> None:
         self.stored = _stored(version)
         self.transaction = CheckpointTransaction(target, self.stored.save_id, **options)
-        self._hides, self._may_be_committed = hides, False
+        self._may_be_committed = False
 
     def begin(self) -> None:
-        self.transaction.begin(can_hide=self._hides)
+        self.transaction.begin()
 
     def write(self) -> None:
         for name, contents in self.stored.files.items():
@@ -145,6 +144,28 @@ class RankCheckpoint(Checkpoint):
 
     def __init__(self, target: Location, version: int, **options: Any) -> None:
         super().__init__(target, version, rank=0, **options)
+
+
+class MachinePart(Checkpoint):
+    """The part of a machine without the coordinator, whose first rank commits for it."""
+
+    transaction: MachineTransaction
+
+    def __init__(self, target: Location, version: int, **options: Any) -> None:
+        super().__init__(target, version)
+        own_id = f"{version:016x}"
+        self.transaction = MachineTransaction(target, own_id, is_first=True, **options)
+
+    def begin(self) -> None:
+        self.transaction.join(None, 1)
+
+    def commit(self) -> None:
+        self.transaction.check(self.stored.files)
+        self._may_be_committed = True
+        stored = self.stored
+        self.transaction.commit_as(
+            CommitFiles(stored.save_id, stored.metadata, stored.index, stored.files)
+        )
 
 
 class Copy(Checkpoint):
@@ -355,7 +376,7 @@ class Place:
         return self.name
 
 
-_Hidden = functools.partial(Checkpoint, hides=True)
+_Hidden = functools.partial(Checkpoint, can_hide=True)
 _REPLACE, _ANY = ("may_replace",), ("may_replace", "supersedes")
 _Shards = functools.partial(Model, count=2)
 
@@ -365,6 +386,8 @@ PLACES = (
     Place("new checkpoint", _Hidden, None, owns_folder=True, options=_ANY),
     Place("checkpoint with its directory", Checkpoint, None, owns_folder=True, options=_ANY),
     Place("checkpoint of a rank", RankCheckpoint, RankCheckpoint, options=_ANY),
+    Place("part of a machine", MachinePart, MachinePart, options=_ANY),
+    Place("first part of a machine", MachinePart, None, options=_ANY),
     Place("copy of a checkpoint", Copy, Checkpoint, keeps=True),
     Place("checkpoint on a store", Checkpoint, Checkpoint, on_store=True, options=_ANY),
     Place("first checkpoint on a store", Checkpoint, None, on_store=True, options=_ANY),

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from errno import EEXIST
+from typing import Any
 
 from torch_ckpt.commits.garbage import collect_garbage, find, pending_pattern, remove_files
 from torch_ckpt.commits.probe import can_be_renamed_to, check_commit
@@ -50,6 +51,8 @@ class CheckpointTransaction(Transaction):
         small_files: Contents of the small files of a step, by name. A new checkpoint appears with
             them. Where one is replaced, they are written after the commit, and others removed.
             ``None`` leaves those that the target has.
+        can_hide: Whether all that write files receive the claim. A target that does not exist then
+            appears with the commit, if its place permits that.
         options: As for :class:`Transaction`.
     """
 
@@ -61,19 +64,12 @@ class CheckpointTransaction(Transaction):
         rank: int | None = None,
         keeps_files: bool = False,
         small_files: Mapping[str, bytes] | None = None,
-        sync: bool = True,
-        may_replace: bool = True,
-        supersedes: bool = True,
-        name: object = None,
+        can_hide: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            *(target, save_id),
-            sync=sync,
-            may_replace=may_replace,
-            supersedes=supersedes,
-            name=name,
-        )
+        super().__init__(target, save_id, **options)
         self._rank, self._keeps_files, self._small_files = rank, keeps_files, small_files
+        self._can_hide = can_hide
         self._prefix = "" if rank is None else f"__{rank}"
         self.commit_name = f"{self._prefix}{_METADATA}"
         self.committed_names = frozenset({self.commit_name})
@@ -83,15 +79,11 @@ class CheckpointTransaction(Transaction):
 
     # ---- Begin ----
 
-    def begin(self, *, can_hide: bool = False) -> None:
-        """Begins the save, as :meth:`Transaction.begin` does.
-
-        A target that does not exist appears with the commit, if its place permits that and all that
-        write files receive the claim (``can_hide``).
-        """
+    def begin(self) -> None:
+        """Begins the save, as :meth:`Transaction.begin` does."""
         self.commits = True
         self._beside = self._remove_abandoned()
-        if not (can_hide and can_be_renamed_to(self.target)):
+        if not (self._can_hide and can_be_renamed_to(self.target)):
             self._begin_in_target()
             return
         check_commit(self.target.parent, self.target, sync=self.sync)
@@ -128,13 +120,6 @@ class CheckpointTransaction(Transaction):
     def has_pending(self) -> bool:
         """Whether the pending file is there, of this process or of an earlier one."""
         return self._pending_file.exists()
-
-    def adopt_id(self, save_id: str) -> None:
-        """Replaces the id by that of the coordinator, whose metadata this one commits as well."""
-        own, self.save_id = self._pending, save_id
-        self._pending = self._create_pending()
-        if own is not None:
-            own.discard()
 
     @property
     def _pending_file(self) -> Location:

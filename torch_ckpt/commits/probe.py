@@ -50,17 +50,17 @@ def check_commit(
 
 
 @contextlib.contextmanager
-def created(directory: Location, sync: bool) -> Iterator[None]:
+def created(directory: Location, sync: bool) -> Iterator[bool]:
     """Creates the directory of a checkpoint; removes it if the block raises and leaves it empty.
 
-    A directory that exists remains: somebody may have given it a quota or permissions. Raises as
-    :func:`check_commit`.
+    The value is whether it is new. A directory that exists remains: somebody may have given it a
+    quota or permissions. Raises as :func:`check_commit`.
     """
     is_new = directory.file_system.has_folders and directory.is_missing()
-    directory.create_directories()
     try:
+        directory.create_directories()
         check_commit(directory, directory, sync=sync)
-        yield
+        yield is_new
     except BaseException:
         if is_new:
             directory.discard()

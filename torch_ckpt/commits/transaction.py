@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import errno
 import socket
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import Any
 from torch_ckpt.commits import late_names
 from torch_ckpt.commits.garbage import Found, find, remove_files
 from torch_ckpt.commits.late_names import still_missing
-from torch_ckpt.commits.probe import check_commit
+from torch_ckpt.commits.probe import created
 from torch_ckpt.commits.temporary import remove_abandoned, remove_temporary
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
@@ -150,6 +151,15 @@ class Transaction(ABC):
         self._remove_abandoned()
         self._begin_in_target()
 
+    def warn_if_replacing(self) -> None:
+        """Warns, as DCP does, if what is committed will be replaced."""
+        if self.replaces:
+            warnings.warn(
+                f"Detected an existing checkpoint in {self._name}, overwriting since "
+                "self.overwrite=True.",
+                stacklevel=2,
+            )
+
     def _remove_abandoned(self) -> list[str]:
         """Returns the temporaries beside the target whose owners may live."""
         parent = self.target.parent
@@ -159,19 +169,13 @@ class Transaction(ABC):
         return []
 
     def _begin_in_target(self) -> None:
-        if self.target.file_system.has_folders and self.target.is_missing():
-            self._has_created = True
-        self.target.create_directories()
-        try:
-            check_commit(self.target, self.target, sync=self.sync)
+        with created(self.target, self.sync) as is_new:
             self.found = find(self.target, self.pending_pattern, self.commit_name)
             self._check_may_replace(self.found.names)
             if self._hidden is None:  # Otherwise it began when the target did not exist.
                 self._find_committed()
             self._pending = self._create_pending()
-        except BaseException:
-            self._discard_created()
-            raise
+        self._has_created = is_new
 
     def _find_committed(self) -> None:
         self._before = (self.target / self.commit_name).identity()

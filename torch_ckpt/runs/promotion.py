@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt.agent.identity import id_in_directory
-from torch_ckpt.commits.small_files import SMALL_FILES
 from torch_ckpt.commits.terms import newest_term, superseded, term_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
@@ -475,7 +474,7 @@ class Promotion:
 
         def check() -> None:
             self._check_lineage(step)
-            copy.copy_small_files(SMALL_FILES)
+            copy.copy_small_files()
 
         copy.commit(check)
         return True

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.probe import check_commit
+from torch_ckpt.commits.small_files import SMALL_FILES, write_small_files
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -145,20 +146,15 @@ class CheckpointCopy:
                 self._copy(number, name)
         self.target.sync()
 
-    def copy_small_files(self, names: Collection[str]) -> None:
-        """Copies the small files of these names, before the commit.
-
-        Those that the source lacks are removed at the target.
+    def copy_small_files(self) -> None:
+        """Copies the small files of a step, before the commit.
 
         Raises:
             StorageError: A file cannot be read or written.
         """
-        here = set(self.source.names())
-        for name in names:
-            if name in here:
-                (self.target / name).replace((self.source / name).read(), sync=True)
-            else:  # A former save may have left it.
-                (self.target / name).discard()
+        names = SMALL_FILES.intersection(self.source.names())
+        files = {name: (self.source / name).read() for name in names}
+        write_small_files(self.target, files, sync=True)
 
     def missing_files(self) -> list[str]:
         """Returns the names of the data files that have not arrived."""

@@ -44,7 +44,7 @@ from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.rank_work import RankWork, Unresolved, resolve_whole
 
-__all__ = ["WrittenFile", "pickle_item", "write_data_file"]
+__all__ = ["FileOptions", "WrittenFile", "pickle_item", "write_data_file"]
 
 _PINNED_NBYTES = 64 << 20
 """Bytes of CUDA tensors that are copied and written at a time. A larger tensor is copied whole."""
@@ -83,17 +83,28 @@ class WrittenFile:
         return self.name, self.nbytes, self.sums, self.digests, self.origin
 
 
+@dataclass(frozen=True)
+class FileOptions:
+    """How a rank writes its files in one save: the options of a writer with these names."""
+
+    io: IoOptions
+    transforms: _StorageWriterTransforms
+    single_file: bool
+    sync: bool
+    thread_count: int
+    copy_ahead: int
+    niceness: int
+    shows_progress: bool
+
+
 def write_data_file(
     directory: Location,
     name: str,
     work: RankWork,
     planner: SavePlanner,
+    how: FileOptions,
     *,
     pool: _native.BufferPool,
-    io: IoOptions,
-    sync: bool,
-    niceness: int,
-    transforms: _StorageWriterTransforms,
     begun: Callable[[_native.FileJob], None],
 ) -> tuple[list[WriteResult], WrittenFile, IoMode]:
     """Writes ``work`` to the new file ``directory / name``, which is removed if the write fails.
@@ -116,7 +127,7 @@ def write_data_file(
 
     def append(job: _native.SaveJob, position: int) -> tuple[int, int]:
         item = work.item(position)
-        result, classes = _append_item(job, item, planner, transforms, name)
+        result, classes = _append_item(job, item, planner, how.transforms, name)
         pickled[position] = result
         if classes:
             refused[item.index.fqn] = classes
@@ -124,16 +135,16 @@ def write_data_file(
 
     def write_tensors(job: _native.SaveJob) -> None:
         begun(job)
-        _write_tensors(job, planned, work, planner, retained_nbytes_limit(io))
+        _write_tensors(job, planned, work, planner, retained_nbytes_limit(how.io))
 
     job, appended = write_planned(
         *(directory / name, planned),
         write_tensors,
         append,
         pool=pool,
-        direct=io.direct,
-        sync=sync,
-        niceness=niceness,
+        direct=how.io.direct,
+        sync=how.sync,
+        niceness=how.niceness,
     )
     file = WrittenFile(name, *job.sums, refused=refused, digests=planned.digests)
     if work.items is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import DTYPE_CODES, printable
-from torch_ckpt.errors import CheckpointError, CorruptionError
-from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.opened import Contents
+from torch_ckpt.errors import CorruptionError
+from torch_ckpt.formats.opened import Opened
 from torch_ckpt.options import IoOptions
 
 __all__ = ["LoadSource", "Requests", "Slice", "StoredTensor", "without_memory"]
@@ -31,14 +30,11 @@ class LoadSource:
     """An open checkpoint, and the options of the load."""
 
     metadata: Metadata
-    directory: Location
-    index: _native.Index | None
-    contents: Contents | None
+    opened: Opened
     io: IoOptions
     verify: bool
     trust_pickle: bool
     transforms: _StorageReaderTransforms
-    unreadable: Mapping[str, CheckpointError]  # FQN -> why the value cannot be loaded.
     records: _native.Records | None  # Those that verification checks.
     files: frozenset[str] | None = None  # The data files that this rank can read; None for all.
 

@@ -62,8 +62,8 @@ class Load:
     """
 
     def __init__(self, source: LoadSource, items: Sequence[ReadItem]) -> None:
-        for item in items if source.unreadable else ():
-            if (error := source.unreadable.get(item.storage_index.fqn)) is not None:
+        for item in items if source.opened.unreadable else ():
+            if (error := source.opened.unreadable.get(item.storage_index.fqn)) is not None:
                 raise copy.copy(error)
         self.source = source
         self.items = items
@@ -75,12 +75,12 @@ class Load:
             self._requests = requests if requests.away(source) else None
         column_nbytes = items.reads.nbytes if isinstance(items, PlannedReads) else 0
         nbytes = column_nbytes if self._requests is None else self._requests.nbytes
-        io, file_system = source.io, source.directory.file_system
+        io, file_system = source.io, source.opened.directory.file_system
         block_nbytes = io.block_nbytes(file_system)
         self.job = _native.LoadJob(
             file_system,
-            source.directory.path,
-            source.index,
+            source.opened.directory.path,
+            source.opened.index,
             useful_buffer_nbytes(nbytes, io.buffer_nbytes, block_nbytes, file_system),
             block_nbytes,
             READ_THREADS,
@@ -414,11 +414,11 @@ class _LoadByItem:
         """Loads objects, and tensors that torch must unpickle. Reads each slice once."""
         wanted: dict[Slice, list[ReadItem]] = {}
         for item, stored in streams:
-            if self.source.contents is None or stored in self.fetched:
+            if self.source.opened.contents is None or stored in self.fetched:
                 wanted.setdefault(stored, []).append(item)
                 continue
             with reading(_where(stored)):
-                value = self.source.contents.value(stored[3])
+                value = self.source.opened.contents.value(stored[3])
             self._load_content(item, stored, value)
         refused: list[str] = []
         call = current_call()

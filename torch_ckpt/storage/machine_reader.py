@@ -23,4 +23,5 @@ class MachineReader(FastReader):
     """
 
     def _reachable_files(self) -> frozenset[str] | None:
-        return None if self._index is None else files_in(self._directory, self._index.files)
+        index = self._opened.index
+        return None if index is None else files_in(self._opened.directory, index.files)

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt._core import _native
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.options import IoMode, IoOptions
+from torch_ckpt.options import IoMode
 from torch_ckpt.records.record import note
 from torch_ckpt.storage.buffers import buffer_pools
-from torch_ckpt.storage.data_file import write_data_file
+from torch_ckpt.storage.data_file import FileOptions, write_data_file
 from torch_ckpt.storage.file_jobs import FileJobs, in_threads
 from torch_ckpt.storage.progress import progress_bar
-from torch_ckpt.storage.rank_work import RankWork
+from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
+from torch_ckpt.storage.rank_work import RankWork, split
 
-__all__ = ["FileOptions", "RankFiles"]
-
-
-@dataclass(frozen=True)
-class FileOptions:
-    """How a rank writes its files in one save: the options of a writer with these names."""
-
-    io: IoOptions
-    sync: bool
-    thread_count: int
-    copy_ahead: int
-    niceness: int
-    shows_progress: bool
+__all__ = ["RankFiles"]
 
 
 class RankFiles:
@@ -53,7 +42,6 @@ class RankFiles:
         self._pools: list[_native.BufferPool] = []
         self._jobs: FileJobs | None = None  # While files are written.
         self._nbytes = self._written_nbytes = 0  # To write in the last save, and written.
-        self._numbers: dict[str, int] = {}  # Prefix -> number of its last file.
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy without native handles.
@@ -70,35 +58,64 @@ class RankFiles:
         call = current_call()
         jobs = FileJobs(None if call is None else call.cancel_on_failure)
         self.finished, self._jobs, self._nbytes, self._written_nbytes = [], jobs, nbytes, 0
-        self._numbers.clear()
-        bar: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if how.shows_progress:
-            bar = progress_bar("saving", directory, lambda: nbytes, jobs.done_nbytes)
+        bar = progress_bar("saving", directory, lambda: nbytes, jobs.done_nbytes)
         try:
-            with bar:
+            with bar if how.shows_progress else contextlib.nullcontext():
                 yield jobs
         finally:
             self._jobs, self._written_nbytes = None, jobs.done_nbytes()
             note(**jobs.details(how.thread_count), mode=self._mode(directory))
 
-    def new_name(self, prefix: str, save_id: str) -> str:
-        """Returns the name of the next file with this prefix."""
-        number = self._numbers[prefix] = self._numbers.get(prefix, -1) + 1
-        return f"{prefix}{number}_{save_id}.distcp"
-
     def write(
+        self,
+        transaction: CheckpointTransaction,
+        prefix: str,
+        work: RankWork,
+        planner: SavePlanner,
+        how: FileOptions,
+        *,
+        base: Location | None,
+        groups: Callable[[Sequence[RankWork], str], list[tuple[str, RankWork]]],
+    ) -> list[WriteResult]:
+        """Writes the work of this rank to files with this prefix, and removes a file that fails.
+
+        Takes what has not changed from the base, if there is one. ``groups`` separates the rest
+        into work for different files, each with the prefix of their names.
+        """
+        directory, numbers = transaction.directory, defaultdict[str, Any](itertools.count)
+
+        def new_name(prefix: str = prefix) -> str:
+            return f"{prefix}{next(numbers[prefix])}_{transaction.save_id}.distcp"
+
+        with self.writing(directory, sum(work.work.nbytes), how) as jobs:
+            taken = Taken([work])
+            if base is not None and len(work.work):
+                taken = take_unchanged(
+                    None if str(base) == str(transaction.target) else base,
+                    *(directory, work, how),
+                    new_name=new_name,
+                    finished=self.finished,
+                )
+            count = how.thread_count if how.single_file else None
+            named = {
+                new_name(each): part
+                for each, group in groups(taken.groups, prefix)
+                for part in split(group, count)
+            }
+            results = taken.results + self._write(directory, named, planner, jobs, how)
+            if self.finished and how.sync:
+                directory.sync()
+        return results
+
+    def _write(
         self,
         directory: Location,
         files: Mapping[str, RankWork],
         planner: SavePlanner,
         jobs: FileJobs,
         how: FileOptions,
-        transforms: _StorageWriterTransforms,
     ) -> list[WriteResult]:
-        """Writes files (name -> work), as many at a time as there are threads.
-
-        A file that fails is removed.
-        """
+        """Writes files (name -> work), as many at a time as there are threads."""
         workers = min(how.thread_count, len(files))
         if workers == 0:
             return []
@@ -108,12 +125,8 @@ class RankFiles:
             results: list[WriteResult] = []
             for name in list(files)[first::workers]:
                 written, file, self.io_mode = write_data_file(
-                    *(directory, name, files[name], planner),
-                    transforms=transforms,
+                    *(directory, name, files[name], planner, how),
                     pool=pools[first],
-                    io=how.io,
-                    sync=how.sync,
-                    niceness=how.niceness,
                     begun=jobs.begin,
                 )
                 self.finished.append(name)

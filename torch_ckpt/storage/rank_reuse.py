@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_ckpt._core import _native
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.replicas import CutItem
-from torch_ckpt.planning.value_digests import full_digests, value_digests
-from torch_ckpt.storage.data_file import WrittenFile
+from torch_ckpt.planning.value_digests import THREADS, full_digests, value_digests
+from torch_ckpt.storage.data_file import FileOptions, WrittenFile
 from torch_ckpt.storage.rank_work import RankWork
-from torch_ckpt.storage.reuse import TakenFile, take_from_base
+from torch_ckpt.storage.reuse import MAX_FILES, TakenFile, take_from_base
 
 __all__ = ["Taken", "take_unchanged"]
 
@@ -39,24 +39,21 @@ def take_unchanged(
     base: Location | None,
     directory: Location,
     work: RankWork,
+    how: FileOptions,
     *,
     new_name: Callable[[], str],
     finished: list[str],
-    max_files: int | None,
-    sync: bool,
-    threads: int,
-    niceness: int,
 ) -> Taken:
     """Takes files of the base into the directory of a new checkpoint: :func:`take_from_base`."""
-    sources = _stored_parts(work)
+    sources, threads = _stored_parts(work), 1 if how.niceness else THREADS
     found = take_from_base(
         *(base, directory, work.work, value_digests(sources, "sample")),
-        lambda positions: full_digests(sources, positions, threads=threads, niceness=niceness),
+        lambda positions: full_digests(sources, positions, threads=threads, niceness=how.niceness),
         boxes=_boxes(work),
         new_name=new_name,
         finished=finished,
-        max_files=max_files,
-        sync=sync,
+        max_files=MAX_FILES if how.single_file else None,
+        sync=how.sync,
     )
     is_digested = [False] * len(sources)
     for position in found.digested:

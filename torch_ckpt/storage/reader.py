@@ -33,7 +33,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.filesystems.location import Location, can_reach
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.formats.metadata import UnreadableMetadata
-from torch_ckpt.formats.opened import Contents, Opened
+from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.formats.rules import Rules
 from torch_ckpt.options import IoOptions, Verification
@@ -163,10 +163,7 @@ class FastReader(StorageReader):
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
-        self._directory = self.location  # Directory of the files that the metadata names.
-        self._index: _native.Index | None = None
-        self._contents: Contents | None = None  # Values that have no slice of their own.
-        self._unreadable: Mapping[str, CheckpointError] = {}
+        self._opened = self._not_open()
         self._records: _native.Records | None = None
         self._files: frozenset[str] | None = None  # Those that this rank can read; None for all.
         self._reads: Any = None  # The reads of this rank's plan, if they are not sent.
@@ -179,15 +176,11 @@ class FastReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy opens the checkpoint itself.
-        return {
-            **self.__dict__,
-            "_metadata": None,
-            "_index": None,
-            "_contents": None,
-            "_records": None,
-            "_reads": None,
-            "_load": None,
-        }
+        closed = dict.fromkeys(("_metadata", "_records", "_reads", "_load"))
+        return {**self.__dict__, **closed, "_opened": self._not_open()}
+
+    def _not_open(self) -> Opened:
+        return Opened(Metadata({}), self.location, None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -219,8 +212,8 @@ class FastReader(StorageReader):
         if checkpoint_id:
             self._given = Location(checkpoint_id)
             self.location = self._given.absolute()
-        self._metadata = self._index = self._contents = None
-        self._metadata_error = self._load = None
+        self._opened = self._not_open()
+        self._metadata = self._metadata_error = self._load = None
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -277,13 +270,7 @@ class FastReader(StorageReader):
     def _read_metadata(self, prefix: str) -> Metadata:
         """Opens the checkpoint with this prefix, and returns its metadata."""
         # Resolved once: a link in the path may move during the load.
-        opened = self._open(self.location.resolved(), prefix)
-        self._directory, self._index, self._contents, self._unreadable = (
-            opened.directory,
-            opened.index,
-            opened.contents,
-            opened.unreadable,
-        )
+        self._opened = opened = self._open(self.location.resolved(), prefix)
         self._records = _native.Records(self.verify == "full", opened.records)
         return opened.metadata
 
@@ -309,11 +296,11 @@ class FastReader(StorageReader):
         """Asks which data files of the open checkpoint this rank can read."""
         files = self._reachable_files()
         if files is not None:
-            if self._index is None:
+            if self._opened.index is None:
                 raise UnsupportedError(
                     f"cannot load {self.path}: without an index, all ranks must have all files"
                 )
-            every = {name for name, _ in self._index.files}
+            every = {name for name, _ in self._opened.index.files}
             files = None if files >= every else files & every
         self._files = files
 
@@ -336,10 +323,9 @@ class FastReader(StorageReader):
             with gc_paused(), portable_errors():
                 self._load = Load(self._source(), items)
                 encoded = self._load.wanted_bytes()
-            wanted = Wanted(
-                self._shared_save_id,
-                str(self.path),
-                encoded,
+            wanted = dataclasses.replace(
+                wanted,
+                encoded=encoded,
                 machine=this_machine(),
                 processes=these_processes(),
                 pid=os.getpid(),
@@ -462,14 +448,11 @@ class FastReader(StorageReader):
             raise RuntimeError("cannot plan or read a load: set_up_storage_reader was not called")
         return LoadSource(
             self._metadata,
-            self._directory,
-            self._index,
-            self._contents,
+            self._opened,
             self.io,
             bool(self.verify),
             self.trust_pickle,
             self.transforms,
-            self._unreadable,
             self._records,
             self._files,
         )

@@ -11,6 +11,7 @@ they save a checkpoint in a hidden folder, from which the coordinator writes the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,6 @@ from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.model import ModelTransaction, pending_names, relay_of
 from torch_ckpt.commits.temporary import remove_temporary
-from torch_ckpt.commits.transaction import Claim, Transaction
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.errors import (
@@ -54,6 +54,7 @@ from torch_ckpt.planning.ties import tied_names
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
+from torch_ckpt.storage.present_save import PresentSave
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_base import (
     BaseFile,
@@ -109,6 +110,35 @@ class Arrangement:
     taken: Sequence[BaseFile] = ()
     names: Sequence[str] = ()
     states_boxes: bool = False
+
+
+class _ModelSave(PresentSave):
+    """One save of a model.
+
+    Attributes:
+        layout: On the coordinator, from the plan to the commit.
+        taken: Number of the first files, which the coordinator takes from the base.
+        relay: Writes the checkpoint that becomes the model.
+    """
+
+    layout: ModelLayout | None = None
+    taken = 0
+    relay: FastWriter | None = None
+
+    @property
+    def model(self) -> ModelTransaction:
+        """The transaction of the model."""
+        assert isinstance(self.transaction, ModelTransaction)
+        return self.transaction
+
+    def end_failed(self) -> None:
+        """Ends the relay as well."""
+        relay, self.relay = self.relay, None
+        if relay is not None:
+            relay.end_failed_save()
+            if self.commits:
+                remove_temporary(relay.location)
+        super().end_failed()
 
 
 class SafetensorsWriter(FastWriter):
@@ -180,16 +210,22 @@ class SafetensorsWriter(FastWriter):
         if max_shard_nbytes < 1:
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
-        self._layout: ModelLayout | None = None  # On the coordinator, from the plan to the commit.
-        self._taken = 0  # Number of the first files, which it takes from the base.
-        self._relay: FastWriter | None = None  # Writes the checkpoint that becomes the model.
         self.arrange: Callable[[object, list[SavePlan]], Arrangement] | None = None
         """Arranges the tensors of all ranks in files, given the path. By size if ``None``."""
         self.ties: Mapping[str, str] = {}
         """Name that the planner does not list -> the listed name that it is tied to."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_relay": None}
+    _save: _ModelSave
+
+    def _new_save(self, **facts: Any) -> _ModelSave:
+        new_transaction = functools.partial(
+            ModelTransaction,
+            *(self.location, self.file_id),
+            sync=self.sync_files,
+            may_replace=self.overwrite,
+            name=self.path,
+        )
+        return _ModelSave(new_transaction, self._files, self.rank, **facts)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the names of tied tensors to the plan, if :class:`FastSavePlanner` made it."""
@@ -220,20 +256,19 @@ class SafetensorsWriter(FastWriter):
             arranged = self.arrange(self.path, plans) if self.arrange else self._by_size(plans)
         shares: list[Any] = [plan.storage_data for plan in plans]
         shares = [None if isinstance(share, RankFacts) else share for share in shares]
-        model = self._model
-        self._layout = arranged.layout
-        model.begin(
-            len(arranged.layout.files), usual=arranged.names, states_boxes=arranged.states_boxes
-        )
-        self._warn_if_replacing(model)
-        self._taken = take_files(arranged.taken, self.location, model.files, sync=self.sync_files)
-        encoded = self._layout.encode()
+        save, model, layout = self._save, self._save.model, arranged.layout
+        save.layout = layout
+        model.begin(len(layout.files), usual=arranged.names, states_boxes=arranged.states_boxes)
+        if not self.rank:
+            model.warn_if_replacing()
+        save.taken = take_files(arranged.taken, self.location, model.files, sync=self.sync_files)
+        encoded = layout.encode()
         if self._writes_streams:
             plans = [
                 dataclasses.replace(plan, storage_data=share)
                 for plan, share in zip(plans, shares, strict=True)
             ]
-            if len(plans) > 1 or not is_sequence(pieces_of(plans[0], self._layout)):
+            if len(plans) > 1 or not is_sequence(pieces_of(plans[0], layout)):
                 shares = [
                     plan.storage_data for plan in self._begin_relay(self.file_id)._place(plans)
                 ]
@@ -241,9 +276,7 @@ class SafetensorsWriter(FastWriter):
         return [
             dataclasses.replace(
                 plan,
-                storage_data=_ModelPlan(
-                    encoded, self._taken, self.file_id, rank, len(plans), share
-                ),
+                storage_data=_ModelPlan(encoded, save.taken, self.file_id, rank, len(plans), share),
             )
             for rank, (plan, share) in enumerate(zip(plans, shares, strict=True))
         ]
@@ -281,7 +314,7 @@ class SafetensorsWriter(FastWriter):
         nbytes = sum(piece.nbytes for piece in pieces)
         how, target = self._options, self.location
         pools = self._files.pools(len(groups), nbytes, how, target)
-        names = self._model.files or pending_names(len(layout.files), model_plan.file_id)
+        names = self._save.model.files or pending_names(len(layout.files), model_plan.file_id)
 
         def write_group(number: int) -> list[WriteResult]:
             writer = _PieceWriter(self, planner, layout, names, pools[number], jobs)
@@ -302,36 +335,10 @@ class SafetensorsWriter(FastWriter):
             # On a full disk, the files would make the next save fail. DCP tells no rank when all
             # have ended, so ranks that still write the files may fail because of this.
             if current_call() is None:
-                self._abandon(names, error)
-            elif self._model.is_ended(names, error):
-                raise self._model.files_are_missing(error) from error
+                self._save.abandon(names, error)
+            elif self._save.model.is_ended(names, error):
+                raise self._save.model.files_are_missing(error) from error
             raise
-
-    def end_failed_save(self) -> None:
-        """Removes the files of a save that has failed on all ranks, on the rank that commits."""
-        self._layout, relay, self._relay = None, self._relay, None
-        if relay is not None:
-            relay.end_failed_save()
-            if self._save.commits:
-                remove_temporary(relay.location)
-        super().end_failed_save()
-
-    def _new_transaction(self) -> Transaction:
-        return ModelTransaction(
-            *(self.location, self.file_id),
-            sync=self.sync_files,
-            may_replace=self.overwrite,
-            name=self.path,
-        )
-
-    @property
-    def _model(self) -> ModelTransaction:
-        assert isinstance(self._transaction, ModelTransaction)
-        return self._transaction
-
-    def _enter(self, claim: Claim | None) -> None:
-        if not self._save.commits:
-            self._transaction.join(claim, self.rank)
 
     @property
     def _writes_streams(self) -> bool:
@@ -342,39 +349,40 @@ class SafetensorsWriter(FastWriter):
 
         It has the options of this one, the tensors that were staged, and a hidden folder.
         """
-        if self._relay is None:
-            self._relay = FastWriter(
+        relay = self._save.relay
+        if relay is None:
+            relay = self._save.relay = FastWriter(
                 relay_of(self.location, file_id).checkpoint_id,
                 sync_files=self.sync_files,
                 thread_count=self.thread_count,
                 io=self.io,
                 check_replicas=self.check_replicas,
             )
-            self._relay._be_part_of(self, file_id)
-        return self._relay
+            relay._be_part_of(self, file_id)
+        return relay
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the files, then removes the files of the replaced model."""
         self._save.phases.begin("committing")
-        layout = self._layout
+        save, model, layout = self._save, self._save.model, self._save.layout
         assert layout is not None
-        model = self._model
         try:
-            if self._relay is not None:
-                self._finish_relay(self._relay, layout, metadata, results)
+            if save.relay is not None:
+                self._finish_relay(save.relay, layout, metadata, results)
             else:
-                _check_complete(layout, self._taken, itertools.chain.from_iterable(results))
+                _check_complete(layout, save.taken, itertools.chain.from_iterable(results))
                 claim_commit()
             model.check(model.files)
         except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
-            self._abandon((), error)
+            save.abandon((), error)
             raise
         names = model.commit(layout)
-        self._layout = None
+        save.layout = None
         _describe(metadata, layout, names, self)
-        self._log_saved(sum(file.nbytes for file in layout.files))
+        nbytes = sum(file.nbytes for file in layout.files)
+        self._save.log(nbytes, is_staged=self.staging.is_staged)
 
     def _finish_relay(
         self,
@@ -384,18 +392,18 @@ class SafetensorsWriter(FastWriter):
         results: list[list[WriteResult]],
     ) -> None:
         """Commits the checkpoint, writes the files of the model from it, and removes it."""
-        relay._log_nothing()
+        relay._save.ranks = 0  # Only the model is logged.
         relay.finish(metadata, results)
         values = StoredValues(relay.location, io=self.io)
         nbytes = sum(file.nbytes for file in layout.files)
         (pool,) = self._files.pools(1, nbytes, self._options, self.location)
-        for name, file in zip(self._model.files, layout.files, strict=True):
+        for name, file in zip(self._save.model.files, layout.files, strict=True):
             job = self._job(name, file.nbytes, pool)
             with finished(job):
                 copy_file_of(values, file, layout, job)
             self._files.io_mode = IoMode.of(job)
         remove_temporary(relay.location)
-        self._relay = None
+        self._save.relay = None
 
     def _job(self, name: str, nbytes: int, pool: _native.BufferPool) -> _native.SharedFileJob:
         """Begins to write this rank's part of a file."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import os
 import secrets
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint._extension import StreamTransformExtension
@@ -26,8 +25,7 @@ from torch.futures import Future
 
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
-from torch_ckpt.commits.garbage import remove_files
-from torch_ckpt.commits.transaction import Claim, Transaction
+from torch_ckpt.commits.transaction import Claim
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.group import claim_commit
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
@@ -53,18 +51,16 @@ from torch_ckpt.planning.replicas import (
     share_out,
     with_rank_items,
 )
-from torch_ckpt.planning.value_digests import THREADS
 from torch_ckpt.staging.save_directory import SaveDirectory
 from torch_ckpt.staging.save_staging import SaveStaging
 from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import STOCK_COPY_AHEAD
 from torch_ckpt.storage.commit_files import commit_files_of, written_files
+from torch_ckpt.storage.data_file import FileOptions
 from torch_ckpt.storage.present_save import PresentSave
 from torch_ckpt.storage.progress import is_first
-from torch_ckpt.storage.rank_files import FileOptions, RankFiles
-from torch_ckpt.storage.rank_reuse import Taken, take_unchanged
-from torch_ckpt.storage.rank_work import RankWork, refuse_objects, split, work_for
-from torch_ckpt.storage.reuse import MAX_FILES
+from torch_ckpt.storage.rank_files import RankFiles
+from torch_ckpt.storage.rank_work import RankWork, refuse_objects, work_for
 
 __all__ = ["FastWriter"]
 
@@ -161,7 +157,7 @@ class FastWriter(StorageWriter):
         base: str | os.PathLike[str] | None = None,
     ) -> None:
         self._directory = SaveDirectory(path)
-        self._staging = SaveStaging(stager)
+        self.staging = SaveStaging(stager)
         if thread_count < 1:
             raise ValueError(f"{thread_count=} is not positive")
         if per_thread_copy_ahead < 0:
@@ -186,16 +182,17 @@ class FastWriter(StorageWriter):
         self.given_save_id: str | None = None
         """The ``save_id`` of the DCP writer that this one replaces; each checkpoint has it."""
         self.file_id = secrets.token_hex(8)
+        self._new_checkpoint: Callable[..., CheckpointTransaction] = CheckpointTransaction
         self._began = False  # Whether a save has begun under this id.
         self._writing = threading.Lock()
         self._files = RankFiles()
-        self._save = PresentSave()
         self.location = self._directory.absolute
         """Directory of the present save. Links in its path are resolved when a save begins."""
         self.small_files: Mapping[str, bytes] | None = None
         """The small files of a step, by name; see :class:`CheckpointTransaction`."""
         self.rank: int | None = None
         self.use_collectives = True
+        self._save = self._new_save()
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that saves in the background gets a copy.
@@ -203,9 +200,8 @@ class FastWriter(StorageWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new id gives the copy's data files names that no other writer uses.
-        self.__dict__.update(
-            state, _writing=threading.Lock(), _save=PresentSave(), file_id=secrets.token_hex(8)
-        )
+        self.__dict__.update(state, _writing=threading.Lock(), file_id=secrets.token_hex(8))
+        self._save = self._new_save()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -225,7 +221,7 @@ class FastWriter(StorageWriter):
     @property
     def stager(self) -> SnapshotStager:
         """The stager of ``async_save``."""
-        return self._staging.stager
+        return self.staging.stager
 
     @property
     def io_mode(self) -> IoMode | None:
@@ -251,15 +247,6 @@ class FastWriter(StorageWriter):
         """Whether DCP must call :meth:`synchronize_staging` after it has started the save."""
         return self._synchronize_after_execute
 
-    def sharing(
-        self,
-        planner: SavePlanner | None,
-        decide: Callable[[bytes, Callable[[Sequence[bytes]], bool]], bool],
-        ranks: Sequence[int],
-    ) -> contextlib.AbstractContextManager[None]:
-        """Makes :meth:`stage` copy only this rank's share; see :meth:`SaveStaging.sharing`."""
-        return self._staging.sharing(planner, decide, ranks)
-
     def begin_in_background(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Resolves links in the path of a save that another thread or process will carry out.
 
@@ -269,14 +256,14 @@ class FastWriter(StorageWriter):
         self._directory.begin(checkpoint_id)
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copies this rank's state dict, or within :meth:`sharing` its share."""
-        state = self._staging.stage(state_dict, self.path)
+        """Copies this rank's state dict, or its share within :meth:`SaveStaging.sharing`."""
+        state = self.staging.stage(state_dict, self.path)
         self.begin_in_background()
         return state
 
     def synchronize_staging(self) -> None:
         """Waits until training may change the tensors: they are copied, or written if unstaged."""
-        self._staging.synchronize()
+        self.staging.synchronize()
 
     def close(self) -> None:
         """Does nothing, because the stager owns the memory."""
@@ -287,26 +274,22 @@ class FastWriter(StorageWriter):
         """Writes a part of the save of another writer, with its tensors and buffers."""
         self.file_id, self.rank = file_id, other.rank
         self.use_collectives = other.use_collectives
-        self._staging, self._files = other._staging, other._files
-        self._save = PresentSave(commits=other._save.commits, ranks=other._save.ranks)
-
-    def _log_nothing(self) -> None:
-        """Makes the present save end without a line in the log."""
-        self._save.ranks = 0
+        self.staging, self._files = other.staging, other._files
+        self._save = self._new_save(commits=other._save.commits, ranks=other._save.ranks)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the writer for another checkpoint, or for a new save to the same directory."""
         self._check_idle()
         self.end_failed_save()
-        self._save.transaction = None
         if checkpoint_id:
             self._directory.change(checkpoint_id)
             self.location = self._directory.absolute
         self.file_id, self._began = secrets.token_hex(8), False
+        self._save = self._new_save()
 
     def storage_meta(self) -> StorageMeta:
         """Returns the ``storage_meta`` of ``.metadata``."""
-        self._staging.begin_save()
+        self.staging.begin_save()
         return StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[INDEX_MARK]
         )
@@ -325,10 +308,12 @@ class FastWriter(StorageWriter):
             # since the names of data files must be unique.
             self.file_id = secrets.token_hex(8)
         self._began = True
-        commits = is_coordinator or not self.use_collectives
-        self._save = PresentSave(commits=commits, ranks=int(is_coordinator))
-        if (call := current_call()) is not None:
-            self._save.call = weakref.ref(call)
+        call = current_call()
+        self._save = self._new_save(
+            commits=is_coordinator or not self.use_collectives,
+            ranks=int(is_coordinator),
+            call=None if call is None else weakref.ref(call),
+        )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds the rank's items to the plan for the coordinator.
@@ -336,11 +321,12 @@ class FastWriter(StorageWriter):
         Raises:
             UnsupportedError: DCP's own function would pickle a ``Stateful`` below the top level.
         """
-        refuse_objects(calling_planner())
+        planner = calling_planner()
+        refuse_objects(planner)
         if not isinstance(plan.items, PlannedItems):
-            plan = save_plan_in_boxes(plan, calling_planner())
+            plan = save_plan_in_boxes(plan, planner)
         items: Any = plan.items
-        self._staging.set_values(items)
+        self.staging.set_values(items)
         if isinstance(items, ColumnItems) and items.token is not None:
             # The coordinator does not read the items, except in a subclass.
             items.by_token = type(self).prepare_global_plan is FastWriter.prepare_global_plan
@@ -350,11 +336,11 @@ class FastWriter(StorageWriter):
         if not is_columns:  # FastSavePlanner has already checked its items, and shares them out.
             for item in items:
                 check_dtype(item)
-            check_placeholders(getattr(calling_planner(), "state_dict", None) or {})
+            check_placeholders(getattr(planner, "state_dict", None) or {})
         if self.rank is not None and not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         if self.share_replicas and self.rank is not None and not is_columns:
-            return with_rank_items(plan, self.rank, calling_planner(), self.check_replicas)
+            return with_rank_items(plan, self.rank, planner, self.check_replicas)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -368,9 +354,8 @@ class FastWriter(StorageWriter):
         with gc_paused():
             plans = share_out(plans, compare=self.check_replicas != "off")
         placed = self._place(plans)
-        transaction = self._save.transaction
-        claim = transaction.claim if transaction is not None and are_sent(plans) else None
-        if claim is None:
+        claim = self._save.transaction.claim
+        if claim is None or not are_sent(plans):
             return placed
         return [
             dataclasses.replace(plan, storage_data=claim.attach_to(plan.storage_data))
@@ -387,7 +372,7 @@ class FastWriter(StorageWriter):
             else plan
             for rank, plan in enumerate(plans)
         ]
-        self._begin(can_hide=are_sent(plans))
+        self._save.begin(can_hide=self._hides and are_sent(plans))
         return placed
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -395,8 +380,8 @@ class FastWriter(StorageWriter):
         self._check_idle()
         future: Future[list[WriteResult]] = Future()
         self._save.phases.begin("writing")
-        with self._writing, portable_errors(), self._staging.writing():
-            self._enter(Claim.of(plan.storage_data))
+        with self._writing, portable_errors(), self.staging.writing():
+            self._save.join(Claim.of(plan.storage_data))
             future.set_result(self._write(plan, planner))
         return future
 
@@ -406,114 +391,60 @@ class FastWriter(StorageWriter):
 
     @property
     def _options(self) -> FileOptions:
-        is_background = not self._staging.blocks_training
         return FileOptions(
             io=self.io,
+            transforms=self.transforms,
+            single_file=self.single_file_per_rank,
             sync=self.sync_files,
             thread_count=self.thread_count,
             copy_ahead=self.per_thread_copy_ahead,
-            niceness=self.io.background_nice if is_background else 0,
-            shows_progress=is_first(self._save.ranks) and not self._staging.is_staged,
+            niceness=0 if self.staging.blocks_training else self.io.background_nice,
+            shows_progress=is_first(self._save.ranks) and not self.staging.is_staged,
         )
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's files."""
-        files, how, directory = self._files, self._options, self._checkpoint.directory
+        files = self._files
+        self._save.begin_late()
         files.finished = []
         try:
-            work = work_for(plan, planner, self.transforms)
-            prefix = plan.storage_data.prefix
-            with files.writing(directory, sum(work.work.nbytes), how) as jobs:
-                taken = self._take_unchanged(work, prefix, how)
-                count = self.thread_count if self.single_file_per_rank else None
-                named = {
-                    files.new_name(each, self.file_id): part
-                    for each, group in self._groups(taken.groups, prefix)
-                    for part in split(group, count)
-                }
-                results = taken.results + files.write(
-                    directory, named, planner, jobs, how, self.transforms
-                )
-                if files.finished and self.sync_files:
-                    directory.sync()
+            results = files.write(
+                self._save.checkpoint,
+                plan.storage_data.prefix,
+                work_for(plan, planner, self.transforms),
+                planner,
+                self._options,
+                base=None if self.base is None else Location(self.base).resolved(),
+                groups=self._groups,
+            )
         except BaseException as error:
-            self._abandon(files.finished, error, may_others_begin=self._save.ranks > 1)
+            self._save.abandon(files.finished, error, may_others_begin=self._save.ranks > 1)
             raise
-        self._staging.wrote(plan, planner)
+        self.staging.wrote(plan, planner)
         return results
 
     def _groups(self, groups: Sequence[RankWork], prefix: str) -> list[tuple[str, RankWork]]:
         """Returns the work of different files, each with the prefix of their names."""
         return [(prefix, group) for group in groups]
 
-    def _take_unchanged(self, work: RankWork, prefix: str, how: FileOptions) -> Taken:
-        """Takes what has not changed from the base, if there is one."""
-        if self.base is None or not len(work.work):
-            return Taken([work])
-        base = Location(self.base).resolved()
-        is_itself = str(base) == str(self.location)
-        return take_unchanged(
-            *(None if is_itself else base, self._checkpoint.directory, work),
-            new_name=lambda: self._files.new_name(prefix, self.file_id),
-            finished=self._files.finished,
-            max_files=MAX_FILES if self.single_file_per_rank else None,
-            sync=self.sync_files,
-            threads=1 if how.niceness else THREADS,
-            niceness=how.niceness,
-        )
-
     # ---- The commit ----
-
-    @property
-    def _transaction(self) -> Transaction:
-        """The transaction of the present save, which may not have begun."""
-        if self._save.transaction is None:
-            self._save.transaction = self._new_transaction()
-        return self._save.transaction
-
-    def _new_transaction(self) -> Transaction:
-        return CheckpointTransaction(
-            *(self.location, self.file_id),
-            rank=None if self.use_collectives else self.rank,
-            sync=self.sync_files,
-            may_replace=self.overwrite,
-            small_files=self.small_files,
-            name=self.path,
-        )
-
-    @property
-    def _checkpoint(self) -> CheckpointTransaction:
-        assert isinstance(self._transaction, CheckpointTransaction)
-        return self._transaction
 
     @property
     def _hides(self) -> bool:
         # A subclass may write files of its own to the directory while it saves.
         return type(self) is FastWriter
 
-    def _begin(self, *, can_hide: bool) -> None:
-        """Begins the save on the rank that commits, before any rank writes.
-
-        Called once the plans of all ranks have arrived. By then, each rank has removed the remains
-        of an earlier failed save, which may include the directory.
-        """
-        self._checkpoint.begin(can_hide=can_hide and self._hides)
-        self._warn_if_replacing(self._checkpoint)
-
-    def _warn_if_replacing(self, transaction: Transaction) -> None:
-        if transaction.replaces and not self.rank:
-            warnings.warn(
-                f"Detected an existing checkpoint in {self.path}, overwriting since "
-                f"{self.overwrite=}.",
-                stacklevel=2,
-            )
-
-    def _enter(self, claim: Claim | None) -> None:
-        """Begins to write on any rank; see :meth:`Transaction.join`."""
-        if not self._save.commits:
-            self._transaction.join(claim, self.rank)
-        elif not self._checkpoint.has_begun:  # A subclass replaced `prepare_global_plan`.
-            self._begin(can_hide=False)
+    def _new_save(self, **facts: Any) -> PresentSave:
+        new_transaction = functools.partial(
+            self._new_checkpoint,
+            *(self.location, self.file_id),
+            rank=None if self.use_collectives else self.rank,
+            small_files=self.small_files,
+            sync=self.sync_files,
+            may_replace=self.overwrite,
+            name=self.path,
+        )
+        return PresentSave(new_transaction, self._files, self.rank, **facts)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: publishes ``.metadata`` and its index, then removes the replaced files."""
@@ -525,35 +456,17 @@ class FastWriter(StorageWriter):
             plan, self._save.plan = self._save.plan, None
             contents = commit_files_of(metadata, plan, written, save_id=self.file_id)
             claim_commit()
-            # If a subclass has replaced `prepare_global_plan`, nothing is claimed yet.
-            if not self._checkpoint.has_begun:
-                self._begin(can_hide=False)
-            self._check(files)
+            self._save.begin_late()
+            self._save.transaction.check(files)
         except BaseException as error:
             # A cached plan may have caused the failure.
             plan_cache().forget()
             # On a full disk, the files would make the next save fail as well.
-            self._abandon(files, error)
+            self._save.abandon(files, error)
             raise
-        self._publish(*contents, files)
-        self._log_saved(sum(file.nbytes for _, file in written))
-
-    def _check(self, files: Collection[str]) -> None:
-        """Checks that all files of the save are there."""
-        self._checkpoint.check(files)
-
-    def _publish(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
-        """Commits the contents of ``.metadata`` and its index."""
-        self._checkpoint.commit(metadata, index, files)
-
-    def _log_saved(self, nbytes: int) -> None:
-        ranks = self._save.ranks
-        details = [f"{ranks} ranks" if ranks > 1 else "1 rank"]
-        if self.io_mode is not None:
-            details.append(str(self.io_mode))
-        if self._staging.is_staged:
-            details.append("in the background")
-        self._save.phases.end("saved", nbytes, self.location, *details, is_first=is_first(ranks))
+        self._save.checkpoint.commit(*contents, files)
+        nbytes = sum(file.nbytes for _, file in written)
+        self._save.log(nbytes, is_staged=self.staging.is_staged)
 
     # ---- Failure ----
 
@@ -563,34 +476,7 @@ class FastWriter(StorageWriter):
         A save of this package calls it when any rank has failed. DCP's own functions do not
         report failures of other ranks to a writer. Then the next save removes the files.
         """
-        save, call = self._save, current_call()
-        transaction = save.transaction
-        finished, self._files.finished = self._files.finished, []
-        # A call that fails before it begins its save says nothing of the save before it.
-        is_present = call is not None and save.call is not None and save.call() is call
-        is_uncommitted = call is not None and is_present and call.is_uncommitted
-        if transaction is not None and (transaction.commits or is_uncommitted):
-            transaction.abandon(finished if is_uncommitted else ())
-            save.transaction = None
-
-    def _abandon(
-        self, names: Iterable[str], error: BaseException, *, may_others_begin: bool = False
-    ) -> None:
-        """Removes the files of a save that has failed with ``error``.
-
-        The pending file stays if other ranks may yet search it (``may_others_begin``): without it,
-        they would take the directory for one that is not shared. Raises the error of the call if
-        another rank has failed and removed its files first, and StorageError if files are missing
-        for an unknown reason.
-        """
-        transaction = self._transaction
-        names = list(names)
-        is_ended = transaction.is_ended(names, error)
-        remove_files(transaction.directory, set(names) - transaction.committed_names)
-        if transaction.is_hidden or not may_others_begin:
-            self.end_failed_save()
-        if is_ended:
-            raise transaction.files_are_missing(error) from error
+        self._save.end_failed()
 
     def _check_idle(self) -> None:
         if self._writing.locked():

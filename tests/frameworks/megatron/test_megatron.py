@@ -39,6 +39,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.frameworks.megatron import strategies as megatron
 from torch_ckpt.frameworks.megatron.queues import async_modules
 from torch_ckpt.frameworks.megatron.strategies import FastLoadStrategy, FastSaveStrategy
+from torch_ckpt.storage import reader
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -306,14 +307,14 @@ def test_two_loads_of_a_strategy_open_the_checkpoint_once(path: Path) -> None:
     dist.barrier()
     strategy = FastLoadStrategy()
     opened = 0
-    open_stored = FastReader._open
+    open_stored = reader.open_stored
 
-    def count(self: Any, directory: Any, prefix: str) -> Any:
+    def count(*args: Any, **options: Any) -> Any:
         nonlocal opened
         opened += 1
-        return open_stored(self, directory, prefix)
+        return open_stored(*args, **options)
 
-    with on_cpu(), mock.patch.object(FastReader, "_open", count):
+    with on_cpu(), mock.patch.object(reader, "open_stored", count):
         for _ in range(2):
             state = mcore.load({"rows": shard("rows", 1, blank=True)}, str(path), strategy)
             assert_same(state["rows"], shard("rows", 1).data)

@@ -131,12 +131,12 @@ class _FilesReader(FastReader):
     def __init__(self, directory: Path, names: list[str], **options: Any) -> None:
         super().__init__(directory, **options)
         self._names = names
-        self._opened: Opened | None = None
+        self._found: Opened | None = None
 
     def _open(self, path: Location, prefix: str) -> Opened:
-        if self._opened is None:
-            self._opened = open_safetensors_directory(path, self._names)
-        return self._opened
+        if self._found is None:
+            self._found = open_safetensors_directory(path, self._names)
+        return self._found
 
 
 @dataclass
