@@ -21,6 +21,7 @@ from support.faulty_calls import DEATH, MADE, Answer, FaultyStore, Run, lost, re
 from syscalls import can_stop
 
 from torch_ckpt.commits import late_names
+from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.commits.temporary import remove_abandoned
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError
 from torch_ckpt.filesystems.location import Location, register
@@ -81,6 +82,8 @@ class Scene:
         """Saves again, as another process does; then nothing else is left."""
         PROCESS.temporaries.clear()
         PROCESS.probed.clear()
+        with tempfile.TemporaryDirectory(dir=self.folder) as other:  # It has saved there before.
+            check_commit(Location(other), Location(other), sync=True, directories=True)
         saving = self.place.make(self.target, version)
         save(saving)
         assert self.found() == {version}, where

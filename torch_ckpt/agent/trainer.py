@@ -28,7 +28,7 @@ from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.failed_saves import FailedSaves
 from torch_ckpt.agent.identity import RunId, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
-from torch_ckpt.agent.member import find_member
+from torch_ckpt.agent.member import connect_all, find_member
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
@@ -46,7 +46,7 @@ from torch_ckpt.agent.slot_reports import (
     sources_of_whole_saves,
 )
 from torch_ckpt.coordination.exclusive import Exclusive
-from torch_ckpt.coordination.group import group_of
+from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.coordination.waiting import submitted
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location, name_of
@@ -97,6 +97,7 @@ class SnapshotAgent:
             the first save frees them.
         local: Local directory of this machine, if each one has the files of its own ranks in a
             directory of its own. The agents then coordinate in the directory ``run``.
+        group: The group of a ``Run``, whose ranks are those of ``process_group``.
 
     Attributes:
         waited: Number of saves that waited for a slot.
@@ -126,24 +127,31 @@ class SnapshotAgent:
         timeout_s: float = 1800.0,
         has_directory: bool = False,
         local: str | os.PathLike[str] | None = None,
+        group: Group | None = None,
     ) -> None:
+        self._group = group or group_of(process_group)
+        self._stages = self._group.series()
+        self._failed = FailedSaves(self._group)
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
         self._exclusive = Exclusive("the agent")
         self.waited = self.skipped = self.refused = 0
-        self._group = group_of(process_group)
-        self._stages = self._group.series()
-        self._failed = FailedSaves(self._group)
-        directory = Location(run).resolved() if has_directory else None
-        run = name_of(run)  # Once: a link in the path may move.
-        self._shared = None if local is None else Location(run)
-        self._member = find_member(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
-        self._client = AgentClient(run, self._member, options, timeout_s=timeout_s, local=local)
-        self._replication = Replication(self._client, self._stages, timeout_s)
-        self._replication.begin(process_group, options)
-        if self._member.is_first_here:
-            self._warn_of_former(run)
+        with self._group.method("start the agent", timeout_s), contextlib.ExitStack() as undo:
+            directory = Location(run).resolved() if has_directory else None
+            run = name_of(run)  # Once: a link in the path may move.
+            self._shared = None if local is None else Location(run)
+            self._member = member = find_member(run, self._group, timeout_s, directory)
+            connect = functools.partial(AgentClient, timeout_s=timeout_s, local=local)
+            self._client = connect_all(
+                self._group, functools.partial(connect, run, member, options), timeout_s
+            )
+            undo.callback(self._client.close)
+            self._replication = Replication(self._client, self._stages, timeout_s)
+            self._replication.begin(process_group, options)
+            if self._member.is_first_here:
+                self._warn_of_former(run)
+            undo.pop_all()
         self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
         self._in_memory: StagedSave | None = None  # The last save, if nobody has asked to write it.

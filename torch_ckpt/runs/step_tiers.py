@@ -10,7 +10,7 @@ import errno
 import functools
 import heapq
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_ckpt.api import load
+from torch_ckpt.coordination.answering import answered_within
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import (
@@ -33,6 +34,7 @@ from torch_ckpt.runs.step_files import listed_steps
 __all__ = ["StepTiers", "Tier"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _MOST_TRIES = 100
 """Most steps that a restore tries. A training may remove each while it is loaded."""
@@ -89,7 +91,7 @@ class StepTiers:
 
         ``first`` is called on each rank before. Raises CorruptionError if none is whole.
         """
-        found = self._choose((), first)
+        found = self._choose((), first, {})
         return None if found is None else found[0]
 
     def restore(
@@ -105,10 +107,11 @@ class StepTiers:
         ``first`` is called on each rank before. ``then`` is called on the coordinator with the
         loaded step, twice. If it raises, all ranks do.
         """
+        given: dict[str, object] = {"step": None, "strict": strict}
         tried: list[tuple[int, int]] = []
         failure: CheckpointException | None = None
         try:
-            while len(tried) < _MOST_TRIES and (found := self._choose(tried, first)):
+            while len(tried) < _MOST_TRIES and (found := self._choose(tried, first, given)):
                 tried.append(found)
                 step, number = found
                 load_step = functools.partial(self._load, self._tiers[number], step, state, strict)
@@ -131,6 +134,7 @@ class StepTiers:
     def restore_step(
         self,
         state: dict[str, Any],
+        step: object,
         strict: bool | None = None,
         *,
         first: Callable[[], int],
@@ -138,13 +142,13 @@ class StepTiers:
     ) -> int:
         """Loads a step from the first tier that has the whole step, or else from the last.
 
-        Returns the step. ``first`` is called on each rank before, and returns that step.
+        Returns the step as an ``int``, as ``first`` does, which is called on each rank before.
         ``then`` is called on the coordinator with the step, and the newest step of all tiers but
         the last, which is the disk; the step again if it is newer. If it raises, all ranks do.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[int, int, int]:
-            step = common_step([rank_step for rank_step, _ in answers])
+            step = answers[0][0]
             memory = [
                 list(tier.steps([reports[number] for _, reports in answers]))
                 for number, tier in enumerate(self._tiers[:-1])
@@ -153,23 +157,30 @@ class StepTiers:
             newest = max([step, *(max(steps, default=step) for steps in memory)])
             return step, next(tiers, len(memory)), newest
 
-        step, number, newest = self._group.decide(
+        chosen, number, newest = self._group.decide(
             "choosing a step",
             lambda: self._own_reports(first),
             choose,
             timeout_s=self._timeout_s,
             recorded="choose",
+            equal={"step": step, "strict": strict},
         )
         while True:
             try:
-                then_newest = functools.partial(then, step, newest)
-                self._load(self._tiers[number], step, state, strict, then_newest)
+                then_newest = functools.partial(then, chosen, newest)
+                self._load(self._tiers[number], chosen, state, strict, then_newest)
             except CheckpointException as error:
                 number += 1
                 if number == len(self._tiers) or not _is_damage(error):
                     raise
             else:
-                return step
+                return chosen
+
+    def reading(self, activity: str, choose: Callable[[T], R]) -> Callable[[T], R]:
+        """Returns a function that chooses from what the directory has, within the deadline."""
+        return lambda answers: answered_within(
+            *(self._timeout_s, lambda: choose(answers), activity, self._directory)
+        )
 
     def _own_reports(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
         """Returns the result of ``first``, and this rank's report for each tier."""
@@ -190,7 +201,10 @@ class StepTiers:
         return next((each for each in found if each not in tried), None)
 
     def _choose(
-        self, tried: Sequence[tuple[int, int]], first: Callable[[], None]
+        self,
+        tried: Sequence[tuple[int, int]],
+        first: Callable[[], None],
+        given: Mapping[str, object],
     ) -> tuple[int, int] | None:
         def choose(answers: list[tuple[None, list[Any]]]) -> tuple[int, int] | None:
             found = self._newest(tried, [reports for _, reports in answers])
@@ -215,9 +229,10 @@ class StepTiers:
         return self._group.decide(
             "choosing a step",
             lambda: self._own_reports(first),
-            choose,
+            self.reading("cannot choose a step", choose),
             timeout_s=self._timeout_s,
             recorded="choose",
+            equal=given,
         )
 
     def _load(
@@ -239,17 +254,6 @@ class StepTiers:
             timeout_s=self._timeout_s,
         )
         self._group.decide("restoring", lambda: None, lambda _: then(), timeout_s=self._timeout_s)
-
-
-def common_step(steps: list[int]) -> int:
-    """Returns the step of all ranks. Raises ValueError if they are at different steps."""
-    if len(set(steps)) > 1:
-        other = next(rank for rank, step in enumerate(steps) if step != steps[0])
-        raise ValueError(
-            f"ranks are at different steps: rank 0 of the run at {steps[0]}, rank {other} at "
-            f"{steps[other]}"
-        )
-    return steps[0]
 
 
 def _numbered(steps: Iterator[int], number: int) -> Iterator[tuple[int, int]]:

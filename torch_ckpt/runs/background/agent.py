@@ -193,6 +193,10 @@ def _is_of_agent(failure: BaseException) -> bool:
 
 
 def _with_rank(failure: BaseException) -> str:
+    """Returns the text of a failure, and which rank has failed: this one, unless a note says it."""
+    for note in getattr(failure, "__notes__", ()):
+        if note.startswith("raised on rank "):
+            return f"{text_of(failure)} ({note})"
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank = "" if is_alone else f"rank {dist.get_rank()} ({socket.gethostname()}): "
     return f"{rank}{text_of(failure)}"
@@ -285,6 +289,7 @@ def _start_agent(
             timeout_s=timeout_s,
             has_directory=True,
             local=local,
+            group=group,
         )
     except BaseException as error:  # Reported to the other ranks below.
         failure = error
