@@ -173,18 +173,16 @@ def submitted(
     executor: Executor,
     function: Callable[..., T],
     *arguments: Any,
-    awaited: Callable[[], str],
-    is_named: bool = True,
+    future: OwnFuture[T],
 ) -> OwnFuture[T]:
-    """Calls a function in a thread of an executor. The log of a long wait is as of OwnFuture.
+    """Calls a function in a thread of an executor, and returns the future, which gets the result.
 
     Raises CheckpointError if the system has no more threads.
     """
-    future: OwnFuture[T] = OwnFuture(awaited, is_named=is_named)
     work = [(function, arguments)]
 
     def run() -> None:
-        if not future.set_running_or_notify_cancel():
+        if not work or not (future.running() or future.set_running_or_notify_cancel()):
             return
         function, arguments = work.pop()
         try:

@@ -169,6 +169,7 @@ class AgentBackend:
     def _fall_back(self, reason: str) -> None:
         self._fallback = self._make_fallback()
         self._memory.end()
+        self._agent.forget()
         self._agent.close()  # The agent writes its snapshots to disk.
         if self._group.is_coordinator:
             _warn_of(reason)
