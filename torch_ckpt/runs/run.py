@@ -101,8 +101,8 @@ class Run(LastSaves):
 
     Raises:
         CheckpointError: The agent cannot be started; see :class:`SnapshotAgent`.
-        ValueError: A number is out of range, this rank is not in the group, or ``agent`` is given
-            and saves are not ``asynchronous``.
+        ValueError: An argument is out of range or differs between ranks, this rank is not in the
+            group, or ``agent`` is given and saves are not ``asynchronous``.
 
     Example::
 
@@ -485,6 +485,7 @@ class Run(LastSaves):
                 ``Exception``. ``state`` may be partly loaded, but not if ``strict`` was the reason.
             CorruptionError: Steps were committed, and none is whole. Training must not start over.
             RankTimeoutError: A rank was late, stuck or gone.
+            ValueError: ``step`` or ``strict`` differs between ranks.
         """
         self._check_open()
         self._saves.set_base(None)  # Until a step has proved sound.
