@@ -84,6 +84,7 @@ class AgentBackend:
                     small_files=self._writer.small_files,
                 )
             assert future is not None  # The agent waits for a slot.
+            future.add_done_callback(lambda ended: ended.exception())  # The run reports it.
             if persist and record is not None:
                 begin = time.monotonic()
                 future.add_done_callback(
