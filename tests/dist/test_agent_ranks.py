@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from waits import until, until_committed
 
 from torch_ckpt import FastLoadPlanner, FastReader, RankState, Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, member
+from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.memory import folder_of, open_folder, run_of
 from torch_ckpt.coordination import addresses
-from torch_ckpt.errors import CancelledError, CheckpointError, UnsupportedError
+from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.planning.local_shards import LocalShards
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("memory")]
@@ -369,3 +371,31 @@ def restored_step(run: Path) -> int | None:
         found = training.restore(state)
     assert bool((state["w"] == 1).all())
     return found
+
+
+def opened_with_an_agent_that_cannot_start(run: Path, on: int) -> tuple[list[str], float]:
+    """Opens a run whose agent cannot start on one rank; returns the warnings and the seconds."""
+    fails = mock.patch.object(AgentClient, "_connect", side_effect=StorageError("it cannot start"))
+    begin = time.monotonic()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with fails if dist.get_rank() == on else contextlib.nullcontext():
+            made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S)
+        seconds = time.monotonic() - begin
+        with made:
+            made.save(1, state_of(1))
+            assert made.latest_step() == 1
+    return [str(w.message) for w in found if "without an agent" in str(w.message)], seconds
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_all_ranks_save_without_an_agent_if_that_of_one_rank_cannot_start(
+    worlds: Worlds, run: Path, on: int
+) -> None:
+    (told, one_s), (nothing, other_s) = worlds.run(
+        2, opened_with_an_agent_that_cannot_start, run, on
+    )
+    assert len(told) == 1
+    assert f"it cannot start (raised on rank {on} " in told[0]
+    assert not nothing
+    assert max(one_s, other_s) < SOON_S / 2

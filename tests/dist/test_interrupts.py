@@ -103,6 +103,11 @@ class Rank:
     def state(self) -> dict[str, Any]:
         return {"w": torch.full((100,), float(self.step)), f"own.{dist.get_rank()}": torch.ones(3)}
 
+    def open(self, **options: Any) -> None:
+        """Opens another run. An error ends it, so that it makes no exchange to close."""
+        run = Run(self.path / "opened", **{"timeout_s": TIMEOUT_S, **options})
+        run.__exit__(LookupError, LookupError("it is not used"), None)
+
     def save(self) -> None:
         self.step += 1
         self.run.save(self.step, self.state(), metrics={"loss": 1.0})
@@ -124,7 +129,13 @@ class Rank:
         return call(self.state(), checkpoint_id=self.path / "alone", timeout_s=TIMEOUT_S)
 
 
+AGENT: dict[str, Any] = {"asynchronous": True, "agent": True}
+
 METHODS: dict[str, tuple[str, Callable[[Rank], Any]]] = {
+    "Run": ("now", Rank.open),
+    "Run with local": ("now", lambda rank: rank.open(local=rank.path / "its-local")),
+    "Run with an agent": ("now", lambda rank: rank.open(**AGENT)),
+    "SnapshotAgent": ("now", lambda rank: SnapshotAgent(rank.path / "new").close()),
     "save": ("now", Rank.save),
     "save by a thread": ("thread", Rank.save),
     "save by the agent": ("agent", Rank.save),
@@ -196,7 +207,16 @@ def outcome(call: Callable[[], Any]) -> tuple[BaseException | None, float]:
     return None, time.monotonic() - begin
 
 
-THIN = ["save", "save by a thread", "save by the agent", "restore", "discard_after", "close"]
+THIN = [
+    "Run with an agent",
+    "Run with local",
+    "save",
+    "save by a thread",
+    "save by the agent",
+    "restore",
+    "discard_after",
+    "close",
+]
 
 
 @pytest.mark.thin(*(f"KeyboardInterrupt-2-{name}" for name in THIN), "SystemExit-3-restore")

@@ -1,4 +1,7 @@
-"""A wrong argument on one rank is an error of all ranks at once, and the next call works."""
+"""A wrong argument on one rank is an error of all ranks at once, and the next call works.
+
+So is an argument that would be right, but differs from that of the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,15 @@ def with_dcp(name: str) -> Callable[..., Any]:
     return function
 
 
+def installed_around_a_save(checkpoint_id: Any, **arguments: Any) -> None:
+    with torch_ckpt.installed(**arguments):
+        dcp.save(state(), checkpoint_id=checkpoint_id)
+
+
+def opened_and_closed(**arguments: Any) -> None:
+    Run(**{"timeout_s": AMPLE_S, **arguments}).close()
+
+
 def in_background(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given, **arguments: call(*given, **arguments).result()
 
@@ -52,11 +64,19 @@ def calls_of(path: Path, run: Run) -> Calls:
         "dcp.save": (with_dcp("save"), {"given": state(), **place}),
         "dcp.async_save": (in_background(with_dcp("async_save")), {"given": state(), **place}),
         "dcp.load": (with_dcp("load"), {"given": state(), **place}),
+        "installed": (installed_around_a_save, {**place, "timeout_s": AMPLE_S}),
+        "Run": (opened_and_closed, {"directory": path / "new", "local": path / "local"}),
         "Run.save": (run.save, {"step": 1, "state": state()}),
         "Run.restore": (run.restore, {"state": state(), "step": 1}),
         "Run.discard_after": (run.discard_after, {"step": 1}),
     }
 
+
+NUMBERS_OF_RUN = (
+    *("keep_local", "promote_bytes_per_s", "every", "max_overhead", "max_failures"),
+    *("keep_last", "keep_every", "keep_best"),
+)
+CHOICES_OF_RUN = "mode", "on_busy", "on_failure", "verify", "reuse"
 
 WRONG = {
     "save": {
@@ -104,6 +124,16 @@ WRONG = {
         "planner": [WRONG_TYPE],
         "unknown": [WRONG_VALUE],
     },
+    "installed": {"timeout_s": [WRONG_TYPE, WRONG_VALUE]},
+    "Run": {
+        "directory": [WRONG_TYPE, "nobody://knows"],
+        "local": [WRONG_TYPE, "nobody://knows"],
+        **{name: [WRONG_VALUE] for name in NUMBERS_OF_RUN},
+        **{name: [WRONG_TYPE, "never"] for name in CHOICES_OF_RUN},
+        "timeout_s": [WRONG_TYPE, WRONG_VALUE],
+        "agent": [True],
+        "writer": [{"unknown": 1}],
+    },
     "Run.save": {
         "step": ["x", 1.5, 2.0, True, WRONG_VALUE],
         "state": [WRONG_TYPE],
@@ -138,8 +168,57 @@ def wrong_on(wrong_rank: int, path: Path, name: str) -> list[tuple[str, float, s
     return found
 
 
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "Run": {
+        **{"every": 7, "max_overhead": 0.5, "max_failures": 7, "keep_last": 7, "keep_every": 7},
+        **{"keep_local": 7, "monitor": "loss", "mode": "max", "asynchronous": True},
+        **{"on_busy": "skip", "on_failure": "warn", "verify": "full", "reuse": "off"},
+        **{"local": None},
+    },
+    "Run.save": {"step": 2},
+    "Run.restore": {"step": None, "strict": True},
+    "Run.discard_after": {"step": 2},
+}
+"""Arguments that are right, if all ranks give them."""
+
+
+def different_on(other: int, path: Path, name: str) -> list[tuple[str, float, str]]:
+    """Makes a call with each different argument on one rank, and then the right one."""
+    found = []
+    with Run(path / "run", timeout_s=AMPLE_S) as run:
+        run.save(2, state())
+        run.save(1, state())
+        call, right = calls_of(path, run)[name]
+        for argument, value in DIFFERENT[name].items():
+            begin, error = time.monotonic(), ""
+            try:
+                call(**{**right, argument: value} if dist.get_rank() == other else right)
+            except ValueError as raised:
+                error = str(raised)
+            found.append((argument, time.monotonic() - begin, error))
+            call(**right)
+    return found
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.thin("Run.save-0", "Run.restore-1", "save-1", "async_save-0", "dcp.load-1")
+@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_an_argument_that_differs_between_ranks_is_an_error_of_all_that_names_it(
+    worlds: Worlds, tmp_path: Path, name: str, other: int
+) -> None:
+    for rank in worlds.run(2, different_on, other, tmp_path, name):
+        for argument, seconds, error in rank:
+            named = f"{argument} is given" if argument == "local" else argument
+            assert f"{named}=" in error, (argument, error)
+            assert "on rank 0, and" in error, error
+            assert "on rank 1" in error, error
+            assert seconds < AT_ONCE_S, (argument, seconds)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.thin(
+    "Run-1", "installed-0", "Run.save-0", "Run.restore-1", "save-1", "async_save-0", "dcp.load-1"
+)
 @pytest.mark.parametrize("wrong_rank", [0, 1])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_argument_on_one_rank_fails_the_call_on_all_at_once(

@@ -35,7 +35,7 @@ from torch_ckpt.agent.replica_wire import dial
 from torch_ckpt.agent.trainer import StagedSave
 from torch_ckpt.coordination import waiting
 from torch_ckpt.coordination.listeners import Listeners
-from torch_ckpt.coordination.waiting import submitted
+from torch_ckpt.coordination.waiting import OwnFuture, submitted
 from torch_ckpt.errors import CorruptionError, StorageError
 from torch_ckpt.filesystems.location import Location
 
@@ -220,7 +220,7 @@ def test_an_agent_that_does_not_know_failures_of_other_machines_completes_a_save
     alone = agent._member
     agent._member = replace(alone, node_count=2)
     staged = StagedSave(alone.header(0, 1, persist=True), Location(run / "1"))
-    waiting_rank = submitted(ThreadPoolExecutor(1), agent.persist, staged, awaited=str)
+    waiting_rank = submitted(ThreadPoolExecutor(1), agent.persist, staged, future=OwnFuture())
     assert has_failed.wait(SOON_S)
     agent._member = alone
     assert saved(agent, run, 1)
@@ -303,7 +303,12 @@ def test_a_rank_that_once_cannot_accept_is_reached_afterwards(
     with contextlib.closing(Listeners([("127.0.0.1", 0)], 0)) as listeners:
         left = failing_accept(monkeypatch, number)
         dialled = submitted(
-            ThreadPoolExecutor(1), dial, listeners.addresses, listeners.secret, 1, awaited=str
+            ThreadPoolExecutor(1),
+            dial,
+            listeners.addresses,
+            listeners.secret,
+            1,
+            future=OwnFuture(),
         )
         accepted = listeners.accepted([1], SOON_S)
         assert left == [0]
@@ -324,3 +329,23 @@ def test_a_rank_that_an_agent_forgets_leaves_no_descriptor() -> None:
     assert all(rank.is_alive for rank in ranks)
     ranks.clear()
     assert pidfds() == before
+
+
+def test_an_agent_that_does_not_linger_waits_for_its_ranks_and_serves_them_until_they_end(
+    tmp_path: Path,
+) -> None:
+    options = AgentOptions(linger_s=0)
+    for number in range(3):
+        begin = time.monotonic()
+        agent = SnapshotAgent(tmp_path / f"run-{number}", options=options)
+        process = agent._client.name
+        if number:
+            for step in range(1, number + 1):
+                saved = agent.async_save(
+                    {"w": torch.ones(3)}, tmp_path / f"{number}-{step}", step=step
+                )
+                assert saved is not None
+                saved.result()
+        agent.close()
+        assert agent._client.name == process
+        assert time.monotonic() - begin < SOON_S

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from support.commit_places import PLACES, Place, Saving, save
+from support.commit_places import PLACES, Model, Place, Saving, _layout, save
 from support.faulty_calls import DEATH, MADE, Answer, FaultyStore, Run, lost, refused, stop_at_calls
 from syscalls import can_stop
 
 from torch_ckpt.commits import late_names
+from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.commits.temporary import remove_abandoned
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError
 from torch_ckpt.filesystems.location import Location, register
@@ -81,6 +82,8 @@ class Scene:
         """Saves again, as another process does; then nothing else is left."""
         PROCESS.temporaries.clear()
         PROCESS.probed.clear()
+        with tempfile.TemporaryDirectory(dir=self.folder.parent) as other:  # It has saved there.
+            check_commit(Location(other), Location(other), sync=True, directories=True)
         saving = self.place.make(self.target, version)
         save(saving)
         assert self.found() == {version}, where
@@ -430,6 +433,27 @@ def check_earlier_save_stays(here: Scene, error: type[CheckpointError], **option
     saving.abandon()
     assert here.found() == {OTHER}
     here.check_next_save("after both")
+
+
+def test_a_first_model_yields_to_one_that_appears_between_its_check_and_its_commit(
+    scene: Callable[[Place], Scene],
+) -> None:
+    place = next(place for place in PLACES if place.name == "first model on a store")
+    for begins_earlier in (True, False):
+        here = scene(place)
+        other = place.make(here.target, OTHER)
+        if begins_earlier:
+            go_on(other, "begin")
+        saving = place.make(here.target, NEW, may_replace=False)
+        go_on(saving, "begin", "write")
+        assert isinstance(saving, Model)
+        saving.transaction.check(saving.transaction.files)
+        go_on(other, *(() if begins_earlier else ("begin",)), "write", "commit")
+        with pytest.raises(AlreadyExistsError):
+            saving.transaction.commit(_layout(1))
+        saving.abandon()
+        assert here.found() == {OTHER}
+        here.check_next_save("after both")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from waits import until
 
 from torch_ckpt import Run
-from torch_ckpt.agent import AgentOptions
+from torch_ckpt.agent import AgentOptions, SnapshotAgent
 from torch_ckpt.agent.memory import folder_of, run_of
 from torch_ckpt.errors import CheckpointError
 
@@ -125,3 +125,54 @@ def test_an_agent_tries_again_while_it_lives_until_the_disk_has_space(
     until(lambda: is_on_disk(path, 2))
     with Run(path, asynchronous=True, agent=True) as run:
         assert_restores(run, 2)
+
+
+# ---- An agent without a run ----
+
+
+def staged_last(path: Path) -> SnapshotAgent:
+    """An agent that has a step on disk, and a later one in memory alone."""
+    agent = SnapshotAgent(path, options=AgentOptions(linger_s=60))
+    for step in (1, 2):
+        saved = agent.async_save(
+            state_of(step), path / f"step-{step}", step=step, persist=step == 1
+        )
+        assert saved is not None
+        saved.result()
+    return agent
+
+
+def test_closing_an_agent_writes_the_last_step_and_waits_for_it(run: Path) -> None:
+    staged_last(run).close()
+    assert is_on_disk(run, 2)
+
+
+def test_closing_an_agent_reports_a_last_step_that_it_cannot_write(small_disk: Path) -> None:
+    path = small_disk / "run"
+    agent = staged_last(path)
+    with full(small_disk):
+        with pytest.raises(CheckpointError, match="ENOSPC"):
+            agent.close()
+        agent.close()  # Nothing more to report.
+
+
+AT_EXIT = """
+import sys
+from pathlib import Path
+from test_last_steps_in_memory import full, staged_last, state_of
+path, persists = Path(sys.argv[1]), sys.argv[2] == "persist"
+agent = staged_last(path)
+filled = full(path.parent)
+filled.__enter__()
+if persists:
+    agent.async_save(state_of(3), path / "step-3", step=3)
+"""
+
+
+@pytest.mark.parametrize(("kind", "step"), [("persist", 3), ("memory", 2)])
+def test_the_end_of_the_process_reports_a_last_step_of_an_agent_that_was_not_saved(
+    small_disk: Path, run_python: Callable[..., str], kind: str, step: int
+) -> None:
+    printed = run_python(AT_EXIT, small_disk / "run", kind)
+    assert f"step {step} was not saved: " in printed
+    assert "ENOSPC" in printed

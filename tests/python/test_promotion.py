@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -550,3 +551,22 @@ def test_the_directory_of_the_run_under_another_mount_is_no_local_directory(
 def _free(directory: Path) -> int:
     found = os.statvfs(directory)
     return found.f_bavail * found.f_bsize
+
+
+def test_a_damaged_step_takes_no_place_among_the_best_ones_that_are_promoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(copy: CheckpointCopy) -> None:
+        raise StorageError("the store is down", errno.EIO)
+
+    local = tmp_path / "local"
+    options: dict[str, Any] = {"keep_last": 1, "keep_best": 1, "monitor": "loss"}
+    run = Run(tmp_path / "run", local=local, on_failure="warn", **options)
+    with run, monkeypatch.context() as patch:
+        patch.setattr(CheckpointCopy, "copy_files", fail)
+        run.save(1, {"w": torch.ones(1000)}, metrics={"loss": 0.1})
+        (data,) = (local / "step-1").glob("*.distcp")
+        data.write_bytes(data.read_bytes()[:-100])
+        run.save(2, {"w": torch.ones(1000)}, metrics={"loss": 0.2})
+        run.save(3, {"w": torch.ones(1000)}, metrics={"loss": 0.3})
+    assert set(committed_steps(Location(tmp_path / "run"))) == {2, 3}

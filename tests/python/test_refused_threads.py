@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torch_ckpt import SnapshotStager
-from torch_ckpt.coordination.waiting import submitted
+from torch_ckpt.coordination.waiting import OwnFuture, submitted
 from torch_ckpt.errors import CheckpointError
 
 
@@ -38,12 +38,12 @@ def test_work_that_was_refused_does_not_run_with_the_next_and_keeps_nothing() ->
     there = weakref.ref(argument)
     with ThreadPoolExecutor(2) as executor:
         with no_threads(), pytest.raises(CheckpointError, match="can't start new thread"):
-            submitted(executor, ran.append, argument, awaited=str)
+            submitted(executor, ran.append, argument, future=OwnFuture())
         del argument
         gc.collect()
         assert there() is None
-        submitted(executor, ran.append, "the next", awaited=str).result(10)
-        submitted(executor, ran.append, "another", awaited=str).result(10)
+        submitted(executor, ran.append, "the next", future=OwnFuture()).result(10)
+        submitted(executor, ran.append, "another", future=OwnFuture()).result(10)
     assert sorted(ran) == ["another", "the next"]
 
 

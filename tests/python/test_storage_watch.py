@@ -17,7 +17,7 @@ import torch
 from forks import Forks
 
 import torch_ckpt
-from torch_ckpt import FastWriter, Run
+from torch_ckpt import FastWriter, Run, SafetensorsWriter
 from torch_ckpt._core import _native
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.conversion.convert import convert
@@ -52,6 +52,9 @@ WAYS: dict[str, Callable[[Path], object]] = {
     "agent": SnapshotAgent,
     "group": use_a_group,
     "conversion": convert_a_checkpoint,
+    "base of a writer": lambda path: FastWriter(path, base=path),
+    "base of a writer of models": lambda path: SafetensorsWriter(path, base=path),
+    "staging": lambda path: FastWriter(path).stage({}),
 }
 
 

@@ -85,6 +85,9 @@ PYTHON = {
         "the timeout of the socket", "no rank waits"
     ),
     "agent/process.py Agent with self._changed": Wait(BRIEF, "no rank waits"),
+    "agent/trainer.py SnapshotAgent.close newest[1].result": Wait(
+        "at once: it is done", "the save"
+    ),
     "agent/trainer.py SnapshotAgent.close self._waiting.shutdown": Wait(
         "the deadlines of the agent's answers", "the save"
     ),
@@ -247,6 +250,7 @@ TIMED = {
     "agent/saves.py Saves._run_joint time.sleep": AGENT,
     "cli/doctor.py _within thread.join": "a probe, whose line states the time",
     "cli/watch.py _new_steps time.sleep": "the user, who watches",
+    "coordination/answering.py _join thread.join": SHORT,
     "coordination/background.py SaveFuture.exception super().exception": "OwnFuture logs",
     "coordination/background.py SaveFuture.result super().result": "OwnFuture logs",
     "coordination/background.py _Replies._live time.sleep": NOBODY,

@@ -359,8 +359,7 @@ class Place:
         owns_folder: Whether all in the target belongs to the save.
         keeps: Whether files of a failed save stay for its next try.
         appears_when: The step with which the files appear.
-        options: The options that say what it may replace. A model that appears before its commit
-            finds too late what it must not replace.
+        options: The options that say what it may replace.
     """
 
     name: str
@@ -399,7 +398,12 @@ PLACES = (
     Place("file in place of an index", Model, _Shards, options=_REPLACE),
     Place("model of boxes", BoxedModel, BoxedModel, options=_REPLACE),
     Place("model on a store", _Shards, _Shards, on_store=True, options=_REPLACE),
-    Place("first model on a store", Model, None, on_store=True, appears_when="write"),
+    Place(
+        *("first model on a store", Model, None),
+        on_store=True,
+        appears_when="write",
+        options=_REPLACE,
+    ),
     Place("index in place of a file on a store", Model, Model, on_store=True, options=_REPLACE),
     Place("replaced file", ReplacedFile, ReplacedFile, owns_folder=True),
     Place("replaced folder", ReplacedFolder, ReplacedFolder, owns_folder=True),

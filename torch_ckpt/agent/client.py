@@ -475,13 +475,9 @@ class AgentClient:
                 **({} if is_ping else self._identity()),
             )
             log = waiting or self._waiting(lambda: f"{self.name} to answer")
-            left_s = max(within_s, _LEAST_S)
-            deadline = time.monotonic() + left_s
-            while not has_arrived(connection, min(left_s, _LOG_POLL_S)):
-                log.log()
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError
+            rounds = log.rounds(max(within_s, _LEAST_S), _LOG_POLL_S)
+            if not any(has_arrived(connection, pause_s) for pause_s in rounds):
+                raise TimeoutError
             self._check(receive(connection))
         except TimeoutError:
             connection.close()

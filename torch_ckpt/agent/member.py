@@ -1,14 +1,14 @@
-"""The members of a run: which machine each rank has, and what the ranks agree on at the start."""
+"""How the ranks of a run start: which machine each one has, and that all of them reach an agent."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
-from torch_ckpt.agent.client import Member
+from torch_ckpt.agent.client import AgentClient, Member
 from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
 from torch_ckpt.agent.memory import Save, complete_slots, folder_of, open_folder, run_of
 from torch_ckpt.agent.slot_reports import MachineSlots, machine_slots, orphans_among
@@ -17,7 +17,7 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["find_member"]
+__all__ = ["connect_all", "find_member"]
 
 _Facts = tuple[bytes, bytes, str, RunId | None]
 """What a rank reports at its start: run, session, machine, and the id of the run in its memory."""
@@ -58,6 +58,28 @@ def find_member(
     here = [other for other in range(group.size) if machines[other] == machines[rank]]
     node = nodes.index(machines[rank])
     return Member(name, max(sessions), rank, group.size, node, len(nodes), here, run_id, orphans)
+
+
+def connect_all(group: Group, connect: Callable[[], AgentClient], timeout_s: float) -> AgentClient:
+    """Returns the client that ``connect`` makes on this rank; all ranks call this function.
+
+    If a rank cannot connect, all ranks raise its error, and those that are connected detach.
+    """
+    clients: list[AgentClient] = []
+    try:
+        group.decide(
+            "starting the agent",
+            lambda: clients.append(connect()),
+            lambda _: None,
+            timeout_s=timeout_s,
+        )
+    except BaseException as error:
+        for client in clients:
+            if isinstance(error, Exception):
+                client.detach(drop=False)
+            client.close()
+        raise
+    return clients[0]
 
 
 def _new_session(run: bytes) -> bytes:

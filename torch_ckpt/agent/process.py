@@ -70,8 +70,9 @@ class Agent:
     """The server of one run, which 16 bytes identify, on this machine.
 
     The options apply until a rank registers. The agent waits ``first_within_s`` for a first
-    trainer, if the memory contains no snapshot. ``signals`` are the termination signals received so
-    far. Once there is one, the agent persists the newest complete snapshot and ends.
+    trainer, or ``linger_s`` if that is longer and the memory contains a snapshot. ``signals`` are
+    the termination signals received so far. Once there is one, the agent persists the newest
+    complete snapshot and ends.
     """
 
     def __init__(
@@ -101,12 +102,12 @@ class Agent:
             *(folder, run, self._slots, self._changed), options=lambda: self.options
         )
         self._copies = Copies(self._changed)
-        self._first_within_s = options.linger_s
         is_first = not any(
             p.name.startswith(("rank-", "replica-", "done-")) for p in folder.iterdir()
         )
-        if first_within_s is not None and is_first:
-            self._first_within_s = min(first_within_s, options.linger_s)
+        self._first_within_s = options.linger_s
+        if first_within_s is not None:  # A rank has started this process, and will connect.
+            self._first_within_s = max(first_within_s, 0.0 if is_first else options.linger_s)
         self._trainers: dict[int, RankProcess] = {}
         self._ranks: list[int] = []  # Ranks of this machine in the present session.
         self._idle_since = time.monotonic()  # Last time that a trainer was alive.
@@ -175,6 +176,7 @@ class Agent:
             return True
         if any(t.is_alive and not t.has_detached for t in self._trainers.values()):
             self._idle_since = time.monotonic()
+            return False
         linger_s = self.options.linger_s if self._trainers else self._first_within_s
         return time.monotonic() - self._idle_since > linger_s
 

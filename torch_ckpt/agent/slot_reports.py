@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
+from torch_ckpt.agent.identity import RunId, id_in_memory
 from torch_ckpt.agent.memory import Save, complete_slots, whole_saves
 from torch_ckpt.agent.replica_files import whole_replicas
 from torch_ckpt.commits.terms import term_in
@@ -19,10 +21,14 @@ __all__ = [
     "MachineSlots",
     "SlotReport",
     "SlotSource",
+    "former_run",
     "machine_slots",
     "orphans_among",
     "sources_of_whole_saves",
+    "warn_of_former",
 ]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 
 @dataclass(frozen=True)
@@ -101,3 +107,28 @@ def sources_of_whole_saves(reports: Iterable[SlotReport]) -> dict[Save, list[Slo
         if len(variants) == 1 and node_counts == {len(by_node)}:
             whole[save] = [by_node[node] for node in sorted(by_node)]
     return whole
+
+
+def former_run(folder: Path, own: RunId | None) -> RunId | None:
+    """Returns the other run that the memory is of, until the first save frees it."""
+    found = id_in_memory(folder)
+    return found if own is not None and found is not None and found.id != own.id else None
+
+
+def warn_of_former(folder: Path, run: bytes, own: RunId | None, name: str) -> None:
+    """Logs that the memory of this machine is of another run than ``own``, and is not restored."""
+    former = former_run(folder, own)
+    steps = sorted({header.step for header, _ in complete_slots(folder, run)})
+    if former is None or own is None or not steps:
+        return
+    _LOG.warning(
+        "%s: steps %s in shared memory are not restored, and the first save frees them: they are "
+        "of run %s, %s",
+        name,
+        ", ".join(map(str, steps)),
+        former.id,
+        f"and the directory now belongs to another run, {own.id}"
+        if own.is_written
+        else "whose directory was removed or moved. If it is not mounted, end this job before it "
+        "saves",
+    )

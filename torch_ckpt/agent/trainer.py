@@ -26,9 +26,8 @@ from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.copies import AgentCopy
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.failed_saves import FailedSaves
-from torch_ckpt.agent.identity import RunId, id_in_memory
 from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
-from torch_ckpt.agent.member import find_member
+from torch_ckpt.agent.member import connect_all, find_member
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     Save,
@@ -42,11 +41,14 @@ from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.agent.slot_reports import (
     SlotReport,
     SlotSource,
+    former_run,
     machine_slots,
     sources_of_whole_saves,
+    warn_of_former,
 )
+from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.exclusive import Exclusive
-from torch_ckpt.coordination.group import group_of
+from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.coordination.waiting import submitted
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location, name_of
@@ -97,6 +99,7 @@ class SnapshotAgent:
             the first save frees them.
         local: Local directory of this machine, if each one has the files of its own ranks in a
             directory of its own. The agents then coordinate in the directory ``run``.
+        group: The group of a ``Run``, whose ranks are those of ``process_group``.
 
     Attributes:
         waited: Number of saves that waited for a slot.
@@ -126,24 +129,31 @@ class SnapshotAgent:
         timeout_s: float = 1800.0,
         has_directory: bool = False,
         local: str | os.PathLike[str] | None = None,
+        group: Group | None = None,
     ) -> None:
+        self._group = group or group_of(process_group)
+        self._stages = self._group.series()
+        self._failed = FailedSaves(self._group)
         self.on_busy: OnBusy = on_busy
         self.timeout_s = timeout_s
         self._exclusive = Exclusive("the agent")
         self.waited = self.skipped = self.refused = 0
-        self._group = group_of(process_group)
-        self._stages = self._group.series()
-        self._failed = FailedSaves(self._group)
-        directory = Location(run).resolved() if has_directory else None
-        run = name_of(run)  # Once: a link in the path may move.
-        self._shared = None if local is None else Location(run)
-        self._member = find_member(run, self._group, timeout_s, directory)
         options = options or AgentOptions()
-        self._client = AgentClient(run, self._member, options, timeout_s=timeout_s, local=local)
-        self._replication = Replication(self._client, self._stages, timeout_s)
-        self._replication.begin(process_group, options)
-        if self._member.is_first_here:
-            self._warn_of_former(run)
+        with self._group.method("start the agent", timeout_s), contextlib.ExitStack() as undo:
+            directory = Location(run).resolved() if has_directory else None
+            run = name_of(run)  # Once: a link in the path may move.
+            self._shared = None if local is None else Location(run)
+            self._member = member = find_member(run, self._group, timeout_s, directory)
+            connect = functools.partial(AgentClient, timeout_s=timeout_s, local=local)
+            self._client = connect_all(
+                self._group, functools.partial(connect, run, member, options), timeout_s
+            )
+            undo.callback(self._client.close)
+            self._replication = Replication(self._client, self._stages, timeout_s)
+            self._replication.begin(process_group, options)
+            if self._member.is_first_here:
+                warn_of_former(self._client.folder, member.run, member.run_id, run)
+            undo.pop_all()
         self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
         self._in_memory: StagedSave | None = None  # The last save, if nobody has asked to write it.
@@ -434,7 +444,8 @@ class SnapshotAgent:
         phases.begin("persisting")
         awaited, named = self._client.to_commit(staged.directory), self._member.is_first_here
         self._in_memory, work = None, (self._waiting, self._persist, staged, phases)
-        return submitted(*work, awaited=awaited, is_named=named)
+        failure = f"step {staged.header.step} was not saved"
+        return submitted(*work, future=SaveFuture(failure, awaited, is_named=named))
 
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
         """Waits until the agent has committed a save. The first rank logs it."""
@@ -519,47 +530,32 @@ class SnapshotAgent:
 
     def slot_report(self) -> SlotReport:
         """Returns what this machine holds in memory, on its first rank; nothing on the others."""
-        if not self._member.is_first_here or self._former_run() is not None:
+        former = former_run(self._client.folder, self._member.run_id)
+        if not self._member.is_first_here or former is not None:
             return self._member.node, []
         return self._member.node, machine_slots(self._client.folder, self._member.run)
-
-    def _former_run(self) -> RunId | None:
-        """Returns the other run that the memory is of, until the first save frees it."""
-        own, found = self._member.run_id, id_in_memory(self._client.folder)
-        return found if own is not None and found is not None and found.id != own.id else None
-
-    def _warn_of_former(self, run: str) -> None:
-        """Logs that the memory of this machine is of another run, and is not restored."""
-        former, own = self._former_run(), self._member.run_id
-        found = complete_slots(self._client.folder, self._member.run)
-        steps = sorted({header.step for header, _ in found})
-        if former is None or own is None or not steps:
-            return
-        _LOG.warning(
-            "%s: steps %s in shared memory are not restored, and the first save frees them: they "
-            "are of run %s, %s",
-            run,
-            ", ".join(map(str, steps)),
-            former.id,
-            f"and the directory now belongs to another run, {own.id}"
-            if own.is_written
-            else "whose directory was removed or moved. If it is not mounted, end this job before "
-            "it saves",
-        )
 
     def close(self, *, drop: bool = False) -> None:
         """Ends this rank in good order, once the futures of all its saves have completed.
 
+        Waits until the agent has written the last save, if it was to stay in memory.
+
         Args:
             drop: Whether the agent discards snapshots that are not on disk.
+
+        Raises:
+            CheckpointError: The last save was to stay in memory, and the agent cannot write it.
         """
         if self._has_left or os.getpid() != self._pid:
             return
+        newest = None if drop else self.write_newest()
         atexit.unregister(self._at_exit)
         self._waiting.shutdown()
         self._in_memory = None
         self._client.detach(drop=drop)
         self._slots.clear()
+        if newest is not None:
+            newest[1].result()
 
     def leave(self) -> None:
         """Closes the connection, and leaves the snapshots in memory for the next process."""
@@ -569,8 +565,16 @@ class SnapshotAgent:
 
     def _at_exit(self) -> None:
         # After an exception, the snapshots remain for the next process.
-        if getattr(sys, "last_type", None) is None and os.getpid() == self._pid:
-            self._client.detach(drop=False)
+        if getattr(sys, "last_type", None) is not None or os.getpid() != self._pid:
+            return
+        if (staged := self._in_memory) is not None:  # Nobody would report its failure later.
+            outcome: SaveFuture[None] = SaveFuture(f"step {staged.header.step} was not saved")
+            try:
+                self.persist(staged)
+            except CheckpointError as error:
+                outcome.set_exception(error)
+                outcome.report()
+        self._client.detach(drop=False)
 
     def _slot(self, path: Path) -> _native.Slot:
         """Returns a mapped slot; maps it again if the agent has replaced the file."""

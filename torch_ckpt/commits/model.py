@@ -8,7 +8,8 @@ both names: one leads to the complete old model, the other to the complete new m
 A store renames nothing. There, the names of the files have the id of the save, so that a former
 model keeps its files, and the index is written last, on the condition that it is still the one that
 was there when the save began: this is the commit. Where there is no model yet, a single file needs
-no index: as ``model.safetensors``, it appears when it is complete.
+no index: as ``model.safetensors``, it appears when it is complete. Such a file appears without a
+condition, so a save that must not replace a model writes an index also then.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class ModelTransaction(Transaction):
         self.files = pending_names(count, self.save_id)
         super().begin()
         if self._is_on_store:
-            is_first = count == 1 and not self.replaces
+            is_first = count == 1 and not self.replaces and self._may_replace
             self.files = [_MODEL] if is_first else _shard_names(count, f"{self.save_id}-")
 
     @property
@@ -247,6 +248,7 @@ class ModelTransaction(Transaction):
                 if error.errno == errno.EEXIST:  # Else it may have been published.
                     remove_files(directory, [*self.files, pending.name])
                 raise
+            self._check_is_only(index)
         pending.discard()
         end_saves(directory, self.found.pending)
         # If this fails, the save fails: some loaders open the other name first.
@@ -256,6 +258,18 @@ class ModelTransaction(Transaction):
             if not index or (directory / _INDEX).read() == index:
                 self._remove_stale(self.files)
         return list(self.files)
+
+    def _check_is_only(self, index: bytes) -> None:
+        """Withdraws a model that must not replace one, if a model without an index has appeared.
+
+        The other save looks for an index after that: so at most one of the two remains.
+        """
+        if self._may_replace or not (self.target / _MODEL).exists():
+            return
+        if (self.target / _INDEX).read() == index:
+            (self.target / _INDEX).remove()
+            remove_files(self.target, self.files)
+        self._check_may_replace([_MODEL])
 
     def _unused_names(self, existing: Collection[str], usual: Sequence[str]) -> list[str]:
         """Returns names for the files of a model, which no other save uses.

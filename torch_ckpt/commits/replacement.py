@@ -56,7 +56,8 @@ class Replacement:
     def __enter__(self) -> Self:
         parent = self.target.parent
         parent.create_directories()
-        remove_abandoned(parent, self.target.name)
+        if remove_abandoned(parent, self.target.name):  # There are others.
+            remove_abandoned(parent)
         check_commit(parent, self._name, sync=True, directories=self._is_folder)
         self._left = self.unpublished
         if self._is_folder:

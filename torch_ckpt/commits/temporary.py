@@ -26,6 +26,7 @@ __all__ = [
     "PARTIAL",
     "TMP",
     "end_partials",
+    "has_temporaries",
     "remove_abandoned",
     "remove_temporary",
     "replace_directory",
@@ -86,6 +87,11 @@ def remove_abandoned(directory: Location, target: str | None = None) -> list[str
                 continue
             remove_temporary(path)
     return left
+
+
+def has_temporaries(names: Iterable[str]) -> bool:
+    """Returns whether there are temporaries among some names."""
+    return any(map(_NAME.fullmatch, names))
 
 
 def end_partials(target: Location, found: Iterable[str]) -> None:

@@ -27,7 +27,11 @@ from torch_ckpt.commits import late_names
 from torch_ckpt.commits.garbage import Found, find, remove_files
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.probe import created
-from torch_ckpt.commits.temporary import remove_abandoned, remove_temporary
+from torch_ckpt.commits.temporary import (
+    has_temporaries,
+    remove_abandoned,
+    remove_temporary,
+)
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
@@ -171,6 +175,8 @@ class Transaction(ABC):
     def _begin_in_target(self) -> None:
         with created(self.target, self.sync) as is_new:
             self.found = find(self.target, self.pending_pattern, self.commit_name)
+            if has_temporaries(self.found.names):  # Such as those of a probe that was killed.
+                remove_abandoned(self.target)
             self._check_may_replace(self.found.names)
             if self._hidden is None:  # Otherwise it began when the target did not exist.
                 self._find_committed()

@@ -10,13 +10,16 @@ from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.records.record import Heard
 
-__all__ = ["METHOD_CALLS", "SERIES_CALLS", "CallState"]
+__all__ = ["METHOD_CALLS", "PARTS_OF_SERIES", "SERIES_CALLS", "CallState"]
 
 METHOD_CALLS = 1 << 20
 """Numbers of the calls of one method. A wait for promotion makes a call every two seconds."""
 
-SERIES_CALLS = 1 << 44
+SERIES_CALLS = 1 << 48
 """Numbers of one series. A message has 64 bits for the number of a call."""
+
+PARTS_OF_SERIES = 1 << 4
+"""Parts of the numbers of a series: the first one for its own calls, the others for its series."""
 
 
 class CallState:

@@ -44,8 +44,6 @@ class Connections:
             self._store, self._place = store_of(process_group), _place_of_store(process_group)
         self._rank, self._names = rank, names
         self._attempts = itertools.count()
-        self.series = itertools.count(1)
-        """Numbers of further series of calls, which all ranks begin in the same order."""
         self._exclusive = Exclusive("the group of ranks")
         self.current: Relay | None = None
 

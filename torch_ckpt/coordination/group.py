@@ -12,21 +12,21 @@ import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import (
-    WRAPPED_EXCEPTION,
     CheckpointException,
     _is_wrapped_exception,
     _wrap_exception,
 )
 from torch.distributed.distributed_c10d import _get_default_group
 
-from torch_ckpt.coordination.call_state import METHOD_CALLS, SERIES_CALLS
+from torch_ckpt.coordination.arguments import comparing
+from torch_ckpt.coordination.call_state import METHOD_CALLS, PARTS_OF_SERIES, SERIES_CALLS
 from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
 from torch_ckpt.coordination.current_call import CURRENT, current_call
@@ -39,6 +39,7 @@ from torch_ckpt.coordination.portable import (
     pickled_values,
     portable,
     reference_to,
+    unpicklable,
     unpickled,
     unpickled_error,
     value_of,
@@ -105,6 +106,8 @@ class Group:
             self.rank, self.size = dist.get_rank(process_group), len(self.names)
             self.connections = Connections(process_group, self.rank, self.names)
         self._first, self._methods = 0, itertools.count(0, METHOD_CALLS)
+        self._span = SERIES_CALLS
+        self._series = itertools.count(self._span, self._span)
 
     @property
     def is_coordinator(self) -> bool:
@@ -136,7 +139,8 @@ class Group:
         """Lets a rank that leaves the block by an error fail it on all ranks; see ``methods``."""
         if self.size == 1:
             return contextlib.nullcontext()
-        return method(self.connections, self._methods, activity, timeout_s)
+        limit_s = timeout_s if is_duration(timeout_s) else DEFAULT_TIMEOUT_S
+        return method(self.connections, self._methods, activity, limit_s)
 
     def connect(self) -> None:
         """Begins to connect to the other ranks, without a wait. Raises as :meth:`call`.
@@ -154,31 +158,35 @@ class Group:
         *,
         timeout_s: float,
         recorded: str = "",
+        equal: Mapping[str, object] | None = None,
     ) -> R:
         """Computes a value on the coordinator from the values of all ranks, and returns it on each.
 
         The activity is for messages, such as ``"measuring"``. ``recorded`` is the phase of the
         record, if this is one. Every rank calls ``own`` for its value, and the coordinator
         ``decide`` with the list of all. The error of either is raised on every rank, and
-        RankTimeoutError if a rank did not arrive within ``timeout_s``.
+        RankTimeoutError if a rank did not arrive within ``timeout_s``. ``equal`` are arguments that
+        must be equal on all ranks, by name: otherwise, every rank raises ValueError.
         """
         if self.size == 1:
             with records.phase(recorded):
                 return decide([own()])
-        with (
-            self.call(timeout_s) as call,
-            first_error(f"of the group, while {activity}"),
-        ):
-            return call.all_reduce(activity, own, decide, recorded)
+
+        compared = comparing(own, decide, equal or {}, names=self.names, activity=activity)
+        with self.call(timeout_s) as call, first_error(f"of the group, while {activity}"):
+            return call.all_reduce(activity, *compared, recorded)
 
     def series(self) -> Group:
         """Returns a group of the same ranks that numbers its calls separately. All ranks call it.
 
-        If only some ranks make a call of this series, other series remain usable.
+        If only some ranks make a call of this series, other series remain usable. A series of a
+        series is part of it: if only some ranks call this method, the next one of the whole group
+        is the same on all.
         """
         series = copy.copy(self)
-        series._first = next(self.connections.series) * SERIES_CALLS
+        series._first, series._span = next(self._series), self._span // PARTS_OF_SERIES
         series._methods = itertools.count(series._first, METHOD_CALLS)
+        series._series = itertools.count(series._first + series._span, series._span)
         series.connect()
         return series
 
@@ -493,14 +501,14 @@ class Call:
                 return pickled_values(outcome) if each else pickled(outcome)
             except Exception as error:
                 note = "; the checkpoint is committed" if phase == WRITING else ""
-                failures = {0: self._unpicklable(phase, error, note)}
+                failures = {0: unpicklable(self.group.names[0], phase, error, note)}
                 retained[:] = [CheckpointException(step, failures)]
                 return pickled(retained[0])
 
         try:
             contribution = pickled(own_value)
         except Exception as error:
-            own_value = self._unpicklable(phase, error)
+            own_value = unpicklable(self.group.names[self.group.rank], phase, error)
             contribution = pickled(own_value)
         cause = own_value[0] if _is_wrapped_exception(own_value) else None
         # A cancelled rank waits for the error that is the cause.
@@ -543,14 +551,6 @@ class Call:
                 raise cast(BaseException, result[0])
             failures = {0: result}
         return CheckpointException(step, cast(Any, failures))
-
-    def _unpicklable(self, phase: str, cause: Exception, note: str = "") -> WRAPPED_EXCEPTION:
-        """Returns an error to send in place of a value that does not pickle."""
-        error = CheckpointError(
-            f"rank {self.group.names[self.group.rank]} cannot pickle its result of {phase}: "
-            f"{why(cause)}{note}"
-        )
-        return _wrap_exception(error)
 
 
 def time_limit_s() -> float:

@@ -36,6 +36,7 @@ __all__ = [
     "pickled_values",
     "portable",
     "reference_to",
+    "unpicklable",
     "unpickled",
     "unpickled_error",
     "value_of",
@@ -54,6 +55,12 @@ def pickled_values(values: Sequence[object]) -> list[bytes]:
     """Returns the pickle of each value. An object that occurs several times is pickled once."""
     distinct = {id(value): pickled(value) for value in values}
     return [distinct[id(value)] for value in values]
+
+
+def unpicklable(rank: int, phase: str, cause: Exception, note: str = "") -> WRAPPED_EXCEPTION:
+    """Returns an error to send in place of a value of a rank that does not pickle."""
+    text = f"rank {rank} cannot pickle its result of {phase}: {why(cause)}{note}"
+    return _wrap_exception(CheckpointError(text))
 
 
 def unpickled(message: Buffer, rank: int) -> Any:

@@ -89,15 +89,17 @@ class LongWait:
     def rounds(self, timeout_s: float = math.inf, poll_s: float = math.inf) -> Iterator[float]:
         """Yields how many seconds to wait next, at most ``poll_s``, and logs between.
 
-        Ends after ``timeout_s``. Yields at least once, so that a wait of no time checks once.
+        Ends after ``timeout_s`` from now. Yields at least once, so that a wait of no time checks
+        once. A part of the wait, with a limit of its own, may have rounds of its own.
         """
+        end_s = self.waited_s + timeout_s
         while True:
             waited_s = self.waited_s
             due_s = self._due - waited_s
-            pause_s = min(due_s if due_s > 0 else LOG_S, poll_s, timeout_s - waited_s)
+            pause_s = min(due_s if due_s > 0 else LOG_S, poll_s, end_s - waited_s)
             yield max(pause_s, 0.0)
             self.log()
-            if self.waited_s >= timeout_s:
+            if self.waited_s >= end_s:
                 return
 
     def _plan(self) -> None:
@@ -173,18 +175,16 @@ def submitted(
     executor: Executor,
     function: Callable[..., T],
     *arguments: Any,
-    awaited: Callable[[], str],
-    is_named: bool = True,
+    future: OwnFuture[T],
 ) -> OwnFuture[T]:
-    """Calls a function in a thread of an executor. The log of a long wait is as of OwnFuture.
+    """Calls a function in a thread of an executor, and returns the future, which gets the result.
 
     Raises CheckpointError if the system has no more threads.
     """
-    future: OwnFuture[T] = OwnFuture(awaited, is_named=is_named)
     work = [(function, arguments)]
 
     def run() -> None:
-        if not future.set_running_or_notify_cancel():
+        if not work or not (future.running() or future.set_running_or_notify_cancel()):
             return
         function, arguments = work.pop()
         try:

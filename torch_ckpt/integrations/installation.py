@@ -35,6 +35,7 @@ from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
 from torch_ckpt.coordination.statefuls import state_dicts_of
+from torch_ckpt.coordination.waiting import is_duration
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.after_import import after_import
@@ -152,7 +153,7 @@ def installed(
         with torch_ckpt.installed():
             dcp.save(state, checkpoint_id="run/step-100")
     """
-    group_of(None, no_dist=True).call(timeout_s)  # Validates timeout_s.
+    group_of(None, no_dist=is_duration(timeout_s)).call(timeout_s)  # Raises unless it is one.
     replaced = _Replaced(timeout_s, io or IoOptions(), verify, trust_pickle)
     with contextlib.ExitStack() as stack:
         stack.callback(replaced.end)

@@ -129,7 +129,9 @@ class Promotion:
         self._open_copy: Callable[..., CheckpointCopy] = CheckpointCopy
         self._recorder: Recorder | None = None
         self._changed = threading.Condition()
-        self._steps = PromotionSteps(retention, self._local_value, are_several=are_several)
+        self._steps = PromotionSteps(
+            retention, self._local_value, self._check_local, are_several=are_several
+        )
         self._is_requested = False
         self._is_ended = False
         self._thread: threading.Thread | None = None
@@ -518,6 +520,10 @@ class Promotion:
     def _local_value(self, step: int) -> float:
         """Returns the metric of a local step; NaN if it has none."""
         return metrics_of(self._local.path(step)).get(self._retention.monitor or "", math.nan)
+
+    def _check_local(self, step: int) -> None:
+        """Raises CheckpointError if a local step is not whole."""
+        self._local.check_whole(self._local.path(step))
 
     def _remove_old(self) -> None:
         """Removes local steps that need not remain."""

@@ -60,18 +60,25 @@ class _Step:
 class PromotionSteps:
     """The steps of a run in its two directories, and which of them are promoted or may be removed.
 
-    ``retention`` says which steps the run retains, and ``value_of`` returns the metric of a local
-    step. If the ranks save at several places (``are_several``), the coordinator chooses the steps
-    to promote. ``local`` are always the committed steps in the local directory, the newest first.
+    ``retention`` says which steps the run retains. ``value_of`` returns the metric of a local step,
+    and ``check`` raises CheckpointError if it is not whole. If the ranks save at several places
+    (``are_several``), the coordinator chooses the steps to promote. ``local`` are always the
+    committed steps in the local directory, the newest first.
 
     ``skipped`` is the number of steps that were not promoted, because newer ones had arrived. Not
     thread-safe.
     """
 
     def __init__(
-        self, retention: Retention, value_of: Callable[[int], float], *, are_several: bool
+        self,
+        retention: Retention,
+        value_of: Callable[[int], float],
+        check: Callable[[int], None],
+        *,
+        are_several: bool,
     ) -> None:
         self._retention, self._value_of, self._are_several = retention, value_of, are_several
+        self._check = check
         self._steps: dict[int, _Step] = {}
         self._saved: int | None = None  # The last step that this process has saved.
         self._in_save: int | None = None  # Its small files may follow the commit.
@@ -230,12 +237,18 @@ class PromotionSteps:
         steps = {step for step, each in self._steps.items() if each.is_in_run} | here
         if self._saved is not None:  # Newer steps are of a branch that the run has left.
             steps = {step for step in steps if step <= self._saved}
-        values: dict[int, float] = {}
-        if self._retention.keep_best is not None:
-            for step in steps:
-                each = self._of(step)
-                if each.value is None:
-                    each.value = self._value_of(step) if step in here else math.nan
-                if not math.isnan(each.value):
-                    values[step] = each.value
-        return self._retention.retained(steps, values)
+
+        def values() -> dict[int, float]:
+            for each, known in ((step, self._of(step)) for step in steps):
+                if known.value is None:
+                    known.value = self._value_of(each) if each in here else math.nan
+            found = {step: self._of(step).value for step in steps}
+            return {s: v for s, v in found.items() if v is not None and not math.isnan(v)}
+
+        def check(step: int) -> None:
+            # That of the run may not answer. Its own retention looks at it.
+            if step in here and not self._of(step).is_in_run:
+                self._check(step)
+
+        chosen = self._retention.choose(steps, values, check)
+        return steps.difference(chosen.failed, set(chosen.older) - chosen.retained)

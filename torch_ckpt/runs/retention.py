@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import get_args
 
@@ -12,7 +12,23 @@ from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs.step_directories import Mode, StepDirectories
 from torch_ckpt.runs.step_files import leased_steps, listed_steps
 
-__all__ = ["Retention"]
+__all__ = ["Chosen", "Retention"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some steps of a run by what becomes of them. Damaged ones, which remain, are in no list.
+
+    Attributes:
+        newest: The newest whole steps, which remain.
+        failed: What saves have left that are older than one of the newest.
+        older: All steps that are older than the newest. Of these, the ``retained`` ones remain.
+    """
+
+    newest: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    older: list[int] = field(default_factory=list)
+    retained: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -51,27 +67,54 @@ class Retention:
             values |= disk.values(self.monitor)
         return self._best_of(values, count)
 
-    def retained(
+    def choose(
         self,
         steps: Iterable[int],
-        values: Mapping[int, float],
-        is_whole: Callable[[int], bool] = lambda _: True,
-    ) -> set[int]:
-        """Returns which of some steps remain. ``values`` are their metrics, without NaNs.
+        values: Callable[[], Mapping[int, float]],
+        check: Callable[[int], None],
+    ) -> Chosen:
+        """Returns which of some steps remain.
 
-        Of the steps with the best values, only those count for which ``is_whole`` returns true.
+        ``values`` returns their metrics, without NaNs; it is called with ``keep_best`` only.
+        ``check`` raises CheckpointError if a step is not whole.
         """
-        newest = sorted(steps, reverse=True)
+        chosen = Chosen()
+        ordered = sorted(steps, reverse=True)
         if not self._removes:
-            return set(newest)
-        every = self.keep_every
-        return {
-            *newest[: self.keep_last or 1],
-            *self._best_of(
-                {s: values[s] for s in newest if s in values}, self.keep_best or 0, is_whole
-            ),
-            *(step for step in newest if every is not None and step % every == 0),
-        }
+            return Chosen(newest=ordered)
+        for step in ordered:
+            if len(chosen.newest) == (self.keep_last or 1):
+                chosen.older.append(step)
+                continue
+            try:
+                check(step)
+                chosen.newest.append(step)
+            except NotFoundError:
+                if chosen.newest:
+                    chosen.failed.append(step)
+            except CheckpointError:
+                continue
+        best = values() if self.keep_best else {}
+        unreadable: set[int] = set()  # Each may be whole: it remains, and so does the next best.
+
+        def is_whole(step: int) -> bool:
+            if step in chosen.newest:
+                return True
+            try:
+                check(step)
+            except (CorruptionError, NotFoundError):
+                return False
+            except CheckpointError:
+                unreadable.add(step)
+                return False
+            return True
+
+        counted, every = [*chosen.newest, *chosen.older], self.keep_every
+        best = {step: best[step] for step in counted if step in best}
+        chosen.retained.update(self._best_of(best, self.keep_best or 0, is_whole))
+        chosen.retained.update(unreadable)
+        chosen.retained.update(step for step in counted if every is not None and step % every == 0)
+        return chosen
 
     def apply(self, disk: StepDirectories, saved: int, in_use: Collection[int] = ()) -> None:
         """Removes the steps that are not to be retained after ``saved``; called on one rank.
@@ -86,40 +129,14 @@ class Retention:
         disk.sweep()
         if not self._removes:
             return
-        newest: list[int] = []
-        failed: list[int] = []  # What saves before the newest whole step have left.
-        older: list[int] = []
-        for step in (step for step in listed_steps(disk.directory) if step <= saved):
-            if len(newest) == (self.keep_last or 1):
-                older.append(step)
-                continue
-            try:
-                disk.check_whole(disk.path(step))
-                newest.append(step)
-            except NotFoundError:
-                if newest:
-                    failed.append(step)
-            except CheckpointError:
-                continue
-        values = disk.values(self.monitor) if self.keep_best and self.monitor else {}
-        unreadable: set[int] = set()  # Each may be whole: it remains, and so does the next best.
-
-        def is_whole(step: int) -> bool:
-            if step in newest:
-                return True
-            try:
-                disk.check_whole(disk.path(step))
-            except (CorruptionError, NotFoundError):
-                return False
-            except CheckpointError:
-                unreadable.add(step)
-                return False
-            return True
-
-        retained = self.retained([*newest, *older], values, is_whole) | unreadable
-        kept = {saved, *in_use, *leased_steps(disk.directory), *newest}
-        kept |= {step for step in retained - kept if metadata_prefixes(disk.path(step))}
-        disk.remove([step for step in (*failed, *older) if step not in kept])
+        chosen = self.choose(
+            (step for step in listed_steps(disk.directory) if step <= saved),
+            lambda: disk.values(self.monitor or ""),
+            lambda step: disk.check_whole(disk.path(step)),
+        )
+        kept = {saved, *in_use, *leased_steps(disk.directory), *chosen.newest}
+        kept |= {step for step in chosen.retained - kept if metadata_prefixes(disk.path(step))}
+        disk.remove([step for step in (*chosen.failed, *chosen.older) if step not in kept])
 
     @property
     def _removes(self) -> bool:

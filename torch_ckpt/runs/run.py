@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,6 +22,7 @@ from torch_ckpt.options import OnBusy
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 from torch_ckpt.records.record import Recorder
+from torch_ckpt.runs.arguments import check_arguments
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.failures import Failures, OnFailure
 from torch_ckpt.runs.last_saves import LastSaves
@@ -102,8 +102,8 @@ class Run(LastSaves):
 
     Raises:
         CheckpointError: The agent cannot be started; see :class:`SnapshotAgent`.
-        ValueError: A number is out of range, this rank is not in the group, or ``agent`` is given
-            and saves are not ``asynchronous``.
+        ValueError: An argument is out of range or differs between ranks, this rank is not in the
+            group, or ``agent`` is given and saves are not ``asynchronous``.
 
     Example::
 
@@ -142,98 +142,95 @@ class Run(LastSaves):
         reader: dict[str, Any] | None = None,
         record: bool = True,
     ) -> None:
-        self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
-        """Which steps remain after a save."""
-        self._schedule = SaveSchedule(every, max_overhead)
-        given = {"on_busy": on_busy, "verify": verify, "on_failure": on_failure, "reuse": reuse}
-        known = {"on_busy": OnBusy, "verify": Verify, "on_failure": OnFailure, "reuse": Reuse}
-        for name, value in given.items():
-            if value not in (values := get_args(known[name])):
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(values)}")
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"{timeout_s=} is not a positive number of seconds")
-        self._exclusive = Exclusive(f"the run {directory}")
         self._process_group, self._group = process_group, group_of(process_group).series()
-        self._location = Location(directory).resolved()  # Once: a link in the path may move.
+        self._exclusive = Exclusive(f"the run {directory}")
+        self.timeout_s, self._closed = timeout_s, False
+        self.retention: Retention
+        """Which steps remain after a save."""
         self.asynchronous = asynchronous
         self.on_busy: OnBusy = on_busy
-        self.timeout_s = timeout_s
         self.skipped = 0
         """Number of steps that were skipped because the previous save was in progress."""
-        self._failures = Failures(on_failure, max_failures)
-        self._closed = False
-        self._disks = [StepDirectories(self._location, verify=verify, reader=reader)]
-        path, places = self._location, Places()
-        if local is not None:
-            path = Location(local).resolved()
-            places = Places.find(self._group, path, self._location, timeout_s)
-            local_steps = StepDirectories(path, verify=verify, reader=reader)
-            if places.are_several:
-                local_steps = MachineDirectories(
-                    path, group=self._group, places=places, timeout_s=timeout_s, reader=reader
-                )
-            self._disks.insert(0, local_steps)  # Saves go to the first.
-        self._log = EventLog(self._location) if record and self._group.is_coordinator else None
-        rank = self._group.names[self._group.rank]
-        self._recorder = Recorder(rank, self._log) if record else None
-        self._writer = writer_to(path, places, writer or {})
-        lineage = Lineage(self._disks, self.retention)
-        self._promotion = None
-        if local is not None:
-            self._promotion = promotion_for(
-                self._group,
-                places,
-                self._disks,
-                lineage,
-                self.retention,
-                keep=keep_local,
-                nbytes_per_s=promote_bytes_per_s,
-                writer=self._writer,
-                on_failure=on_failure,
-                most=max_failures,
-                timeout_s=timeout_s,
-            )
-        self._backend = backend_for(
-            self._group,
-            process_group,
-            self._writer,
-            asynchronous=asynchronous,
-            agent=agent,
-            timeout_s=timeout_s,
-            reader=reader,
-            run=self._location,
-            places=places,
-            reuses=reuse == "auto",
-        )
-        self._is_for_agent, self._places = bool(agent), places
-        memory = [] if self._backend is None else self._backend.tiers
-        self._tiers = StepTiers(
-            [*memory, *self._disks], self._group, process_group, timeout_s, self._location
-        )
-        self._boundary = StepBoundary()
-        self._saves = StepSaves(
-            disks=self._disks,
-            promotion=self._promotion,
-            places=places,
-            group=self._group,
-            process_group=process_group,
-            writer=self._writer,
-            backend=self._backend,
-            retention=self.retention,
-            lineage=lineage,
-            boundary=self._boundary,
-            failures=self._failures,
-            clock=self._schedule.clock,
-            timeout_s=timeout_s,
-            reuses=reuse == "auto",
-            recorder=self._recorder,
-        )
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
-        if self._promotion is not None:
-            backend = self._backend
-            self._promotion.start(
-                CheckpointCopy if backend is None else backend.copy, self._recorder
+        self._boundary = StepBoundary()
+        with self._group.method("open the run", timeout_s), contextlib.ExitStack() as undo:
+            self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
+            self._schedule = SaveSchedule(every, max_overhead)
+            self._location = Location(directory).resolved()  # Once: a link in the path may move.
+            self._failures = Failures(on_failure, max_failures)
+            check_arguments(
+                *(self._group, timeout_s),
+                {"on_busy": on_busy, "verify": verify, "on_failure": on_failure, "reuse": reuse},
+                vars(self.retention)
+                | {"every": every, "max_overhead": max_overhead, "max_failures": max_failures}
+                | {"asynchronous": asynchronous, "agent is given": bool(agent)}
+                | {"local is given": local is not None, "keep_local": keep_local},
             )
+            self._disks = [StepDirectories(self._location, verify=verify, reader=reader)]
+            path, places = self._location, Places()
+            if local is not None:
+                path = Location(local).resolved()
+                places = Places.find(self._group, path, self._location, timeout_s)
+                local_steps = StepDirectories(path, verify=verify, reader=reader)
+                if places.are_several:
+                    local_steps = MachineDirectories(
+                        path, group=self._group, places=places, timeout_s=timeout_s, reader=reader
+                    )
+                self._disks.insert(0, local_steps)  # Saves go to the first.
+            self._writer = writer_to(path, places, writer or {})
+            lineage, self._promotion = Lineage(self._disks, self.retention), None
+            if local is not None:
+                self._promotion = promotion_for(
+                    *(self._group, places, self._disks, lineage, self.retention),
+                    keep=keep_local,
+                    nbytes_per_s=promote_bytes_per_s,
+                    writer=self._writer,
+                    on_failure=on_failure,
+                    most=max_failures,
+                    timeout_s=timeout_s,
+                )
+            self._backend = backend_for(
+                *(self._group, process_group, self._writer),
+                asynchronous=asynchronous,
+                agent=agent,
+                timeout_s=timeout_s,
+                reader=reader,
+                run=self._location,
+                places=places,
+                reuses=reuse == "auto",
+            )
+            memory = [] if self._backend is None else self._backend.tiers
+            if self._backend is not None:
+                undo.callback(self._backend.leave)
+            self._is_for_agent, self._places = bool(agent), places
+            self._tiers = StepTiers(
+                [*memory, *self._disks], self._group, process_group, timeout_s, self._location
+            )
+            self._log = EventLog(self._location) if record and self._group.is_coordinator else None
+            rank = self._group.names[self._group.rank]
+            self._recorder = Recorder(rank, self._log) if record else None
+            self._saves = StepSaves(
+                disks=self._disks,
+                promotion=self._promotion,
+                places=places,
+                group=self._group,
+                process_group=process_group,
+                writer=self._writer,
+                backend=self._backend,
+                retention=self.retention,
+                lineage=lineage,
+                boundary=self._boundary,
+                failures=self._failures,
+                clock=self._schedule.clock,
+                timeout_s=timeout_s,
+                reuses=reuse == "auto",
+                recorder=self._recorder,
+            )
+            if self._promotion is not None:
+                undo.callback(self._promotion.cancel)
+                open_copy = CheckpointCopy if self._backend is None else self._backend.copy
+                self._promotion.start(open_copy, self._recorder)
+            undo.pop_all()
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -344,7 +341,7 @@ class Run(LastSaves):
         self._schedule.attempted(step if refused is None else None)
         with self._schedule.unless_refused():
             may_skip = self.asynchronous and self.on_busy != "wait"
-            is_busy = may_skip and self._saves.is_coordinator_busy(refused)
+            is_busy = may_skip and self._saves.is_coordinator_busy(step, refused)
         if is_busy:
             if self.on_busy == "error":
                 raise CheckpointError(f"step {step} was not saved: another save is in progress")
@@ -353,7 +350,7 @@ class Run(LastSaves):
         self._check_open()
         with self._saves.recording("save", None if isinstance(refused, TypeError) else step):
             with self._schedule.unless_refused():
-                if not self._saves.begin_after(step, self.timeout_s, metrics, refused=refused):
+                if not self._saves.begin_after(step, self.timeout_s, metrics, persist, refused):
                     return False
             # An error that only this rank knows so far, and whether all ranks raise the next error.
             failure, is_common = None, self.asynchronous
@@ -430,8 +427,8 @@ class Run(LastSaves):
             return next(iter(self.retention.best(self._disks)), None)
 
         self._check_open()
-        what = "choosing the best step"
-        return self._group.decide(what, self._saves.settle, choose, timeout_s=self.timeout_s)
+        what, within = "choosing the best step", self._tiers.reading("cannot choose a step", choose)
+        return self._group.decide(what, self._saves.settle, within, timeout_s=self.timeout_s)
 
     @contextlib.contextmanager
     def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
@@ -490,6 +487,7 @@ class Run(LastSaves):
                 ``Exception``. ``state`` may be partly loaded, but not if ``strict`` was the reason.
             CorruptionError: Steps were committed, and none is whole. Training must not start over.
             RankTimeoutError: A rank was late, stuck or gone.
+            ValueError: ``step`` or ``strict`` differs between ranks.
         """
         self._check_open()
         self._saves.set_base(None)  # Until a step has proved sound.
@@ -500,7 +498,7 @@ class Run(LastSaves):
                 found = self._tiers.restore(state, strict, first=self._saves.settle, then=then)
             else:
                 first = functools.partial(self._saves.settled, step)
-                found = self._tiers.restore_step(state, strict, first=first, then=then)
+                found = self._tiers.restore_step(state, step, strict, first=first, then=then)
             if record is not None:
                 record.step = found
         self._saves.set_base(found)

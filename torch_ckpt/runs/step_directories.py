@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch_ckpt.commits.hiding import removed_directories
 from torch_ckpt.commits.late_names import wait_on_all
+from torch_ckpt.commits.temporary import remove_abandoned
 from torch_ckpt.commits.terms import term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError
@@ -177,7 +178,7 @@ class StepDirectories:
             warnings.warn(message, stacklevel=4)
 
     def sweep(self) -> None:
-        """Deletes the remains of interrupted removals, and expired leases.
+        """Deletes the remains of interrupted removals and of killed processes, and expired leases.
 
         Warns once of each directory that cannot be deleted.
         """
@@ -190,3 +191,5 @@ class StepDirectories:
             except CheckpointError as error:
                 self._warn_once(name, f"{name} was not removed completely: {error}")
         remove_expired_leases(self.directory)
+        if self.directory.file_system.has_folders:
+            remove_abandoned(self.directory)

@@ -40,7 +40,6 @@ from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps, metrics_file, step_number
-from torch_ckpt.runs.step_tiers import common_step
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.writer import FastWriter
 
@@ -177,10 +176,11 @@ class StepSaves:
         timeout_s: float,
         metrics: Mapping[str, float] | None = None,
         *,
+        persist: bool = True,
         is_last: bool = False,
         refused: Exception | None = None,
     ) -> CheckpointError | None:
-        """Checks that all ranks are at this step, and that the previous save succeeded.
+        """Checks that all ranks save this step, and that the previous save succeeded.
 
         Gives the writer the small files of the step, with the metrics of the first rank. Returns a
         failed promotion, which ``is_last`` ignores: the process ends after the save. The save has
@@ -188,22 +188,21 @@ class StepSaves:
         """
         files: dict[str, bytes] = {}
 
-        def own() -> tuple[int, CheckpointError | None]:
+        def own() -> CheckpointError | None:
             self.settle(timeout_s)  # First: an old failure is raised once.
             if refused is not None:
                 raise refused
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._retention.monitor))
             self._unknown.pop(step, None)  # This save replaces it.
-            return step, None if self._promotion is None else self._promotion.failure
+            return None if self._promotion is None else self._promotion.failure
 
         def begin(
-            answers: list[tuple[int, CheckpointError | None]],
+            failures: list[CheckpointError | None],
         ) -> tuple[dict[str, bytes], Choice, int | None, CheckpointError | None]:
-            common_step([rank_step for rank_step, _ in answers])
             choice = Choice()
             if self._promotion is not None:
-                for failure in filter(None, (failure for _, failure in answers[1:])):
+                for failure in filter(None, failures[1:]):
                     self._promotion.failed_elsewhere(failure)
                 unpromoted = None if is_last else self._promotion.check()
                 if unpromoted is not None:
@@ -215,9 +214,11 @@ class StepSaves:
             files.update(self.lineage.saving(step))
             return files, choice, self._base(step) if self._reuses else None, None
 
-        what = "beginning to save"
         files, choice, base, unpromoted = self._group.decide(
-            what, own, begin, timeout_s=timeout_s, recorded="begin"
+            *("beginning to save", own, begin),
+            timeout_s=timeout_s,
+            recorded="begin",
+            equal={"step": step, "persist": persist},
         )
         if unpromoted is not None:
             return unpromoted
@@ -247,9 +248,9 @@ class StepSaves:
         self,
         step: int,
         timeout_s: float,
-        metrics: Mapping[str, float] | None = None,
-        *,
-        refused: Exception | None = None,
+        metrics: Mapping[str, float] | None,
+        persist: bool,
+        refused: Exception | None,
     ) -> bool:
         """Begins a save, also if the previous one failed and training goes on.
 
@@ -268,7 +269,7 @@ class StepSaves:
             else:
                 self._failures.succeeded()
         try:
-            unpromoted = self.begin(step, timeout_s, metrics, refused=refused)
+            unpromoted = self.begin(step, timeout_s, metrics, persist=persist, refused=refused)
         except StorageError as error:
             if not self._failures.may_go_on(error, warns=warns):
                 raise
@@ -484,7 +485,7 @@ class StepSaves:
         self.settle()
         return step_number(step)
 
-    def is_coordinator_busy(self, refused: Exception | None) -> bool:
+    def is_coordinator_busy(self, step: int, refused: Exception | None) -> bool:
         """Returns whether the coordinator, the last to end, still saves; raises ``refused``."""
 
         def own() -> bool:
@@ -492,8 +493,8 @@ class StepSaves:
                 raise refused
             return self.is_busy
 
-        what = "checking the last save"
-        return self._group.decide(what, own, lambda busy: busy[0], timeout_s=self._timeout_s)
+        what, given, limit_s = "checking the last save", {"step": step}, self._timeout_s
+        return self._group.decide(what, own, lambda busy: busy[0], timeout_s=limit_s, equal=given)
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
@@ -503,8 +504,8 @@ class StepSaves:
 
         def check(steps: list[int]) -> int:
             self.lineage.check()
-            steps_after(directories, common := common_step(steps), self._disk.check)
-            return common
+            steps_after(directories, steps[0], self._disk.check)
+            return steps[0]
 
         def discard(_: list[None]) -> list[int]:
             with contextlib.ExitStack() as stack:
@@ -523,12 +524,11 @@ class StepSaves:
                     discard_after([self._disk.directory], step)
 
         own = functools.partial(self.settled, step)
-        step = self._group.decide("discarding steps", own, check, timeout_s=timeout_s)
+        what, given = "discarding steps", {"step": step}
+        step = self._group.decide(what, own, check, timeout_s=timeout_s, equal=given)
         # From memory first: an agent must not write a step whose directory was removed.
         self._boundary.went_back(step)
-        return self._group.decide(
-            "discarding steps", discard_elsewhere, discard, timeout_s=timeout_s
-        )
+        return self._group.decide(what, discard_elsewhere, discard, timeout_s=timeout_s)
 
     def _discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
         """Discards steps from the memory of this machine, whichever directory names it."""

@@ -10,7 +10,7 @@ import errno
 import functools
 import heapq
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_ckpt.api import load
 from torch_ckpt.commits.terms import Term, newest_term
+from torch_ckpt.coordination.answering import answered_within
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import (
@@ -34,6 +35,7 @@ from torch_ckpt.runs.step_files import listed_steps
 __all__ = ["StepTiers", "Tier"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _MOST_TRIES = 100
 """Most steps that a restore tries. A training may remove each while it is loaded."""
@@ -103,7 +105,7 @@ class StepTiers:
 
         ``first`` is called on each rank before. Raises CorruptionError if none is whole.
         """
-        found = self._choose((), first)
+        found = self._choose((), first, {})
         return None if found is None else found.step
 
     def restore(
@@ -119,10 +121,11 @@ class StepTiers:
         ``first`` is called on each rank before. ``then`` is called on the coordinator with the
         loaded step, twice, and its term. If it raises, all ranks do.
         """
+        given: dict[str, object] = {"step": None, "strict": strict}
         tried: list[_Found] = []
         failure: CheckpointException | None = None
         try:
-            while len(tried) < _MOST_TRIES and (found := self._choose(tried, first)):
+            while len(tried) < _MOST_TRIES and (found := self._choose(tried, first, given)):
                 tried.append(found)
                 step = found.step
                 try:
@@ -148,6 +151,7 @@ class StepTiers:
     def restore_step(
         self,
         state: dict[str, Any],
+        step: object,
         strict: bool | None = None,
         *,
         first: Callable[[], int],
@@ -155,15 +159,15 @@ class StepTiers:
     ) -> int:
         """Loads a step from the first tier that has the whole step, or else from the last.
 
-        A step of the lineage comes before others of the same number. Returns the step. ``first`` is
-        called on each rank before, and returns that step. ``then`` is called on the coordinator
-        with the step, the newest step of all tiers but the last, which is the disk, and the term of
-        the loaded step. The newest is the step again if that is newer. If ``then`` raises, all
-        ranks do.
+        A step of the lineage comes before others of the same number. Returns the step as an
+        ``int``, as ``first`` does, which is called on each rank before. ``then`` is called on the
+        coordinator with the step, the newest step of all tiers but the last, which is the disk, and
+        the term of the loaded step. The newest is the step again if that is newer. If ``then``
+        raises, all ranks do.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[list[_Found], int]:
-            step = common_step([rank_step for rank_step, _ in answers])
+            step = answers[0][0]
             by_tier = [[reports[n] for _, reports in answers] for n in range(len(self._tiers))]
             *former, last = enumerate(self._tiers)
             memory = {n: list(tier.steps(by_tier[n])) for n, tier in former}
@@ -179,6 +183,7 @@ class StepTiers:
             choose,
             timeout_s=self._timeout_s,
             recorded="choose",
+            equal={"step": step, "strict": strict},
         )
         for step, number, term in found:
             try:
@@ -190,6 +195,12 @@ class StepTiers:
             else:
                 break
         return found[0].step
+
+    def reading(self, activity: str, choose: Callable[[T], R]) -> Callable[[T], R]:
+        """Returns a function that chooses from what the directory has, within the deadline."""
+        return lambda answers: answered_within(
+            *(self._timeout_s, lambda: choose(answers), activity, self._directory)
+        )
 
     def _own_reports(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
         """Returns the result of ``first``, and this rank's report for each tier."""
@@ -222,7 +233,12 @@ class StepTiers:
                 )
         return None
 
-    def _choose(self, tried: Sequence[_Found], first: Callable[[], None]) -> _Found | None:
+    def _choose(
+        self,
+        tried: Sequence[_Found],
+        first: Callable[[], None],
+        given: Mapping[str, object],
+    ) -> _Found | None:
         def choose(answers: list[tuple[None, list[Any]]]) -> _Found | None:
             self._left = []
             lineage = newest_term(self._directory)
@@ -255,9 +271,10 @@ class StepTiers:
         return self._group.decide(
             "choosing a step",
             lambda: self._own_reports(first),
-            choose,
+            self.reading("cannot choose a step", choose),
             timeout_s=self._timeout_s,
             recorded="choose",
+            equal=given,
         )
 
     def _load(
@@ -279,17 +296,6 @@ class StepTiers:
             timeout_s=self._timeout_s,
         )
         self._group.decide("restoring", lambda: None, lambda _: then(), timeout_s=self._timeout_s)
-
-
-def common_step(steps: list[int]) -> int:
-    """Returns the step of all ranks. Raises ValueError if they are at different steps."""
-    if len(set(steps)) > 1:
-        other = next(rank for rank, step in enumerate(steps) if step != steps[0])
-        raise ValueError(
-            f"ranks are at different steps: rank 0 of the run at {steps[0]}, rank {other} at "
-            f"{steps[other]}"
-        )
-    return steps[0]
 
 
 def _in_tier(tier: Tier, number: int, reports: Sequence[Any]) -> Iterator[_Found]:

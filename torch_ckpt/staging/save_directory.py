@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Any, NamedTuple
 
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["SaveDirectory"]
@@ -24,6 +25,7 @@ class SaveDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        watch_storage()  # The writer may resolve other paths before a save begins.
         self.given = Location(path)
         self.absolute = self.given.absolute()
         self._begun: _Begun | None = None
@@ -47,6 +49,7 @@ class SaveDirectory:
 
     def begin(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         """Resolves the directory of a background save: the one that its thread sets, if given."""
+        watch_storage()  # This process may be a child of the one that has made the writer.
         given = self.given if checkpoint_id is None else Location(checkpoint_id)
         absolute = self.absolute if checkpoint_id is None else given.absolute()
         self._begun = _Begun(given, absolute, absolute.resolved(), threading.current_thread())

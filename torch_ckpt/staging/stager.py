@@ -338,9 +338,8 @@ class SnapshotStager:
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "torch_ckpt-stage")
-        self._copying = submitted(
-            self._executor, copy, awaited=lambda: "the copy of a state dict into host memory"
-        )
+        copying: OwnFuture[None] = OwnFuture(lambda: "the copy of a state dict into host memory")
+        self._copying = submitted(self._executor, copy, future=copying)
         return done
 
     def _acquire(self) -> list[_native.Snapshot | None]:

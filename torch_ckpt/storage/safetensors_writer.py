@@ -152,8 +152,9 @@ class SafetensorsWriter(FastWriter):
     ``model.safetensors`` or those that ``model.safetensors.index.json`` names. An existing model in
     the directory is replaced atomically.
 
-    On a store, the files of a model that replaces another one have other names, which the index
-    has. With several ranks, the coordinator writes all files, from a hidden checkpoint.
+    On a store, the files of a model that replaces another one, or must not (``overwrite=False``),
+    have other names, which the index has. With several ranks, the coordinator writes all files,
+    from a hidden checkpoint.
 
     Args:
         path: Directory of the model, on storage that every rank can reach. Created if missing.

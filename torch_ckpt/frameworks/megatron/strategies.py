@@ -30,6 +30,7 @@ from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.replacement import replace_file
 from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
+from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import is_index
 from torch_ckpt.formats.metadata import dump_metadata
@@ -283,6 +284,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             NotFoundError: The directory has no checkpoint.
             StorageError: A file cannot be written.
         """
+        watch_storage()
         directory = Location(checkpoint_dir).resolved()
         files = [name for name in directory.names() if name.startswith(key_prefix)]
         files = [name for name in files if name.endswith(".distcp")]

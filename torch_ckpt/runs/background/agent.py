@@ -84,6 +84,7 @@ class AgentBackend:
                     small_files=self._writer.small_files,
                 )
             assert future is not None  # The agent waits for a slot.
+            future.add_done_callback(lambda ended: ended.exception())  # The run reports it.
             if persist and record is not None:
                 begin = time.monotonic()
                 future.add_done_callback(
@@ -169,6 +170,7 @@ class AgentBackend:
     def _fall_back(self, reason: str) -> None:
         self._fallback = self._make_fallback()
         self._memory.end()
+        self._agent.forget()
         self._agent.close()  # The agent writes its snapshots to disk.
         if self._group.is_coordinator:
             _warn_of(reason)
@@ -193,6 +195,10 @@ def _is_of_agent(failure: BaseException) -> bool:
 
 
 def _with_rank(failure: BaseException) -> str:
+    """Returns the text of a failure, and which rank has failed: this one, unless a note says it."""
+    for note in getattr(failure, "__notes__", ()):
+        if note.startswith("raised on rank "):
+            return f"{text_of(failure)} ({note})"
     is_alone = not (dist.is_available() and dist.is_initialized())
     rank = "" if is_alone else f"rank {dist.get_rank()} ({socket.gethostname()}): "
     return f"{rank}{text_of(failure)}"
@@ -285,6 +291,7 @@ def _start_agent(
             timeout_s=timeout_s,
             has_directory=True,
             local=local,
+            group=group,
         )
     except BaseException as error:  # Reported to the other ranks below.
         failure = error

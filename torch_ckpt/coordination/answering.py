@@ -1,0 +1,57 @@
+"""Reads of a disk or store that may never answer, with a limit: no call can be interrupted."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import errno
+import os
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import TypeVar
+
+from torch_ckpt.coordination.waiting import GRACE_S, LongWait
+from torch_ckpt.errors import StorageError
+
+__all__ = ["answered_within"]
+
+T = TypeVar("T")
+
+
+def answered_within(timeout_s: float, read: Callable[[], T], activity: str, place: object) -> T:
+    """Returns what ``read`` returns, in a thread. Raises StorageError if that takes too long.
+
+    The limit is a little less than ``timeout_s``, so that the error arrives at ranks that wait so
+    long. The thread then goes on, so ``read`` must change nothing. ``place`` is what does not
+    answer, for the message.
+    """
+    future: futures.Future[T] = futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(read())
+        except BaseException as error:
+            future.set_exception(error)
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(work,), name="torch_ckpt-read", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # The system has no more threads.
+        return read()
+    # Long calls of storage are logged by a thread of their own.
+    for pause_s in LongWait(lambda: "").rounds(timeout_s - min(GRACE_S, timeout_s / 10)):
+        if futures.wait([future], pause_s).done:
+            try:
+                return future.result(0)
+            finally:
+                del future  # The traceback of its error refers to this frame.
+    # The interpreter must not end while native code of the thread runs.
+    atexit.register(_join, thread, os.getpid())
+    raise StorageError(f"{activity}: {place} has not answered for {timeout_s:g} s", errno.ETIMEDOUT)
+
+
+def _join(thread: threading.Thread, pid: int) -> None:
+    if pid == os.getpid():  # A forked child has no such thread.
+        thread.join(GRACE_S)

@@ -1,0 +1,39 @@
+"""The arguments of a run: each has a known value, and those that decide are equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+from torch_ckpt.coordination.group import Group
+from torch_ckpt.coordination.waiting import is_duration
+from torch_ckpt.options import OnBusy
+from torch_ckpt.runs.failures import OnFailure
+from torch_ckpt.runs.step_directories import Verify
+from torch_ckpt.runs.step_saves import Reuse
+
+__all__ = ["check_arguments"]
+
+_CHOICES = {"on_busy": OnBusy, "verify": Verify, "on_failure": OnFailure, "reuse": Reuse}
+
+
+def check_arguments(
+    group: Group, timeout_s: float, choices: Mapping[str, str], others: Mapping[str, object]
+) -> None:
+    """Checks arguments of all ranks. All ranks call it.
+
+    Raises ValueError if one of ``choices`` is unknown, ``timeout_s`` is no duration, or the choices
+    or the ``others`` differ between ranks.
+    """
+    for name, value in choices.items():
+        if value not in (known := get_args(_CHOICES[name])):
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+    if not is_duration(timeout_s):
+        raise ValueError(f"{timeout_s=} is not a positive number of seconds")
+    group.decide(
+        "opening the run",
+        lambda: None,
+        lambda _: None,
+        timeout_s=timeout_s,
+        equal={**choices, **others},
+    )
