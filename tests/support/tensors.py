@@ -106,7 +106,10 @@ def mask_of(tensor: torch.Tensor) -> list[int] | None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor in row-major order, as raw bytes."""
+    """The elements of a tensor in row-major order, as raw bytes.
+
+    Zeros in complex numbers have no sign here: torch negates it or not, by strides and lengths.
+    """
     if tensor.is_sparse:
         return bits(tensor._indices()) + bits(tensor._values())
     plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
@@ -115,6 +118,9 @@ def bits(tensor: torch.Tensor) -> bytes:
         plain = plain.view(torch.uint8)
     flat = torch.empty(plain.shape, dtype=plain.dtype)  # Contiguous whatever `plain` is.
     flat.copy_(plain)
+    if plain.is_complex():
+        parts = torch.view_as_real(flat)
+        parts[parts == 0] = 0
     return flat.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -302,7 +302,7 @@ class SafetensorsWriter(FastWriter):
             # On a full disk, the files would make the next save fail. DCP tells no rank when all
             # have ended, so ranks that still write the files may fail because of this.
             if current_call() is None:
-                self._abandon(names, error)
+                self._abandon(names, error, may_others_begin=model_plan.world_size > 1)
             elif self._model.is_ended(names, error):
                 raise self._model.files_are_missing(error) from error
             raise

@@ -26,7 +26,6 @@ from torch.futures import Future
 
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
-from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.transaction import Claim, Transaction
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.group import claim_commit
@@ -578,16 +577,16 @@ class FastWriter(StorageWriter):
     ) -> None:
         """Removes the files of a save that has failed with ``error``.
 
-        The pending file stays if other ranks may yet search it (``may_others_begin``): without it,
-        they would take the directory for one that is not shared. Raises the error of the call if
+        What other ranks may yet search stays (``may_others_begin``): without it, they would wait
+        for it, and take the directory for one that is not shared. Raises the error of the call if
         another rank has failed and removed its files first, and StorageError if files are missing
         for an unknown reason.
         """
         transaction = self._transaction
         names = list(names)
         is_ended = transaction.is_ended(names, error)
-        remove_files(transaction.directory, set(names) - transaction.committed_names)
-        if transaction.is_hidden or not may_others_begin:
+        transaction.remove(names, may_others_begin=may_others_begin and not is_ended)
+        if not may_others_begin:
             self.end_failed_save()
         if is_ended:
             raise transaction.files_are_missing(error) from error
