@@ -106,10 +106,7 @@ def mask_of(tensor: torch.Tensor) -> list[int] | None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor in row-major order, as raw bytes.
-
-    Zeros in complex numbers have no sign here: torch negates it or not, by strides and lengths.
-    """
+    """The elements of a tensor in row-major order, as raw bytes."""
     if tensor.is_sparse:
         return bits(tensor._indices()) + bits(tensor._values())
     plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
@@ -118,10 +115,20 @@ def bits(tensor: torch.Tensor) -> bytes:
         plain = plain.view(torch.uint8)
     flat = torch.empty(plain.shape, dtype=plain.dtype)  # Contiguous whatever `plain` is.
     flat.copy_(plain)
-    if plain.is_complex():
-        parts = torch.view_as_real(flat)
-        parts[parts == 0] = 0
     return flat.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def defined_bits(tensor: torch.Tensor) -> bytes:
+    """As :func:`bits`, without the signs of zeros in complex numbers.
+
+    If torch negates complex numbers, these signs depend on strides and lengths.
+    """
+    found = bits(tensor)
+    if not tensor.is_complex() or not found:
+        return found
+    parts = torch.frombuffer(bytearray(found), dtype=tensor.dtype.to_real())
+    parts[parts == 0] = 0
+    return parts.view(torch.uint8).numpy().tobytes()
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
