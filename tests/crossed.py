@@ -13,12 +13,38 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "dist"), str(TESTS)]
+
+
+LIMIT_S = 150.0
+GRACE_S = 20.0
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float, command: str) -> Iterator[None]:
+    """Ends the process if the block takes longer, and prints the command of the case before."""
+
+    def end() -> None:
+        print(f"{command}  # repeats it; it does not end within {seconds:g} s", flush=True)
+        faulthandler.dump_traceback()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
 
 
 def main() -> int:
@@ -52,10 +78,10 @@ def main() -> int:
             case = crossed.Case.of(seed, with_ranks=options.ranks, place=options.place)
             if options.seconds is None and options.verbose:
                 print(case)
-            faulthandler.dump_traceback_later(150, exit=True)
             started = time.monotonic()
             try:
-                crossed.check(case, places, worlds, shrinks=not options.as_it_is)
+                with ended_after(LIMIT_S, case.command):
+                    crossed.check(case, places, worlds, shrinks=not options.as_it_is)
             except AssertionError as error:
                 failed += 1
                 print(f"after {time.monotonic() - begin:.0f} s:\n{error}\n", flush=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import Worlds
 from support.radosgw import on_servers
 from support.store_proxy import Fault, StoreProxy
-from support.store_server import SECRET_KEY, StoreServer
+from support.store_server import SECRET_KEY, StoreServer, reaching
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +22,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, Run, SafetensorsWriter
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.process_state import PROCESS
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -32,20 +29,6 @@ ROWS = (
     700_001  # Each has 20 bytes: a file of 2 ranks has several parts, and no two shards are equal.
 )
 TIMEOUT_S = 60
-
-
-@contextlib.contextmanager
-def store(variables: dict[str, str]) -> Iterator[None]:
-    """On a rank: the variables name the store."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    PROCESS.file_systems.clear()  # A client knows the environment in which it was made.
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        PROCESS.file_systems.clear()
 
 
 def state_of(step: int, rows: int = ROWS) -> dict[str, Any]:
@@ -67,12 +50,12 @@ def differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 def save(variables: dict[str, str], path: str, step: int) -> None:
-    with store(variables):
+    with reaching(variables):
         dcp.save(state_of(step), storage_writer=FastWriter(path))
 
 
 def load(variables: dict[str, str], path: str, step: int) -> list[str]:
-    with store(variables):
+    with reaching(variables):
         state = state_of(-1)
         torch_ckpt.load(state, storage_reader=FastReader(path))
         return differences(state, state_of(step))
@@ -123,7 +106,7 @@ def save_model(
     variables: dict[str, str], path: str, step: int, planner: type[FastSavePlanner]
 ) -> list[str]:
     """The names that are there after a save as safetensors, which may fail."""
-    with store(variables):
+    with reaching(variables):
         writer = SafetensorsWriter(path, thread_count=2)
         with contextlib.suppress(CheckpointException):
             torch_ckpt.save(model_of(step), storage_writer=writer, planner=planner())
@@ -135,7 +118,7 @@ def save_model(
 
 
 def load_model(variables: dict[str, str], path: str, step: int) -> list[str]:
-    with store(variables):
+    with reaching(variables):
         state = model_of(-1)
         torch_ckpt.load(state, storage_reader=FastReader(path))
         return differences(state, model_of(step))
@@ -156,7 +139,7 @@ def test_ranks_save_a_model_and_others_load(
 
 
 def train(variables: dict[str, str], path: str) -> list[str]:
-    with store(variables), Run(path, asynchronous=True, keep_last=2, timeout_s=TIMEOUT_S) as run:
+    with reaching(variables), Run(path, asynchronous=True, keep_last=2, timeout_s=TIMEOUT_S) as run:
         for step in range(4):
             run.save(step, state_of(step, 1000))
         run.wait()
@@ -173,7 +156,7 @@ def test_ranks_of_a_run_resume(worlds: Worlds, place: tuple[dict[str, str], str]
 def failure(variables: dict[str, str], path: str) -> tuple[str, float]:
     """What a rank gets from a save, and after how many seconds."""
     began = time.monotonic()
-    with store(variables):
+    with reaching(variables):
         try:
             torch_ckpt.save(state_of(1, 10), storage_writer=FastWriter(path), timeout_s=TIMEOUT_S)
         except BaseException as error:
@@ -206,7 +189,7 @@ def test_what_is_wrong_is_told_to_all_ranks_soon(
 
 
 def save_in_background(variables: dict[str, str], folder: str) -> None:
-    with store(variables):
+    with reaching(variables):
         dcp.save(state_of(1), storage_writer=FastWriter(f"{folder}/first"))
         state = state_of(2)
         future = torch_ckpt.async_save(state, storage_writer=FastWriter(f"{folder}/second"))

@@ -71,6 +71,12 @@ SAVES: dict[str, Callable[[State, Path], Any]] = {
         {k: v for k, v in state.items() if k != "n"}, storage_writer=SafetensorsWriter(path)
     ),
     "installed": lambda state, path: installed_save(state, path),
+    "with a base, which is missing at first": lambda state, path: torch_ckpt.save(
+        {"w": state["w"]}, storage_writer=SafetensorsWriter(path, base=path)
+    ),
+    "FastWriter with a base, which is missing at first": lambda state, path: torch_ckpt.save(
+        state, storage_writer=FastWriter(path, base=path)
+    ),
 }
 LOADS: dict[str, Callable[[State, Path], Any]] = {
     "load": lambda state, path: torch_ckpt.load(state, checkpoint_id=path),

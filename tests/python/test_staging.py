@@ -119,6 +119,18 @@ def test_while_a_save_holds_what_was_staged_the_next_waits_for_it() -> None:
     assert same(done[0], state_of(2))
 
 
+def test_a_copy_that_only_garbage_refers_to_is_freed_before_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staging, "time_limit_s", lambda: 0.1)
+    stager = SnapshotStager()
+    for _ in range(3):
+        staged: dict[str, Any] = stager.stage({"w": torch.ones(5000)})
+        staged["itself"] = staged  # As the frames of an error that a program has caught.
+        del staged
+    assert stager.waited == 0
+
+
 def test_a_wait_that_lasts_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "time_limit_s", lambda: 0.1)
     stager = SnapshotStager()

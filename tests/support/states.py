@@ -24,8 +24,8 @@ from support.tensors import (
     PACKED,
     Sizes,
     Tagged,
-    bits,
     copied,
+    defined_bits,
     laid_out,
     mask_of,
     randomise,
@@ -620,7 +620,7 @@ def differences(
                 f"{at}: {actual.dtype} {list(actual.shape)} instead of "
                 f"{expected.dtype} {list(expected.shape)}"
             ]
-        if bits(expected) != bits(actual):
+        if defined_bits(expected) != defined_bits(actual):
             return [f"{at}: other bits"]
         if isinstance(expected, torch.nn.Parameter):
             return within(vars(expected), vars(actual), f"attributes of {at}")

@@ -14,13 +14,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 from support.freezing import freeze
 
-__all__ = ["JuiceFS", "SeaweedFS", "StoreServer", "answers", "free_ports", "program"]
+from torch_ckpt.process_state import PROCESS
+
+__all__ = ["JuiceFS", "SeaweedFS", "StoreServer", "answers", "free_ports", "program", "reaching"]
 
 ACCESS_KEY, SECRET_KEY = "tests-access-key", "tests-secret-key"
 START_S = 60
@@ -33,6 +36,20 @@ def program(name: str) -> str | None:
     """The path of a program of this Python's environment, or of the system."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
+
+
+@contextlib.contextmanager
+def reaching(variables: dict[str, str]) -> Iterator[None]:
+    """On a rank: the variables name the store, as those of ``StoreServer.environment``."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    PROCESS.file_systems.clear()  # A client knows the environment in which it was made.
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        PROCESS.file_systems.clear()
 
 
 def free_ports(count: int) -> list[int]:

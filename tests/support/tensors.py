@@ -118,6 +118,19 @@ def bits(tensor: torch.Tensor) -> bytes:
     return flat.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def defined_bits(tensor: torch.Tensor) -> bytes:
+    """As :func:`bits`, without the signs of zeros in complex numbers.
+
+    If torch negates complex numbers, these signs depend on strides and lengths.
+    """
+    found = bits(tensor)
+    if not tensor.is_complex() or not found:
+        return found
+    parts = torch.frombuffer(bytearray(found), dtype=tensor.dtype.to_real())
+    parts[parts == 0] = 0
+    return parts.view(torch.uint8).numpy().tobytes()
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of the same elements."""
     if tensor.numel() == 0:

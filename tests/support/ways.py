@@ -414,8 +414,12 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         # Torch itself neither converts nor stages all of its own dtypes.
         and (content != "any" or (way["then"] != "convert to torch" and is_ours))
         and not is_refused(way)
-        # With stock's cached plans: metadata have the old dtype where one changes.
-        and (way["planner"] != "stock, caching" or (way["then"] == "" and not has_model))
+        # With stock's cached plans: metadata have the old dtype where one changes, and saves that
+        # overlap get plans of each other.
+        and (
+            way["planner"] != "stock, caching"
+            or (way["then"] == "" and not has_model and way["ends"] == "in turn")
+        )
     )
 
 

@@ -295,6 +295,17 @@ class ModelTransaction(Transaction):
 
     # ---- Failure ----
 
+    def remove(self, files: Collection[str], *, may_others_begin: bool) -> None:
+        """Removes files as :class:`Transaction`, or empties those that others may yet search."""
+        if not may_others_begin:
+            super().remove(files, may_others_begin=may_others_begin)
+            return
+        for name in files:
+            try:
+                (self.target / name).replace(b"", sync=False)
+            except CheckpointError:  # The disk has no space for another name.
+                (self.target / name).discard()
+
     def abandon(self, files: Iterable[str] = ()) -> None:
         """Ends the save on this process, unless it is committed: as in :class:`Transaction`."""
         if self._pending is not None:

@@ -274,6 +274,15 @@ class Transaction(ABC):
 
     # ---- Failure ----
 
+    def remove(self, files: Collection[str], *, may_others_begin: bool) -> None:
+        """Removes files of the save, which fails on this process; ignores errors.
+
+        Args:
+            files: Names of files that this process has written.
+            may_others_begin: Whether others may yet begin to write.
+        """
+        remove_files(self.directory, set(files) - self.committed_names)
+
     def abandon(self, files: Iterable[str] = ()) -> None:
         """Ends the save on this process, unless it is committed, and removes its files.
 

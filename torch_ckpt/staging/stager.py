@@ -97,7 +97,6 @@ class SnapshotStager:
         self._free: list[_native.Snapshot | None] = [None]
         self._nbytes = 0  # Size of the snapshot, wherever it is.
         self._has_warned = False
-        self._has_described = False  # Whether the last state had attributes that DCP reads.
         self._in_use: set[Staged] = set()
         self._changed = threading.Condition()
         self._copying: Future[None] | None = None
@@ -222,10 +221,7 @@ class SnapshotStager:
     def _begin(
         self, state_dict: dict[str, Any], left_out: Collection[int], allow_unstaged: bool, name: str
     ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
-        if self._has_described:  # Methods of a copy refer to it: a cycle.
-            gc.collect()
         copied = self._copy_class(state_dict)
-        self._has_described = bool(copied.described)
         drop_memory(tensor for tensor in copied.tensors if id(tensor.live) in left_out)
         to_stage = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
         placed = self._place(to_stage, allow_unstaged=allow_unstaged and self.blocking)
@@ -354,6 +350,8 @@ class SnapshotStager:
         waiting = LongWait(
             lambda: f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
         )
+        if self.is_busy:  # Perhaps only by garbage: copies with methods, or frames of an error.
+            gc.collect()
         with self._changed:
             self._reclaim()
             self.waited += not self._free

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
-from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.transaction import Claim, Transaction
 from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.planning.item_views import GlobalPlanEntry
@@ -81,15 +80,15 @@ class PresentSave:
     ) -> None:
         """Removes the files of a save that has failed with ``error``.
 
-        The pending file stays if other ranks may yet search it (``may_others_begin``): without it,
-        they would take the directory for one that is not shared. Raises the error of the call if
+        What other ranks may yet search stays (``may_others_begin``): without it, they would wait
+        for it, and take the directory for one that is not shared. Raises the error of the call if
         another rank has failed and removed its files first, and StorageError if files are missing
         for an unknown reason.
         """
         transaction, names = self.transaction, list(names)
         is_ended = transaction.is_ended(names, error)
-        remove_files(transaction.directory, set(names) - transaction.committed_names)
-        if transaction.is_hidden or not may_others_begin:
+        transaction.remove(names, may_others_begin=may_others_begin and not is_ended)
+        if not may_others_begin:
             self.end_failed()
         if is_ended:
             raise transaction.files_are_missing(error) from error

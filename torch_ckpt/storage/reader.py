@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -239,7 +240,8 @@ class FastReader(StorageReader):
             if rank is not None and self._metadata_error is not None:
                 is_missing = isinstance(error, NotFoundError)
                 return UnreadableMetadata(self._metadata_error if is_missing else error)
-            self._metadata_error = error if rank is None else None
+            # A copy: the traceback refers to this frame, and so to those of the callers.
+            self._metadata_error = copy.copy(error) if rank is None else None
             raise
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

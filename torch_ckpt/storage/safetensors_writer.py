@@ -336,7 +336,8 @@ class SafetensorsWriter(FastWriter):
             # On a full disk, the files would make the next save fail. DCP tells no rank when all
             # have ended, so ranks that still write the files may fail because of this.
             if current_call() is None:
-                self._save.abandon(names, error)
+                others = model_plan.world_size > 1
+                self._save.abandon(names, error, may_others_begin=others)
             elif self._save.model.is_ended(names, error):
                 raise self._save.model.files_are_missing(error) from error
             raise
