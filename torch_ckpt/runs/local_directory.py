@@ -9,6 +9,7 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.failures import OnFailure
+from torch_ckpt.runs.machine_directories import parts_in, whole_steps
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.promotion import Promotion
 from torch_ckpt.runs.retention import Retention
@@ -56,14 +57,12 @@ def promotion_for(
     # The coordinator first: it may write the id of the run.
     group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
     group.decide(activity, claim, lambda _: None, timeout_s=timeout_s)
-    whole = None
-    if places.are_several:
-        whole = group.decide(
-            activity,
-            local.report,
-            lambda reports: list(local.steps(reports)),
-            timeout_s=timeout_s,
-        )
+    whole = group.decide(
+        activity,
+        lambda: parts_in(local.directory) if places.is_first else {},
+        whole_steps,
+        timeout_s=timeout_s,
+    )
     promotion = None
     if places.is_first:
         promotion = Promotion(

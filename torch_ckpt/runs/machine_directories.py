@@ -23,11 +23,11 @@ from torch_ckpt.storage.machine_reader import MachineReader
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_here
 
-__all__ = ["MachineDirectories"]
+__all__ = ["MachineDirectories", "Part", "parts_in", "whole_steps"]
 
 
 @dataclass(frozen=True)
-class _Step:
+class Part:
     """What a machine has of a step: of which save, and which of its data files."""
 
     save_id: str
@@ -57,23 +57,12 @@ class MachineDirectories(StepDirectories):
         self.check = self.check_whole = functools.partial(check_here)
 
     def report(self) -> Any:
-        """Returns what this machine has of each step, on its first rank; ``None`` on others."""
-        if not self._places.is_first:
-            return None
-        found: dict[int, _Step] = {}
-        for step in committed_steps(self.directory):
-            with contextlib.suppress(CheckpointError):  # Damaged here.
-                found[step] = _step_in(self.path(step))
-        return found
+        """Returns what this machine has of each step, on its first rank; nothing on others."""
+        return parts_in(self.directory) if self._places.is_first else {}
 
-    def steps(self, reports: Sequence[Mapping[int, _Step] | None] = ()) -> Iterator[int]:
+    def steps(self, reports: Sequence[Mapping[int, Part]] = ()) -> Iterator[int]:
         """Yields the steps that the machines have whole, together, the newest first."""
-        machines = [report for report in reports if report is not None]
-        for step in sorted(set().union(*machines), reverse=True):
-            parts = [report[step] for report in machines if step in report]
-            present = frozenset().union(*(part.present for part in parts))
-            if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
-                yield step
+        yield from whole_steps(reports)
 
     def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader by which machines pass on what others lack. Called on all ranks."""
@@ -116,10 +105,30 @@ class MachineDirectories(StepDirectories):
         self._group.decide(what, write, lambda _: None, timeout_s=timeout_s)
 
 
-def _step_in(path: Location) -> _Step:
+def parts_in(directory: Location) -> dict[int, Part]:
+    """Returns what a machine has of each step in its local directory."""
+    found: dict[int, Part] = {}
+    for step in committed_steps(directory):
+        with contextlib.suppress(CheckpointError):  # Damaged here.
+            found[step] = _step_in(directory / f"step-{step}")
+    return found
+
+
+def whole_steps(machines: Sequence[Mapping[int, Part]]) -> list[int]:
+    """Returns the steps that the machines have whole, together, the newest first."""
+    whole = []
+    for step in sorted(set().union(*machines), reverse=True):
+        parts = [machine[step] for machine in machines if step in machine]
+        present = frozenset().union(*(part.present for part in parts))
+        if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
+            whole.append(step)
+    return whole
+
+
+def _step_in(path: Location) -> Part:
     """Returns what a machine has of a step. Raises CheckpointError if its metadata is damaged."""
     _, index = open_committed(path, "")
     if index is None:
         raise NotFoundError(f"the checkpoint in {path} has no index")
     files = frozenset(name for name, _ in index.files)
-    return _Step(index.save_id, files, files_in(path, index.files))
+    return Part(index.save_id, files, files_in(path, index.files))

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,11 +30,11 @@ from torch_ckpt.errors import (
     StorageError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, has_checkpoint
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.records.figures import nbytes_text
 from torch_ckpt.records.record import Recorder, note, phase
 from torch_ckpt.runs.failures import OnFailure, storage_failure
-from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
+from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps, Report
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import (
@@ -41,7 +42,7 @@ from torch_ckpt.runs.step_files import (
     listed_steps,
     metrics_of,
 )
-from torch_ckpt.storage.copying import CheckpointCopy
+from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
 from torch_ckpt.storage.progress import progress_bar
 
 __all__ = ["END_S", "Promotion"]
@@ -131,6 +132,8 @@ class Promotion:
         self._failure: CheckpointError | None = None  # Why the last promotion failed.
         self._in_a_row = 0
         self._failing_since = 0.0  # When the first failure in a row was.
+        # Those of the other places since the last choice. There are none if there is one place.
+        self._reports: Sequence[Report] | None = None if are_several else ()
         self._removing = threading.Lock()
         self.count = 0
 
@@ -141,8 +144,8 @@ class Promotion:
 
     # ---- Called by the run ----
 
-    def begin(self, whole: Sequence[int] | None = None) -> None:
-        """Looks up which steps there are. ``whole`` are those that all places have, if several.
+    def begin(self, whole: Collection[int]) -> None:
+        """Looks up which steps there are. ``whole`` are those that all places have, together.
 
         A step that another save has committed in the directory of the run stays there: which of the
         two is newer is unknown, since the run may have gone on from another local directory.
@@ -153,14 +156,20 @@ class Promotion:
         other = {
             step
             for step in set(in_run).intersection(local)
-            if committed_id(self._local.path(step)) != committed_id(self._run.path(step))
+            if is_of_another_save(self._local.path(step), self._run.path(step))
         }
         if other:
             _LOG.warning(
                 "steps %s of %s are of other saves than those of %s, and are not promoted",
                 *(sorted(other), self._local.directory, self._run.directory),
             )
-        self._steps.pass_over(other.union([] if whole is None else set(local).difference(whole)))
+        parts = set(local).difference(whole)
+        if lost := parts.difference(in_run):
+            _LOG.warning(
+                "steps %s of %s lack files that no machine of this run has, and are not promoted",
+                *(sorted(lost), self._local.directory),
+            )
+        self._steps.pass_over(other | parts)
 
     def start(
         self,
@@ -184,14 +193,34 @@ class Promotion:
         with self._changed:
             may_choose = may_choose and not (self._is_busy and saving is not None)
             local = committed_steps(self._local.directory) if may_choose else []
-            return self._steps.choice(local, saving, may_choose=may_choose)
+            choice = self._steps.choice(local, saving, may_choose=may_choose)
+            if choice.chosen and self._are_several:
+                self._reports = None  # Those that arrive now precede the choice.
+            return choice
+
+    def report(self) -> Report:
+        """Returns what the coordinator hears of the promotions of this place."""
+        here = f"machine {socket.gethostname()}, {self._local.directory}"
+        with self._changed:
+            ended = self._steps.ended_here().items()
+            return Report({s: text and f"{here}: {text}" for s, text in ended}, self._failure)
+
+    def heard_from(self, reports: Sequence[Report]) -> None:
+        """Takes the reports of all other places; called on the coordinator before it chooses."""
+        with self._changed:
+            if self._are_several:
+                self._reports = reports
+            for report in reports:
+                if report.failure is not None and self._attempt is not None:
+                    self._attempt.stop(report.failure)
+            self._changed.notify_all()
 
     def heard(self, choice: Choice) -> None:
-        """Ends the promotion of the steps that the coordinator has committed."""
-        if choice.committed:
-            with self._changed:
-                self._steps.reported(choice.committed)
-            self._remove_old()
+        """Ends the promotion of the steps that it has ended for the coordinator."""
+        with self._changed:
+            self._steps.reported(choice)
+        if choice.committed and not self._commits:
+            self._request()  # Its thread removes them.
 
     def retry(self, choice: Choice) -> None:
         """Promotes the steps that wait, at last those that the coordinator has chosen."""
@@ -218,7 +247,7 @@ class Promotion:
                 self._attempt.stop()  # The new checkpoint of the step is next.
                 self._changed.notify_all()
         self._remove_old()
-        if is_chosen:
+        if is_chosen or not self._commits:
             self._request()
 
     def not_saved(self, step: int) -> None:
@@ -231,19 +260,6 @@ class Promotion:
         """Returns whether the newest local save of a step is still to be promoted."""
         with self._changed:
             return not self._steps.has_ended(step)
-
-    @property
-    def failure(self) -> CheckpointError | None:
-        """Why the last promotion failed; ``None`` if it did not."""
-        with self._changed:
-            return self._failure
-
-    def failed_elsewhere(self, failure: CheckpointError) -> None:
-        """Ends the promotion in progress, since another place cannot send its files."""
-        with self._changed:
-            if self._attempt is not None:
-                self._attempt.stop(failure)
-                self._changed.notify_all()
 
     def check(self) -> CheckpointError | None:
         """Returns why promotions have failed, once, if training must not go on; ``None`` if it may.
@@ -259,13 +275,13 @@ class Promotion:
             self._failure = None
         return failure
 
-    def progress(self, wait_s: float) -> tuple[bool, CheckpointError | None]:
-        """Waits for promotions; returns whether some are in progress, and why the last failed."""
+    def progress(self, wait_s: float) -> tuple[bool, Report]:
+        """Waits for promotions; returns whether some are in progress, and how they are."""
         with self._changed:
             for pause_s in LongWait(self.awaited).rounds(wait_s):
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
                     break
-            return self._is_busy, self._failure
+            return self._is_busy, self.report()
 
     def awaited(self) -> str:
         """Returns what the promotion in progress does, for the log of those who wait for it."""
@@ -366,8 +382,15 @@ class Promotion:
 
     def _promote_next(self) -> None:
         """Promotes one step; if there is none, ends the request."""
+        self._remove_old(self._whole_in_run())
         with self._changed:
-            step = self._steps.next(committed_steps(self._local.directory))
+            local = committed_steps(self._local.directory)
+            if lost := self._steps.lost(local):
+                _LOG.warning(
+                    "steps %s are not in %s any more, and were not promoted to %s",
+                    *(sorted(lost), self._local.directory, self._run.directory),
+                )
+            step = self._steps.next(local)
             if step is None:
                 self._is_requested = False
                 return
@@ -384,9 +407,9 @@ class Promotion:
             if is_gone or isinstance(error, CorruptionError):
                 with self._changed:
                     if not attempt.is_stopped:
-                        self._steps.pass_over([step])
-                if is_gone:
-                    return
+                        self._steps.pass_over([step], why(error))
+                if not self._commits or (is_gone and not self._are_several):
+                    return  # The coordinator raises the problem.
             elif attempt.copy is None or not attempt.copy.is_of_source:
                 return  # It was saved again. The new checkpoint is next.
             raise
@@ -400,9 +423,6 @@ class Promotion:
             wanted = self._steps.wanted(committed_steps(self._local.directory))
         if self._commits:
             self._apply_retention(newest, wanted)
-        with self._changed:
-            self._attempt = None
-        self._remove_old()
 
     @contextlib.contextmanager
     def _recording(self, step: int) -> Iterator[None]:
@@ -443,19 +463,37 @@ class Promotion:
                 if not attempt.is_stopped:
                     self._steps.sent(step)
             return False
-        missing: Sequence[str] = ()
-        others = LongWait(
+        self._await_others(attempt, copy)
+        copy.copy_small_files(SMALL_FILES)
+        copy.commit()
+        return True
+
+    def _await_others(self, attempt: _Attempt, copy: CheckpointCopy) -> None:
+        """Waits until the files of all places have arrived.
+
+        Raises CorruptionError if no place sends the others.
+        """
+        step, missing = attempt.step, list[str]()
+        waiting = LongWait(
             lambda: (
                 f"{len(missing)} files of step {step} in {copy.target}, including {missing[0]}, "
                 "which other machines copy"
             )
         )
-        while self._are_several and (missing := copy.missing_files()):
-            others.log()
+        while True:
+            with self._changed:  # First: what arrived before the reports is found below.
+                reports = self._reports
+            if not (missing := copy.missing_files()):
+                return
+            if reports is not None and all(step in each.ended for each in reports):
+                problems = [each.ended[step] for each in reports if each.ended[step]]
+                if problems or not reports or (missing := copy.await_files(missing)):
+                    raise CorruptionError(
+                        f"no machine has {len(missing)} of its files any more, including "
+                        f"{missing[0]}. {'; '.join(problems) or copy.source}"
+                    )
+            waiting.log()
             self._check_goes_on(attempt, _POLL_S)
-        copy.copy_small_files(SMALL_FILES)
-        copy.commit()
-        return True
 
     def _check_goes_on(self, attempt: _Attempt, wait_s: float = 0.0) -> None:
         """Raises CancelledError if the attempt is stopped, or is so within a while."""
@@ -490,8 +528,34 @@ class Promotion:
         """Returns the metric of a local step; NaN if it has none."""
         return metrics_of(self._local.path(step)).get(self._retention.monitor or "", math.nan)
 
-    def _remove_old(self) -> None:
-        """Removes local steps that need not remain."""
+    def _whole_in_run(self) -> set[int]:
+        """Returns which promoted steps of those that need not remain the run has whole.
+
+        The others are promoted again. Called by the thread: the storage of the run may not answer.
+        """
+        with self._changed:
+            local = committed_steps(self._local.directory)
+            promoted = self._steps.promoted_beyond(local, self._keep)
+        whole = set()
+        for step in promoted:
+            try:
+                for disk in (self._local, self._run):
+                    self._check_id(disk.directory)
+                if is_whole_copy(self._local.path(step), self._run.path(step)):
+                    whole.add(step)
+                    continue
+            except CheckpointError:  # It is unknown now.
+                continue
+            _LOG.warning(
+                "%s has lost files, and is promoted again from %s",
+                *(self._run.path(step), self._local.directory),
+            )
+            with self._changed:
+                self._steps.damaged_in_run(step)
+        return whole
+
+    def _remove_old(self, whole: Collection[int] = ()) -> None:
+        """Removes local steps that need not remain, of promoted ones those ``whole`` in the run."""
         with self._removing:
             directory = self._local.directory
             try:
@@ -500,6 +564,7 @@ class Promotion:
                         *(committed_steps(directory), listed_steps(directory)),
                         keep=self._keep,
                         in_use=None if self._attempt is None else self._attempt.step,
+                        whole=whole,
                     )
                 self._local.sweep()
                 self._local.remove(removable)

@@ -27,7 +27,7 @@ from torch_ckpt.runs.failures import Failures, may_be_committed
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.promotion import END_S, Promotion
-from torch_ckpt.runs.promotion_steps import Choice
+from torch_ckpt.runs.promotion_steps import Choice, Report
 from torch_ckpt.runs.promotion_wait import await_promotion
 from torch_ckpt.runs.removal import (
     discard_after,
@@ -137,8 +137,6 @@ class StepSaves:
             self._boundary.stored = None
             if not pending.is_in_progress:
                 self._has_failed(pending.step, error, pending.then)
-                if self._promotion is not None:
-                    self._promotion.not_saved(pending.step)
             raise
         finally:
             if not pending.is_in_progress:
@@ -187,23 +185,22 @@ class StepSaves:
         """
         files: dict[str, bytes] = {}
 
-        def own() -> tuple[int, CheckpointError | None]:
+        def own() -> tuple[int, Report | None]:
             self.settle(timeout_s)  # First: an old failure is raised once.
             if refused is not None:
                 raise refused
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._retention.monitor))
             self._unknown.pop(step, None)  # This save replaces it.
-            return step, None if self._promotion is None else self._promotion.failure
+            return step, None if self._promotion is None else self._promotion.report()
 
         def begin(
-            answers: list[tuple[int, CheckpointError | None]],
+            answers: list[tuple[int, Report | None]],
         ) -> tuple[dict[str, bytes], Choice, int | None, CheckpointError | None]:
             common_step([rank_step for rank_step, _ in answers])
             choice = Choice()
             if self._promotion is not None:
-                for failure in filter(None, (failure for _, failure in answers[1:])):
-                    self._promotion.failed_elsewhere(failure)
+                self._promotion.heard_from([each for _, each in answers[1:] if each is not None])
                 unpromoted = None if is_last else self._promotion.check()
                 if unpromoted is not None:
                     return {}, choice, None, unpromoted
@@ -573,6 +570,8 @@ class StepSaves:
 
         Then :meth:`settle` finds out later, and calls ``then`` if it was committed.
         """
+        if self._promotion is not None:
+            self._promotion.not_saved(step)
         if may_be_committed(error):
             # Several places pass over the step: they may learn of its commit at different times.
             self._unknown[step] = (lambda: None) if self._is_at_several_places else then

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.errors import (
     CheckpointError,
@@ -26,7 +27,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
 from torch_ckpt.formats.committed import committed_id, files_in, index_name, open_committed
 
-__all__ = ["CheckpointCopy"]
+__all__ = ["CheckpointCopy", "is_of_another_save", "is_whole_copy"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class CheckpointCopy:
 
     Each block is verified by the checksums of the index. ``nbytes_per_s`` bounds the rate; there is
     no bound if it is 0. The copy has the save id of the source, so the same checkpoint is never
-    copied twice. A checkpoint at the target is replaced.
+    copied twice. A checkpoint at the target is replaced, and files that the copy has lost are sent
+    again.
 
     Args:
         source: Directory of the checkpoint.
@@ -117,7 +119,12 @@ class CheckpointCopy:
 
     @property
     def is_done(self) -> bool:
-        """Whether the checkpoint is committed at the target."""
+        """Whether the checkpoint is committed at the target, and whole there."""
+        return self._is_committed and not self.missing_files()
+
+    @property
+    def _is_committed(self) -> bool:
+        """Whether the checkpoint is committed at the target. Files of it may be lost."""
         return committed_id(self.target) == self._opened.save_id
 
     @property
@@ -136,7 +143,8 @@ class CheckpointCopy:
         self.target.parent.create_directories()
         check_commit(self.target.parent, self.target, sync=True)
         self.target.create_directories()
-        self._transaction.create_pending()  # Other saves and garbage collection know it by that.
+        if not self._is_committed:
+            self._transaction.create_pending()  # Other saves and garbage collection know it by it.
         here = set(self.source.names())
         ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
         arrived = files_in(self.target, ours)
@@ -161,13 +169,27 @@ class CheckpointCopy:
                 (self.target / name).discard()
 
     def missing_files(self) -> list[str]:
-        """Returns the names of the data files that have not arrived."""
+        """Returns the names of the data files that the target does not have with their lengths."""
         files, arrived = self._opened.files, set(self.target.names())
         # Usual while other machines send theirs: then no lengths are read.
         if absent := [name for name, _ in files if name not in arrived]:
             return absent
         sound = files_in(self.target, files)
         return [name for name, _ in files if name not in sound]
+
+    def await_files(self, names: Collection[str]) -> list[str]:
+        """Waits for files that other machines have sent, and that this one may find late.
+
+        Returns those that do not appear with their lengths.
+        """
+        lengths = {self.target / n: nbytes for n, nbytes in self._opened.files if n in names}
+
+        def is_found(file: Location) -> bool:
+            with contextlib.suppress(NotFoundError):
+                return file.nbytes() == lengths[file]
+            return False
+
+        return [file.name for file in still_missing(list(lengths), "another machine", is_found)]
 
     def commit(self) -> None:
         """Commits the copy. All data files must have arrived.
@@ -183,6 +205,8 @@ class CheckpointCopy:
                 f"cannot commit {self.target}: {len(missing)} data files of {self.source} have not "
                 f"arrived, including {missing[0]}"
             )
+        if self._is_committed:  # It had lost only data files.
+            return
         self._transaction.resume()
         opened = self._opened
         names = [name for name, _ in opened.files]
@@ -258,3 +282,29 @@ class CheckpointCopy:
         except BaseException:
             partial.discard()
             raise
+
+
+def is_whole_copy(source: Location, target: Location) -> bool:
+    """Returns whether a checkpoint is also committed at the target, and whole there.
+
+    Raises StorageError if that is unknown because files cannot be read.
+    """
+    with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
+        index = open_committed(target, "")[1]
+        if index is not None and index.save_id == committed_id(source):
+            return len(files_in(target, index.files)) == len(index.files)
+    return False
+
+
+def is_of_another_save(source: Location, target: Location) -> bool:
+    """Returns whether another save has committed the checkpoint at the target.
+
+    If the metadata there is damaged, the names of the data files show it: each save has its own.
+    Raises StorageError if that is unknown because files cannot be read.
+    """
+    found, index = committed_id(target), None
+    with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
+        index = open_committed(source, "")[1]
+    if found is not None or index is None:
+        return found != (None if index is None else index.save_id)
+    return not {name for name, _ in index.files}.intersection(target.names())
