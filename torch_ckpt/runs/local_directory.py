@@ -59,7 +59,7 @@ def promotion_for(
     group.decide(activity, claim, lambda _: None, timeout_s=timeout_s)
     whole = group.decide(
         activity,
-        lambda: parts_in(local.directory) if places.is_first else {},
+        lambda: parts_in(local.directory) if places.is_first else None,
         whole_steps,
         timeout_s=timeout_s,
     )

@@ -57,10 +57,10 @@ class MachineDirectories(StepDirectories):
         self.check = self.check_whole = functools.partial(check_here)
 
     def report(self) -> Any:
-        """Returns what this machine has of each step, on its first rank; nothing on others."""
-        return parts_in(self.directory) if self._places.is_first else {}
+        """Returns what this machine has of each step, on its first rank; ``None`` on others."""
+        return parts_in(self.directory) if self._places.is_first else None
 
-    def steps(self, reports: Sequence[Mapping[int, Part]] = ()) -> Iterator[int]:
+    def steps(self, reports: Sequence[Mapping[int, Part] | None] = ()) -> Iterator[int]:
         """Yields the steps that the machines have whole, together, the newest first."""
         yield from whole_steps(reports)
 
@@ -114,9 +114,9 @@ def parts_in(directory: Location) -> dict[int, Part]:
     return found
 
 
-def whole_steps(machines: Sequence[Mapping[int, Part]]) -> list[int]:
+def whole_steps(reports: Sequence[Mapping[int, Part] | None]) -> list[int]:
     """Returns the steps that the machines have whole, together, the newest first."""
-    whole = []
+    machines, whole = [report for report in reports if report is not None], []
     for step in sorted(set().union(*machines), reverse=True):
         parts = [machine[step] for machine in machines if step in machine]
         present = frozenset().union(*(part.present for part in parts))

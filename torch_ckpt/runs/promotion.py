@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -84,13 +85,13 @@ class Promotion:
     """Promotes the steps of a local directory, and removes them there.
 
     The newest step is first. A step that the retention of the run would remove is skipped. A local
-    step is removed if ``keep`` newer ones are there, and the step is promoted or not to be
-    retained. So the last whole copy of a retained step is never removed.
+    step is removed if ``keep`` newer ones are there, and the run has it whole or would not retain
+    it. So the last whole copy of a retained step is never removed.
 
     If the ranks save at several places (``are_several``), the first rank at each has a promotion of
     the files there. The coordinator's commits when all files have arrived, and chooses the steps
     for all: the next one that is saved when no promotion is in progress, and those that have
-    waited.
+    waited. A step of which the others have sent all, and files are missing, is passed over.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` returns why.
@@ -463,37 +464,20 @@ class Promotion:
                 if not attempt.is_stopped:
                     self._steps.sent(step)
             return False
-        self._await_others(attempt, copy)
+        copy.await_others(
+            functools.partial(self._ended_elsewhere, step),
+            functools.partial(self._check_goes_on, attempt, _POLL_S),
+        )
         copy.copy_small_files(SMALL_FILES)
         copy.commit()
         return True
 
-    def _await_others(self, attempt: _Attempt, copy: CheckpointCopy) -> None:
-        """Waits until the files of all places have arrived.
-
-        Raises CorruptionError if no place sends the others.
-        """
-        step, missing = attempt.step, list[str]()
-        waiting = LongWait(
-            lambda: (
-                f"{len(missing)} files of step {step} in {copy.target}, including {missing[0]}, "
-                "which other machines copy"
-            )
-        )
-        while True:
-            with self._changed:  # First: what arrived before the reports is found below.
-                reports = self._reports
-            if not (missing := copy.missing_files()):
-                return
-            if reports is not None and all(step in each.ended for each in reports):
-                problems = [each.ended[step] for each in reports if each.ended[step]]
-                if problems or not reports or (missing := copy.await_files(missing)):
-                    raise CorruptionError(
-                        f"no machine has {len(missing)} of its files any more, including "
-                        f"{missing[0]}. {'; '.join(problems) or copy.source}"
-                    )
-            waiting.log()
-            self._check_goes_on(attempt, _POLL_S)
+    def _ended_elsewhere(self, step: int) -> list[str] | None:
+        """Returns why each other place sends no more files; ``None`` if one may send some."""
+        with self._changed:
+            if self._reports is None or not all(step in each.ended for each in self._reports):
+                return None
+            return [each.ended[step] for each in self._reports]
 
     def _check_goes_on(self, attempt: _Attempt, wait_s: float = 0.0) -> None:
         """Raises CancelledError if the attempt is stopped, or is so within a while."""

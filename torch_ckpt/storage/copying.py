@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.probe import check_commit
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -177,11 +178,41 @@ class CheckpointCopy:
         sound = files_in(self.target, files)
         return [name for name, _ in files if name not in sound]
 
-    def await_files(self, names: Collection[str]) -> list[str]:
-        """Waits for files that other machines have sent, and that this one may find late.
+    def await_others(
+        self, ended: Callable[[], Sequence[str] | None], pause: Callable[[], None]
+    ) -> None:
+        """Waits until the files have arrived that other machines copy.
 
-        Returns those that do not appear with their lengths.
+        ``ended`` returns why each of these copies no more files, with an empty text if it has
+        copied all that it has, or ``None`` while one may copy some. ``pause`` waits for a moment.
+
+        Raises:
+            CorruptionError: No machine copies some of the files.
         """
+        missing: Sequence[str] = ()
+        others = LongWait(
+            lambda: (
+                f"{len(missing)} files of {self.target}, including {missing[0]}, which other "
+                "machines copy"
+            )
+        )
+        while True:
+            reasons = ended()  # First: what has arrived before is found below.
+            missing = self.missing_files()
+            if not missing:
+                return
+            if reasons is not None:
+                problems = list(filter(None, reasons))
+                if problems or not reasons or (missing := self._still_missing(missing)):
+                    raise CorruptionError(
+                        f"no machine has {len(missing)} of its files any more, including "
+                        f"{missing[0]}. {'; '.join(problems) or self.source}"
+                    )
+            others.log()
+            pause()
+
+    def _still_missing(self, names: Collection[str]) -> list[str]:
+        """Waits for files that this machine may find late; returns those that do not appear."""
         lengths = {self.target / n: nbytes for n, nbytes in self._opened.files if n in names}
 
         def is_found(file: Location) -> bool:
