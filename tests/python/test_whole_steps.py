@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.flips import flipped
 
-from torch_ckpt import CheckpointError, Run
+from torch_ckpt import CheckpointError, Run, load, save
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
@@ -101,6 +101,33 @@ def test_a_step_that_is_damaged_after_its_promotion_is_promoted_again(
         assert _steps(tmp_path / "local") == [3, 2]
         check_sound(Location(tmp_path / "run" / "step-1"))
     assert _steps(tmp_path / "run") == [3, 2, 1]
+
+
+def test_a_step_that_another_job_has_saved_again_in_the_run_remains_and_so_does_the_local_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _run(tmp_path) as run:
+        run.save(1, _state(1))
+        run.wait(promoted=True)
+        save(_state(7), checkpoint_id=tmp_path / "run" / "step-1", no_dist=True)
+        for step in (2, 3):
+            run.save(step, _state(step))
+            run.wait(promoted=True)
+        assert _steps(tmp_path / "local") == [3, 1]
+    state = _state(0)
+    load(state, checkpoint_id=tmp_path / "run" / "step-1", no_dist=True)
+    assert torch.equal(state["w0"], _state(7)["w0"])
+    assert "step-1 is of another save now" in caplog.text
+
+
+def test_a_step_that_is_gone_in_the_run_is_promoted_again(tmp_path: Path) -> None:
+    with _run(tmp_path) as run:
+        run.save(1, _state(1))
+        run.wait(promoted=True)
+        Location(tmp_path / "run" / "step-1").remove_all()
+        run.save(2, _state(2))
+    assert _steps(tmp_path / "run") == [2, 1]
+    assert _steps(tmp_path / "local") == [2]
 
 
 def test_a_step_that_retention_does_not_keep_is_removed_without_a_look_at_the_run(

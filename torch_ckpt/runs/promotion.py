@@ -522,20 +522,20 @@ class Promotion:
             promoted = self._steps.promoted_beyond(local, self._keep)
         whole = set()
         for step in promoted:
+            source, target = self._local.path(step), self._run.path(step)
             try:
                 for disk in (self._local, self._run):
                     self._check_id(disk.directory)
-                if is_whole_copy(self._local.path(step), self._run.path(step)):
+                if is_whole_copy(source, target):
                     whole.add(step)
                     continue
+                is_other = is_of_another_save(source, target)
             except CheckpointError:  # It is unknown now.
                 continue
-            _LOG.warning(
-                "%s has lost files, and is promoted again from %s",
-                *(self._run.path(step), self._local.directory),
-            )
+            what = "is of another save now" if is_other else "has lost files, which are sent again"
+            _LOG.warning("%s %s: %s remains", target, what, source)
             with self._changed:
-                self._steps.damaged_in_run(step)
+                self._steps.lost_in_run(step, is_other=is_other)
         return whole
 
     def _remove_old(self, whole: Collection[int] = ()) -> None:

@@ -169,10 +169,10 @@ class PromotionSteps:
         self.pass_over(gone, "the step is not there any more")
         return gone
 
-    def damaged_in_run(self, step: int) -> None:
-        """Lets a step that was promoted be promoted again: the run does not have it whole."""
+    def lost_in_run(self, step: int, *, is_other: bool) -> None:
+        """Lets a promoted step be promoted again, unless the run has it of another save now."""
         if self._of(step).state is _State.PROMOTED:
-            self._of(step).state = self._first
+            self._of(step).state = _State.PASSED_OVER if is_other else self._first
 
     def remain_in_run(self, steps: Collection[int]) -> None:
         """Records the steps that remain after a removal in the directory of the run."""

@@ -26,7 +26,13 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
-from torch_ckpt.formats.committed import committed_id, files_in, index_name, open_committed
+from torch_ckpt.formats.committed import (
+    committed_id,
+    files_in,
+    has_checkpoint,
+    index_name,
+    open_committed,
+)
 
 __all__ = ["CheckpointCopy", "is_of_another_save", "is_whole_copy"]
 
@@ -338,4 +344,8 @@ def is_of_another_save(source: Location, target: Location) -> bool:
         index = open_committed(source, "")[1]
     if found is not None or index is None:
         return found != (None if index is None else index.save_id)
-    return not {name for name, _ in index.files}.intersection(target.names())
+    with contextlib.suppress(NotFoundError):
+        return has_checkpoint(target) and not {name for name, _ in index.files}.intersection(
+            target.names()
+        )
+    return False
