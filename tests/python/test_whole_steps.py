@@ -23,7 +23,13 @@ MODES: dict[str, dict[str, object]] = {
     "agent": {"asynchronous": True, "agent": True},
 }
 
-DAMAGES = ["a file is lost", "a file is truncated", "the index is lost", "metadata is damaged"]
+DAMAGES = [
+    "a file is lost",
+    "a file is truncated",
+    "the index is lost",
+    "metadata is lost",
+    "metadata is damaged",
+]
 
 
 def _state(step: int) -> dict[str, torch.Tensor]:
@@ -48,6 +54,8 @@ def _damage(step: Path, how: str) -> None:
         os.truncate(file, 100)
     elif how == "the index is lost":
         index.unlink()
+    elif how == "metadata is lost":
+        (step / ".metadata").unlink()
     else:
         metadata = step / ".metadata"
         metadata.write_bytes(flipped(metadata.read_bytes(), -1, 3))
