@@ -23,7 +23,7 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.commits import late_names
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
-from torch_ckpt.errors import NotFoundError, StorageError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.storage.copying import CheckpointCopy
 
 pytestmark = pytest.mark.timeout(240)
@@ -349,3 +349,24 @@ def test_what_three_machines_leave_does_not_fail_the_saves_of_fewer(
     worlds.run(count, save_steps, tmp_path, machines, [3, 4, 5, 6], {})
     assert steps_in(tmp_path / "run") == [6, 5, 4, 3, 1]
     assert worlds.run(count, restore, tmp_path, machines) == [6] * count
+
+
+def _discards_after_damage(folder: Path, machines: Sequence[int]) -> list[int]:
+    with run_on(folder, machines, keep_local=9) as run:
+        for step in (1, 2):
+            run.save(step, state_of(step))
+        run.wait(promoted=True)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            for step in (folder / "machine-1" / "step-1", folder / "run" / "step-1"):
+                next(step.glob("__1_*.distcp")).unlink()
+        dist.barrier()
+        with pytest.raises(CorruptionError, match="no step up to 1 is whole"):
+            run.discard_after(1)
+        return [*steps_in(folder / "run"), *steps_in(folder / f"machine-{dist.get_rank()}")]
+
+
+def test_the_last_whole_step_of_all_machines_is_not_discarded(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    assert worlds.run(2, _discards_after_damage, tmp_path, [0, 1]) == [[2, 1, 2, 1]] * 2

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import files_in, index_name, open_committed
 from torch_ckpt.runs.places import Places
@@ -63,6 +63,17 @@ class MachineDirectories(StepDirectories):
     def steps(self, reports: Sequence[Mapping[int, Part] | None] = ()) -> Iterator[int]:
         """Yields the steps that the machines have whole, together, the newest first."""
         yield from whole_steps(reports)
+
+    def check_by(self, reports: Sequence[Any]) -> Callable[[Location], None]:
+        """Returns what raises if the machines do not have a step whole, together."""
+        whole = {self.path(step) for step in whole_steps(reports)}
+
+        def check(path: Location) -> None:
+            self.check(path)
+            if path not in whole:
+                raise CorruptionError(f"the machines do not have all files of {path}")
+
+        return check
 
     def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader by which machines pass on what others lack. Called on all ranks."""

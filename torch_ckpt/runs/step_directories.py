@@ -30,7 +30,7 @@ from torch_ckpt.runs.step_files import (
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
 
-__all__ = ["Mode", "StepDirectories", "Verify"]
+__all__ = ["Mode", "StepDirectories", "Verify", "check_of"]
 
 Verify = Literal["quick", "full"]
 Mode = Literal["min", "max"]
@@ -63,7 +63,7 @@ class StepDirectories:
     def path(self, step: int) -> Location:
         return self.directory / f"step-{step}"
 
-    def report(self) -> None:
+    def report(self) -> Any:
         """Returns ``None``: all ranks have the same disk."""
 
     def steps(self, reports: Sequence[None] = ()) -> Iterator[int]:
@@ -103,6 +103,10 @@ class StepDirectories:
             passed |= {*damaged, *absent, step}
             damaged.clear()
             yield step
+
+    def check_by(self, reports: Sequence[Any]) -> Callable[[Location], None]:
+        """Returns ``check``, for the reports of all ranks."""
+        return self.check
 
     def newest_after(self, step: int) -> int | None:
         """Returns the newest whole step after a step, by the lengths of its files.
@@ -185,3 +189,14 @@ class StepDirectories:
             except CheckpointError as error:
                 self._warn_once(name, f"{name} was not removed completely: {error}")
         remove_expired_leases(self.directory)
+
+
+def check_of(
+    disks: Sequence[StepDirectories], reports: Sequence[Any]
+) -> Callable[[Location], None]:
+    """Returns what raises if a step in one of these directories is not whole there.
+
+    ``reports`` are those of all ranks about the first of ``disks``.
+    """
+    checks = {disk.directory: disk.check_by(reports) for disk in disks}
+    return lambda path: checks[path.parent](path)

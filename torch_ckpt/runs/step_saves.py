@@ -38,7 +38,7 @@ from torch_ckpt.runs.removal import (
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
-from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_directories import StepDirectories, check_of
 from torch_ckpt.runs.step_files import committed_steps, metrics_file, step_number
 from torch_ckpt.runs.step_tiers import common_step
 from torch_ckpt.storage.progress import progress_bar
@@ -211,9 +211,8 @@ class StepSaves:
             files.update(self.branches.saving(step))
             return files, choice, self._base(step) if self._reuses else None, None
 
-        what = "beginning to save"
         files, choice, base, unpromoted = self._group.decide(
-            what, own, begin, timeout_s=timeout_s, recorded="begin"
+            "beginning to save", own, begin, timeout_s=timeout_s, recorded="begin"
         )
         if unpromoted is not None:
             return unpromoted
@@ -493,12 +492,15 @@ class StepSaves:
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
-        timeout_s = self._timeout_s
         # The local directory last: otherwise its steps would be promoted again.
         directories = [disk.directory for disk in reversed(self._disks)]
 
-        def check(steps: list[int]) -> int:
-            steps_after(directories, common := common_step(steps), self._disk.check)
+        def own() -> tuple[int, Any]:
+            return self.settled(step), self._disk.report()
+
+        def check(answers: list[tuple[int, Any]]) -> int:
+            common, reports = common_step([each for each, _ in answers]), [r for _, r in answers]
+            steps_after(directories, common, check_of(self._disks, reports))
             return common
 
         def discard(_: list[None]) -> list[int]:
@@ -517,12 +519,11 @@ class StepSaves:
                 with self._promotion.discarding_after(step):
                     discard_after([self._disk.directory], step)
 
-        own = functools.partial(self.settled, step)
-        step = self._group.decide("discarding steps", own, check, timeout_s=timeout_s)
+        step = self._group.decide("discarding steps", own, check, timeout_s=self._timeout_s)
         # From memory first: an agent must not write a step whose directory was removed.
         self._boundary.went_back(step)
         return self._group.decide(
-            "discarding steps", discard_elsewhere, discard, timeout_s=timeout_s
+            "discarding steps", discard_elsewhere, discard, timeout_s=self._timeout_s
         )
 
     def _discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
