@@ -138,6 +138,40 @@ def test_a_step_that_is_gone_in_the_run_is_promoted_again(tmp_path: Path) -> Non
     assert _steps(tmp_path / "local") == [2]
 
 
+def test_steps_that_retention_removes_from_the_run_are_not_taken_for_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _run(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.save(step, _state(step))
+    with _run(tmp_path, keep_last=1) as run:
+        for step in (4, 5):
+            run.save(step, _state(step))
+            run.wait(promoted=True)
+    assert _steps(tmp_path / "run") == [5]
+    assert not caplog.text
+
+
+def test_a_step_that_is_gone_before_its_promotion_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_files, goes_on = CheckpointCopy.copy_files, threading.Event()
+
+    def gated(copy: CheckpointCopy) -> None:
+        assert goes_on.wait(60)
+        copy_files(copy)
+
+    monkeypatch.setattr(CheckpointCopy, "copy_files", gated)
+    with _run(tmp_path) as run:
+        for step in (1, 2):
+            run.save(step, _state(step))
+        Location(tmp_path / "local" / "step-2").remove_all()
+        goes_on.set()
+        run.wait(promoted=True)
+    assert _steps(tmp_path / "run") == [1]
+    assert "steps [2] are not in" in caplog.text
+
+
 def test_a_step_that_retention_does_not_keep_is_removed_without_a_look_at_the_run(
     tmp_path: Path,
 ) -> None:

@@ -96,6 +96,7 @@ class PromotionSteps:
         self._in_save: int | None = None  # Its small files may follow the commit.
         self._is_chosen = False  # Whether that step is to be promoted.
         self._chosen: set[int] = set()  # What the coordinator of several places chose last.
+        self._here: set[int] = set()  # The local steps when they were last listed.
         self._unreported: set[int] = set()  # Steps that have ended, and other places do not know.
         self.skipped = 0
 
@@ -124,6 +125,7 @@ class PromotionSteps:
         """Ends the save of a step in the local directory; returns whether it is to be promoted."""
         self._saved, self._in_save = step, None
         self._unreported.discard(step)
+        self._here.add(step)
         self._of(step).state = _State.WAITS if self._is_chosen else _State.UNCHOSEN
         self._of(step).value = None
         return self._is_chosen
@@ -157,17 +159,17 @@ class PromotionSteps:
                 self._unreported.add(step)
 
     def lost(self, local: Collection[int]) -> list[int]:
-        """Passes over the steps that were to be promoted and are gone, and returns them."""
-        gone = [
-            step
-            for step, each in self._steps.items()
-            if each.state in _OPEN
-            and step not in local
-            and step != self._in_save
-            and (step in self._chosen or not each.is_in_run)
-        ]
-        self.pass_over(gone, "the step is not there any more")
-        return gone
+        """Passes over the steps that were to be promoted and are gone, and returns them.
+
+        Steps that the coordinator has chosen, and that were never at this place, are passed over as
+        well.
+        """
+        gone = self._here.difference(local)
+        absent = gone.union(self._chosen.difference(local)).difference([self._in_save])
+        lost = [step for step in absent if self._of(step).state in _OPEN]
+        self.pass_over(lost, "the step is not there")
+        self._here = set(local)
+        return sorted(gone.intersection(lost))
 
     def lost_in_run(self, step: int, *, is_other: bool) -> None:
         """Lets a promoted step be promoted again, unless the run has it of another save now."""
@@ -185,6 +187,7 @@ class PromotionSteps:
         there = {*local, *in_run}
         self._steps = {each: found for each, found in self._steps.items() if each in there}
         self._unreported.intersection_update(there)
+        self._here.intersection_update(local)
 
     # ---- What follows ----
 
@@ -279,7 +282,7 @@ class PromotionSteps:
 
     def has_ended(self, step: int) -> bool:
         """Returns whether the local save of a step is promoted, or will not be."""
-        return self._of(step).state in _ENDED
+        return step in self._steps and self._of(step).state in _ENDED
 
     @property
     def _first(self) -> _State:
