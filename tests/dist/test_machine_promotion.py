@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +21,10 @@ from ranks import Worlds
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from torch_ckpt import CheckpointError, Run
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.commits import late_names
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
+from torch_ckpt.storage.copying import CheckpointCopy
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -58,9 +64,6 @@ def test_machines_restore_from_their_own_disks_and_pass_on_the_rest(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     worlds.run(4, save_steps, tmp_path, [0, 0, 1, 1], [1, 2], {"keep_last": 2})
-    data = list(tmp_path.glob("run/step-*/__*.distcp"))
-    for path in data:  # Nothing but the local disks can serve.
-        path.unlink()
     cases = {
         "the same machines": (4, [0, 0, 1, 1]),
         "other ranks on each": (4, [1, 0, 1, 0]),
@@ -69,11 +72,15 @@ def test_machines_restore_from_their_own_disks_and_pass_on_the_rest(
         "more ranks": (6, [0, 1, 0, 1, 0, 1]),
     }
     for name, (ranks, machines) in cases.items():
+        for path in tmp_path.glob("run/step-*/__*.distcp"):  # Only the local disks can serve.
+            path.unlink()
         assert worlds.run(ranks, restore, tmp_path, machines) == [2] * ranks, name
     # The new machine has become a copy of the metadata, and no more.
     assert not list(tmp_path.glob("machine-2/step-2/__*.distcp"))
     # Then the local disks are left, of which one is not whole.
     shutil.rmtree(tmp_path / "machine-0")
+    for path in tmp_path.glob("run/step-*/__*.distcp"):
+        path.unlink()
     with pytest.raises(Exception, match="no committed step is whole"):
         worlds.run(4, restore, tmp_path, [0, 0, 1, 1])
 
@@ -221,3 +228,145 @@ def test_a_machine_whose_training_fails_does_not_wait_for_the_others(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     assert max(worlds.run(2, _fails_alone, tmp_path, [0, 1])) < 20
+
+
+def _saves_while_one_disk_fails_once(
+    folder: Path, machines: Sequence[int], options: dict[str, Any]
+) -> tuple[float, int]:
+    run = run_on(folder, machines, on_failure="warn", **options)
+    run.save(1, state_of(1))
+    run.wait(promoted=True)
+    commit, failures = CheckpointTransaction.commit, [StorageError("No space left", errno.ENOSPC)]
+
+    def fails_once(transaction: CheckpointTransaction, *files: Any) -> None:
+        if "machine-1" in str(transaction.target) and failures:
+            raise failures.pop()
+        commit(transaction, *files)
+
+    if dist.get_rank() == 1:
+        CheckpointTransaction.commit = fails_once  # type: ignore[method-assign]
+    try:
+        for step in (2, 3, 4):
+            run.save(step, state_of(step))
+            with contextlib.suppress(CheckpointError):
+                run.wait()
+    finally:
+        CheckpointTransaction.commit = commit  # type: ignore[method-assign]
+    begin = time.monotonic()
+    run.close()
+    return time.monotonic() - begin, run.failures
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_is_full_once_on_one_machine_stops_no_later_promotion(
+    worlds: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
+    options = {"asynchronous": asynchronous}
+    ends = worlds.run(2, _saves_while_one_disk_fails_once, tmp_path, [0, 1], options)
+    assert max(seconds for seconds, _ in ends) < 15
+    assert ends[0][1] == (0 if asynchronous else 1)  # What `wait` raises does not count.
+    assert steps_in(tmp_path / "run") == [4, 3, 1]
+    assert worlds.run(2, restore, tmp_path, [0, 1]) == [4, 4]
+
+
+def _loses_what_waits(folder: Path, machines: Sequence[int], machine: int, how: str) -> list[str]:
+    late_names.APPEARS_S = 0.2
+    options: dict[str, Any] = {"on_failure": "warn", "max_failures": 9, "keep_local": 9}
+    run = run_on(folder, machines, **options)
+    local = folder / f"machine-{machines[dist.get_rank()]}" / "step-2"
+    copy_files, goes_on, records = CheckpointCopy.copy_files, threading.Event(), list[str]()
+
+    def gated(copy: CheckpointCopy) -> None:
+        goes_on.wait(60)
+        copy_files(copy)
+
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch_ckpt").addHandler(handler)
+    CheckpointCopy.copy_files = gated  # type: ignore[method-assign]
+    try:
+        run.save(1, state_of(1))  # Each machine opens this copy.
+        run.save(2, state_of(2))
+        dist.barrier()
+        if machines[dist.get_rank()] == machine:
+            if how == "a step":
+                shutil.rmtree(local)
+            elif how == "a data file":
+                next(local.glob("__*.distcp")).unlink()
+            else:
+                (file,) = local.glob("__*.distcp")
+                contents = bytearray(file.read_bytes())
+                contents[len(contents) // 2] ^= 1
+                file.write_bytes(contents)
+        dist.barrier()
+        goes_on.set()
+        run.wait(promoted=True)
+    except CheckpointError as error:
+        records.append(str(error))
+    finally:
+        CheckpointCopy.copy_files = copy_files  # type: ignore[method-assign]
+    try:
+        for step in (3, 4):
+            run.save(step, state_of(step))
+        run.wait(promoted=True)
+        run.close()
+    finally:
+        logging.getLogger("torch_ckpt").removeHandler(handler)
+    return records
+
+
+@pytest.mark.parametrize("how", ["a step", "a data file", "a byte"])
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_step_that_one_machine_loses_before_its_promotion_stops_no_later_one(
+    worlds: Worlds, tmp_path: Path, machine: int, how: str
+) -> None:
+    logged = "\n".join(worlds.run(2, _loses_what_waits, tmp_path, [0, 1], machine, how)[0])
+    assert steps_in(tmp_path / "run") == [4, 3, 1]
+    assert "not promoted to" in logged
+    assert (f"machine-{machine}" if how != "a data file" else f"__{machine}_0_") in logged
+    assert "step 2" in logged or "steps [2]" in logged
+
+
+def _leaves_unpromoted(folder: Path, machines: Sequence[int], steps: Sequence[int]) -> None:
+    with contextlib.suppress(KeyError), run_on(folder, machines, keep_local=9) as run:
+        for step in steps:
+            run.save(step, state_of(step))
+            if step == 1:
+                run.wait(promoted=True)
+            elif run._promotion is not None:
+                run._promotion.cancel()
+        raise KeyError("all are killed")
+
+
+@pytest.mark.parametrize("machines", [[1], [0, 1]], ids=["one", "two"])
+def test_what_three_machines_leave_does_not_fail_the_saves_of_fewer(
+    worlds: Worlds, tmp_path: Path, machines: list[int]
+) -> None:
+    worlds.run(3, _leaves_unpromoted, tmp_path, [0, 1, 2], [1, 2])
+    assert steps_in(tmp_path / "run") == [1]
+    count = len(machines)
+    assert worlds.run(count, restore, tmp_path, machines) == [1] * count
+    worlds.run(count, save_steps, tmp_path, machines, [3, 4, 5, 6], {})
+    assert steps_in(tmp_path / "run") == [6, 5, 4, 3, 1]
+    assert worlds.run(count, restore, tmp_path, machines) == [6] * count
+
+
+def _discards_after_damage(folder: Path, machines: Sequence[int]) -> list[int]:
+    with run_on(folder, machines, keep_local=9) as run:
+        for step in (1, 2):
+            run.save(step, state_of(step))
+        run.wait(promoted=True)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            for step in (folder / "machine-1" / "step-1", folder / "run" / "step-1"):
+                next(step.glob("__1_*.distcp")).unlink()
+        dist.barrier()
+        with pytest.raises(CorruptionError, match="no step up to 1 is whole"):
+            run.discard_after(1)
+        return [*steps_in(folder / "run"), *steps_in(folder / f"machine-{dist.get_rank()}")]
+
+
+def test_the_last_whole_step_of_all_machines_is_not_discarded(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    assert worlds.run(2, _discards_after_damage, tmp_path, [0, 1]) == [[2, 1, 2, 1]] * 2

@@ -79,6 +79,16 @@ def test_the_next_best_step_remains_in_place_of_a_damaged_one(tmp_path: Path) ->
     assert steps_in(tmp_path) == [10, 30, 40]
 
 
+def test_a_damaged_step_is_not_the_best_one(tmp_path: Path) -> None:
+    run = save_all(Run(tmp_path, monitor="loss"), {10: 3.0, 20: 1.0, 30: 2.0})
+    _damage(tmp_path / "step-20")
+    assert run.best_step() == 30
+    assert run.restore(state_of(0), step=30) == 30  # Without a warning: it is the best one.
+    _damage(tmp_path / "step-30")
+    _damage(tmp_path / "step-10")
+    assert run.best_step() is None
+
+
 def test_a_best_step_that_cannot_be_read_remains_and_so_does_the_next_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from support.joint_machines import MACHINES, MANY_ROUNDS, Machine, check_whole, 
 from torch_ckpt.agent import joint_save
 from torch_ckpt.agent.manifests import Manifests
 from torch_ckpt.errors import StorageError
+from torch_ckpt.filesystems.location import Location
 
 Fault = Literal["fails", "lands, then raises", "raises, then lands", "all fail from then on"]
 FAULTS: tuple[Fault, ...] = (
@@ -162,3 +163,91 @@ def test_a_machine_that_cannot_publish_any_more_fails_the_save_on_all_once_it_ca
         save(following)
         check_whole(folder, following, step=2)
         shutil.rmtree(folder)
+
+
+class _KilledError(BaseException):
+    """In the place of SIGKILL."""
+
+
+@pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])
+@pytest.mark.parametrize("victim", MACHINES)
+def test_a_manifest_of_a_killed_agent_that_lands_late_is_committed_with_its_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, is_apart: bool
+) -> None:
+    put, late = Manifests._put, list[Callable[[], None]]()
+
+    def puts(files: Manifests, path: Location, *args: Any) -> None:
+        if files.node != victim or not path.name.endswith(".manifest"):
+            put(files, path, *args)
+        elif not late:
+            late.append(lambda: put(files, path, *args))
+            raise _KilledError
+        else:  # That of the agent that has taken its place, and has written other files.
+            put(files, path, *args)
+            late[0]()
+
+    monkeypatch.setattr(Manifests, "_put", puts)
+    machines = _machines(tmp_path / "run", is_apart=is_apart)
+    while not late:
+        for machine in machines:
+            try:
+                machine.go_on()
+            except _KilledError:
+                machine.joint = None
+    save(machines)
+    check_whole(tmp_path / "run", machines)
+
+
+def _until_committed(machines: list[Machine]) -> None:
+    while machines[0].id is None:
+        for machine in reversed(machines):
+            machine.go_on()
+    assert machines[1].id is None
+
+
+def test_a_machine_commits_what_machine_0_has_committed_although_that_waits_no_longer(
+    tmp_path: Path,
+) -> None:
+    machines = _machines(tmp_path / "run", is_apart=True)
+    _until_committed(machines)
+    assert machines[0].joint is not None
+    machines[0].joint._deadline = 0.0
+    machines[0].go_on()
+    assert "no response from machine 1" in str(machines[0].error)
+    machines[1].go_on()
+    assert machines[1].id == machines[0].id
+    machines[0].joint, machines[0].error, machines[0].has_ended = None, None, False
+    save(machines)  # The ranks of machine 0 ask for the save again.
+    check_whole(tmp_path / "run", machines)
+
+
+def test_the_next_agent_of_a_machine_does_not_withdraw_what_machine_0_may_commit(
+    tmp_path: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint_save, "SHUTDOWN_WAIT_S", 0.0)
+    writes.arm(1, -1, "fails")
+    machines = _machines(tmp_path / "run", is_apart=True)
+    _until_committed(machines)
+    machines[1].joint = None
+    writes.arm(1, 0, "all fail from then on")
+    machines[1].go_on()
+    assert machines[1].has_ended
+    writes.arm(1, -1, "fails")  # Its ranks ask for the save again.
+    machines[1].joint, machines[1].error, machines[1].has_ended = None, None, False
+    save(machines)
+    check_whole(tmp_path / "run", machines)
+
+
+def test_a_manifest_of_a_former_agent_and_epoch_gives_way_to_the_present_one(
+    tmp_path: Path,
+) -> None:
+    machines = _machines(tmp_path / "run", is_apart=True)
+    machines[0].go_on()
+    for _ in range(2):
+        machines[1].go_on()  # It has published its manifest.
+    for machine in machines:
+        machine.joint = None
+    (pending,) = machines[0].step.glob(".metadata.*.tmp")
+    pending.unlink()  # So the next agent of machine 0 begins another epoch.
+    save(machines)
+    check_whole(tmp_path / "run", machines)

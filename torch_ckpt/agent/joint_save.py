@@ -13,8 +13,10 @@ publishes a failure, machine 0 publishes it too. A restarted agent resumes the e
 published files.
 
 An agent that has begun to publish its manifest retains its data files until it reads the failure
-of machine 0 or another epoch: a write that failed may have arrived, or may still arrive. Committed
-files are therefore never removed.
+of machine 0 or another epoch: a write that failed may have arrived, or may still arrive. So does
+the agent that takes its place. Committed files are therefore never removed. A commit checks the
+files that its index names: a manifest that arrived late may name others than this agent has
+written.
 
 An agent that cannot read or publish these files tries again for ``SHUTDOWN_WAIT_S``. Then the save
 fails on it. It publishes the failure once the files can be written again. Meanwhile the ranks send
@@ -24,7 +26,7 @@ If the machines do not share the directory of the checkpoint, each one writes an
 directory:
 
 4. Once machine 0 has committed, it publishes the metadata and the index. Each other machine commits
-   the same two files, and publishes that it has.
+   the same two files, whatever has failed meanwhile, and publishes that it has.
 5. Once all machines have committed, machine 0 removes the published files, and the save ends.
 """
 
@@ -33,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_ckpt._core import _native
@@ -46,6 +48,7 @@ from torch_ckpt.agent.persist import (
     FileReport,
     Writing,
     directory_of,
+    lengths_of,
     publish,
     snapshot_commit_files,
     transaction_of,
@@ -56,7 +59,7 @@ from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.probe import created
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
-from torch_ckpt.formats.committed import committed_id, index_name
+from torch_ckpt.formats.committed import index_name, open_committed
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference
 
 __all__ = ["JointSave", "manifests_of"]
@@ -131,6 +134,7 @@ class JointSave:
         self._reset_deadline()
         self._epoch = ""  # The current epoch; empty until this machine reads it.
         self._failed_before: str | None = ""  # Epoch of machine 0 that failed before `begin`.
+        self._is_resumed = True  # Whether a former agent may have published a manifest.
         self._plan: JointPlan | None = None
         self._written: list[str] = []
         self._reports: list[FileReport] | None = None  # This machine's; `None` until written.
@@ -187,6 +191,8 @@ class JointSave:
         self._files.remove("failed")
         if self._files.is_apart and self._files.is_committed():
             return
+        published = self._read_published()
+        self._is_resumed = published is None or self._files.node in published["manifest"]
         if self._is_coordinator:
             self._epoch = self._published_epoch()  # An earlier agent may have published it.
             is_new = self._epoch in ("", self._failed_before)
@@ -225,7 +231,8 @@ class JointSave:
     @property
     def _is_bound(self) -> bool:
         """Whether machine 0 may commit the files of this machine, and alone may fail the epoch."""
-        return self.has_written and not (self._is_coordinator or self._may_be_committed)
+        may_be_published = self.has_written or self._is_resumed
+        return may_be_published and not (self._is_coordinator or self._may_be_committed)
 
     def withdraw(self) -> None:
         """Removes this machine from the save."""
@@ -248,11 +255,12 @@ class JointSave:
                     self.directory.sync()
                 self._epoch_transaction().replace_small_files()
             return self._end_commit(published)
+        # First: what machine 0 has committed no failure can undo.
+        if not self._is_coordinator and 0 in published["commit"] and self._commit_too():
+            return self._end_commit(published)
         self._raise_failed(published["failed"].intersection(files.others))
         self._raise_remote_failure()
         if not self._is_coordinator:
-            if 0 in published["commit"] and self._commit_too():
-                return self._end_commit(published)
             self._adopt_epoch()
         if not self.has_written and self._epoch and len(published["lists"]) == files.node_count:
             self._write()
@@ -312,6 +320,7 @@ class JointSave:
             self._files.remove("manifest")
             self._remove_written()
             self._remove_pending()
+            self._is_resumed = False
         self._epoch = epoch
         self._reset_deadline()
 
@@ -327,10 +336,12 @@ class JointSave:
         if self._transaction is None and files.is_apart:
             transaction = self._epoch_transaction()
             if reports is not None or transaction.has_pending:
+                self._is_resumed = True
                 transaction.resume()
             else:
                 transaction.begin()
         if reports is None:
+            files.remove("manifest")  # Of an earlier agent in another epoch.
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
             shares = list(zip(self._snapshots, assigned, strict=True))
             reports = write_shares(
@@ -363,16 +374,8 @@ class JointSave:
 
     def _reports_of(self, node: int) -> list[FileReport] | None:
         """Returns the reports in a machine's manifest of this epoch; ``None`` if it has none."""
-        got = self._files.get(node, "manifest")
-        if got is None or got[0]["epoch"] != self._epoch:
-            return None
-        facts, blobs = got
-        return [
-            (rank, (name, nbytes, sums, digests, origin), extents)
-            for (rank, name, nbytes, origin), sums, digests, extents in zip(
-                facts["files"], blobs[::3], blobs[1::3], blobs[2::3], strict=True
-            )
-        ]
+        found, reports = self._files.manifest(node) or ("", [])
+        return reports if found == self._epoch else None
 
     # ---- Commit ----
 
@@ -384,34 +387,45 @@ class JointSave:
         files = snapshot_commit_files(
             self._plan.plan, reports, save_id, self._first, self._plan.paths
         )
+        named = lengths_of(reports)
         if self._files.is_apart:  # Other machines have their files.
-            reports = self._reports or []
-        self._commit_files(files, reports)
+            named = self._own(named)
+        self._commit_files(files, named)
 
     def _commit_too(self) -> bool:
         """Commits what machine 0 has committed, in the directory of this machine.
 
         Returns whether this machine has written its files for that commit.
         """
-        got, own = self._files.get(0, "commit"), self._files.get(self._files.node, "manifest")
+        got, own = self._files.get(0, "commit"), self._files.manifest(self._files.node)
         if got is None or own is None:
             return False
         facts, (metadata, index) = got
-        if self._files.save_id(own[0]["epoch"]) != facts["save_id"]:
+        epoch, reports = own
+        if self._files.save_id(epoch) != facts["save_id"]:
             return False
-        self._epoch = own[0]["epoch"]
+        self._epoch = epoch
         if self._reports is None:  # A former agent wrote the files, and may have begun to commit.
             self._epoch_transaction().resume()
-            self._has_written(self._reports_of(self._files.node) or [])
-        self._commit_files((metadata, index), self._reports or [])
+            self._has_written(reports)
+        files = facts.get("files") or lengths_of(reports).items()  # Earlier agents send none.
+        self._commit_files((metadata, index), self._own(dict(files)))
         return True
 
-    def _commit_files(self, files: tuple[bytes, bytes], reports: list[FileReport]) -> None:
-        """Commits the metadata and the index in the directory of this machine."""
-        written = {name: nbytes for _, (name, nbytes, *_), _ in reports}
+    def _own(self, files: Mapping[str, int]) -> dict[str, int]:
+        """Returns those of the data files of all ranks that this machine has."""
+        prefixes = tuple(f"__{header.rank}_" for header in self._headers)
+        return {name: nbytes for name, nbytes in files.items() if name.startswith(prefixes)}
+
+    def _commit_files(self, files: tuple[bytes, bytes], named: Mapping[str, int]) -> None:
+        """Commits the metadata and the index in the directory of this machine.
+
+        ``named`` are the data files that the index names here, and their lengths.
+        """
         self._may_be_committed = True  # Even if `publish` fails.
         assert self._transaction is not None
-        publish(self._transaction, files, written)
+        publish(self._transaction, files, named)
+        remove_files(self.directory, set(self._written).difference(named))
 
     def _end_commit(self, published: dict[str, set[int]]) -> bool:
         """Ends the save on this machine, which has committed; returns whether it has ended.
@@ -454,9 +468,11 @@ class JointSave:
         self._raise_failed(published["failed"].intersection(files.others))
         self._raise_remote_failure()
         if 0 not in published["commit"]:
-            save_id = committed_id(self.directory) or ""
-            names = (".metadata", index_name(save_id))
-            files.put("commit", {"save_id": save_id}, [(self.directory / n).read() for n in names])
+            _, committed = open_committed(self.directory, "")
+            assert committed is not None
+            save_id = committed.save_id
+            contents = [(self.directory / n).read() for n in (".metadata", index_name(save_id))]
+            files.put("commit", {"save_id": save_id, "files": committed.files}, contents)
             self._reset_deadline()
         if self._is_past_deadline():
             raise self._timeout_error(sorted(missing))
@@ -549,16 +565,7 @@ class JointSave:
         if self._is_coordinator and node not in published["epoch"]:
             self._files.put("epoch", {"epoch": self._epoch})
         if self._reports is not None and node not in published["manifest"]:
-            self._publish_manifest(self._reports)
-
-    def _publish_manifest(self, reports: list[FileReport]) -> None:
-        files = [(rank, name, nbytes, origin) for rank, (name, nbytes, _, _, origin), _ in reports]
-        blobs = [
-            blob
-            for _, (_, _, sums, digests, _), extents in reports
-            for blob in (sums, digests, extents)
-        ]
-        self._files.put("manifest", {"epoch": self._epoch, "files": files}, blobs)
+            self._files.put_manifest(self._epoch, self._reports)
 
     def _save_facts(self) -> list[object]:
         """Returns the facts of the save that must be equal on all machines."""

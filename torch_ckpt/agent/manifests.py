@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, get_args
 from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
+from torch_ckpt.agent.persist import FileReport
 from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.errors import (
@@ -143,6 +144,29 @@ class Manifests:
             raise UnsupportedError(f"cannot read {path}: {error}") from error
         except (StorageError, NotFoundError, CorruptionError):
             return None
+
+    def put_manifest(self, epoch: str, reports: Sequence[FileReport]) -> None:
+        """Publishes the files that this machine has written in an epoch. Raises as :meth:`put`."""
+        files = [(rank, name, nbytes, origin) for rank, (name, nbytes, _, _, origin), _ in reports]
+        blobs = [
+            blob
+            for _, (_, _, sums, digests, _), extents in reports
+            for blob in (sums, digests, extents)
+        ]
+        self.put("manifest", {"epoch": epoch, "files": files}, blobs)
+
+    def manifest(self, node: int) -> tuple[str, list[FileReport]] | None:
+        """Returns the epoch and the files of a machine's manifest; see :meth:`get`."""
+        got = self.get(node, "manifest")
+        if got is None:
+            return None
+        facts, blobs = got
+        return facts["epoch"], [
+            (rank, (name, nbytes, sums, digests, origin), extents)
+            for (rank, name, nbytes, origin), sums, digests, extents in zip(
+                facts["files"], blobs[::3], blobs[1::3], blobs[2::3], strict=True
+            )
+        ]
 
     def published(self) -> dict[str, set[int]]:
         """Returns, for each kind of file, the machines that have published one.

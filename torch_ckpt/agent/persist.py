@@ -30,6 +30,7 @@ __all__ = [
     "FileReport",
     "Writing",
     "directory_of",
+    "lengths_of",
     "persist",
     "publish",
     "snapshot_commit_files",
@@ -100,7 +101,7 @@ def persist(
     except BaseException:
         transaction.abandon(written)
         raise
-    publish(transaction, files, {name: nbytes for _, (name, nbytes, *_), _ in reports})
+    publish(transaction, files, lengths_of(reports))
     return plan.differences
 
 
@@ -177,6 +178,11 @@ def snapshot_commit_files(
     return _native.planned_commit_files(
         plan, save_id, reports, first.version, unique_paths, storage_meta
     )
+
+
+def lengths_of(reports: Iterable[FileReport]) -> dict[str, int]:
+    """Returns the length of each file, by name."""
+    return {name: nbytes for _, (name, nbytes, *_), _ in reports}
 
 
 def publish(

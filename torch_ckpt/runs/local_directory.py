@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 
 from torch_ckpt.agent.identity import id_in_directory, new_id, own_id, write_id
+from torch_ckpt.commits.terms import newest_term, term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.failures import OnFailure
 from torch_ckpt.runs.lineage import Lineage
+from torch_ckpt.runs.machine_directories import parts_in, whole_steps
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.promotion import Promotion
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import committed_steps, tie_directories
+from torch_ckpt.storage.copying import is_of_another_save
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["promotion_for"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 
 def promotion_for(
@@ -58,14 +64,12 @@ def promotion_for(
     # The coordinator first: it may write the id of the run.
     group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
     group.decide(activity, claim, lambda _: None, timeout_s=timeout_s)
-    whole = None
-    if places.are_several:
-        whole = group.decide(
-            activity,
-            local.report,
-            lambda reports: list(local.steps(reports)),
-            timeout_s=timeout_s,
-        )
+    whole = group.decide(
+        activity,
+        lambda: parts_in(local.directory) if places.is_first else None,
+        whole_steps,
+        timeout_s=timeout_s,
+    )
     promotion = None
     if places.is_first:
         promotion = Promotion(
@@ -82,8 +86,39 @@ def promotion_for(
             are_several=places.are_several,
             run_id=run_id,
         )
-        promotion.begin(whole)  # It starts when the run is complete.
+        # It starts when the run is complete.
+        promotion.begin(_passed_over(local.directory, run.directory, whole))
     return promotion
+
+
+def _passed_over(local: Location, run: Location, whole: Collection[int]) -> set[int]:
+    """Returns which local steps are not promoted, and logs them.
+
+    They are not on the lineage of the newest term, or not ``whole`` on all machines together. Or
+    the directory of the run has another save of the same step, which is of a later term, or the
+    terms are unknown. A job saves locally first: of two saves of one term, the local is the newer.
+    """
+    in_run, here = set(committed_steps(run)), set(committed_steps(local))
+    terms = {step: term_of(local / f"step-{step}") for step in here}
+    lineage = newest_term(run)
+
+    def is_older(step: int) -> bool:
+        paths = local / f"step-{step}", run / f"step-{step}"
+        return is_of_another_save(*paths) and (term_of(paths[1]) > terms[step] or not terms[step])
+
+    other = {s for s in here if not lineage.has(s, terms[s]) or (s in in_run and is_older(s))}
+    if other:
+        _LOG.warning(
+            "steps %s of %s are not of the saves from which %s goes on, and are not promoted",
+            *(sorted(other), local, run),
+        )
+    parts = here.difference(whole)
+    if lost := parts.difference(in_run):
+        _LOG.warning(
+            "steps %s of %s lack files that no machine of this run has, and are not promoted",
+            *(sorted(lost), local),
+        )
+    return other | parts
 
 
 def _claim_local(local: Location, run: Location) -> str:

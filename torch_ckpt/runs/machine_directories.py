@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch_ckpt.commits.terms import term_of
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import files_in, index_name, open_committed
 from torch_ckpt.runs.places import Places
@@ -24,11 +24,11 @@ from torch_ckpt.storage.machine_reader import MachineReader
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_here
 
-__all__ = ["MachineDirectories"]
+__all__ = ["MachineDirectories", "Part", "parts_in", "whole_steps"]
 
 
 @dataclass(frozen=True)
-class _Step:
+class Part:
     """What a machine has of a step: of which save and term, and which of its data files."""
 
     save_id: str
@@ -60,24 +60,24 @@ class MachineDirectories(StepDirectories):
 
     def report(self) -> Any:
         """Returns what this machine has of each step, on its first rank; ``None`` on others."""
-        if not self._places.is_first:
-            return None
-        found: dict[int, _Step] = {}
-        for step in committed_steps(self.directory):
-            with contextlib.suppress(CheckpointError):  # Damaged here.
-                found[step] = _step_in(self.path(step))
-        return found
+        return parts_in(self.directory) if self._places.is_first else None
 
-    def steps(self, reports: Sequence[Mapping[int, _Step] | None] = ()) -> Iterator[int]:
+    def steps(self, reports: Sequence[Mapping[int, Part] | None] = ()) -> Iterator[int]:
         """Yields the steps that the machines have whole, together, the newest first."""
-        machines = [report for report in reports if report is not None]
-        for step in sorted(set().union(*machines), reverse=True):
-            parts = [report[step] for report in machines if step in report]
-            present = frozenset().union(*(part.present for part in parts))
-            if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
-                yield step
+        yield from whole_steps(reports)
 
-    def term_of(self, step: int, reports: Sequence[Mapping[int, _Step] | None] = ()) -> int:
+    def check_by(self, reports: Sequence[Any]) -> Callable[[Location], None]:
+        """Returns what raises if the machines do not have a step whole, together."""
+        whole = {self.path(step) for step in whole_steps(reports)}
+
+        def check(path: Location) -> None:
+            self.check(path)
+            if path not in whole:
+                raise CorruptionError(f"the machines do not have all files of {path}")
+
+        return check
+
+    def term_of(self, step: int, reports: Sequence[Mapping[int, Part] | None] = ()) -> int:
         """Returns the term in which a step was saved; 0 if it has none."""
         return max((each[step].term for each in reports if each and step in each), default=0)
 
@@ -122,10 +122,30 @@ class MachineDirectories(StepDirectories):
         self._group.decide(what, write, lambda _: None, timeout_s=timeout_s)
 
 
-def _step_in(path: Location) -> _Step:
+def parts_in(directory: Location) -> dict[int, Part]:
+    """Returns what a machine has of each step in its local directory."""
+    found: dict[int, Part] = {}
+    for step in committed_steps(directory):
+        with contextlib.suppress(CheckpointError):  # Damaged here.
+            found[step] = _step_in(directory / f"step-{step}")
+    return found
+
+
+def whole_steps(reports: Sequence[Mapping[int, Part] | None]) -> list[int]:
+    """Returns the steps that the machines have whole, together, the newest first."""
+    machines, whole = [report for report in reports if report is not None], []
+    for step in sorted(set().union(*machines), reverse=True):
+        parts = [machine[step] for machine in machines if step in machine]
+        present = frozenset().union(*(part.present for part in parts))
+        if len({part.save_id for part in parts}) == 1 and parts[0].files == present:
+            whole.append(step)
+    return whole
+
+
+def _step_in(path: Location) -> Part:
     """Returns what a machine has of a step. Raises CheckpointError if its metadata is damaged."""
     _, index = open_committed(path, "")
     if index is None:
         raise NotFoundError(f"the checkpoint in {path} has no index")
     files = frozenset(name for name, _ in index.files)
-    return _Step(index.save_id, term_of(path), files, files_in(path, index.files))
+    return Part(index.save_id, term_of(path), files, files_in(path, index.files))

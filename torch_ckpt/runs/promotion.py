@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,12 +32,12 @@ from torch_ckpt.errors import (
     SupersededError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id, has_checkpoint
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.records.figures import nbytes_text
 from torch_ckpt.records.record import Recorder, note, phase
 from torch_ckpt.runs.failures import OnFailure, storage_failure
 from torch_ckpt.runs.lineage import Lineage
-from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps
+from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps, Report
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.runs.step_files import (
@@ -43,7 +45,7 @@ from torch_ckpt.runs.step_files import (
     listed_steps,
     metrics_of,
 )
-from torch_ckpt.storage.copying import CheckpointCopy
+from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
 from torch_ckpt.storage.progress import progress_bar
 
 __all__ = ["END_S", "Promotion"]
@@ -85,13 +87,13 @@ class Promotion:
     """Promotes the steps of a local directory, and removes them there.
 
     The newest step is first. A step that the retention of the run would remove is skipped. A local
-    step is removed if ``keep`` newer ones are there, and the step is promoted or not to be
-    retained. So the last whole copy of a retained step is never removed.
+    step is removed if ``keep`` newer ones are there, and the run has it whole or would not retain
+    it. So the last whole copy of a retained step is never removed.
 
     If the ranks save at several places (``are_several``), the first rank at each has a promotion of
     the files there. The coordinator's commits when all files have arrived, and chooses the steps
     for all: the next one that is saved when no promotion is in progress, and those that have
-    waited.
+    waited. A step of which the others have sent all, and files are missing, is passed over.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` returns why.
@@ -139,6 +141,8 @@ class Promotion:
         self._failure: CheckpointError | None = None  # Why the last promotion failed.
         self._in_a_row = 0
         self._failing_since = 0.0  # When the first failure in a row was.
+        # Those of the other places since the last choice. There are none if there is one place.
+        self._reports: Sequence[Report] | None = None if are_several else ()
         self._removing = threading.Lock()
         self.count = 0
 
@@ -149,37 +153,12 @@ class Promotion:
 
     # ---- Called by the run ----
 
-    def begin(self, whole: Sequence[int] | None = None) -> None:
-        """Looks up which steps there are. ``whole`` are those that all places have, if several.
-
-        Steps that are not on the lineage of the newest term are passed over. So is one of the same
-        number as another save in the directory of the run, if that is of a later term, or the terms
-        are unknown.
-        """
-        in_run, local = (committed_steps(disk.directory) for disk in (self._run, self._local))
+    def begin(self, passed_over: Collection[int]) -> None:
+        """Looks up which steps the run has. Those ``passed_over`` of the local ones remain here."""
         monitor = self._retention.monitor if self._commits else None
-        self._steps.found(in_run, {} if monitor is None else self._run.values(monitor))
-        lineage = newest_term(self._run.directory)
-        other = {
-            step
-            for step in local
-            if not lineage.has(step, term := term_of(self._local.path(step)))
-            or (step in in_run and self._is_other(step, term))
-        }
-        if other:
-            _LOG.warning(
-                "steps %s of %s are not of the saves from which %s goes on, and are not promoted",
-                *(sorted(other), self._local.directory, self._run.directory),
-            )
-        self._steps.pass_over(other.union([] if whole is None else set(local).difference(whole)))
-
-    def _is_other(self, step: int, term: int) -> bool:
-        """Returns whether the run has another save of a local step, which is not known to be older.
-
-        A job saves locally first. So of two saves of one term, the local one is the newer.
-        """
-        local, in_run = self._local.path(step), self._run.path(step)
-        return committed_id(local) != committed_id(in_run) and (term_of(in_run) > term or term == 0)
+        values = {} if monitor is None else self._run.values(monitor)
+        self._steps.found(committed_steps(self._run.directory), values)
+        self._steps.pass_over(passed_over)
 
     def start(
         self,
@@ -203,14 +182,34 @@ class Promotion:
         with self._changed:
             may_choose = may_choose and not (self._is_busy and saving is not None)
             local = committed_steps(self._local.directory) if may_choose else []
-            return self._steps.choice(local, saving, may_choose=may_choose)
+            choice = self._steps.choice(local, saving, may_choose=may_choose)
+            if choice.chosen and self._are_several:
+                self._reports = None  # Those that arrive now precede the choice.
+            return choice
+
+    def report(self) -> Report:
+        """Returns what the coordinator hears of the promotions of this place."""
+        here = f"machine {socket.gethostname()}, {self._local.directory}"
+        with self._changed:
+            ended = self._steps.ended_here().items()
+            return Report({s: text and f"{here}: {text}" for s, text in ended}, self._failure)
+
+    def heard_from(self, reports: Sequence[Report]) -> None:
+        """Takes the reports of all other places; called on the coordinator before it chooses."""
+        with self._changed:
+            if self._are_several:
+                self._reports = reports
+            for report in reports:
+                if report.failure is not None and self._attempt is not None:
+                    self._attempt.stop(report.failure)
+            self._changed.notify_all()
 
     def heard(self, choice: Choice) -> None:
-        """Ends the promotion of the steps that the coordinator has committed."""
-        if choice.committed:
-            with self._changed:
-                self._steps.reported(choice.committed)
-            self._remove_old()
+        """Ends the promotion of the steps that it has ended for the coordinator."""
+        with self._changed:
+            self._steps.reported(choice)
+        if choice.committed and not self._commits:
+            self._request()  # Its thread removes them.
 
     def retry(self, choice: Choice) -> None:
         """Promotes the steps that wait, at last those that the coordinator has chosen."""
@@ -237,7 +236,7 @@ class Promotion:
                 self._attempt.stop()  # The new checkpoint of the step is next.
                 self._changed.notify_all()
         self._remove_old()
-        if is_chosen:
+        if is_chosen or not self._commits:
             self._request()
 
     def not_saved(self, step: int) -> None:
@@ -250,19 +249,6 @@ class Promotion:
         """Returns whether the newest local save of a step is still to be promoted."""
         with self._changed:
             return not self._steps.has_ended(step)
-
-    @property
-    def failure(self) -> CheckpointError | None:
-        """Why the last promotion failed; ``None`` if it did not."""
-        with self._changed:
-            return self._failure
-
-    def failed_elsewhere(self, failure: CheckpointError) -> None:
-        """Ends the promotion in progress, since another place cannot send its files."""
-        with self._changed:
-            if self._attempt is not None:
-                self._attempt.stop(failure)
-                self._changed.notify_all()
 
     def check(self) -> CheckpointError | None:
         """Returns why promotions have failed, once, if training must not go on; ``None`` if it may.
@@ -278,13 +264,13 @@ class Promotion:
             self._failure = None
         return failure
 
-    def progress(self, wait_s: float) -> tuple[bool, CheckpointError | None]:
-        """Waits for promotions; returns whether some are in progress, and why the last failed."""
+    def progress(self, wait_s: float) -> tuple[bool, Report]:
+        """Waits for promotions; returns whether some are in progress, and how they are."""
         with self._changed:
             for pause_s in LongWait(self.awaited).rounds(wait_s):
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
                     break
-            return self._is_busy, self._failure
+            return self._is_busy, self.report()
 
     def awaited(self) -> str:
         """Returns what the promotion in progress does, for the log of those who wait for it."""
@@ -385,8 +371,15 @@ class Promotion:
 
     def _promote_next(self) -> None:
         """Promotes one step; if there is none, ends the request."""
+        self._remove_old(self._whole_in_run())
         with self._changed:
-            step = self._steps.next(committed_steps(self._local.directory))
+            local = committed_steps(self._local.directory)
+            if lost := self._steps.lost(local):
+                _LOG.warning(
+                    "steps %s are not in %s any more, and were not promoted to %s",
+                    *(sorted(lost), self._local.directory, self._run.directory),
+                )
+            step = self._steps.next(local)
             if step is None:
                 self._is_requested = False
                 return
@@ -403,9 +396,9 @@ class Promotion:
             if is_gone or isinstance(error, CorruptionError):
                 with self._changed:
                     if not attempt.is_stopped:
-                        self._steps.pass_over([step])
-                if is_gone:
-                    return
+                        self._steps.pass_over([step], why(error))
+                if not self._commits or (is_gone and not self._are_several):
+                    return  # The coordinator raises the problem.
             elif attempt.copy is None or not attempt.copy.is_of_source:
                 return  # It was saved again. The new checkpoint is next.
             raise
@@ -419,9 +412,6 @@ class Promotion:
             wanted = self._steps.wanted(committed_steps(self._local.directory))
         if self._commits:
             self._apply_retention(newest, wanted)
-        with self._changed:
-            self._attempt = None
-        self._remove_old()
 
     @contextlib.contextmanager
     def _recording(self, step: int) -> Iterator[None]:
@@ -463,16 +453,10 @@ class Promotion:
                 if not attempt.is_stopped:
                     self._steps.sent(step)
             return False
-        missing: Sequence[str] = ()
-        others = LongWait(
-            lambda: (
-                f"{len(missing)} files of step {step} in {copy.target}, including {missing[0]}, "
-                "which other machines copy"
-            )
+        copy.await_others(
+            functools.partial(self._ended_elsewhere, step),
+            functools.partial(self._check_goes_on, attempt, _POLL_S),
         )
-        while self._are_several and (missing := copy.missing_files()):
-            others.log()
-            self._check_goes_on(attempt, _POLL_S)
 
         def check() -> None:
             self._check_lineage(step)
@@ -486,6 +470,13 @@ class Promotion:
         newest = newest_term(self._run.directory)
         if not newest.has(step, term_of(self._local.path(step))):
             raise superseded(self._run.directory, newest)
+
+    def _ended_elsewhere(self, step: int) -> list[str] | None:
+        """Returns why each other place sends no more files; ``None`` if one may send some."""
+        with self._changed:
+            if self._reports is None or not all(step in each.ended for each in self._reports):
+                return None
+            return [each.ended[step] for each in self._reports]
 
     def _check_goes_on(self, attempt: _Attempt, wait_s: float = 0.0) -> None:
         """Raises CancelledError if the attempt is stopped, or is so within a while."""
@@ -525,8 +516,34 @@ class Promotion:
         """Raises CheckpointError if a local step is not whole."""
         self._local.check_whole(self._local.path(step))
 
-    def _remove_old(self) -> None:
-        """Removes local steps that need not remain."""
+    def _whole_in_run(self) -> set[int]:
+        """Returns which promoted steps of those that need not remain the run has whole.
+
+        The others are promoted again. Called by the thread: the storage of the run may not answer.
+        """
+        with self._changed:
+            local = committed_steps(self._local.directory)
+            promoted = self._steps.promoted_beyond(local, self._keep)
+        whole = set()
+        for step in promoted:
+            source, target = self._local.path(step), self._run.path(step)
+            try:
+                for disk in (self._local, self._run):
+                    self._check_id(disk.directory)
+                if is_whole_copy(source, target):
+                    whole.add(step)
+                    continue
+                is_other = is_of_another_save(source, target)
+            except CheckpointError:  # It is unknown now.
+                continue
+            what = "is of another save now" if is_other else "has lost files, which are sent again"
+            _LOG.warning("%s %s: %s remains", target, what, source)
+            with self._changed:
+                self._steps.lost_in_run(step, is_other=is_other)
+        return whole
+
+    def _remove_old(self, whole: Collection[int] = ()) -> None:
+        """Removes local steps that need not remain, of promoted ones those ``whole`` in the run."""
         with self._removing:
             directory = self._local.directory
             try:
@@ -535,6 +552,7 @@ class Promotion:
                         *(committed_steps(directory), listed_steps(directory)),
                         keep=self._keep,
                         in_use=None if self._attempt is None else self._attempt.step,
+                        whole=whole,
                     )
                 self._local.sweep()
                 self._local.remove(removable)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.runs.retention import Retention
 
-__all__ = ["Choice", "PromotionSteps"]
+__all__ = ["Choice", "PromotionSteps", "Report"]
 
 
 class Choice(NamedTuple):
@@ -19,10 +20,25 @@ class Choice(NamedTuple):
     Attributes:
         chosen: The steps to promote next.
         committed: The steps that it has committed in the directory of the run since it last did.
+        passed_over: The steps that it no longer promotes, since no place has some of their files.
     """
 
     chosen: Sequence[int] = ()
     committed: Sequence[int] = ()
+    passed_over: Sequence[int] = ()
+
+
+class Report(NamedTuple):
+    """What each other place sends to the coordinator.
+
+    Attributes:
+        ended: The chosen steps of which the place sends no more files, each with the reason; empty
+            if it has sent all that it has.
+        failure: Why storage made the last promotion fail there, if it did.
+    """
+
+    ended: Mapping[int, str]
+    failure: CheckpointError | None
 
 
 class _State(enum.Enum):
@@ -41,6 +57,7 @@ class _State(enum.Enum):
 
 
 _TO_PROMOTE = frozenset({_State.WAITS, _State.SENT})
+_OPEN = _TO_PROMOTE | {_State.UNCHOSEN}
 _ENDED = frozenset({_State.PROMOTED, _State.PASSED_OVER})
 
 
@@ -49,12 +66,14 @@ class _Step:
     """What is known of a step.
 
     ``is_in_run`` says that the directory of the run has a checkpoint of it. ``value`` is its
-    metric: NaN if it has none, and ``None`` until it is read.
+    metric: NaN if it has none, and ``None`` until it is read. ``problem`` says why this place
+    cannot send its files, if it cannot.
     """
 
     state: _State
     is_in_run: bool = False
     value: float | None = None
+    problem: str = ""
 
 
 class PromotionSteps:
@@ -83,7 +102,9 @@ class PromotionSteps:
         self._saved: int | None = None  # The last step that this process has saved.
         self._in_save: int | None = None  # Its small files may follow the commit.
         self._is_chosen = False  # Whether that step is to be promoted.
-        self._unreported: set[int] = set()  # Steps that other places do not know to be committed.
+        self._chosen: set[int] = set()  # What the coordinator of several places chose last.
+        self._here: set[int] = set()  # The local steps when they were last listed.
+        self._unreported: set[int] = set()  # Steps that have ended, and other places do not know.
         self.skipped = 0
 
     # ---- What happens ----
@@ -105,17 +126,20 @@ class PromotionSteps:
                 if each.state in _TO_PROMOTE:
                     each.state = _State.UNCHOSEN
             self.choose(other for other in chosen if other != step)
+            self._chosen = set(chosen)
 
     def saved(self, step: int) -> bool:
         """Ends the save of a step in the local directory; returns whether it is to be promoted."""
         self._saved, self._in_save = step, None
         self._unreported.discard(step)
+        self._here.add(step)
         self._of(step).state = _State.WAITS if self._is_chosen else _State.UNCHOSEN
         self._of(step).value = None
         return self._is_chosen
 
     def choose(self, steps: Iterable[int]) -> None:
-        for step in steps:
+        self._chosen = set(steps)
+        for step in self._chosen:
             self._of(step).state = _State.WAITS
 
     def sent(self, step: int) -> None:
@@ -127,16 +151,37 @@ class PromotionSteps:
         if self._are_several:
             self._unreported.add(step)
 
-    def reported(self, committed: Iterable[int]) -> None:
-        """Ends the promotion of steps that the coordinator has committed; called at all places."""
-        for step in committed:
+    def reported(self, choice: Choice) -> None:
+        """Ends the promotion of steps that it has ended for the coordinator; at all places."""
+        for step in choice.committed:
             if self._of(step).state in _TO_PROMOTE:
                 self.promoted(step)
-        self._unreported.difference_update(committed)
+        self.pass_over(s for s in choice.passed_over if self._of(s).state in _OPEN)
+        self._unreported.difference_update(choice.committed, choice.passed_over)
 
-    def pass_over(self, steps: Iterable[int]) -> None:
+    def pass_over(self, steps: Iterable[int], problem: str = "") -> None:
         for step in steps:
-            self._of(step).state = _State.PASSED_OVER
+            self._of(step).state, self._of(step).problem = _State.PASSED_OVER, problem
+            if self._are_several:
+                self._unreported.add(step)
+
+    def lost(self, local: Collection[int]) -> list[int]:
+        """Passes over the steps that were to be promoted and are gone, and returns them.
+
+        Steps that the coordinator has chosen, and that were never at this place, are passed over as
+        well.
+        """
+        gone = self._here.difference(local)
+        absent = gone.union(self._chosen.difference(local)).difference([self._in_save])
+        lost = [step for step in absent if self._of(step).state in _OPEN]
+        self.pass_over(lost, "the step is not there")
+        self._here = set(local)
+        return sorted(gone.intersection(lost))
+
+    def lost_in_run(self, step: int, *, is_other: bool) -> None:
+        """Lets a promoted step be promoted again, unless the run has it of another save now."""
+        if self._of(step).state is _State.PROMOTED:
+            self._of(step).state = _State.PASSED_OVER if is_other else self._first
 
     def remain_in_run(self, steps: Collection[int]) -> None:
         """Records the steps that remain after a removal in the directory of the run."""
@@ -149,6 +194,7 @@ class PromotionSteps:
         there = {*local, *in_run}
         self._steps = {each: found for each, found in self._steps.items() if each in there}
         self._unreported.intersection_update(there)
+        self._here.intersection_update(local)
 
     # ---- What follows ----
 
@@ -170,40 +216,64 @@ class PromotionSteps:
         own = [] if saving is None else [saving]
         if not self._are_several:
             return Choice(own)
-        committed = sorted(self._unreported)
+        news = sorted(self._unreported)
+        committed = [s for s in news if self._of(s).state is _State.PROMOTED]
+        passed_over = [s for s in news if self._of(s).state is _State.PASSED_OVER]
         if not may_choose:
-            return Choice((), committed)
+            return Choice((), committed, passed_over)
         retained = self._retained(local).difference(own)
         waiting = [s for s in local if s in retained and self._of(s).state not in _ENDED]
-        return Choice([*own, *waiting], committed)
+        return Choice([*own, *waiting], committed, passed_over)
+
+    def ended_here(self) -> dict[int, str]:
+        """Returns the chosen steps of which this place sends no more files, and why."""
+        chosen = {step: self._of(step) for step in self._chosen}
+        return {
+            step: each.problem if each.state is _State.PASSED_OVER else ""
+            for step, each in chosen.items()
+            if each.state is _State.SENT or each.state in _ENDED
+        }
 
     def wanted(self, local: Sequence[int]) -> set[int]:
         """Returns the local steps that are in the run, or are to be promoted to it.
 
-        Other places promote those that were chosen, whether the run still retains them or not.
+        Other places promote those that were chosen, whether the run still retains them or not. A
+        damaged step remains as if it were whole, and so does the one whose place it would take.
         """
-        retained = self._retained(local)
+        damaged = [s for s in local if self._of(s).state is _State.PASSED_OVER]
+        retained = self._retained(local) | self._retained(local, also=damaged)
         chosen: frozenset[_State] = _TO_PROMOTE if self._are_several else frozenset()
         return {s for s in local if s in retained or self._of(s).state in chosen}
 
     def removable(
-        self, local: Sequence[int], listed: Sequence[int], *, keep: int, in_use: int | None
+        self,
+        local: Sequence[int],
+        listed: Sequence[int],
+        *,
+        keep: int,
+        in_use: int | None,
+        whole: Collection[int],
     ) -> list[int]:
         """Returns which of the ``listed`` local directories of steps need not remain.
 
-        The ``keep`` newest steps remain, those that are to be promoted, and the one ``in_use``.
-        Steps that go without a promotion are skipped.
+        The ``keep`` newest steps remain, those that retention keeps and the run does not have
+        ``whole``, and the one ``in_use``. Steps that go without a promotion are skipped.
         """
         saved = self._saved
         if saved is None:
             return []
         committed = [step for step in local if step <= saved]
-        wanted = {s for s in self.wanted(committed) if self._of(s).state is not _State.PROMOTED}
-        needed = {*wanted, *committed[:keep], in_use}
+        needed = {*self.wanted(committed).difference(whole), *committed[:keep], in_use}
         for step in committed:
             if step not in needed:
                 self._skip(step)
         return [step for step in listed if step <= saved and step not in needed]
+
+    def promoted_beyond(self, local: Sequence[int], keep: int) -> list[int]:
+        """Returns the promoted steps that need not remain, if the run has them whole."""
+        committed = [step for step in local if self._saved is not None and step <= self._saved]
+        wanted = self.wanted(committed).difference(committed[:keep])
+        return sorted(step for step in wanted if self._of(step).state is _State.PROMOTED)
 
     def newest_in_run(self, promoted: int) -> int:
         """Returns the newest step of the run, after the promotion of a step."""
@@ -219,11 +289,14 @@ class PromotionSteps:
 
     def has_ended(self, step: int) -> bool:
         """Returns whether the local save of a step is promoted, or will not be."""
-        return self._of(step).state in _ENDED
+        return step in self._steps and self._of(step).state in _ENDED
+
+    @property
+    def _first(self) -> _State:
+        return _State.UNCHOSEN if self._are_several else _State.WAITS
 
     def _of(self, step: int) -> _Step:
-        first = _State.UNCHOSEN if self._are_several else _State.WAITS
-        return self._steps.setdefault(step, _Step(first))
+        return self._steps.setdefault(step, _Step(self._first))
 
     def _skip(self, step: int) -> None:
         each = self._of(step)
@@ -231,9 +304,12 @@ class PromotionSteps:
             each.state = _State.PASSED_OVER
             self.skipped += 1
 
-    def _retained(self, local: Iterable[int]) -> set[int]:
-        """Returns which steps the run retains, of those in either directory."""
-        here = set(local)
+    def _retained(self, local: Iterable[int], *, also: Collection[int] = ()) -> set[int]:
+        """Returns which steps the run retains, of those in either directory.
+
+        Those that are passed over, and not in the run, do not count, except ``also``.
+        """
+        here = {s for s in local if s in also or self._of(s).state is not _State.PASSED_OVER}
         steps = {step for step, each in self._steps.items() if each.is_in_run} | here
         if self._saved is not None:  # Newer steps are of a branch that the run has left.
             steps = {step for step in steps if step <= self._saved}

@@ -10,7 +10,7 @@ from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.promotion import Promotion
-from torch_ckpt.runs.promotion_steps import Choice
+from torch_ckpt.runs.promotion_steps import Choice, Report
 
 __all__ = ["await_promotion"]
 
@@ -58,14 +58,18 @@ def await_promotion(
     def awaited() -> str:
         return activity if promotion is None else promotion.awaited()
 
-    def progress() -> tuple[bool, CheckpointError | None]:
+    def progress() -> tuple[bool, Report] | None:
         wait_s = min(_ROUND_S, call_timeout_s / 3, max(deadline - time.monotonic(), 0.0))
-        return (False, None) if promotion is None else promotion.progress(wait_s)
+        return None if promotion is None else promotion.progress(wait_s)
 
-    def go_on(answers: list[tuple[bool, CheckpointError | None]]) -> tuple[bool, bool, Choice]:
-        for failure in filter(None, (failure for _, failure in answers)):
-            raise failure
-        is_busy = any(busy for busy, _ in answers)
+    def go_on(answers: list[tuple[bool, Report] | None]) -> tuple[bool, bool, Choice]:
+        found = [answer for answer in answers if answer is not None]
+        if promotion is not None:  # The first of the answers is that of the coordinator.
+            promotion.heard_from([report for _, report in found[1:]])
+        for _, report in found:
+            if report.failure is not None:
+                raise report.failure
+        is_busy = any(busy for busy, _ in found)
         goes_on = is_busy and time.monotonic() < deadline
         if is_busy and not goes_on and must_end:
             raise CheckpointError(
@@ -73,6 +77,8 @@ def await_promotion(
                 f"{timeout_s:g} s"
             )
         heard = Choice() if promotion is None else promotion.choice(may_choose=False)
+        # Other places then remove what is committed.
+        goes_on = goes_on or (bool(heard.committed) and time.monotonic() < deadline)
         return is_busy, goes_on, heard
 
     chosen = group.decide(activity, settle, choose, timeout_s=limit_s())

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import get_args
 
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+)
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs.step_directories import Mode, StepDirectories
 from torch_ckpt.runs.step_files import leased_steps, listed_steps
@@ -55,7 +61,7 @@ class Retention:
             raise ValueError(f"keep_best={self.keep_best} needs the name of a metric: pass monitor")
 
     def best(self, disks: Sequence[StepDirectories], count: int = 1) -> list[int]:
-        """Returns the committed steps with the best values of the metric, the best one first.
+        """Returns the whole steps with the best values of the metric, the best one first.
 
         Of equal values, that of the earlier step is better. A step without the metric, or with a
         NaN, is never among the best. Empty if there is no metric.
@@ -65,7 +71,15 @@ class Retention:
         values: dict[int, float] = {}
         for disk in disks:
             values |= disk.values(self.monitor)
-        return self._best_of(values, count)
+
+        def is_whole(step: int) -> bool:
+            for disk in disks:
+                with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
+                    disk.check_whole(disk.path(step))
+                    return True
+            return False
+
+        return self._best_of(values, count, is_whole)
 
     def choose(
         self,

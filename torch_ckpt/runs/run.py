@@ -409,7 +409,7 @@ class Run(LastSaves):
 
     @exclusive("choose a step")
     def best_step(self) -> int | None:
-        """Returns the committed step with the best value of ``monitor``; ``None`` if there is none.
+        """Returns the whole step with the best value of ``monitor``; ``None`` if there is none.
 
         The method first waits for the background save. Steps without the metric, or with a NaN, do
         not count. Of equal values, that of the earlier step is the best, on every rank.

@@ -32,7 +32,7 @@ from torch_ckpt.runs.step_files import (
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
 
-__all__ = ["Mode", "StepDirectories", "Verify"]
+__all__ = ["Mode", "StepDirectories", "Verify", "check_of"]
 
 Verify = Literal["quick", "full"]
 Mode = Literal["min", "max"]
@@ -65,7 +65,7 @@ class StepDirectories:
     def path(self, step: int) -> Location:
         return self.directory / f"step-{step}"
 
-    def report(self) -> None:
+    def report(self) -> Any:
         """Returns ``None``: all ranks have the same disk."""
 
     def steps(self, reports: Sequence[None] = ()) -> Iterator[int]:
@@ -109,6 +109,10 @@ class StepDirectories:
     def term_of(self, step: int, reports: Sequence[None] = ()) -> int:
         """Returns the term in which a step was saved; 0 if it has none."""
         return term_of(self.path(step))
+
+    def check_by(self, reports: Sequence[Any]) -> Callable[[Location], None]:
+        """Returns ``check``, for the reports of all ranks."""
+        return self.check
 
     def newest_after(self, step: int) -> int | None:
         """Returns the newest whole step after a step, by the lengths of its files.
@@ -193,3 +197,14 @@ class StepDirectories:
         remove_expired_leases(self.directory)
         if self.directory.file_system.has_folders:
             remove_abandoned(self.directory)
+
+
+def check_of(
+    disks: Sequence[StepDirectories], reports: Sequence[Any]
+) -> Callable[[Location], None]:
+    """Returns what raises if a step in one of these directories is not whole there.
+
+    ``reports`` are those of all ranks about the first of ``disks``.
+    """
+    checks = {disk.directory: disk.check_by(reports) for disk in disks}
+    return lambda path: checks[path.parent](path)

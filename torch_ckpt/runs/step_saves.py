@@ -27,7 +27,7 @@ from torch_ckpt.runs.lineage import Lineage
 from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.promotion import END_S, Promotion
-from torch_ckpt.runs.promotion_steps import Choice
+from torch_ckpt.runs.promotion_steps import Choice, Report
 from torch_ckpt.runs.promotion_wait import await_promotion
 from torch_ckpt.runs.removal import (
     discard_after,
@@ -38,7 +38,7 @@ from torch_ckpt.runs.removal import (
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
-from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.runs.step_directories import StepDirectories, check_of
 from torch_ckpt.runs.step_files import committed_steps, metrics_file, step_number
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.writer import FastWriter
@@ -137,8 +137,6 @@ class StepSaves:
             self._boundary.stored = None
             if not pending.is_in_progress:
                 self._has_failed(pending.step, error, pending.then)
-                if self._promotion is not None:
-                    self._promotion.not_saved(pending.step)
             raise
         finally:
             if not pending.is_in_progress:
@@ -188,22 +186,21 @@ class StepSaves:
         """
         files: dict[str, bytes] = {}
 
-        def own() -> CheckpointError | None:
+        def own() -> Report | None:
             self.settle(timeout_s)  # First: an old failure is raised once.
             if refused is not None:
                 raise refused
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._retention.monitor))
             self._unknown.pop(step, None)  # This save replaces it.
-            return None if self._promotion is None else self._promotion.failure
+            return None if self._promotion is None else self._promotion.report()
 
         def begin(
-            failures: list[CheckpointError | None],
+            reports: list[Report | None],
         ) -> tuple[dict[str, bytes], Choice, int | None, CheckpointError | None]:
             choice = Choice()
             if self._promotion is not None:
-                for failure in filter(None, failures[1:]):
-                    self._promotion.failed_elsewhere(failure)
+                self._promotion.heard_from([each for each in reports[1:] if each is not None])
                 unpromoted = None if is_last else self._promotion.check()
                 if unpromoted is not None:
                     return {}, choice, None, unpromoted
@@ -498,14 +495,17 @@ class StepSaves:
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
-        timeout_s = self._timeout_s
         # The local directory last: otherwise its steps would be promoted again.
         directories = [disk.directory for disk in reversed(self._disks)]
 
-        def check(steps: list[int]) -> int:
+        def own() -> tuple[int, Any]:
+            return self.settled(step), self._disk.report()
+
+        def check(answers: list[tuple[int, Any]]) -> int:
             self.lineage.check()
-            steps_after(directories, steps[0], self._disk.check)
-            return steps[0]
+            check_step = check_of(self._disks, [report for _, report in answers])
+            steps_after(directories, answers[0][0], check_step)
+            return answers[0][0]
 
         def discard(_: list[None]) -> list[int]:
             with contextlib.ExitStack() as stack:
@@ -523,8 +523,7 @@ class StepSaves:
                 with self._promotion.discarding_after(step):
                     discard_after([self._disk.directory], step)
 
-        own = functools.partial(self.settled, step)
-        what, given = "discarding steps", {"step": step}
+        what, given, timeout_s = "discarding steps", {"step": step}, self._timeout_s
         step = self._group.decide(what, own, check, timeout_s=timeout_s, equal=given)
         # From memory first: an agent must not write a step whose directory was removed.
         self._boundary.went_back(step)
@@ -576,6 +575,8 @@ class StepSaves:
 
         Then :meth:`settle` finds out later, and calls ``then`` if it was committed.
         """
+        if self._promotion is not None:
+            self._promotion.not_saved(step)
         if may_be_committed(error):
             # Several places pass over the step: they may learn of its commit at different times.
             self._unknown[step] = (lambda: None) if self._is_at_several_places else then

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.commits.small_files import SMALL_FILES, write_small_files
+from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -25,9 +27,15 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
-from torch_ckpt.formats.committed import committed_id, files_in, index_name, open_committed
+from torch_ckpt.formats.committed import (
+    committed_id,
+    files_in,
+    has_checkpoint,
+    index_name,
+    open_committed,
+)
 
-__all__ = ["CheckpointCopy"]
+__all__ = ["CheckpointCopy", "is_of_another_save", "is_whole_copy"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class CheckpointCopy:
 
     Each block is verified by the checksums of the index. ``nbytes_per_s`` bounds the rate; there is
     no bound if it is 0. The copy has the save id of the source, so the same checkpoint is never
-    copied twice. A checkpoint at the target is replaced.
+    copied twice. A checkpoint at the target is replaced, and files that the copy has lost are sent
+    again.
 
     Args:
         source: Directory of the checkpoint.
@@ -118,7 +127,12 @@ class CheckpointCopy:
 
     @property
     def is_done(self) -> bool:
-        """Whether the checkpoint is committed at the target."""
+        """Whether the checkpoint is committed at the target, and whole there."""
+        return self._is_committed and not self.missing_files()
+
+    @property
+    def _is_committed(self) -> bool:
+        """Whether the checkpoint is committed at the target. Files of it may be lost."""
         return committed_id(self.target) == self._opened.save_id
 
     @property
@@ -137,7 +151,8 @@ class CheckpointCopy:
         self.target.parent.create_directories()
         check_commit(self.target.parent, self.target, sync=True)
         self.target.create_directories()
-        self._transaction.create_pending()  # Other saves and garbage collection know it by that.
+        if not self._is_committed:
+            self._transaction.create_pending()  # Other saves and garbage collection know it by it.
         here = set(self.source.names())
         ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
         arrived = files_in(self.target, ours)
@@ -157,13 +172,57 @@ class CheckpointCopy:
         write_small_files(self.target, files, sync=True)
 
     def missing_files(self) -> list[str]:
-        """Returns the names of the data files that have not arrived."""
+        """Returns the names of the data files that the target does not have with their lengths."""
         files, arrived = self._opened.files, set(self.target.names())
         # Usual while other machines send theirs: then no lengths are read.
         if absent := [name for name, _ in files if name not in arrived]:
             return absent
         sound = files_in(self.target, files)
         return [name for name, _ in files if name not in sound]
+
+    def await_others(
+        self, ended: Callable[[], Sequence[str] | None], pause: Callable[[], None]
+    ) -> None:
+        """Waits until the files have arrived that other machines copy.
+
+        ``ended`` returns why each of these copies no more files, with an empty text if it has
+        copied all that it has, or ``None`` while one may copy some. ``pause`` waits for a moment.
+
+        Raises:
+            CorruptionError: No machine copies some of the files.
+        """
+        missing: Sequence[str] = ()
+        others = LongWait(
+            lambda: (
+                f"{len(missing)} files of {self.target}, including {missing[0]}, which other "
+                "machines copy"
+            )
+        )
+        while True:
+            reasons = ended()  # First: what has arrived before is found below.
+            missing = self.missing_files()
+            if not missing:
+                return
+            if reasons is not None:
+                problems = list(filter(None, reasons))
+                if problems or not reasons or (missing := self._still_missing(missing)):
+                    raise CorruptionError(
+                        f"no machine has {len(missing)} of its files any more, including "
+                        f"{missing[0]}. {'; '.join(problems) or self.source}"
+                    )
+            others.log()
+            pause()
+
+    def _still_missing(self, names: Collection[str]) -> list[str]:
+        """Waits for files that this machine may find late; returns those that do not appear."""
+        lengths = {self.target / n: nbytes for n, nbytes in self._opened.files if n in names}
+
+        def is_found(file: Location) -> bool:
+            with contextlib.suppress(NotFoundError):
+                return file.nbytes() == lengths[file]
+            return False
+
+        return [file.name for file in still_missing(list(lengths), "another machine", is_found)]
 
     def commit(self, check: Callable[[], None] = lambda: None) -> None:
         """Commits the copy. All data files must have arrived.
@@ -175,13 +234,17 @@ class CheckpointCopy:
             StorageError: Another save was committed at the target meanwhile, or the store failed.
                 In the second case, the checkpoint may be committed.
         """
-        self._transaction.resume()
+        is_committed = self._is_committed  # Then it had lost only data files.
+        if not is_committed:
+            self._transaction.resume()
         check()
         if missing := self.missing_files():
             raise CheckpointError(
                 f"cannot commit {self.target}: {len(missing)} data files of {self.source} have not "
                 f"arrived, including {missing[0]}"
             )
+        if is_committed:
+            return
         opened = self._opened
         names = [name for name, _ in opened.files]
         self._transaction.commit(opened.metadata, opened.encoded_index, names)
@@ -256,3 +319,33 @@ class CheckpointCopy:
         except BaseException:
             partial.discard()
             raise
+
+
+def is_whole_copy(source: Location, target: Location) -> bool:
+    """Returns whether a checkpoint is also committed at the target, and whole there.
+
+    Raises StorageError if that is unknown because files cannot be read.
+    """
+    with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
+        index = open_committed(target, "")[1]
+        if index is not None and index.save_id == committed_id(source):
+            return len(files_in(target, index.files)) == len(index.files)
+    return False
+
+
+def is_of_another_save(source: Location, target: Location) -> bool:
+    """Returns whether another save has committed the checkpoint at the target.
+
+    If the metadata there is damaged, the names of the data files show it: each save has its own.
+    Raises StorageError if that is unknown because files cannot be read.
+    """
+    found, index = committed_id(target), None
+    with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
+        index = open_committed(source, "")[1]
+    if found is not None or index is None:
+        return found != (None if index is None else index.save_id)
+    with contextlib.suppress(NotFoundError):
+        return has_checkpoint(target) and not {name for name, _ in index.files}.intersection(
+            target.names()
+        )
+    return False

@@ -205,7 +205,7 @@ def test_a_step_waits_for_the_promotion_of_older_ones(tmp_path: Path) -> None:
     run._saves = SimpleNamespace(is_busy=False)
     run._unreported, run._last = {2, 4, 6, 8}, 8
     options = {"keep": 1, "nbytes_per_s": 0, "niceness": 0, "on_failure": "raise", "most": 3}
-    run._promotion = Promotion(*run._disks, Retention(), **options)
+    run._promotion = Promotion(*run._disks, run._saves.lineage, Retention(), **options)
 
     def commit(step: Path) -> None:
         step.mkdir(parents=True, exist_ok=True)
