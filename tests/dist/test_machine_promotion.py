@@ -330,11 +330,11 @@ def test_a_step_that_one_machine_loses_before_its_promotion_stops_no_later_one(
 def _leaves_unpromoted(folder: Path, machines: Sequence[int], steps: Sequence[int]) -> None:
     with contextlib.suppress(KeyError), run_on(folder, machines, keep_local=9) as run:
         for step in steps:
+            if step > 1 and run._promotion is not None:
+                run._promotion.cancel()
             run.save(step, state_of(step))
             if step == 1:
                 run.wait(promoted=True)
-            elif run._promotion is not None:
-                run._promotion.cancel()
         raise KeyError("all are killed")
 
 

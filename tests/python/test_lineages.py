@@ -19,7 +19,7 @@ from support.run_steps import steps_in, warned
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.commits.terms import newest_term, take_term, term_of
-from torch_ckpt.errors import CorruptionError, SupersededError
+from torch_ckpt.errors import CorruptionError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.runs.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
@@ -54,6 +54,10 @@ def left(run: Run) -> Iterator[Run]:
     with contextlib.suppress(ZeroDivisionError), run:
         yield run
         raise ZeroDivisionError
+
+
+def refused(*_: object) -> None:
+    raise StorageError("the store is down")
 
 
 # ---- Jobs that believe each other dead ----
@@ -155,10 +159,10 @@ def test_a_step_that_a_job_saved_twice_before_it_died_is_promoted(
     mode: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = tmp_path / "local"
-    with left(Run(run, local=local, **MODES[mode])) as job, monkeypatch.context() as broken:
+    with monkeypatch.context() as broken, left(Run(run, local=local, **MODES[mode])) as job:
         save(job, 100, 1)
         job.wait(promoted=True)
-        broken.setattr(CheckpointCopy, "commit", lambda *_: pytest.fail("the store is down"))
+        broken.setattr(CheckpointCopy, "commit", refused)
         save(job, 100, 2)
     with Run(run, local=local, **MODES[mode]) as again:
         again.wait(promoted=True)
@@ -177,10 +181,10 @@ def test_a_restore_ignores_the_steps_that_the_run_has_left_on_another_machine(
         monkeypatch.setenv("TORCH_CKPT_MEMORY", str(memory / f"machine-{machine}"))
         return Run(run, local=tmp_path / machine, keep_last=2, **MODES[mode])
 
-    with left(job("one")) as first, monkeypatch.context() as broken:
+    with monkeypatch.context() as broken, left(job("one")) as first:
         save(first, 100, 1)
         first.wait(promoted=True)
-        broken.setattr(CheckpointCopy, "commit", lambda *_: pytest.fail("the store is down"))
+        broken.setattr(CheckpointCopy, "commit", refused)
         save(first, 150, 1)
     with job("two") as second:
         assert restored(second) == (100, 1)
@@ -309,11 +313,11 @@ def test_a_copied_directory_is_another_run(
     mode: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, fork = tmp_path / "local", tmp_path / "fork"
-    with left(Run(run, local=local, **MODES[mode])) as going, monkeypatch.context() as broken:
+    with monkeypatch.context() as broken, left(Run(run, local=local, **MODES[mode])) as going:
         save(going, 300, 1)
         going.wait(promoted=True)
         shutil.copytree(run, fork)
-        broken.setattr(CheckpointCopy, "commit", lambda *_: pytest.fail("the store is down"))
+        broken.setattr(CheckpointCopy, "commit", refused)
         save(going, 400, 1)
     with pytest.raises(CheckpointError, match=r"its \d steps are of run .* is of run"):
         Run(fork, local=local, **MODES[mode])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_ckpt.commits.small_files import SMALL_FILES
 from torch_ckpt.commits.terms import term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
@@ -87,7 +88,7 @@ class MachineDirectories(StepDirectories):
         return MachineReader(self.path(step).checkpoint_id, **self._reader)
 
     def _spread(self, step: int) -> None:
-        """Writes the metadata and the index to machines that lack them, such as new ones."""
+        """Writes metadata, index and small files to machines that lack them, such as new ones."""
         path = self.path(step)
 
         def has_step() -> bool:
@@ -105,7 +106,8 @@ class MachineDirectories(StepDirectories):
         def read() -> list[tuple[str, bytes]]:
             if self._group.rank != source:
                 return []
-            names = [index_name(_step_in(path).save_id), ".metadata"]
+            small = sorted(SMALL_FILES.intersection(path.names()))
+            names = [*small, index_name(_step_in(path).save_id), ".metadata"]
             return [(name, (path / name).read()) for name in names]
 
         files = self._group.decide(
