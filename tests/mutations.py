@@ -48,7 +48,7 @@ class Mutation:
 MUTATIONS = {
     "a promotion keeps what was promoted before": [
         Mutation(
-            "torch_ckpt/runs/promotion_steps.py",
+            "torch_ckpt/ladder/promotion_steps.py",
             ".state = _State.WAITS if self._is_chosen",
             ".state = self._of(step).state if self._is_chosen",
         )

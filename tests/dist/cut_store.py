@@ -31,7 +31,7 @@ from waits import until
 from torch_ckpt import Run
 from torch_ckpt.agent import AgentOptions
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps
 
 MACHINES = 3
 CUT = 2

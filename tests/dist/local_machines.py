@@ -12,7 +12,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_te
 
 from torch_ckpt import Run
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps
 
 __all__ = ["restore", "run_on", "state_of", "steps_in"]
 

@@ -26,7 +26,7 @@ from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter,
 from torch_ckpt.agent import SnapshotAgent
 from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.errors import CancelledError, StorageError
-from torch_ckpt.runs.retention import Retention
+from torch_ckpt.ladder.retention import Retention
 
 pytestmark = [
     pytest.mark.timeout(180),

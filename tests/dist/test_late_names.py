@@ -30,7 +30,7 @@ import torch_ckpt
 from torch_ckpt import FastWriter, Run, SafetensorsWriter
 from torch_ckpt.commits import late_names
 from torch_ckpt.coordination import waiting
-from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.ladder.step_directories import StepDirectories
 
 pytestmark = [
     pytest.mark.timeout(120),

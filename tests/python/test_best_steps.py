@@ -21,9 +21,9 @@ from torch_ckpt import FastReader, FastWriter, Run, load
 from torch_ckpt.cli.main import main
 from torch_ckpt.errors import NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs import step_files
-from torch_ckpt.runs.removal import leased_paths, remove_directories
-from torch_ckpt.runs.step_files import leased_steps, metrics_of
+from torch_ckpt.ladder import step_files
+from torch_ckpt.ladder.removal import leased_paths, remove_directories
+from torch_ckpt.ladder.step_files import leased_steps, metrics_of
 
 pytestmark = pytest.mark.timeout(120)
 

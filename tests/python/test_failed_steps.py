@@ -18,9 +18,9 @@ from torch_ckpt import FastWriter, Run
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.step_files import metrics_of
 from torch_ckpt.runs import step_saves
 from torch_ckpt.runs.step_boundary import StepBoundary
-from torch_ckpt.runs.step_files import metrics_of
 
 pytestmark = pytest.mark.timeout(120)
 

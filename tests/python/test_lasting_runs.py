@@ -23,7 +23,7 @@ from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.fsspec_client import FsspecClient
 from torch_ckpt.filesystems.location import Location, register
 from torch_ckpt.formats.committed import committed_id
-from torch_ckpt.runs.step_files import LEASE_S, lease, leased_steps
+from torch_ckpt.ladder.step_files import LEASE_S, lease, leased_steps
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,10 +20,10 @@ from torch_ckpt import Run
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs import step_files
-from torch_ckpt.runs.removal import discard_after, leased_paths, remove_directories
-from torch_ckpt.runs.retention import Retention
-from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.ladder import step_files
+from torch_ckpt.ladder.removal import discard_after, leased_paths, remove_directories
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -184,7 +184,7 @@ def test_a_lease_does_not_wait_for_a_removal_whose_process_has_died(
 KILLED = """
 import os, sys
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs import step_files
+from torch_ckpt.ladder import step_files
 with step_files.announced_removal(Location(sys.argv[1]), ["step-1"]):
     os._exit(0)
 """

@@ -21,7 +21,7 @@ from torch_ckpt import CheckpointError, Run
 from torch_ckpt.commits.terms import newest_term, take_term, term_of
 from torch_ckpt.errors import CorruptionError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
 
 pytestmark = [

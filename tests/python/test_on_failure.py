@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from torch_ckpt import Run
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
-from torch_ckpt.runs.failures import storage_failure
+from torch_ckpt.ladder.failures import storage_failure
 
 pytestmark = pytest.mark.timeout(120)
 

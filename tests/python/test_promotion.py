@@ -26,9 +26,9 @@ from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import index_name
-from torch_ckpt.runs.retention import Retention
-from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
@@ -296,7 +296,7 @@ def test_training_goes_on_while_the_directory_of_the_run_is_full(
     warned = [each for each in caplog.records if "was not promoted" in each.getMessage()]
     assert len(warned) == 1
     assert "No space left" in warned[0].getMessage()
-    monkeypatch.setattr("torch_ckpt.runs.promotion.MIN_OUTAGE_S", 0.0)
+    monkeypatch.setattr("torch_ckpt.ladder.promotion.MIN_OUTAGE_S", 0.0)
     with pytest.raises(CheckpointError, match=r"was not promoted to .*No space left"):
         run.save(6, _state(6))
     filler.unlink()

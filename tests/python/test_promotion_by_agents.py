@@ -21,7 +21,7 @@ from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 

@@ -15,7 +15,7 @@ import torch
 
 from torch_ckpt import Run
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.verify import examine
 
 pytestmark = pytest.mark.timeout(600)

@@ -26,8 +26,8 @@ from torch_ckpt._core import _native
 from torch_ckpt.cli.arguments import checkpoint_at
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import committed_steps
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -29,10 +29,10 @@ from torch_ckpt import FastWriter, Run, load, save
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
-from torch_ckpt.runs import removal, retention
-from torch_ckpt.runs.retention import Retention
-from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import what_is_missing
+from torch_ckpt.ladder import removal, retention
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import what_is_missing
 from torch_ckpt.storage.verify import check_whole
 
 pytestmark = pytest.mark.timeout(60)

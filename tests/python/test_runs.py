@@ -36,11 +36,11 @@ from torch_ckpt import CheckpointError, FastReader, Run, load
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import pending_name
+from torch_ckpt.ladder.removal import remove_directory
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.runs import save_interval
-from torch_ckpt.runs.removal import remove_directory
-from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
-from torch_ckpt.runs.step_directories import StepDirectories
 from torch_ckpt.storage.verify import check_whole
 
 pytestmark = [
@@ -268,8 +268,8 @@ from support.run_steps import state_of
 from torch_ckpt import FastReader, load
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import listed_steps
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import listed_steps
 from torch.distributed.checkpoint.api import CheckpointException
 warnings.simplefilter("ignore")
 tier = StepDirectories(Location(sys.argv[1]))

@@ -14,7 +14,7 @@ from support.flips import flipped
 
 from torch_ckpt import CheckpointError, Run, load, save
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.verify import check_sound
 

@@ -13,8 +13,8 @@ import torch
 
 from torch_ckpt import Run
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.retention import Retention
-from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
 
 __all__ = [
     "CHANGES",

@@ -9,7 +9,7 @@ from torch_ckpt.commits.terms import Term, newest_term, term_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.known_frameworks import FRAMEWORKS
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps
 
 __all__ = [
     "add_json",

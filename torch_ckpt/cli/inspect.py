@@ -16,7 +16,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.formats.expansion import allowed_nbytes
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.stored_entries import (
     Checkpoint,

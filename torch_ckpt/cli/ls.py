@@ -17,8 +17,7 @@ from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import open_committed
-from torch_ckpt.records.reading import missing_replicas
-from torch_ckpt.runs.step_files import (
+from torch_ckpt.ladder.step_files import (
     agreed,
     branch_of,
     listed_steps,
@@ -26,6 +25,7 @@ from torch_ckpt.runs.step_files import (
     run_of_local,
     what_is_missing,
 )
+from torch_ckpt.records.reading import missing_replicas
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.verify import check_here, check_whole
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch_ckpt.cli.terminal import FAILED, SOUND, fail
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.runs.removal import discard_after, discard_from_memory, steps_after
-from torch_ckpt.runs.step_files import listed_steps, run_of_local
+from torch_ckpt.ladder.removal import discard_after, discard_from_memory, steps_after
+from torch_ckpt.ladder.step_files import listed_steps, run_of_local
 from torch_ckpt.storage.verify import check_whole
 
 __all__ = ["add_to"]

@@ -17,7 +17,7 @@ from torch_ckpt.cli.arguments import command, seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_files import committed_steps, lease, listed_steps
+from torch_ckpt.ladder.step_files import committed_steps, lease, listed_steps
 
 __all__ = ["add_to"]
 

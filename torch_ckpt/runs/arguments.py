@@ -7,9 +7,9 @@ from typing import get_args
 
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.waiting import is_duration
+from torch_ckpt.ladder.failures import OnFailure
+from torch_ckpt.ladder.step_directories import Verify
 from torch_ckpt.options import OnBusy
-from torch_ckpt.runs.failures import OnFailure
-from torch_ckpt.runs.step_directories import Verify
 from torch_ckpt.runs.step_saves import Reuse
 
 __all__ = ["check_arguments"]

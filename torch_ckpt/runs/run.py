@@ -18,26 +18,26 @@ from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.ladder.failures import Failures, OnFailure
+from torch_ckpt.ladder.ladder import Ladder
+from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.local_directory import promotion_for
+from torch_ckpt.ladder.machine_directories import MachineDirectories
+from torch_ckpt.ladder.places import Places, writer_to
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import Mode, StepDirectories, Verify
+from torch_ckpt.ladder.step_files import lease, refusal, step_number
 from torch_ckpt.options import OnBusy
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 from torch_ckpt.records.record import Recorder
 from torch_ckpt.runs.arguments import check_arguments
 from torch_ckpt.runs.background.agent import backend_for
-from torch_ckpt.runs.failures import Failures, OnFailure
 from torch_ckpt.runs.last_saves import LastSaves
-from torch_ckpt.runs.lineage import Lineage
-from torch_ckpt.runs.local_directory import promotion_for
-from torch_ckpt.runs.machine_directories import MachineDirectories
-from torch_ckpt.runs.places import Places, writer_to
 from torch_ckpt.runs.preemption import Preemption
-from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.step_boundary import StepBoundary
-from torch_ckpt.runs.step_directories import Mode, StepDirectories, Verify
-from torch_ckpt.runs.step_files import lease, refusal, step_number
 from torch_ckpt.runs.step_saves import Reuse, StepSaves
-from torch_ckpt.runs.step_tiers import StepTiers
 from torch_ckpt.storage.copying import CheckpointCopy
 
 __all__ = ["Run"]
@@ -199,11 +199,11 @@ class Run(LastSaves):
                 places=places,
                 reuses=reuse == "auto",
             )
-            memory = [] if self._backend is None else self._backend.tiers
+            memory = [] if self._backend is None else self._backend.rungs
             if self._backend is not None:
                 undo.callback(self._backend.leave)
             self._is_for_agent, self._places = bool(agent), places
-            self._tiers = StepTiers(
+            self._ladder = Ladder(
                 [*memory, *self._disks], self._group, process_group, timeout_s, self._location
             )
             self._log = EventLog(self._location) if record and self._group.is_coordinator else None
@@ -405,7 +405,7 @@ class Run(LastSaves):
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
-        return self._tiers.latest(first=self._saves.settle)
+        return self._ladder.latest(first=self._saves.settle)
 
     @exclusive("choose a step")
     def best_step(self) -> int | None:
@@ -427,7 +427,10 @@ class Run(LastSaves):
             return next(iter(self.retention.best(self._disks)), None)
 
         self._check_open()
-        what, within = "choosing the best step", self._tiers.reading("cannot choose a step", choose)
+        what, within = (
+            "choosing the best step",
+            self._ladder.reading("cannot choose a step", choose),
+        )
         return self._group.decide(what, self._saves.settle, within, timeout_s=self.timeout_s)
 
     @contextlib.contextmanager
@@ -495,10 +498,10 @@ class Run(LastSaves):
         found: int | None
         with self._saves.recording("load", step if type(step) is int else None) as record:
             if step is None:
-                found = self._tiers.restore(state, strict, first=self._saves.settle, then=then)
+                found = self._ladder.restore(state, strict, first=self._saves.settle, then=then)
             else:
                 first = functools.partial(self._saves.settled, step)
-                found = self._tiers.restore_step(state, step, strict, first=first, then=then)
+                found = self._ladder.restore_step(state, step, strict, first=first, then=then)
             if record is not None:
                 record.step = found
         self._saves.set_base(found)

@@ -18,28 +18,28 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, StorageError
 from torch_ckpt.formats.committed import has_checkpoint
-from torch_ckpt.records.record import Record, Recorder, current_record
-from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY, AgentBackend
-from torch_ckpt.runs.background.save import BackgroundSave
-from torch_ckpt.runs.background.thread import ThreadBackend
-from torch_ckpt.runs.failures import Failures, may_be_committed
-from torch_ckpt.runs.lineage import Lineage
-from torch_ckpt.runs.places import Places
-from torch_ckpt.runs.preemption import Preemption
-from torch_ckpt.runs.promotion import END_S, Promotion
-from torch_ckpt.runs.promotion_steps import Choice, Report
-from torch_ckpt.runs.promotion_wait import await_promotion
-from torch_ckpt.runs.removal import (
+from torch_ckpt.ladder.failures import Failures, may_be_committed
+from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.places import Places
+from torch_ckpt.ladder.promotion import END_S, Promotion
+from torch_ckpt.ladder.promotion_steps import Choice, Report
+from torch_ckpt.ladder.promotion_wait import await_promotion
+from torch_ckpt.ladder.removal import (
     discard_after,
     discard_from_memory,
     remove_unfinished,
     steps_after,
 )
-from torch_ckpt.runs.retention import Retention
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories, check_of
+from torch_ckpt.ladder.step_files import committed_steps, metrics_file, step_number
+from torch_ckpt.records.record import Record, Recorder, current_record
+from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY, AgentBackend
+from torch_ckpt.runs.background.save import BackgroundSave
+from torch_ckpt.runs.background.thread import ThreadBackend
+from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
-from torch_ckpt.runs.step_directories import StepDirectories, check_of
-from torch_ckpt.runs.step_files import committed_steps, metrics_file, step_number
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.writer import FastWriter
 

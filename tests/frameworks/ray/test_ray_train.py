@@ -19,9 +19,9 @@ from support.store_server import StoreServer
 
 import torch_ckpt
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.promotion import Promotion
-from torch_ckpt.runs.retention import Retention
-from torch_ckpt.runs.step_directories import StepDirectories
+from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(__file__).with_name("ray_programs.py")

@@ -29,8 +29,8 @@ from torch_ckpt import CheckpointError, FastReader, Run
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.frameworks.transformers.trainer import RunCallback
+from torch_ckpt.ladder.step_files import metrics_of
 from torch_ckpt.options import OnBusy
-from torch_ckpt.runs.step_files import metrics_of
 from torch_ckpt.storage.writer import FastWriter
 
 pytestmark = [

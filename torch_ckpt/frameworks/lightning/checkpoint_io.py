@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_ckpt.api import async_save, load, save
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.removal import remove_directory
 from torch_ckpt.runs.background.save import BackgroundSave
-from torch_ckpt.runs.removal import remove_directory
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 

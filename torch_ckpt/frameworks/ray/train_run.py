@@ -16,9 +16,9 @@ from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMod
 
 from torch_ckpt.coordination.exclusive import exclusive
 from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.ladder.step_files import committed_steps, metrics_of
 from torch_ckpt.runs.run import Run
 from torch_ckpt.runs.spacing import Spacing
-from torch_ckpt.runs.step_files import committed_steps, metrics_of
 
 __all__ = ["RayTrainRun"]
 

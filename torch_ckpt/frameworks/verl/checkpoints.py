@@ -24,8 +24,8 @@ from torch_ckpt.coordination.portable import first_error
 from torch_ckpt.errors import CheckpointError, MismatchError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
+from torch_ckpt.ladder.removal import remove_directory
 from torch_ckpt.planning.rank_state import RankState
-from torch_ckpt.runs.removal import remove_directory
 from torch_ckpt.storage.reader import FastReader
 
 __all__ = ["FastCheckpointManager"]

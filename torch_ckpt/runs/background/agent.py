@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.tier import SnapshotTier
+from torch_ckpt.agent.rung import SnapshotRung
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.ladder import Rung
+from torch_ckpt.ladder.places import Places
 from torch_ckpt.records.record import current_record, phase
 from torch_ckpt.runs.background.thread import ThreadBackend
-from torch_ckpt.runs.places import Places
-from torch_ckpt.runs.step_tiers import Tier
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
@@ -60,8 +60,8 @@ class AgentBackend:
         self._make_fallback = make_fallback
         self._fallback: ThreadBackend | None = None
         self._warned: set[str] = set()
-        self._memory = SnapshotTier(agent, reader=reader)
-        self.tiers: Sequence[Tier] = [self._memory]
+        self._memory = SnapshotRung(agent, reader=reader)
+        self.rungs: Sequence[Rung] = [self._memory]
 
     @property
     def can_stay_in_memory(self) -> bool:

@@ -11,7 +11,7 @@ from torch_ckpt.coordination.background import SaveFuture
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import OwnFuture
 from torch_ckpt.errors import CheckpointError, StorageError
-from torch_ckpt.runs.failures import storage_failure
+from torch_ckpt.ladder.failures import storage_failure
 
 __all__ = ["BackgroundSave"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torch_ckpt.api import async_save
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.step_tiers import Tier
+from torch_ckpt.ladder.ladder import Rung
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
@@ -21,7 +21,7 @@ __all__ = ["ThreadBackend"]
 class ThreadBackend:
     """Saves with :func:`torch_ckpt.async_save`."""
 
-    tiers: Sequence[Tier] = ()
+    rungs: Sequence[Rung] = ()
     """Tiers with steps of this backend, other than the disk."""
     can_stay_in_memory = False
     """Whether the backend can retain a step in memory without writing it to disk."""

@@ -1,4 +1,4 @@
-"""SnapshotTier: the steps of a run that are in the agent's memory."""
+"""SnapshotRung: the steps of a run that are in the agent's memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CorruptionError, NotFoundError
 
-__all__ = ["SnapshotTier"]
+__all__ = ["SnapshotRung"]
 
 
-class SnapshotTier:
-    """The steps of a run in the memory of its agent, as a storage tier."""
+class SnapshotRung:
+    """The steps of a run in the memory of its agent, as a rung."""
 
     def __init__(self, agent: SnapshotAgent, *, reader: dict[str, Any] | None = None) -> None:
         self._agent = agent
@@ -26,7 +26,7 @@ class SnapshotTier:
         self._reader = reader or {}
 
     def end(self) -> None:
-        """Makes the tier empty: the agent ends, and first writes its steps to disk."""
+        """Makes the rung empty: the agent ends, and first writes its steps to disk."""
         self._has_ended = True
 
     def report(self) -> SlotReport:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from torch_ckpt.commits.small_files import BRANCH
 from torch_ckpt.commits.terms import Term, check_term, newest_term, take_term
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.runs.retention import Retention
-from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import branch_of
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import branch_of
 
 __all__ = ["Lineage"]
 

@@ -15,8 +15,8 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.formats.committed import metadata_prefixes
-from torch_ckpt.runs.step_directories import Mode, StepDirectories
-from torch_ckpt.runs.step_files import leased_steps, listed_steps
+from torch_ckpt.ladder.step_directories import Mode, StepDirectories
+from torch_ckpt.ladder.step_files import leased_steps, listed_steps
 
 __all__ = ["Chosen", "Retention"]
 

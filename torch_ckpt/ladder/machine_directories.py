@@ -18,9 +18,9 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import files_in, index_name, open_committed
-from torch_ckpt.runs.places import Places
-from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import committed_steps
+from torch_ckpt.ladder.places import Places
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.machine_reader import MachineReader
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_here

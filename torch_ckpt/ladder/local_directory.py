@@ -10,14 +10,14 @@ from torch_ckpt.commits.terms import newest_term, term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.failures import OnFailure
-from torch_ckpt.runs.lineage import Lineage
-from torch_ckpt.runs.machine_directories import parts_in, whole_steps
-from torch_ckpt.runs.places import Places
-from torch_ckpt.runs.promotion import Promotion
-from torch_ckpt.runs.retention import Retention
-from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import committed_steps, tie_directories
+from torch_ckpt.ladder.failures import OnFailure
+from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.machine_directories import parts_in, whole_steps
+from torch_ckpt.ladder.places import Places
+from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import committed_steps, tie_directories
 from torch_ckpt.storage.copying import is_of_another_save
 from torch_ckpt.storage.writer import FastWriter
 

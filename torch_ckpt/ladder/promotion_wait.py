@@ -9,8 +9,8 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.runs.promotion import Promotion
-from torch_ckpt.runs.promotion_steps import Choice, Report
+from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.promotion_steps import Choice, Report
 
 __all__ = ["await_promotion"]
 

@@ -1,7 +1,7 @@
-"""StepTiers: the storage tiers of a run's steps, such as memory and disk, combined.
+"""Ladder: the rungs of a run's steps, such as memory and disk, combined.
 
 The coordinator chooses the newest whole step of the lineage, and all ranks load it from the same
-tier. If the step is damaged, all ranks fall back to the same older step.
+rung. If the step is damaged, all ranks fall back to the same older step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch_ckpt.errors import (
     StorageError,
 )
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.step_files import listed_steps
 from torch_ckpt.planning.load_planner import FastLoadPlanner
-from torch_ckpt.runs.step_files import listed_steps
 
-__all__ = ["StepTiers", "Tier"]
+__all__ = ["Ladder", "Rung"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,22 +41,22 @@ _MOST_TRIES = 100
 """Most steps that a restore tries. A training may remove each while it is loaded."""
 
 
-class Tier(Protocol):
-    """A storage of steps of a run."""
+class Rung(Protocol):
+    """A place of steps of a run: memory, a directory, or the directories of several machines."""
 
     def report(self) -> Any:
         """Returns this rank's report about its steps. Called on every rank."""
         ...
 
     def steps(self, reports: Sequence[Any]) -> Iterator[int]:
-        """Returns the whole steps of the tier, the newest first.
+        """Returns the whole steps of the rung, the newest first.
 
         Called on one rank, for all, with the reports of all ranks.
         """
         ...
 
     def term_of(self, step: int, reports: Sequence[Any]) -> int:
-        """Returns the term in which a whole step of the tier was saved. Called on one rank."""
+        """Returns the term in which a whole step of the rung was saved. Called on one rank."""
         ...
 
     def damaged(self) -> list[int]:
@@ -69,34 +69,34 @@ class Tier(Protocol):
 
 
 class _Found(NamedTuple):
-    """A whole step, the number of its tier, and the term in which it was saved."""
+    """A whole step, the number of its rung, and the term in which it was saved."""
 
     step: int
-    tier: int
+    rung: int
     term: int
 
 
-class StepTiers:
-    """Several tiers of one run. All ranks call its methods together.
+class Ladder:
+    """Several rungs of one run. All ranks call its methods together.
 
-    If several tiers have the same step, the first counts. ``directory`` is that of the run, which
+    If several rungs have the same step, the first counts. ``directory`` is that of the run, which
     has its terms. ``process_group`` has the ranks of ``group``, for DCP; all if ``None``.
 
     Example::
 
-        tiers = StepTiers([StepDirectories(path)], group_of(None), None, 600, path)
-        start = tiers.restore(state, first=lambda: None)
+        ladder = Ladder([StepDirectories(path)], group_of(None), None, 600, path)
+        start = ladder.restore(state, first=lambda: None)
     """
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
+        rungs: Sequence[Rung],
         group: Group,
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
         directory: Location,
     ) -> None:
-        self._tiers, self._group, self._process_group = tiers, group, process_group
+        self._rungs, self._group, self._process_group = rungs, group, process_group
         self._timeout_s, self._directory = timeout_s, directory
         self._left: list[int] = []  # Steps of other lineages that the coordinator has passed over.
 
@@ -130,7 +130,7 @@ class StepTiers:
                 step = found.step
                 try:
                     then_found = functools.partial(then, step, step, found.term)
-                    self._load(self._tiers[found.tier], step, state, strict, then_found)
+                    self._load(self._rungs[found.rung], step, state, strict, then_found)
                 except CheckpointException as error:
                     if not _is_damage(error):
                         raise
@@ -157,22 +157,22 @@ class StepTiers:
         first: Callable[[], int],
         then: Callable[[int, int, int], None],
     ) -> int:
-        """Loads a step from the first tier that has the whole step, or else from the last.
+        """Loads a step from the first rung that has the whole step, or else from the last.
 
         A step of the lineage comes before others of the same number. Returns the step as an
         ``int``, as ``first`` does, which is called on each rank before. ``then`` is called on the
-        coordinator with the step, the newest step of all tiers but the last, which is the disk, and
+        coordinator with the step, the newest step of all rungs but the last, which is the disk, and
         the term of the loaded step. The newest is the step again if that is newer. If ``then``
         raises, all ranks do.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[list[_Found], int]:
             step = answers[0][0]
-            by_tier = [[reports[n] for _, reports in answers] for n in range(len(self._tiers))]
-            *former, last = enumerate(self._tiers)
-            memory = {n: list(tier.steps(by_tier[n])) for n, tier in former}
+            by_rung = [[reports[n] for _, reports in answers] for n in range(len(self._rungs))]
+            *former, last = enumerate(self._rungs)
+            memory = {n: list(rung.steps(by_rung[n])) for n, rung in former}
             with_step = [n for n, steps in memory.items() if step in steps] + [last[0]]
-            found = [_Found(step, n, self._tiers[n].term_of(step, by_tier[n])) for n in with_step]
+            found = [_Found(step, n, self._rungs[n].term_of(step, by_rung[n])) for n in with_step]
             lineage = newest_term(self._directory)
             found.sort(key=lambda each: not lineage.has(step, each.term))
             return found, max([step, *(max(steps, default=step) for steps in memory.values())])
@@ -188,9 +188,9 @@ class StepTiers:
         for step, number, term in found:
             try:
                 then_newest = functools.partial(then, step, newest, term)
-                self._load(self._tiers[number], step, state, strict, then_newest)
+                self._load(self._rungs[number], step, state, strict, then_newest)
             except CheckpointException as error:
-                if number == found[-1].tier or not _is_damage(error):
+                if number == found[-1].rung or not _is_damage(error):
                     raise
             else:
                 break
@@ -203,22 +203,22 @@ class StepTiers:
         )
 
     def _own_reports(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
-        """Returns the result of ``first``, and this rank's report for each tier."""
-        return first(), [tier.report() for tier in self._tiers]
+        """Returns the result of ``first``, and this rank's report for each rung."""
+        return first(), [rung.report() for rung in self._rungs]
 
     def _newest(
         self, tried: Sequence[_Found], reports: Sequence[list[Any]], lineage: Term
     ) -> _Found | None:
         """Returns the newest whole step of the lineage that was not tried.
 
-        The same step in a later tier follows it. Warns of each newer step that is not on the
+        The same step in a later rung follows it. Warns of each newer step that is not on the
         lineage.
         """
-        tiers = [
-            _in_tier(tier, number, [rank_reports[number] for rank_reports in reports])
-            for number, tier in enumerate(self._tiers)
+        rungs = [
+            _in_rung(rung, number, [rank_reports[number] for rank_reports in reports])
+            for number, rung in enumerate(self._rungs)
         ]
-        for found in heapq.merge(*tiers, key=lambda found: -found.step):
+        for found in heapq.merge(*rungs, key=lambda found: -found.step):
             if found in tried:
                 continue
             if lineage.has(found.step, found.term):
@@ -251,7 +251,7 @@ class StepTiers:
                     f"restore(state, step={self._left[0]})"
                 )
             if found is None and not tried:
-                damaged = [step for tier in self._tiers for step in tier.damaged()]
+                damaged = [step for rung in self._rungs for step in rung.damaged()]
                 if damaged:
                     raise CorruptionError(
                         f"cannot restore from {self._directory}: no committed step is whole "
@@ -279,7 +279,7 @@ class StepTiers:
 
     def _load(
         self,
-        tier: Tier,
+        rung: Rung,
         step: int,
         state: dict[str, Any],
         strict: bool | None,
@@ -289,7 +289,7 @@ class StepTiers:
         planner.is_whole = True
         load(  # If it raises on one rank, it raises on all.
             state,
-            storage_reader=tier.reader_of(step, self._group, self._timeout_s),
+            storage_reader=rung.reader_of(step, self._group, self._timeout_s),
             planner=planner,
             process_group=self._process_group,
             no_dist=self._group.size == 1,
@@ -298,8 +298,8 @@ class StepTiers:
         self._group.decide("restoring", lambda: None, lambda _: then(), timeout_s=self._timeout_s)
 
 
-def _in_tier(tier: Tier, number: int, reports: Sequence[Any]) -> Iterator[_Found]:
-    return (_Found(step, number, tier.term_of(step, reports)) for step in tier.steps(reports))
+def _in_rung(rung: Rung, number: int, reports: Sequence[Any]) -> Iterator[_Found]:
+    return (_Found(step, number, rung.term_of(step, reports)) for step in rung.steps(reports))
 
 
 def _is_damage(error: CheckpointException) -> bool:

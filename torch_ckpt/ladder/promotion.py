@@ -33,18 +33,14 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.ladder.failures import OnFailure, storage_failure
+from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.promotion_steps import Choice, PromotionSteps, Report
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import committed_steps, listed_steps, metrics_of
 from torch_ckpt.records.figures import nbytes_text
 from torch_ckpt.records.record import Recorder, note, phase
-from torch_ckpt.runs.failures import OnFailure, storage_failure
-from torch_ckpt.runs.lineage import Lineage
-from torch_ckpt.runs.promotion_steps import Choice, PromotionSteps, Report
-from torch_ckpt.runs.retention import Retention
-from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import (
-    committed_steps,
-    listed_steps,
-    metrics_of,
-)
 from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
 from torch_ckpt.storage.progress import progress_bar
 

@@ -21,8 +21,8 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
-from torch_ckpt.runs.removal import leased_paths, remove_directories
-from torch_ckpt.runs.step_files import (
+from torch_ckpt.ladder.removal import leased_paths, remove_directories
+from torch_ckpt.ladder.step_files import (
     agreed,
     listed_steps,
     metrics_of,
@@ -39,7 +39,7 @@ Mode = Literal["min", "max"]
 
 
 class StepDirectories:
-    """The steps of a run on disk, as a storage tier.
+    """The steps of a run on disk, as a rung.
 
     :meth:`reader_of` is called on all ranks, every other method on one rank, whose result the ranks
     share. ``verify`` is as for :class:`Run`. ``check`` raises if the checkpoint in a directory is

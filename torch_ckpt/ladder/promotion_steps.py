@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.runs.retention import Retention
+from torch_ckpt.ladder.retention import Retention
 
 __all__ = ["Choice", "PromotionSteps", "Report"]
 

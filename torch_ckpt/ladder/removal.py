@@ -20,7 +20,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import (
     metadata_prefixes,
 )
-from torch_ckpt.runs.step_files import (
+from torch_ckpt.ladder.step_files import (
     announced_removal,
     leased_steps,
     listed_steps,
