@@ -191,11 +191,11 @@ PYTHON = {
     "runs/background/save.py BackgroundSave.settle self._ended.result": Wait(
         "at once: it is done", "the step"
     ),
-    "runs/promotion.py Promotion with self._changed": Wait(BRIEF, "the save"),
-    "runs/promotion.py Promotion with self._removing": Wait(
+    "ladder/promotion.py Promotion with self._changed": Wait(BRIEF, "the save"),
+    "ladder/promotion.py Promotion with self._removing": Wait(
         "a removal of local steps: as long as the local disk takes", "the save"
     ),
-    "runs/promotion.py Promotion._work self._changed.wait": Wait(
+    "ladder/promotion.py Promotion._work self._changed.wait": Wait(
         "the next save, or the end of the run", "no rank waits"
     ),
     "filesystems/obstore_client.py ObstoreClient._read_back reads.popleft().result": Wait(
@@ -204,7 +204,7 @@ PYTHON = {
     "filesystems/obstore_client.py ObstoreClient._read_back with ThreadPoolExecutor": Wait(
         STORE, "the writer of the stream"
     ),
-    "runs/step_files.py lease thread.join": Wait("at once: it was told to end", "no rank waits"),
+    "ladder/step_files.py lease thread.join": Wait("at once: it was told to end", "no rank waits"),
     "staging/copied_state.py CopiedState._copy_values x.wait": Wait(
         "the collective of torch that makes the tensor", "torch"
     ),
@@ -269,8 +269,8 @@ TIMED = {
     "filesystems/obstore_client.py _repeated time.sleep": CLIENT,
     "records/event_log.py EventLog._work self._waiting.get": NOBODY,
     "records/event_log.py EventLog.close self._thread.join": SHORT,
-    "runs/promotion.py Promotion._check_goes_on self._changed.wait_for": SHORT,
-    "runs/step_files.py lease.renew ended.wait": NOBODY,
+    "ladder/promotion.py Promotion._check_goes_on self._changed.wait_for": SHORT,
+    "ladder/step_files.py lease.renew ended.wait": NOBODY,
     "storage/exchange.py _Connection._wait_for_ready time.sleep": AWAITED,
     "storage/exchange.py _swapped work.wait": AWAITED,
     "commits/late_names.py wait_on_all time.sleep": SHORT,
