@@ -282,6 +282,7 @@ class Run(LastSaves):
             The same value on every rank; remains ``True`` until the next call of :meth:`save`.
         """
         step = step_number(step)
+        self._check_open()
         self._boundary.step_ended(step)
         if self._preemption is not None:
             with self._exclusive.use("check for a signal", self.timeout_s):
@@ -300,6 +301,7 @@ class Run(LastSaves):
             Exception: The agent cannot save the state of a rank; raised on all ranks.
             RankTimeoutError: A rank was late, stuck or gone.
         """
+        self._check_open()
         if self._backend is not None:
             self._backend.reserve(state)
 
@@ -387,9 +389,11 @@ class Run(LastSaves):
         """
         if promoted:
             with self._exclusive.use_by_all("wait for promotion", self._group, self.timeout_s):
+                self._check_open()
                 self._saves.wait_for_promotion(self.timeout_s)
         else:
             with self._exclusive.use("wait for the background save", self.timeout_s):
+                self._check_open()
                 self._saves.settle()
 
     # ---- Loading ----
@@ -458,6 +462,7 @@ class Run(LastSaves):
                 dcp.load(state, storage_reader=FastReader(path))
         """
         step = step_number(step)
+        self._check_open()
         *local, run = (disk.directory for disk in self._disks)
         if self._places.are_several:  # A local directory has the files of one machine.
             local = []
@@ -549,6 +554,7 @@ class Run(LastSaves):
         Raises:
             ValueError: The run has ``record=False``.
         """
+        self._check_open()
         if self._recorder is None:
             raise ValueError("on_event() needs the record: this run has record=False")
         self._recorder.listeners.append(listener)
@@ -556,10 +562,11 @@ class Run(LastSaves):
     # ---- Ending ----
 
     def close(self) -> None:
-        """Waits for the background save and ends the run; the run cannot be used afterwards.
+        """Waits for the background save and ends the run; other methods then raise RuntimeError.
 
         The agent first writes a last step of ``persist=False``. With ``local``, all ranks also wait
-        until all steps are promoted. In a forked child of the run's process, it does nothing.
+        until all steps are promoted. A lease continues until its block ends. In a forked child of
+        the run's process, the method does nothing.
 
         Raises:
             CheckpointError: The background save or a promotion failed, on all ranks; see
@@ -598,7 +605,3 @@ class Run(LastSaves):
             if error is None:
                 raise
             error.add_note(str(save_error))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this run is closed")
