@@ -102,6 +102,7 @@ class Run(LastSaves):
 
     Raises:
         CheckpointError: The agent cannot be started; see :class:`SnapshotAgent`.
+        TypeError: A number of steps or bytes is no integer.
         ValueError: A number is out of range, this rank is not in the group, or ``agent`` is given
             and saves are not ``asynchronous``.
 
@@ -336,8 +337,8 @@ class Run(LastSaves):
             CheckpointException: A rank raised. It does not derive from ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
             TypeError: ``step`` is no integer, such as 2.0 or ``True``. On all ranks.
-            ValueError: ``step`` is negative or differs between ranks, ``metrics`` lacks
-                ``monitor``, or ``persist`` is ``False`` without an agent. On all ranks.
+            ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, ``metrics``
+                lacks ``monitor``, or ``persist`` is ``False`` without an agent. On all ranks.
         """
         begin = time.monotonic()
         refused = refusal(step, is_kept=persist or self._is_for_agent)  # All ranks will raise it.
