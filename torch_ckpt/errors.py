@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno as _errno
+import logging
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +35,10 @@ __all__ = [
     "portable_errors",
     "text_of",
     "typed_text_of",
+    "warn_after_commit",
 ]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 _MOST_TEXT = 20_000
 """Most characters of the text of an error that becomes part of another one."""
@@ -284,6 +289,17 @@ def text_of(error: BaseException) -> str:
 def typed_text_of(error: BaseException) -> str:
     """Returns the class and the text of an error of any class; see :func:`text_of`."""
     return f"{type(error).__qualname__}: {text_of(error)}"
+
+
+def warn_after_commit(message: str, *, stacklevel: int) -> None:
+    """Warns of what follows a commit; logs the warning if warnings are errors.
+
+    The checkpoint is committed: an error would state that it was not saved.
+    """
+    try:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+    except Warning:
+        _LOG.warning(message)
 
 
 def pickles(value: object) -> bool:

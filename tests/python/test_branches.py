@@ -287,6 +287,28 @@ def test_rm_removes_newer_steps_on_disk_and_in_memory(run: Path, memory: Path) -
         assert restored(again) == 300
 
 
+def test_rm_without_newer_steps_asks_nothing_and_removes_nothing(run_with_steps: Path) -> None:
+    for options in ([], ["--yes"]):
+        status, printed = run_command("rm", run_with_steps, "--after", 700, *options)
+        assert (status, "there are no newer steps" in printed) == (3, True)
+        assert "pass --yes" not in printed
+    assert steps_in(run_with_steps) == [300, 500, 700]
+
+
+def test_rm_removes_steps_that_are_in_memory_alone(run: Path, memory: Path) -> None:
+    training = Run(run, **AGENT)
+    training.save(300, state_of(300))
+    training.wait()
+    training.save(500, state_of(500), persist=False)
+    training._backend.leave()  # type: ignore[union-attr]
+    status, printed = run_command("rm", run, "--after", 300)
+    assert (status, "steps to remove from memory: 500\n" in printed) == (3, True)
+    assert "pass --yes" in printed
+    status, printed = run_command("rm", run, "--after", 300, "--yes")
+    assert (status, "removed steps: 0 on disk, 1 in memory" in printed) == (0, True)
+    assert run_command("rm", run, "--after", 300, "--yes")[0] == 3
+
+
 @pytest.mark.parametrize(("answer", "steps"), [("y", [300]), ("n", [300, 500, 700])])
 def test_rm_asks_on_a_terminal(answer: str, steps: list[int], run_with_steps: Path) -> None:
     here, terminal = pty.openpty()

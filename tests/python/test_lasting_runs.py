@@ -23,6 +23,7 @@ from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.fsspec_client import FsspecClient
 from torch_ckpt.filesystems.location import Location, register
 from torch_ckpt.formats.committed import committed_id
+from torch_ckpt.ladder import step_files
 from torch_ckpt.ladder.step_files import LEASE_S, lease, leased_steps
 
 pytestmark = pytest.mark.timeout(60)
@@ -102,6 +103,8 @@ def test_a_lease_expires_on_a_store_that_dates_no_files(
         assert leased_steps(Location(url)) == {1}
         later_s = time.time() + LEASE_S + 1
         monkeypatch.setattr(time, "time", lambda: later_s)
+        assert leased_steps(Location(url)) == {1}  # Its process lives.
+        monkeypatch.setattr(step_files, "is_dead", lambda _: None)  # As on another machine.
         assert leased_steps(Location(url)) == set()
 
 

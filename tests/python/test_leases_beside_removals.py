@@ -28,7 +28,17 @@ from torch_ckpt.ladder.step_directories import StepDirectories
 pytestmark = pytest.mark.timeout(120)
 
 ACCESSES = (
-    *("names", "exists", "modified_s", "read_range", "write", "rename", "sync", "remove"),
+    *(
+        "names",
+        "directory_names",
+        "exists",
+        "modified_s",
+        "read_range",
+        "write",
+        "rename",
+        "sync",
+        "remove",
+    ),
     "remove_all",
 )
 

@@ -72,3 +72,37 @@ def test_a_step_that_is_no_integer_is_refused_and_named(
                 CALLS[name](run, step)
             assert repr(step) in str(error.value)
         assert run.latest_step() == 2
+
+
+@pytest.mark.parametrize("mode", [{}, {"asynchronous": True, "agent": True}])
+@pytest.mark.usefixtures("memory")
+def test_the_last_step_is_the_same_with_an_agent_and_without(
+    tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    with Run(tmp_path / "run", **mode) as run:
+        for name in CALLS:
+            for step in (2**63, 10**5000, np.uint64(2**63)):
+                with pytest.raises(ValueError, match=r"step is too large.* 2\*\*63 - 1"):
+                    CALLS[name](run, step)
+        assert run.save(2**63 - 1, state())
+        run.wait()
+        assert run.latest_step() == 2**63 - 1
+    assert Run(tmp_path / "run").restore(state()) == 2**63 - 1
+
+
+@pytest.mark.parametrize("value", [1.5, 1.0, "1", True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("keep_last", "keep_every", "keep_best", "every", "max_failures"),
+        *("keep_local", "promote_bytes_per_s"),
+    ],
+)
+def test_a_number_of_steps_or_bytes_that_is_no_integer_is_refused_at_once(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    with pytest.raises(TypeError, match=f"{name}={value!r} is not an integer"):
+        Run(tmp_path / "run", local=tmp_path / "local", monitor="loss", **{name: value})
+    options = {name: np.int64(1), "monitor": "loss"}
+    with Run(tmp_path / "run", local=tmp_path / "local", **options) as run:
+        run.save(1, state(), metrics={"loss": 1.0})

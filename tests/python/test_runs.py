@@ -419,9 +419,26 @@ def test_an_error_of_training_is_not_hidden_by_that_of_a_save(tmp_path: Path) ->
 
 def test_a_closed_run_refuses_to_go_on_and_a_removed_step_is_not_found(tmp_path: Path) -> None:
     run = save_steps(tmp_path, 1, 2, keep_last=1)
+    with run.lease(2):
+        run.close()
     run.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        run.save(3, state_of(3))
+    calls: list[Callable[[], object]] = [
+        lambda: run.save(3, state_of(3)),
+        lambda: run.should_save(3),
+        lambda: run.reserve(state_of(3)),
+        lambda: run.restore(state_of(3)),
+        lambda: run.restore(state_of(3), step=2),
+        lambda: run.discard_after(2),
+        lambda: run.lease(2).__enter__(),
+        lambda: run.saving_on_exception(dict).__enter__(),
+        lambda: run.saving_on_signal(dict).__enter__(),
+        lambda: run.on_event(print),
+        lambda: run.wait(promoted=True),
+        *(run.wait, run.latest_step),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="this run is closed"):
+            call()
     error = failure_of(load, state_of(-1), storage_reader=FastReader(tmp_path / "step-1"))
     assert isinstance(error, NotFoundError)
     assert "no checkpoint is committed" in str(error)

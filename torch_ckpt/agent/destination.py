@@ -59,11 +59,11 @@ class Destination(NamedTuple):
             made.encode().encode()
         except UnicodeEncodeError:
             raise UnsupportedError(
-                f"cannot save to {made.directory!r}: the name is not UTF-8"
+                f"cannot save to {str(made.directory)!a}: the name is not UTF-8"
             ) from None
         except UnicodeDecodeError:
             raise UnsupportedError(
-                f"cannot save to {made.directory!r}: a small file of the step is not UTF-8"
+                f"cannot save to {made.directory}: a small file of the step is not UTF-8"
             ) from None
         return made
 

@@ -20,6 +20,7 @@ from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.ladder.step_files import (
     agreed,
     branch_of,
+    check_same_run,
     listed_steps,
     metrics_of,
     run_of_local,
@@ -43,7 +44,8 @@ def add_to(commands: Any) -> None:
         description="Lists the steps of a run, the newest first: size, age, metrics, and whether "
         "its files are present: the step opens, and they have the right lengths; "
         "torch-ckpt verify reads all bytes. In a local directory, from which steps are promoted, "
-        "the list has the steps of the run as well, and where the files of each are; 'part' means "
+        "the list has the steps of the run as well, and where the files of each are, unless the "
+        "directory of the run is of another run now; 'part' means "
         "that other machines have the other files. 'New' are the bytes that no older step has. "
         "A step that was saved after the run had gone back to "
         "step 300 is marked 'from step 300'. Exit status: 0; 1 if a committed step is damaged; "
@@ -58,7 +60,14 @@ def _ls(options: argparse.Namespace) -> int:
     run = options.run
     promoted_to, is_part = run_of_local(run)
     # The steps of the run are those of both directories, and count where they are whole.
-    directories = {"local": run, "run": promoted_to} if promoted_to is not None else {"": run}
+    directories = {"": run} if promoted_to is None else {"local": run}
+    if promoted_to is not None:
+        try:
+            check_same_run(run, promoted_to)
+            directories["run"] = promoted_to
+        except CheckpointError as error:
+            print(printable(f"only the local steps are listed: {error}"), file=sys.stderr)
+            promoted_to = None
     steps: list[dict[str, Any]] = []
     unlisted: list[str] = []
 
@@ -82,7 +91,8 @@ def _ls(options: argparse.Namespace) -> int:
     with contextlib.suppress(CheckpointError):  # `unlisted` says so.
         lineage = newest_term(promoted_to or run)
     for step in steps:
-        step["left"] = not lineage.has(step["step"], step.pop("term"))
+        is_left = not lineage.has(step["step"], step.pop("term"))
+        step["left"] = is_left and step["state"] != "unfinished"  # Which has no term yet.
     live = (step["step"] for step in steps if step["state"] == "whole" and not step["left"])
     newest = next(live, None)
     unreplicated = ""

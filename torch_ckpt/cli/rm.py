@@ -9,8 +9,13 @@ from typing import Any
 from torch_ckpt.cli.terminal import FAILED, SOUND, fail
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.ladder.removal import discard_after, discard_from_memory, steps_after
-from torch_ckpt.ladder.step_files import listed_steps, run_of_local
+from torch_ckpt.ladder.removal import (
+    discard_after,
+    discard_from_memory,
+    steps_after,
+    steps_in_memory,
+)
+from torch_ckpt.ladder.step_files import check_same_run, listed_steps, run_of_local
 from torch_ckpt.storage.verify import check_whole
 
 __all__ = ["add_to"]
@@ -26,7 +31,8 @@ def add_to(commands: Any) -> None:
         "memory of the run's agent on this machine. For a run that goes back to an older step: "
         "otherwise the next restore loads the newest step again. No training of the run may be in "
         "progress. The command lists the steps, and asks before it removes them. Exit status: 0; 1 "
-        "if no step that would remain is whole; 3 if nothing was removed, or not all of the steps.",
+        "if no step that would remain is whole; 3 if nothing was removed, or not all of the steps, "
+        "or if the local directory of a run names the directory of another run.",
     )
     parser.add_argument("run", type=Location, help="directory of the run")
     parser.add_argument(
@@ -41,13 +47,19 @@ def _rm(options: argparse.Namespace) -> int:
     if not listed_steps(run):
         raise no_checkpoint(run)
     promoted_to, _ = run_of_local(run)
+    if promoted_to is not None:
+        check_same_run(run, promoted_to)
     # The local directory last: otherwise its steps would be promoted again.
     directories = [run] if promoted_to is None else [promoted_to, run]
     newest, newer = steps_after(directories, options.after, check_whole)
     print(f"the newest step of {run} that remains: {newest}")
-    more = f" and {len(newer) - _MOST_LISTED} more" if len(newer) > _MOST_LISTED else ""
-    listed = ", ".join(map(str, newer[:_MOST_LISTED]))
-    print(f"steps to remove: {listed + more if newer else 'none on disk'}")
+    in_memory = set().union(*map(steps_in_memory, directories))
+    doomed = sorted((step for step in in_memory if step > options.after), reverse=True)
+    print(f"steps to remove: {_listed(newer) or 'none on disk'}")
+    if doomed:
+        print(f"steps to remove from memory: {_listed(doomed)}")
+    if not newer and not doomed:
+        return fail("there are no newer steps. Nothing was removed")
     if not options.yes and not _is_confirmed():
         return FAILED
     discarded = set().union(
@@ -56,6 +68,11 @@ def _rm(options: argparse.Namespace) -> int:
     removed = discard_after(directories, options.after)
     print(f"removed steps: {len(removed)} on disk, {len(discarded)} in memory")
     return SOUND
+
+
+def _listed(steps: list[int]) -> str:
+    more = f" and {len(steps) - _MOST_LISTED} more" if len(steps) > _MOST_LISTED else ""
+    return ", ".join(map(str, steps[:_MOST_LISTED])) + more
 
 
 def _is_confirmed() -> bool:

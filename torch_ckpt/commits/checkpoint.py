@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from errno import EEXIST
@@ -22,7 +21,7 @@ from torch_ckpt.commits.small_files import write_small_files
 from torch_ckpt.commits.temporary import PARTIAL, end_partials, remove_temporary, temporary
 from torch_ckpt.commits.terms import check_term, term_in
 from torch_ckpt.commits.transaction import Transaction
-from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, warn_after_commit
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import (
     committed_id,
@@ -209,7 +208,8 @@ class CheckpointTransaction(Transaction):
         try:
             write_small_files(self.target, self._small_files, sync=self.sync)
         except CheckpointError as error:  # The checkpoint is committed.
-            warnings.warn(f"small files of {self._name} were not written: {error}", stacklevel=2)
+            message = f"small files of {self._name} were not written: {error}"
+            warn_after_commit(message, stacklevel=2)
 
     def _publish(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
         """Makes the checkpoint appear; see ``csrc/engine/commit.h``."""

@@ -66,7 +66,7 @@ class SaveFuture(OwnFuture[T]):
         is_named: bool = True,
     ) -> None:
         super().__init__(awaited, is_named=is_named)
-        self._failure = failure
+        self.failure = failure
         self._is_read = False
         self.set_running_or_notify_cancel()  # A save cannot be cancelled.
         PROCESS.save_futures.add(self)
@@ -98,7 +98,7 @@ class SaveFuture(OwnFuture[T]):
         error = self.exception()
         if error is None:
             return
-        text = f"{self._failure}: {why(error)}"
+        text = f"{self.failure}: {why(error)}"
         print(f"torch_ckpt: {text}", file=sys.stderr)
         if _LOG.hasHandlers():  # Otherwise, logging prints to stderr, too.
             _LOG.error(text)

@@ -377,6 +377,19 @@ class Location:
             raise UnsupportedError(f"cannot link {self} to {to}: they are on different storage")
         self.file_system.link(self.path, to.path, sync)
 
+    def link_target(self) -> Location | None:
+        """Returns where this symbolic link leads, without following further links there.
+
+        Returns ``None`` if the location is no link. Links in its parent directories are resolved.
+        """
+        if self.local_path is None or not self.local_path.is_symlink():
+            return None
+        try:
+            target = self.local_path.parent / os.readlink(self.path)
+        except OSError:  # It was removed meanwhile.
+            return None
+        return self._with(Path(resolved_path(target.parent)) / target.name)
+
     def copy_link_to(self, to: Location) -> bool:
         """Makes ``to`` the same symbolic link, if this location is one, and returns whether it is.
 
@@ -425,6 +438,23 @@ class Location:
         """Returns the names in the directory, sorted."""
         return self.file_system.list_directory(self.path)
 
+    def directory_names(self) -> list[str]:
+        """Returns the names of the directories in the directory, and of links to such, sorted.
+
+        Returns all names on a file system that is not one of this machine's: finding out would take
+        a request for each.
+        """
+        if self.local_path is None:
+            return self.names()
+        try:
+            with (
+                _native.StorageCall("listing", self.path),
+                os.scandir(self.local_path) as entries,
+            ):
+                return sorted(entry.name for entry in entries if _is_directory(entry))
+        except OSError:
+            return self.names()  # Raises the error of this class.
+
     def sync(self) -> None:
         """Syncs the directory, so that its names survive a power cut."""
         self.file_system.sync_directory(self.path)
@@ -470,6 +500,14 @@ def remove_each(locations: Iterable[Location]) -> None:
             raise first
     finally:
         del first  # Its traceback refers to this frame, and so to those of the callers.
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Returns whether an entry is a directory or leads to one; true if that cannot be found out."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        return error.errno not in (errno.ELOOP, errno.ENOTDIR)
 
 
 class _Stream(io.RawIOBase):

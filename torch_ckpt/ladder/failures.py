@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CancelledError, StorageError
+from torch_ckpt.ladder.step_files import whole_number
 
 __all__ = ["Failures", "OnFailure", "may_be_committed", "storage_failure"]
 
@@ -28,7 +29,7 @@ class Failures:
     """
 
     def __init__(self, on_failure: OnFailure, most: int) -> None:
-        if most < 1:
+        if whole_number("max_failures", most) < 1:
             raise ValueError(f"max_failures={most} is not positive")
         self.count = 0
         self._on_failure, self._most = on_failure, most

@@ -17,7 +17,7 @@ from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.promotion import Promotion
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
-from torch_ckpt.ladder.step_files import committed_steps, tie_directories
+from torch_ckpt.ladder.step_files import committed_steps, tie_directories, whole_number
 from torch_ckpt.storage.copying import is_of_another_save
 from torch_ckpt.storage.writer import FastWriter
 
@@ -43,13 +43,13 @@ def promotion_for(
     """Returns the promotion of a run with a local directory, on the first rank at each place.
 
     All ranks call it. ``disks`` are the local directory and that of the run. Raises CheckpointError
-    on all ranks if the local directory has steps of another run, and ValueError if a number is out
-    of range.
+    on all ranks if the local directory has steps of another run, TypeError if a number is no
+    integer, and ValueError if it is out of range.
     """
     local, run = disks
-    if keep < 1:
+    if whole_number("keep_local", keep) < 1:
         raise ValueError(f"keep_local={keep} is not positive")
-    if nbytes_per_s is not None and nbytes_per_s < 1:
+    if nbytes_per_s is not None and whole_number("promote_bytes_per_s", nbytes_per_s) < 1:
         raise ValueError(f"promote_bytes_per_s={nbytes_per_s} is not positive")
     activity = "opening the local directory"
 

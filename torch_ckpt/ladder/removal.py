@@ -23,6 +23,7 @@ from torch_ckpt.formats.committed import (
 from torch_ckpt.ladder.step_files import (
     announced_removal,
     leased_steps,
+    linked_steps,
     listed_steps,
     what_is_missing,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "remove_directory",
     "remove_unfinished",
     "steps_after",
+    "steps_in_memory",
 ]
 
 # A lease that begins during a removal waits while so many steps are renamed.
@@ -190,6 +192,11 @@ def steps_after(
             "removed"
         )
     newer = list(dict.fromkeys(found for found, _ in steps if found > step))
+    for older, path in (each for each in steps if each[0] <= step):
+        if linked := linked_steps(path.parent, [older]).intersection(newer):
+            raise CheckpointError(
+                f"{what}: step {older} is a link to step {max(linked)}. Nothing was removed"
+            )
     if leased := sorted(set().union(*map(leased_steps, directories)).intersection(newer)):
         raise CheckpointError(f"{what}: {_leased(leased[0])}. Nothing was removed. {_AGAIN}")
     return remaining, newer
@@ -203,6 +210,18 @@ def discard_from_memory(directory: Location, is_discarded: Callable[[int], bool]
     """
     run = run_of(str(directory))
     return discard_slots(folder_of(run), run, is_discarded)
+
+
+def steps_in_memory(directory: Location) -> set[int]:
+    """Returns the steps in the memory of the run's agent on this machine."""
+    found: set[int] = set()
+
+    def is_discarded(step: int) -> bool:
+        found.add(step)
+        return False
+
+    discard_from_memory(directory, is_discarded)
+    return found
 
 
 def discard_after(directories: Sequence[Location], step: int) -> list[int]:

@@ -16,7 +16,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.ladder.step_directories import Mode, StepDirectories
-from torch_ckpt.ladder.step_files import leased_steps, listed_steps
+from torch_ckpt.ladder.step_files import leased_steps, listed_steps, whole_number
 
 __all__ = ["Chosen", "Retention"]
 
@@ -41,7 +41,8 @@ class Chosen:
 class Retention:
     """Which steps of a run remain after a save; the options are those of :class:`Run`.
 
-    Raises ValueError if a number is not positive, the mode is unknown, or ``monitor`` is missing.
+    Raises TypeError if a number is no integer, and ValueError if it is not positive, the mode is
+    unknown, or ``monitor`` is missing.
     """
 
     keep_last: int | None = None
@@ -53,7 +54,7 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and whole_number(name, value) < 1:
                 raise ValueError(f"{name}={value} is not positive")
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r} is not one of {', '.join(get_args(Mode))}")

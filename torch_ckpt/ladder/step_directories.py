@@ -18,12 +18,13 @@ from torch_ckpt.commits.late_names import wait_on_all
 from torch_ckpt.commits.temporary import remove_abandoned
 from torch_ckpt.commits.terms import term_of
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.errors import CheckpointError, NotFoundError, warn_after_commit
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.removal import leased_paths, remove_directories
 from torch_ckpt.ladder.step_files import (
     agreed,
+    linked_steps,
     listed_steps,
     metrics_of,
     remove_expired_leases,
@@ -163,9 +164,16 @@ class StepDirectories:
         return agreed(scan, lambda found: found[0] != {} and not found[1])[0]
 
     def remove(self, steps: Sequence[int]) -> None:
-        """Removes steps, unless they are leased; warns once of each that cannot be removed."""
+        """Removes steps, unless they are leased, or a step that remains is a link to them.
+
+        Warns once of each that cannot be removed.
+        """
         known = {}
-        for step in steps:
+        in_use: set[int] = set()
+        if steps:
+            remaining = set(listed_steps(self.directory)).difference(steps)
+            in_use = linked_steps(self.directory, remaining)
+        for step in (step for step in steps if step not in in_use):
             path = self.path(step)
             if missing := what_is_missing(path):
                 self._warn_once(path.name, f"step {step} was not removed: {missing}")
@@ -179,7 +187,7 @@ class StepDirectories:
         """Warns of a directory, unless it was warned of before."""
         if name not in self._warned:
             self._warned.add(name)
-            warnings.warn(message, stacklevel=4)
+            warn_after_commit(message, stacklevel=4)
 
     def sweep(self) -> None:
         """Deletes the remains of interrupted removals and of killed processes, and expired leases.

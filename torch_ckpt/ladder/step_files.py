@@ -14,9 +14,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import SupportsIndex, TypeVar, cast
 
+from torch_ckpt.agent.identity import id_in_directory
 from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.coordination.waiting import LongWait
@@ -29,9 +30,11 @@ __all__ = [
     "agreed",
     "announced_removal",
     "branch_of",
+    "check_same_run",
     "committed_steps",
     "lease",
     "leased_steps",
+    "linked_steps",
     "listed_steps",
     "metrics_file",
     "metrics_of",
@@ -41,6 +44,7 @@ __all__ = [
     "step_number",
     "tie_directories",
     "what_is_missing",
+    "whole_number",
 ]
 
 T = TypeVar("T")
@@ -52,6 +56,11 @@ _LOCAL_OF = "local-of"
 """The file that names the directory to which local steps are promoted."""
 
 _PART = "files of one machine\n"
+
+_MOST_LINKS = 40
+"""Most links that the system follows in a path."""
+
+_LAST_STEP = (1 << 63) - 1
 
 _RENEW_S = 60.0
 
@@ -72,9 +81,12 @@ _REMAINS = re.compile(r"(__\d+)?\.metadata(\.[0-9a-f]{16})?\.tmp|\.agents-.*")
 
 
 def listed_steps(directory: Location) -> list[int]:
-    """Returns all directories with the name of a step, whole or not, the newest first."""
+    """Returns all directories with the name of a step, whole or not, the newest first.
+
+    A link to a directory is one. A file is none, and neither is a link that leads nowhere.
+    """
     try:
-        names = directory.names()
+        names = directory.directory_names()
     except NotFoundError:
         return []
     found = (_STEP.fullmatch(name) for name in names)
@@ -89,6 +101,22 @@ def committed_steps(directory: Location) -> list[int]:
         return [step for step in steps if has_checkpoint(directory / f"step-{step}")], steps
 
     return agreed(scan, lambda found: found[0] == found[1] != [])[0]
+
+
+def linked_steps(directory: Location, steps: Iterable[int]) -> set[int]:
+    """Returns the steps of a directory to which some of its steps lead, which are links."""
+    found = set()
+    for step in steps:
+        path = directory / f"step-{step}"
+        for _ in range(_MOST_LINKS):
+            target = path.link_target()
+            if target is None:
+                break
+            match = _STEP.fullmatch(target.name)
+            if match is not None and target.parent.is_same_as(directory):
+                found.add(int(match[1]))
+            path = target
+    return found
 
 
 def agreed(scan: Callable[[], T], is_certain: Callable[[T], bool]) -> T:
@@ -143,7 +171,10 @@ def tie_directories(local: Location, run: Location, *, is_part: bool) -> None:
 
     ``is_part`` says that other machines have the other files of its steps.
     """
-    contents = f"{run}\n{_PART if is_part else ''}".encode()
+    name = str(run)
+    if not name.isprintable():  # Such as one with a line feed, or that is not UTF-8.
+        name = json.dumps(name)
+    contents = f"{name}\n{_PART if is_part else ''}".encode()
     with contextlib.suppress(NotFoundError):
         if (local / _LOCAL_OF).read() == contents:
             return
@@ -153,12 +184,29 @@ def tie_directories(local: Location, run: Location, *, is_part: bool) -> None:
 def run_of_local(local: Location) -> tuple[Location | None, bool]:
     """Returns the directory to which the steps of a local directory are promoted, if any.
 
-    The second value says that other machines have the other files of these steps.
+    The second value says that other machines have the other files of these steps. Whether that
+    directory is still of the same run, :func:`check_same_run` finds out.
     """
     with contextlib.suppress(CheckpointError, ValueError):
         run, _, part = (local / _LOCAL_OF).read().decode().partition("\n")
-        return Location(run), part == _PART
+        # A path is absolute, and a URL begins with its scheme.
+        return Location(json.loads(run) if run.startswith('"') else run), part == _PART
     return None, False
+
+
+def check_same_run(local: Location, run: Location) -> None:
+    """Checks that a local directory belongs to the run in a directory that it names.
+
+    Raises CheckpointError if that directory is of another run or was removed, and StorageError if
+    it cannot be read.
+    """
+    own, found = id_in_directory(local), id_in_directory(run)
+    if own is None or own != found:
+        raise CheckpointError(
+            f"{run}, which {local / _LOCAL_OF} names, is not the run of the steps in {local}: its "
+            f"run-id is {found or 'missing'}, and theirs is {own or 'missing'}. To treat the local "
+            f"directory as a run, remove {local / _LOCAL_OF}"
+        )
 
 
 # ---- Small files of a step ----
@@ -212,13 +260,13 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
     """Protects a step of a run from removal within the block, which gets its directory.
 
     The lease is a file in the directory of the run. A thread renews it. After the death of the
-    process, it protects the step for another 300 s at most. Raises NotFoundError if the step is not
-    committed, or is being removed.
+    process, it protects the step for another 300 s at most. A forked child that leaves the block
+    does not end it. Raises NotFoundError if the step is not committed, or is being removed.
     """
     path = directory / f"step-{step}"
     if not has_checkpoint(path):
         raise _no_step(directory, step)
-    file = directory / f".lease-{step}-{secrets.token_hex(8)}"
+    file, owner = directory / f".lease-{step}-{secrets.token_hex(8)}", os.getpid()
     _renew(file)
     ended = threading.Event()
 
@@ -236,10 +284,11 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
         thread.start()
         yield path
     finally:
-        ended.set()
-        if thread.is_alive():
-            thread.join()
-        file.discard()
+        if os.getpid() == owner:
+            ended.set()
+            if thread.is_alive():
+                thread.join()
+            file.discard()
 
 
 @contextlib.contextmanager
@@ -292,8 +341,9 @@ def _has_died(removal: Location, now_s: float | None) -> bool:
 
 
 def leased_steps(directory: Location) -> set[int]:
-    """Returns the steps that a lease protects."""
-    return {step for step, _, is_valid in _leases(directory) if is_valid}
+    """Returns the steps that a lease protects, also those to which a leased link leads."""
+    leased = {step for step, _, is_valid in _leases(directory) if is_valid}
+    return leased | linked_steps(directory, leased)
 
 
 def remove_expired_leases(directory: Location) -> None:
@@ -321,7 +371,8 @@ def _leases(directory: Location) -> Iterator[tuple[int, Location, bool]]:
         if written is None:  # The file system dates no files.
             by, written = time.time(), _renewed_s(file)
         is_valid = by is None or written is None or abs(by - written) < LEASE_S
-        yield int(match[1]), file, is_valid
+        # A clock may have been set meanwhile, or the lease was not renewed on a full disk.
+        yield int(match[1]), file, is_valid or _lives(file)
 
 
 def _now_s(directory: Location) -> float | None:
@@ -339,12 +390,19 @@ def _now_s(directory: Location) -> float | None:
 
 
 def _renew(file: Location) -> None:
-    """Writes the lease again, with its owner for people.
+    """Writes the lease again, with its owner; ``host`` and ``pid`` are for people.
 
     The time of the write counts, or that in the file if the file system dates no files.
     """
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "renewed_s": time.time()}
-    file.replace(json.dumps(owner).encode(), sync=False)
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "process": this_process()}
+    file.replace(json.dumps(owner | {"renewed_s": time.time()}).encode(), sync=False)
+
+
+def _lives(lease: Location) -> bool:
+    """Returns whether the process of a lease certainly lives: it is one of this machine."""
+    with contextlib.suppress(CheckpointError, ValueError, TypeError, KeyError):
+        return is_dead(json.loads(lease.read())["process"]) is False
+    return False
 
 
 def _renewed_s(file: Location) -> float | None:
@@ -361,24 +419,38 @@ def _no_step(directory: Location, step: int) -> NotFoundError:
 # ---- Arguments ----
 
 
-def step_number(step: object) -> int:
-    """Returns a step that a caller has given: an integer of Python, NumPy or a tensor.
+def whole_number(name: str, value: object) -> int:
+    """Returns a number that a caller has given: an integer of Python, NumPy or a tensor.
 
-    Raises TypeError for any other value. A directory ``step-1.0`` would never be found again.
+    Raises TypeError for any other value, with the name of the argument.
     """
-    if isinstance(step, bool) or "bool" in str(getattr(step, "dtype", "")):
-        raise TypeError(f"{step=} is not an integer")
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        raise TypeError(f"{name}={value!r} is not an integer")
     try:
-        return operator.index(cast(SupportsIndex, step))
+        return operator.index(cast(SupportsIndex, value))
     except (TypeError, ValueError, RuntimeError):  # Such as a tensor of several values.
-        raise TypeError(f"{step=} is not an integer") from None
+        raise TypeError(f"{name}={value!r} is not an integer") from None
+
+
+def step_number(step: object) -> int:
+    """Returns a step that a caller has given.
+
+    Raises TypeError if it is no integer: a directory ``step-1.0`` would never be found again. And
+    ValueError if the memory of an agent cannot store it.
+    """
+    number = whole_number("step", step)
+    if number > _LAST_STEP:
+        raise ValueError(
+            f"step is too large: it has {number.bit_length()} bits, and the last step is 2**63 - 1"
+        )
+    return number
 
 
 def refusal(step: object, *, is_kept: bool) -> Exception | None:
     """Returns the error of a step that cannot be saved. ``is_kept``: on disk or by an agent."""
     try:
         number = step_number(step)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         return error
     if number < 0:
         return ValueError(f"{step=} is negative")

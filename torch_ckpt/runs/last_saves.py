@@ -41,7 +41,8 @@ class LastSaves:
 
         All ranks must raise, as they do when a collective of training fails. If another rank does
         not raise within ``timeout_s``, nothing is saved. The exception of the block is always
-        raised, with a note about the outcome. ``SystemExit`` and ``GeneratorExit`` save nothing.
+        raised, with a note about the outcome. ``SystemExit`` and ``GeneratorExit`` save nothing,
+        nor does an exception in a forked child.
 
         Args:
             state: Returns the state to save.
@@ -52,13 +53,15 @@ class LastSaves:
             with run.saving_on_exception(lambda: training.state_dict()):
                 train()
         """
+        self._check_open()
         try:
             with self._boundary.watching_optimizers():
                 yield
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            error.add_note(f"torch_ckpt: {self._saves.save_after(error, state, timeout_s)}")
+            if not self._exclusive.is_forked:
+                error.add_note(f"torch_ckpt: {self._saves.save_after(error, state, timeout_s)}")
             raise
 
     @contextlib.contextmanager
@@ -103,6 +106,7 @@ class LastSaves:
                     if run.should_save(step) or step == steps:
                         run.save(step, state)
         """
+        self._check_open()
         if self._preemption is not None:
             raise RuntimeError("saving_on_signal() is in use already")
         preemption = Preemption(signals, grace_s, state, is_alone=self._group.size == 1)
@@ -114,7 +118,12 @@ class LastSaves:
                     with self._exclusive.use("check for a signal", self.timeout_s):
                         self._saves.end_if_signalled(preemption, is_last=True)
             except BaseException as error:
-                self._saves.end_after_error(preemption, error)
+                if not self._exclusive.is_forked:
+                    self._saves.end_after_error(preemption, error)
                 raise
             finally:
                 self._preemption = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this run is closed")

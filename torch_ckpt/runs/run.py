@@ -102,6 +102,7 @@ class Run(LastSaves):
 
     Raises:
         CheckpointError: The agent cannot be started; see :class:`SnapshotAgent`.
+        TypeError: A number of steps or bytes is no integer.
         ValueError: An argument is out of range or differs between ranks, this rank is not in the
             group, or ``agent`` is given and saves are not ``asynchronous``.
 
@@ -279,6 +280,7 @@ class Run(LastSaves):
             The same value on every rank; remains ``True`` until the next call of :meth:`save`.
         """
         step = step_number(step)
+        self._check_open()
         self._boundary.step_ended(step)
         if self._preemption is not None:
             with self._exclusive.use("check for a signal", self.timeout_s):
@@ -297,6 +299,7 @@ class Run(LastSaves):
             Exception: The agent cannot save the state of a rank; raised on all ranks.
             RankTimeoutError: A rank was late, stuck or gone.
         """
+        self._check_open()
         if self._backend is not None:
             self._backend.reserve(state)
 
@@ -331,8 +334,8 @@ class Run(LastSaves):
             CheckpointException: A rank raised. It does not derive from ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
             TypeError: ``step`` is no integer, such as 2.0 or ``True``. On all ranks.
-            ValueError: ``step`` is negative or differs between ranks, ``metrics`` lacks
-                ``monitor``, or ``persist`` is ``False`` without an agent. On all ranks.
+            ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, ``metrics``
+                lacks ``monitor``, or ``persist`` is ``False`` without an agent. On all ranks.
         """
         begin = time.monotonic()
         refused = refusal(step, is_kept=persist or self._is_for_agent)  # All ranks will raise it.
@@ -384,9 +387,11 @@ class Run(LastSaves):
         """
         if promoted:
             with self._exclusive.use_by_all("wait for promotion", self._group, self.timeout_s):
+                self._check_open()
                 self._saves.wait_for_promotion(self.timeout_s)
         else:
             with self._exclusive.use("wait for the background save", self.timeout_s):
+                self._check_open()
                 self._saves.settle()
 
     # ---- Loading ----
@@ -458,6 +463,7 @@ class Run(LastSaves):
                 dcp.load(state, storage_reader=FastReader(path))
         """
         step = step_number(step)
+        self._check_open()
         *local, run = (disk.directory for disk in self._disks)
         if self._places.are_several:  # A local directory has the files of one machine.
             local = []
@@ -550,6 +556,7 @@ class Run(LastSaves):
         Raises:
             ValueError: The run has ``record=False``.
         """
+        self._check_open()
         if self._recorder is None:
             raise ValueError("on_event() needs the record: this run has record=False")
         self._recorder.listeners.append(listener)
@@ -557,10 +564,11 @@ class Run(LastSaves):
     # ---- Ending ----
 
     def close(self) -> None:
-        """Waits for the background save and ends the run; the run cannot be used afterwards.
+        """Waits for the background save and ends the run; other methods then raise RuntimeError.
 
         The agent first writes a last step of ``persist=False``. With ``local``, all ranks also wait
-        until all steps are promoted. In a forked child of the run's process, it does nothing.
+        until all steps are promoted. A lease continues until its block ends. In a forked child of
+        the run's process, the method does nothing.
 
         Raises:
             CheckpointError: The background save or a promotion failed, on all ranks; see
@@ -599,7 +607,3 @@ class Run(LastSaves):
             if error is None:
                 raise
             error.add_note(str(save_error))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this run is closed")

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch_ckpt.ladder.step_files import whole_number
+
 __all__ = ["CostClock", "SaveCost", "SaveSchedule"]
 
 _PROFILED_STEPS = 10
@@ -67,7 +69,7 @@ class SaveSchedule:
     """
 
     def __init__(self, every: int | None, share: float) -> None:
-        if every is not None and every < 1:
+        if every is not None and whole_number("every", every) < 1:
             raise ValueError(f"{every=} is not positive")
         if not 0 < share < 1:
             raise ValueError(f"max_overhead={share} is not between 0 and 1")

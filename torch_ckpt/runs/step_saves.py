@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +15,12 @@ import torch.distributed as dist
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
-from torch_ckpt.errors import CheckpointError, RankTimeoutError, StorageError
+from torch_ckpt.errors import (
+    CheckpointError,
+    RankTimeoutError,
+    StorageError,
+    warn_after_commit,
+)
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import Failures, may_be_committed
 from torch_ckpt.ladder.lineage import Lineage
@@ -134,6 +138,8 @@ class StepSaves:
                 seconds = pending.settle(timeout_s or self._timeout_s)
             self._clock.background_save_ended(seconds)
         except CheckpointError as error:
+            if pending.is_committed:
+                raise
             self._boundary.stored = None
             if not pending.is_in_progress:
                 self._has_failed(pending.step, error, pending.then)
@@ -150,11 +156,13 @@ class StepSaves:
         newest = self._backend.write_newest() if isinstance(self._backend, AgentBackend) else None
         if newest is None:
             return
-        self._pending = BackgroundSave(*newest, functools.partial(self._committed, newest[0], None))
+        then = functools.partial(self._committed, newest[0], None)
+        pending = self._pending = BackgroundSave(*newest, then)
         try:
             self.settle()
         except CheckpointError as error:
-            error.add_note(f"step {newest[0]} {ONLY_IN_MEMORY}")
+            if not pending.is_committed:
+                error.add_note(f"step {newest[0]} {ONLY_IN_MEMORY}")
             raise
 
     @contextlib.contextmanager
@@ -546,7 +554,7 @@ class StepSaves:
                 # First: the state may need collectives.
                 self.begin(step, left_s(), is_last=True)
                 if (error := self.save_now(step, state(), left_s())) is not None:
-                    raise error
+                    _LOG.warning("step %d was saved, but then: %s", step, why(error))
             # Otherwise the agent writes its newest step in memory, which is this one or older.
             self._discard_from_memory(lambda each: each <= step)
         except BaseException as error:  # Even an interrupt: the process ends in any case.
@@ -568,7 +576,7 @@ class StepSaves:
                 self.lineage.check()
                 self._retention.apply(self._disk, step)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"old steps were not removed: {error}", stacklevel=2)
+            warn_after_commit(f"old steps were not removed: {error}", stacklevel=2)
 
     def _has_failed(self, step: int, error: BaseException, then: Callable[[], None]) -> None:
         """Removes what a failed save has left, unless it may still be committed.

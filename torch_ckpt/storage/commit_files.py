@@ -303,7 +303,7 @@ def _is_plain_location(key: MetadataIndex, info: _StorageInfo) -> bool:
     )
 
 
-_StorageMeta = tuple[str | None, bool, str | None, str | None, Sequence[str]]
+_StorageMeta = tuple[bytes | None, bool, str | None, str | None, Sequence[str]]
 
 
 def _storage_meta(meta: object) -> _StorageMeta | None:
@@ -324,5 +324,6 @@ def _storage_meta(meta: object) -> _StorageMeta | None:
     ):
         return None
     where = meta.checkpoint_id
-    text = None if where is None else os.fspath(where)
+    # A path need not be UTF-8. A pickle stores the rest as these bytes.
+    text = None if where is None else os.fspath(where).encode(errors="surrogatepass")
     return text, isinstance(where, PosixPath), meta.save_id, meta.load_id, meta.modules

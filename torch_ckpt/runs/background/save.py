@@ -19,6 +19,7 @@ __all__ = ["BackgroundSave"]
 class BackgroundSave:
     """A save in the background, and a callback that follows its success, in the background as well.
 
+    ``is_committed`` says that the save has succeeded, whether the callback has failed or not.
     :meth:`settle` reports the outcome of the save. The process waits for the save before it exits.
     The failure of a save that was not settled is reported as :class:`SaveFuture` reports it.
 
@@ -30,6 +31,7 @@ class BackgroundSave:
 
     def __init__(self, step: int, future: Future[Any], then: Callable[[], None]) -> None:
         self.step, self.then = step, then
+        self.is_committed = False
         is_named, awaited = True, lambda: f"the background save of step {step}"
         if isinstance(future, OwnFuture):
             is_named, awaited = future.is_named, future.awaited
@@ -40,7 +42,8 @@ class BackgroundSave:
         def end(done: Future[Any]) -> None:
             try:
                 done.result()
-                seconds = time.monotonic() - began
+                self.is_committed, seconds = True, time.monotonic() - began
+                self._ended.failure = f"step {step} was saved, but then"
                 then()
             except BaseException as error:
                 self._ended.set_exception(error)
@@ -57,8 +60,8 @@ class BackgroundSave:
     def settle(self, timeout_s: float) -> float:
         """Waits for the end of the save, and returns its duration in seconds.
 
-        Raises CheckpointError if the save failed, or is still in progress after ``timeout_s``. It
-        is a StorageError if storage made it fail.
+        Raises CheckpointError if the save or the callback failed, or is still in progress after
+        ``timeout_s``. It is a StorageError if storage made the save fail.
         """
         if not self._ended.has_ended(timeout_s):
             raise CheckpointError(
@@ -67,8 +70,9 @@ class BackgroundSave:
             )
         error = self._ended.exception()
         if error is not None:
-            message = f"step {self.step} was not saved: {why(error)}"
-            if (storage := storage_failure(error)) is not None:
+            message = f"{self._ended.failure}: {why(error)}"
+            storage = None if self.is_committed else storage_failure(error)
+            if storage is not None:
                 raise StorageError(message, storage.errno) from error
             raise CheckpointError(message) from error
         return self._ended.result()
