@@ -55,13 +55,13 @@ def agents_run(folder: Path, memory: Path, **options: Any) -> Run:
     on_machine(memory)
     options = {"agent": True, "keep_last": 2, **options}
     run = run_on(folder, MACHINES[: dist.get_world_size()], asynchronous=True, **options)
-    assert isinstance(run._backend, AgentBackend)
+    assert isinstance(run._saves._backend, AgentBackend)
     return run
 
 
 def is_of_agents(run: Run) -> bool:
     """Whether a run has not fallen back to saves in a thread."""
-    return run._backend is not None and run._backend.can_stay_in_memory
+    return run._saves._backend is not None and run._saves._backend.can_stay_in_memory
 
 
 def agent_pid(folder: Path, memory: Path, machine: int) -> int:

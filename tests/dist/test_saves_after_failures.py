@@ -167,7 +167,7 @@ def agents_run(folder: Path, memory: Path, has_machines: bool, has_local: bool) 
         max_failures=2 * FULL_TIMES,
         timeout_s=TIMEOUT_S,
     )
-    assert isinstance(run._backend, AgentBackend)
+    assert isinstance(run._saves._backend, AgentBackend)
     return run
 
 
@@ -178,7 +178,7 @@ def by_agents(run: Run) -> Callable[[dict[str, Any], Path, bool], None]:
         lost = {"lost": Lost()} if fails and dist.get_rank() == FAILING else {}
         run.save(int(path.parent.name), state | lost)
         run.wait()
-        assert isinstance(run._backend, AgentBackend)
+        assert isinstance(run._saves._backend, AgentBackend)
 
     return save
 

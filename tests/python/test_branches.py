@@ -191,7 +191,7 @@ def test_discarded_steps_do_not_return_from_memory(run: Path, memory: Path) -> N
     assert training.discard_after(300) == []
     assert restored(training) == 300
     save_steps(training, 320, persist=False)
-    training._backend.leave()  # type: ignore[union-attr]
+    training._saves._backend.leave()  # type: ignore[union-attr]
 
     with Run(run, **AGENT) as again:
         assert again.discard_after(300) in ([], [320])  # The agent may have written it.
@@ -208,7 +208,7 @@ def test_a_run_without_an_agent_discards_the_memory_of_an_earlier_one(
     training = Run(run, **AGENT)
     save_steps(training, 300, 500)
     save_steps(training, 700, persist=False)
-    training._backend.leave()  # type: ignore[union-attr]
+    training._saves._backend.leave()  # type: ignore[union-attr]
 
     with Run(run, **MODES[mode]) as going_back:
         assert 500 in going_back.discard_after(300)
@@ -269,7 +269,7 @@ def test_discard_after_removes_nothing_that_is_leased(run_with_steps: Path) -> N
 def test_rm_removes_newer_steps_on_disk_and_in_memory(run: Path, memory: Path) -> None:
     training = Run(run, **AGENT)
     save_steps(training, 300, 500)
-    training._backend.leave()  # type: ignore[union-attr]
+    training._saves._backend.leave()  # type: ignore[union-attr]
     status, printed = run_command("rm", run, "--after", 300)
     assert status == 3
     assert "pass --yes" in printed
@@ -300,7 +300,7 @@ def test_rm_removes_steps_that_are_in_memory_alone(run: Path, memory: Path) -> N
     training.save(300, state_of(300))
     training.wait()
     training.save(500, state_of(500), persist=False)
-    training._backend.leave()  # type: ignore[union-attr]
+    training._saves._backend.leave()  # type: ignore[union-attr]
     status, printed = run_command("rm", run, "--after", 300)
     assert (status, "steps to remove from memory: 500\n" in printed) == (3, True)
     assert "pass --yes" in printed

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import Group
+from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.step_boundary import StepBoundary
-from torch_ckpt.runs.step_saves import StepSaves
 
 __all__ = ["LastSaves"]
 
@@ -23,7 +23,7 @@ class LastSaves:
     _group: Group
     _exclusive: Exclusive
     _boundary: StepBoundary
-    _saves: StepSaves
+    _ending: Ending
     _closed: bool
     _preemption: Preemption | None  # Within a block of saving_on_signal.
 
@@ -61,7 +61,7 @@ class LastSaves:
             raise
         except BaseException as error:
             if not self._exclusive.is_forked:
-                error.add_note(f"torch_ckpt: {self._saves.save_after(error, state, timeout_s)}")
+                error.add_note(f"torch_ckpt: {self._ending.save_after(error, state, timeout_s)}")
             raise
 
     @contextlib.contextmanager
@@ -116,10 +116,10 @@ class LastSaves:
                 yield
                 if not (self._closed or self._exclusive.is_forked):
                     with self._exclusive.use("check for a signal", self.timeout_s):
-                        self._saves.end_if_signalled(preemption, is_last=True)
+                        self._ending.end_if_signalled(preemption, is_last=True)
             except BaseException as error:
                 if not self._exclusive.is_forked:
-                    self._saves.end_after_error(preemption, error)
+                    self._ending.end_after_error(preemption, error)
                 raise
             finally:
                 self._preemption = None

@@ -33,6 +33,7 @@ from torch_ckpt.records.event_log import EventLog
 from torch_ckpt.records.record import Recorder
 from torch_ckpt.runs.arguments import check_arguments
 from torch_ckpt.runs.background.agent import backend_for
+from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.last_saves import LastSaves
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.save_interval import SaveSchedule
@@ -63,8 +64,7 @@ class Run(LastSaves):
             or else a thread of the first rank, promotes the steps: copies them to ``directory``.
         keep_local: Number of newest steps to retain in ``local``. A step that is to be retained
             also remains there until it is promoted.
-        promote_bytes_per_s: Most bytes that each machine promotes in a second; no limit if
-            ``None``.
+        promote_bytes_per_s: Most bytes that each machine promotes in a second; ``None``: no limit.
         every: Save each step that is a multiple of this number. If ``None``, ``max_overhead``
             determines the interval.
         max_overhead: Largest share of training time that saving may cost; see :meth:`should_save`.
@@ -190,7 +190,7 @@ class Run(LastSaves):
                     most=max_failures,
                     timeout_s=timeout_s,
                 )
-            self._backend = backend_for(
+            backend = backend_for(
                 *(self._group, process_group, self._writer),
                 asynchronous=asynchronous,
                 agent=agent,
@@ -200,9 +200,9 @@ class Run(LastSaves):
                 places=places,
                 reuses=reuse == "auto",
             )
-            memory = [] if self._backend is None else self._backend.rungs
-            if self._backend is not None:
-                undo.callback(self._backend.leave)
+            memory = [] if backend is None else backend.rungs
+            if backend is not None:
+                undo.callback(backend.leave)
             self._is_for_agent, self._places = bool(agent), places
             self._ladder = Ladder(
                 [*memory, *self._disks], self._group, process_group, timeout_s, self._location
@@ -217,7 +217,7 @@ class Run(LastSaves):
                 group=self._group,
                 process_group=process_group,
                 writer=self._writer,
-                backend=self._backend,
+                backend=backend,
                 retention=self.retention,
                 lineage=lineage,
                 boundary=self._boundary,
@@ -229,9 +229,11 @@ class Run(LastSaves):
             )
             if self._promotion is not None:
                 undo.callback(self._promotion.cancel)
-                open_copy = CheckpointCopy if self._backend is None else self._backend.copy
+                open_copy = CheckpointCopy if backend is None else backend.copy
                 self._promotion.start(open_copy, self._recorder)
             undo.pop_all()
+            how = self._boundary, self._group, self._disks[0].directory, timeout_s
+            self._ending = Ending(self._saves, *how)
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -285,7 +287,7 @@ class Run(LastSaves):
         if self._preemption is not None:
             with self._exclusive.use("check for a signal", self.timeout_s):
                 self._check_open()
-                self._saves.end_if_signalled(self._preemption)
+                self._ending.end_if_signalled(self._preemption)
         return self._schedule.is_due(step, during_save=self._saves.is_busy)
 
     @exclusive("reserve memory")
@@ -300,8 +302,7 @@ class Run(LastSaves):
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
-        if self._backend is not None:
-            self._backend.reserve(state)
+        self._saves.reserve(state)
 
     @exclusive("save a step")
     def save(
@@ -333,6 +334,7 @@ class Run(LastSaves):
                 StorageError if storage was the reason. Or a save is in progress (``on_busy``).
             CheckpointException: A rank raised. It does not derive from ``Exception``.
             RankTimeoutError: A rank was late, stuck or gone.
+            SupersededError: A newer job of the run saves. On all ranks.
             TypeError: ``step`` is no integer, such as 2.0 or ``True``. On all ranks.
             ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, ``metrics``
                 lacks ``monitor``, or ``persist`` is ``False`` without an agent. On all ranks.
@@ -478,8 +480,8 @@ class Run(LastSaves):
         """Loads the newest whole step, or a given step, in place.
 
         If the newest step proves damaged during the load, or is removed meanwhile, all ranks load
-        the newest other step, with a warning. A given step is loaded with a warning if newer
-        steps exist, unless it is the best one: the next restore loads the newest one again.
+        the newest other step, with a warning. Steps that the run has left are passed over. A given
+        step is loaded with a warning if newer ones exist, unless it is the best one.
 
         Args:
             state: State dict, as for :func:`torch_ckpt.load`.
@@ -520,9 +522,8 @@ class Run(LastSaves):
     def discard_after(self, step: int) -> list[int]:
         """Removes all steps that are newer than a step, also from the memory of agents.
 
-        For a run that goes back to an older step. Otherwise the next restore would load the newest
-        step of the abandoned branch. The newest step is removed first. All ranks call the method.
-        Memory is freed on the machines of the ranks, whether this run has an agent or not.
+        For a run that goes back to an older step. The newest step is removed first. All ranks call
+        the method. Memory is freed on the machines of the ranks, also without an agent.
 
         Args:
             step: The newest step to retain.
@@ -579,28 +580,18 @@ class Run(LastSaves):
             return
         with self._exclusive.use_by_all("close the run", self._group, self.timeout_s):
             try:
-                self._saves.settle()
-                self._saves.write_newest()
+                self._saves.close(is_again=self._closed)
             finally:
-                backend, self._backend = self._backend, None
-                try:
-                    if not self._closed:
-                        self._saves.close_promotion()  # First, since the agent makes the copies.
-                finally:
-                    self._closed = True
-                    if backend is not None:
-                        backend.close()
-                    if self._log is not None:
-                        self._log.close()
+                self._closed = True
+                if self._log is not None:
+                    self._log.close()
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._exclusive.is_forked:
-            if self._backend is not None:
-                self._backend.leave()  # The snapshots remain for the next process.
-            self._saves.give_up_promotion(error)  # The next process continues it.
+            self._saves.leave(error)
         try:
             self.close()
         except CheckpointError as save_error:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import (
     CheckpointError,
     RankTimeoutError,
@@ -41,7 +40,6 @@ from torch_ckpt.records.record import Record, Recorder, current_record
 from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY, AgentBackend
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
-from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.save_interval import CostClock
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.storage.progress import progress_bar
@@ -104,6 +102,11 @@ class StepSaves:
     def is_busy(self) -> bool:
         """Whether the background save of this rank is in progress."""
         return self._pending is not None and self._pending.is_in_progress
+
+    @property
+    def pending(self) -> int | None:
+        """The step whose background save is not settled; ``None`` if there is none."""
+        return None if self._pending is None else self._pending.step
 
     @contextlib.contextmanager
     def recording(self, kind: str, step: int | None) -> Iterator[Record | None]:
@@ -352,78 +355,6 @@ class StepSaves:
                 self.settle()
             raise
 
-    def save_after(
-        self, error: BaseException, state: Callable[[], dict[str, Any]], timeout_s: float
-    ) -> str:
-        """Saves the last completed step after an error of training, if possible.
-
-        Returns the outcome as text.
-        """
-        with contextlib.suppress(CheckpointError):  # Then the step is not stored, and is saved now.
-            self.settle(timeout_s)
-        reason, step = self._boundary.reason_not_to_save(error), self._boundary.step
-        if reason is not None or step is None:
-            return reason or "nothing was saved after this error"
-        failure = self._save_last(step, state, lambda: timeout_s)
-        done = f"step {step} was {'not ' if failure else ''}saved after this error"
-        return f"{done}: {failure}" if failure else done
-
-    def end_if_signalled(self, preemption: Preemption, *, is_last: bool = False) -> None:
-        """Saves the last step and ends the process (SystemExit), if any rank has received a signal.
-
-        With ``is_last``, the ranks exchange in any case, as their block ends.
-        """
-        step, failure = self._boundary.step, None
-        if not (is_last or preemption.is_due(step)):
-            return
-
-        def own() -> bool:
-            with contextlib.suppress(CheckpointError):  # Then the step is not on disk.
-                self.settle(preemption.left_s)
-            if self._pending is not None:
-                raise CheckpointError(f"step {self._pending.step} is still being saved")
-            return step is None or (self._boundary.stored == step and self._boundary.is_on_disk)
-
-        try:
-            with self._group.method("check for a signal", self._timeout_s):
-                if not preemption.check(step, self._group, self._timeout_s):
-                    return
-                is_saved = self._group.decide("ending", own, all, timeout_s=preemption.left_s)
-            if step is not None and not is_saved:
-                failure = self._save_last(step, preemption.state, lambda: preemption.left_s)
-        except CheckpointError as error:
-            if preemption.received is None:
-                raise
-            failure = why(error)
-        if failure or self._group.is_coordinator:
-            outcome = (
-                "no step had ended, so nothing was saved"
-                if step is None
-                else f"step {step} was saved"
-            )
-            if failure:
-                outcome = f"step {step} was not saved: {failure}"
-            _LOG.warning(
-                "%s ends the training of %s: %s", preemption, self._disk.directory, outcome
-            )
-        try:
-            self.close_promotion(preemption.left_s)
-        except CheckpointError as error:
-            _LOG.warning("%s", error)
-        preemption.end()
-
-    def end_after_error(self, preemption: Preemption, error: BaseException) -> None:
-        """Waits for the background save after an error of training, if a signal ends the process.
-
-        The ranks have no common step to save. The error is logged: nobody may report it later.
-        """
-        if preemption.received is None or preemption.has_ended:
-            return
-        with contextlib.suppress(CheckpointError):
-            self.settle(preemption.left_s)
-        message = "%s ends the training of %s after an error; no further step was saved"
-        _LOG.warning(message, preemption, self._disk.directory, exc_info=error)
-
     def wait_for_promotion(self, timeout_s: float, *, must_end: bool = True) -> bool:
         """Waits for the background save and for the promotion of all steps. All ranks call it.
 
@@ -471,11 +402,32 @@ class StepSaves:
                     promotion.progress(max(deadline - time.monotonic(), 0.0))
                 raise
 
-    def give_up_promotion(self, error: BaseException) -> None:
-        """Ends the promotion in progress because of an error of this rank.
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Allocates the memory of an agent for states like this."""
+        if self._backend is not None:
+            self._backend.reserve(state)
+
+    def close(self, *, is_again: bool = False) -> None:
+        """Waits for the last save and for promotions, and ends the background saves."""
+        try:
+            self.settle()
+            self.write_newest()
+        finally:
+            backend, self._backend = self._backend, None
+            try:
+                if not is_again:
+                    self.close_promotion()  # First, since the agent makes the copies.
+            finally:
+                if backend is not None:
+                    backend.close()
+
+    def leave(self, error: BaseException) -> None:
+        """Leaves the steps in memory, and the promotion, to the next process after an error.
 
         The other ranks raise it in their next call, which may be the one that waits for promotion.
         """
+        if self._backend is not None:
+            self._backend.leave()
         if not self._promotes:
             return
         self._promotes = False
@@ -526,7 +478,7 @@ class StepSaves:
 
         def discard_elsewhere() -> None:
             """Discards what is not on the disk of the coordinator."""
-            self._discard_from_memory(lambda each: each > step)
+            self.discard_from_memory(lambda each: each > step)
             if self._promotion is not None and not self._group.is_coordinator:
                 with self._promotion.discarding_after(step):
                     discard_after([self._disk.directory], step)
@@ -537,29 +489,12 @@ class StepSaves:
         self._boundary.went_back(step)
         return self._group.decide(what, discard_elsewhere, discard, timeout_s=timeout_s)
 
-    def _discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
+    def discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
         """Discards steps from the memory of this machine, whichever directory names it."""
         for disk in self._disks:
             discard_from_memory(disk.directory, is_discarded)
         if self._backend is not None:
             self._backend.forget()
-
-    def _save_last(
-        self, step: int, state: Callable[[], dict[str, Any]], left_s: Callable[[], float]
-    ) -> str | None:
-        """Saves the last step of this process; returns the reason if that fails."""
-        try:
-            all_save = self._group.method("save the last step", left_s())
-            with all_save, self.recording("save", step):
-                # First: the state may need collectives.
-                self.begin(step, left_s(), is_last=True)
-                if (error := self.save_now(step, state(), left_s())) is not None:
-                    _LOG.warning("step %d was saved, but then: %s", step, why(error))
-            # Otherwise the agent writes its newest step in memory, which is this one or older.
-            self._discard_from_memory(lambda each: each <= step)
-        except BaseException as error:  # Even an interrupt: the process ends in any case.
-            return why(error)
-        return None
 
     def _committed(self, step: int, record: Record | None) -> None:
         """Counts a committed step; on the coordinator, removes the steps not to be retained."""
