@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -104,6 +105,18 @@ def test_a_file_or_a_link_to_nothing_with_the_name_of_a_step_is_none(tmp_path: P
     run.save(2, state_of(2))
     assert run.discard_after(2) == [11]
     assert names_in_run(tmp_path) == ["step-2", "step-3", "step-4", "step-5"]
+
+
+def test_an_object_with_the_name_of_a_step_remains_on_a_store(tmp_path: Path) -> None:
+    store, folder = fsspec.filesystem("memory"), f"/tests/{tmp_path.name}"
+    store.pipe(f"{folder}/step-3", b"notes of a user")
+    run = Run(f"memory:/{folder}", keep_last=1, record=False)
+    assert ["step-3 is a file" in each for each in warned(lambda: [run.restore({})])] == [True]
+    messages = warned(lambda: [run.save(step, state_of(step)) for step in (1, 10, 11)])
+    assert [each.split(":")[0] for each in messages] == ["step 3 was not removed"]
+    assert warned(lambda: [run.save(2, state_of(2))])
+    assert run.discard_after(2) == [11]
+    assert store.cat(f"{folder}/step-3") == b"notes of a user"
 
 
 def test_a_link_to_a_step_elsewhere_is_a_step(tmp_path: Path) -> None:

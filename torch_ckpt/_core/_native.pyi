@@ -291,7 +291,7 @@ def commit_files(
     version: str,
     entries: Sequence[IndexEntry],
     paths: Sequence[IndexPath] | None,
-    storage_meta: tuple[str | bytes | None, bool, str | None, str | None, Sequence[str]],
+    storage_meta: tuple[str | None, bool, str | None, str | None, Sequence[str]],
 ) -> tuple[bytes, bytes]: ...
 def planned_commit_files(
     plan: GlobalPlan,
@@ -299,7 +299,7 @@ def planned_commit_files(
     files: Sequence[tuple[int, ReportedFile, bytes]],
     version: str,
     paths: Sequence[bytes] | None,
-    storage_meta: tuple[str | bytes | None, bool, str | None, str | None, Sequence[str]],
+    storage_meta: tuple[str | None, bool, str | None, str | None, Sequence[str]],
 ) -> tuple[bytes, bytes]: ...
 def index_of(encoded: bytes) -> Index: ...
 def foreign_index(

@@ -138,9 +138,9 @@ def what_is_missing(step: Location) -> str:
     """Returns what the directory of a step lacks, if it has files but cannot have been left so.
 
     A save leaves a pending file, and agents leave files of their own, where it did not commit. If
-    there are neither these nor metadata, somebody may have copied the data files alone. The text is
-    empty for a checkpoint, whole or damaged, for the remains of a save, and if the directory cannot
-    be read.
+    there are neither these nor metadata, somebody may have copied the data files alone. On a store,
+    there may be a file of this name instead. The text is empty for a checkpoint, whole or damaged,
+    for the remains of a save, and if the directory cannot be read.
     """
     try:
         names = step.names()  # Once: a save may commit meanwhile.
@@ -151,8 +151,8 @@ def what_is_missing(step: Location) -> str:
     if _MODEL in names:  # A training may export its last step.
         return f"{step} has a model of Hugging Face, and no checkpoint"
     others = [name for name in names if name not in SMALL_FILES and not name.startswith(PENDING)]
-    if not others:
-        return ""
+    if not others:  # A listing of a store does not distinguish objects from folders.
+        return "" if names or not step.is_file() else f"{step} is a file"
     ids = {match[1] for match in map(_DATA_OF_COORDINATOR.fullmatch, others) if match}
     lacks = " and ".join([".metadata", *(index_name(save_id) for save_id in sorted(ids))])
     return (

@@ -193,11 +193,11 @@ def planned_commit_files(
                 "other ranks in columns; all ranks need planners of one class"
             )
         reported.append((rank, file.columns, file.extents))
-    storage_meta = _storage_meta(metadata.storage_meta)
-    assert storage_meta is not None
     assert metadata.storage_meta is not None
+    storage_meta = _storage_meta(metadata.storage_meta)
     is_plain = (
-        (paths is None or isinstance(paths, PlannedPaths))
+        storage_meta is not None
+        and (paths is None or isinstance(paths, PlannedPaths))
         and isinstance(metadata.state_dict_metadata, PlannedMetadata)
         and type(metadata) is Metadata
         and _METADATA_FIELDS.issuperset(vars(metadata))
@@ -208,7 +208,7 @@ def planned_commit_files(
         reported,
         metadata.version or "",
         paths.encoded if isinstance(paths, PlannedPaths) else None,
-        storage_meta,
+        storage_meta or (None, False, None, None, ()),
     )
     where = metadata.storage_meta.checkpoint_id or ""
     opened = _native.index_of(index)
@@ -218,7 +218,7 @@ def planned_commit_files(
         metadata.storage_data = views.storage_data
         metadata.planner_data = views.planner_data
         return metadata_bytes, index
-    # A planner has changed the metadata, so the files are built from it again.
+    # A planner has changed the metadata, or the path is not UTF-8: the files are built again.
     if isinstance(metadata.state_dict_metadata, PlannedMetadata):
         metadata.state_dict_metadata = views.state_dict_metadata.copy()
     metadata.storage_data = views.storage_data.copy()
@@ -303,7 +303,7 @@ def _is_plain_location(key: MetadataIndex, info: _StorageInfo) -> bool:
     )
 
 
-_StorageMeta = tuple[bytes | None, bool, str | None, str | None, Sequence[str]]
+_StorageMeta = tuple[str | None, bool, str | None, str | None, Sequence[str]]
 
 
 def _storage_meta(meta: object) -> _StorageMeta | None:
@@ -324,6 +324,9 @@ def _storage_meta(meta: object) -> _StorageMeta | None:
     ):
         return None
     where = meta.checkpoint_id
-    # A path need not be UTF-8. A pickle stores the rest as these bytes.
-    text = None if where is None else os.fspath(where).encode(errors="surrogatepass")
+    text = None if where is None else os.fspath(where)
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:  # A path need not be UTF-8.
+        return None
     return text, isinstance(where, PosixPath), meta.save_id, meta.load_id, meta.modules
