@@ -58,12 +58,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def names_in(folder: str) -> list[str]:
-    """The names in a folder, without the record of a run.
+    """The names in a folder, without the record and the term of a run.
 
     SeaweedFS still lists folders that have become empty.
     """
     place = Location(folder)
-    names = (name for name in place.names() if not name.startswith("events."))
+    names = (name for name in place.names() if not name.startswith(("events.", "term-")))
     return [name for name in names if (place / name).is_file() or (place / name).names()]
 
 
