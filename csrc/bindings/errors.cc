@@ -50,7 +50,7 @@ int raise_retained(void*) { return restore_interrupt() ? -1 : 0; }
 
 }  // namespace
 
-void retain_interrupt(py::error_already_set& error) {
+void retain_interrupt(const py::error_already_set& error) {
   if (!error.matches(PyExc_KeyboardInterrupt) && !error.matches(PyExc_SystemExit)) return;
   Py_XSETREF(retained_interrupt, Py_NewRef(error.value().ptr()));
   Py_AddPendingCall(&raise_retained, nullptr);  // The caller of the engine may ignore its status.

@@ -46,7 +46,9 @@ Status described(py::error_already_set& error) {
 Status status_of(py::error_already_set& error) {
   try {
     return described(error);
-  } catch (const std::exception&) {
+  } catch (const std::exception& raised) {
+    auto* other = dynamic_cast<const py::error_already_set*>(&raised);
+    if (other != nullptr) retain_interrupt(*other);
     return Status(StatusCode::kStorage,
                   str_cat("the client of the store failed: ", Py_TYPE(error.value().ptr())->tp_name,
                           ", whose message cannot be read"),

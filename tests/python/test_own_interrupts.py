@@ -16,6 +16,7 @@ from support.faulty_calls import MADE, Answer, FaultyStore
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, Run
+from torch_ckpt.errors import text_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -115,6 +116,15 @@ def test_an_interrupt_while_a_path_is_converted_is_raised_as_it_is(
         assert number > 1, name
 
 
+def test_an_interrupt_within_the_text_of_an_error_is_raised_as_it_is() -> None:
+    class Interrupted(Exception):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        text_of(Interrupted())
+
+
 def test_no_binding_converts_paths_by_the_code_of_pybind11() -> None:
     """It turns an interrupt into a TypeError. ``path_argument.h`` does not."""
     folder = Path(__file__).resolve().parents[2] / "csrc" / "bindings"
@@ -141,7 +151,9 @@ def test_an_interrupt_in_the_client_of_a_store_is_raised_as_it_is(interrupt: Bas
                     raise interrupt
                 return MADE
 
-            ended = store.stop_at_calls(interrupted, lambda: call(state, checkpoint_id=path))
+            ended = store.stop_at_calls(
+                interrupted, lambda call=call: call(state, checkpoint_id=path)
+            )
             if here:
                 assert ended.error is interrupt, f"{ended.calls}: {ended.error!r}"
             if len(ended.calls) <= number:

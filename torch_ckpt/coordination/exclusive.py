@@ -73,8 +73,9 @@ class Exclusive:
         self._threads.add(thread)  # Before the lock, so that a signal handler always finds it.
         try:
             used = LongWait(lambda: f"another thread, which uses {self._name}, to {activity}")
-            rounds = used.rounds(timeout_s, ends_on_signal=True)
-            if not any(self._lock.acquire(timeout=s) for s in rounds):
+            if not any(
+                self._lock.acquire(timeout=s) for s in used.rounds(timeout_s, ends_on_signal=True)
+            ):
                 seconds = min(timeout_s, round(used.waited_s, 1))
                 raise CheckpointError(
                     f"cannot {activity}: another thread used {self._name} for {seconds:g} s"

@@ -90,7 +90,7 @@ class LastSaves:
             signals: The signals, such as ``signal.SIGUSR1`` for ``sbatch --signal=USR1@60``.
 
         Raises:
-            RuntimeError: The run is within such a block already.
+            RuntimeError: This run, or another one of this process, is within such a block.
             SystemExit: A signal has arrived.
             ValueError: This is not the main thread, ``grace_s`` is not positive, or a signal cannot
                 be handled.
