@@ -103,8 +103,6 @@ class LastSaves:
                     if run.should_save(step) or step == steps:
                         run.save(step, state)
         """
-        if self._preemption is not None:
-            raise RuntimeError("saving_on_signal() is in use already")
         preemption = Preemption(signals, grace_s, state, is_alone=self._group.size == 1)
         with preemption.catching():
             self._preemption = preemption
