@@ -278,6 +278,8 @@ def text_of(error: BaseException) -> str:
     """
     try:
         text = str(error)
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as broken:
         return f"(no text: its __str__ raises {type(broken).__name__})"
     if len(text) > _MOST_TEXT:

@@ -60,6 +60,8 @@ class _Process:
             ``coordination/storage_watch``.
         probed: Pairs of a device and a call of file systems that was not refused there. Owner:
             ``commits/probe``.
+        preemption: The ``Preemption`` that catches signals now; ``None`` if there is none. Its
+            ``ends_at`` is when this process is killed. Owner: ``runs/preemption``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
             stagers.
         unshared: Objects with descriptors, which a forked child closes; see :meth:`own`.
@@ -84,6 +86,7 @@ class _Process:
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.storage_watch: dict[str, Any] = {}
         self.probed: set[tuple[int | str, str]] = set()
+        self.preemption: Any = None
         self.forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
         self.unshared: weakref.WeakSet[Any] = weakref.WeakSet()
         self.inherited: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -108,6 +111,7 @@ class _Process:
         self.save_futures.clear()
         self.temporaries.clear()
         self.storage_watch.clear()
+        self.preemption = None  # The parent's signals.
 
 
 PROCESS = _Process()

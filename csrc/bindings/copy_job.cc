@@ -1,12 +1,12 @@
 #include "engine/copy_job.h"
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/path_argument.h"
 
 namespace py = pybind11;
 

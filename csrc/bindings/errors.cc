@@ -2,6 +2,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <utility>
+
 namespace py = pybind11;
 
 namespace torch_ckpt {
@@ -31,7 +33,28 @@ const char* exception_name(StatusCode code) {
   return "CheckpointError";
 }
 
+// The exception that `retain_interrupt` has retained for this thread.
+thread_local PyObject* retained_interrupt = nullptr;
+
+// Sets the exception that was retained, and returns whether there was one.
+bool restore_interrupt() {
+  PyObject* retained = std::exchange(retained_interrupt, nullptr);
+  if (retained == nullptr) return false;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(retained)), retained);
+  Py_DECREF(retained);
+  return true;
+}
+
+// As the interpreter calls it, in the main thread.
+int raise_retained(void*) { return restore_interrupt() ? -1 : 0; }
+
 }  // namespace
+
+void retain_interrupt(const py::error_already_set& error) {
+  if (!error.matches(PyExc_KeyboardInterrupt) && !error.matches(PyExc_SystemExit)) return;
+  Py_XSETREF(retained_interrupt, Py_NewRef(error.value().ptr()));
+  Py_AddPendingCall(&raise_retained, nullptr);  // The caller of the engine may ignore its status.
+}
 
 py::str to_text(const std::string& text) {
   return py::reinterpret_steal<py::str>(
@@ -39,6 +62,7 @@ py::str to_text(const std::string& text) {
 }
 
 void raise_if_error(const Status& status) {
+  if (restore_interrupt()) throw py::error_already_set();
   if (status.ok()) return;
   const char* name = exception_name(status.code());
   const py::str message = to_text(status.message());

@@ -13,8 +13,13 @@ namespace torch_ckpt {
 // Decodes a text that may quote bytes of a file or a path. Invalid UTF-8 is replaced.
 pybind11::str to_text(const std::string& text);
 
-// Raises the exception of torch_ckpt.errors for `status`, unless it is OK.
-// Requires: the caller owns the GIL.
+// Retains a KeyboardInterrupt, or SystemExit of a signal handler, which is not a failure. The next
+// raise_if_error of this thread raises it, or the interpreter soon. Requires: the caller owns the
+// GIL.
+void retain_interrupt(const pybind11::error_already_set& error);
+
+// Raises the exception that `retain_interrupt` has retained, or that of torch_ckpt.errors for
+// `status`, unless it is OK. Requires: the caller owns the GIL.
 void raise_if_error(const Status& status);
 
 // Returns the value, or raises the exception for the status. Requires: the caller owns the GIL.

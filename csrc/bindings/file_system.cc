@@ -2,7 +2,6 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
 #include <chrono>
@@ -12,6 +11,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/path_argument.h"
 #include "engine/commit.h"
 #include "engine/load/archive_records.h"
 #include "io/posix_file_system.h"

@@ -2,7 +2,6 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
 #include <unordered_map>
@@ -10,6 +9,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/path_argument.h"
 #include "bindings/plan.h"
 #include "engine/open_checkpoint.h"
 #include "engine/save/planned_index.h"

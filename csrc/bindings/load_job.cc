@@ -2,7 +2,6 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
 #include <exception>
@@ -18,6 +17,7 @@
 #include "bindings/devices.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/path_argument.h"
 #include "bindings/plan.h"
 #include "engine/load/planned_reads.h"
 

@@ -23,8 +23,7 @@ namespace {
 // Returns the status of an exception of a client, whose message states the failure. Throws if the
 // exception's own code raises, for example in `__str__`. Requires: the GIL.
 Status described(py::error_already_set& error) {
-  // The interpreter raises it again, once the engine has returned.
-  if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+  retain_interrupt(error);
   const py::module_ errors = py::module_::import("torch_ckpt.errors");
   const py::object& value = error.value();
   const std::string text = py::str(value);
@@ -47,7 +46,9 @@ Status described(py::error_already_set& error) {
 Status status_of(py::error_already_set& error) {
   try {
     return described(error);
-  } catch (const std::exception&) {
+  } catch (const std::exception& raised) {
+    auto* other = dynamic_cast<const py::error_already_set*>(&raised);
+    if (other != nullptr) retain_interrupt(*other);
     return Status(StatusCode::kStorage,
                   str_cat("the client of the store failed: ", Py_TYPE(error.value().ptr())->tp_name,
                           ", whose message cannot be read"),

@@ -2,13 +2,13 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
 
 #include "base/memory.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/path_argument.h"
 
 namespace py = pybind11;
 

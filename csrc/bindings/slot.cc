@@ -6,7 +6,6 @@
 #include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -14,6 +13,7 @@
 #include "base/xxh3.h"
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/path_argument.h"
 #include "bindings/plan.h"
 #include "io/shared_memory.h"
 

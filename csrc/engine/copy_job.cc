@@ -12,6 +12,14 @@ namespace {
 constexpr auto kLongestSleep = std::chrono::milliseconds(50);  // A cancellation is noticed then.
 constexpr auto kMaxDelay = std::chrono::seconds(1);            // So much of a stall is made up for.
 
+// Returns the length of the pieces of a file: whole blocks, and if the rate allows a block in a
+// second, no more bytes than in a second.
+int64_t piece_nbytes(int64_t nbytes_per_s, int64_t block_nbytes) {
+  int64_t nbytes = kPieceNbytes;
+  while (nbytes_per_s > 0 && nbytes > nbytes_per_s && nbytes / 2 % block_nbytes == 0) nbytes /= 2;
+  return nbytes;
+}
+
 }  // namespace
 
 CopyJob::CopyJob(std::shared_ptr<const StoredIndex> index, int64_t nbytes_per_s)
@@ -25,7 +33,7 @@ Status CopyJob::copy(int64_t file, FileSystem& from, const std::string& source, 
   ASSIGN_OR_RETURN(const StoredFile indexed, index_->file(file));
   const FileSums sums(index_, indexed);
   int64_t end = 0;
-  RETURN_IF_ERROR(copy_file(from, source, to, target, [&](int64_t offset, Bytes piece) {
+  const auto check = [&](int64_t offset, Bytes piece) -> Status {
     RETURN_IF_ERROR(pace(ssize(piece)));
     end = offset + ssize(piece);
     // Pieces are whole blocks, unless the file is longer than the index says.
@@ -42,7 +50,9 @@ Status CopyJob::copy(int64_t file, FileSystem& from, const std::string& source, 
     }
     copied_nbytes_.fetch_add(ssize(piece), std::memory_order_relaxed);
     return ok_status();
-  }));
+  };
+  RETURN_IF_ERROR(
+      copy_file(from, source, to, target, check, piece_nbytes(nbytes_per_s_, sums.block_nbytes)));
   if (end != sums.file_nbytes) {
     return corruption("cannot copy ", source, ": it has ", end, " bytes instead of ",
                       sums.file_nbytes);
@@ -53,13 +63,13 @@ Status CopyJob::copy(int64_t file, FileSystem& from, const std::string& source, 
 Status CopyJob::pace(int64_t nbytes) {
   const auto cancelled = [this] { return cancelled_.load(std::memory_order_relaxed); };
   if (nbytes_per_s_ > 0) {
-    while (!cancelled() && Clock::now() < free_at_) {
-      std::this_thread::sleep_until(std::min(free_at_, Clock::now() + kLongestSleep));
-    }
     const std::chrono::duration<double> lasts(static_cast<double>(nbytes) /
                                               static_cast<double>(nbytes_per_s_));
     free_at_ = std::max(free_at_, Clock::now() - kMaxDelay) +
                std::chrono::duration_cast<Clock::duration>(lasts);
+    while (!cancelled() && Clock::now() < free_at_) {
+      std::this_thread::sleep_until(std::min(free_at_, Clock::now() + kLongestSleep));
+    }
   }
   return cancelled() ? torch_ckpt::cancelled("the copy was cancelled") : ok_status();
 }

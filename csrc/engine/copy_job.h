@@ -39,7 +39,7 @@ class CopyJob {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // Waits until the rate allows so many bytes more.
+  // Waits as long as so many bytes take at the rate.
   Status pace(int64_t nbytes);
 
   const std::shared_ptr<const StoredIndex> index_;

@@ -10,8 +10,6 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int64_t kPieceNbytes = int64_t{8} << 20;  // Length of the pieces of a copy.
-
 // A copy syncs after so many bytes. Otherwise the last sync would write all of a file at once, and
 // whoever uses the disk at that moment would wait.
 constexpr int64_t kSyncNbytes = int64_t{64} << 20;
@@ -87,7 +85,8 @@ Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool syn
 
 Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
                  const std::string& target,
-                 const std::function<Status(int64_t offset, Bytes piece)>& check) {
+                 const std::function<Status(int64_t offset, Bytes piece)>& check,
+                 int64_t piece_nbytes) {
   ASSIGN_OR_RETURN(const auto in, from.open(source, OpenMode::kRead, Caching::kBuffered));
   ASSIGN_OR_RETURN(const auto out, to.open(target, OpenMode::kCreate, Caching::kBuffered));
   ASSIGN_OR_RETURN(const int64_t nbytes, in->size());
@@ -96,9 +95,9 @@ Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
   const auto sync = [&](int64_t end) {
     return run_one(*queue, {.kind = IoRequest::Kind::kSync, .file = out.get(), .offset = end});
   };
-  std::vector<std::byte> piece(static_cast<size_t>(std::min(nbytes, kPieceNbytes)));
+  std::vector<std::byte> piece(static_cast<size_t>(std::min(nbytes, piece_nbytes)));
   for (int64_t offset = 0; offset < nbytes; offset += ssize(piece)) {
-    piece.resize(static_cast<size_t>(std::min(nbytes - offset, kPieceNbytes)));
+    piece.resize(static_cast<size_t>(std::min(nbytes - offset, piece_nbytes)));
     RETURN_IF_ERROR(in->read(offset, piece));
     if (check) RETURN_IF_ERROR(check(offset, piece));
     RETURN_IF_ERROR(out->write(offset, piece));

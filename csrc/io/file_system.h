@@ -240,11 +240,15 @@ std::string parent_directory(std::string_view path);
 Status write_file(FileSystem& fs, const std::string& path, Bytes bytes, bool sync,
                   OpenMode mode = OpenMode::kCreate);
 
-// Copies a file, durably, in pieces of 8 MiB. `check` gets the offset and the bytes of each piece
-// before it is written, in order; an error of it ends the copy. After an error the target may exist
-// with a subset of the bytes.
+// The length of the pieces of a copy, at most.
+constexpr int64_t kPieceNbytes = int64_t{8} << 20;
+
+// Copies a file, durably, in pieces of `piece_nbytes`. `check` gets the offset and the bytes of
+// each piece before it is written, in order; an error of it ends the copy. After an error the
+// target may exist with a subset of the bytes.
 Status copy_file(FileSystem& from, const std::string& source, FileSystem& to,
                  const std::string& target,
-                 const std::function<Status(int64_t offset, Bytes piece)>& check = {});
+                 const std::function<Status(int64_t offset, Bytes piece)>& check = {},
+                 int64_t piece_nbytes = kPieceNbytes);
 
 }  // namespace torch_ckpt

@@ -82,15 +82,34 @@ TEST(CopyJobTest, TheRateHoldsAcrossFiles) {
   ASSERT_OK(a.copy(job));
   ASSERT_OK(job.copy(0, a.fs, "c/a", a.fs, "d/b"));
   const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - begin;
-  EXPECT_GE(lasted.count(), 0.3);  // Four pieces; nothing waits for the end of the last.
+  EXPECT_GE(lasted.count(), 0.4);
   EXPECT_EQ(job.copied_nbytes(), 4 * kPiece);
+}
+
+TEST(CopyJobTest, TheRateHoldsForAFileThatIsShorterThanAPiece) {
+  Copied a(kPiece / 2);
+  CopyJob job(opened(*a.index), 2 * kPiece);
+  const auto begin = std::chrono::steady_clock::now();
+  ASSERT_OK(a.copy(job));
+  const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - begin;
+  EXPECT_GE(lasted.count(), 0.25);
+}
+
+TEST(CopyJobTest, NoPieceIsLongerThanTheRateAllowsInASecond) {
+  Copied a(kPiece);
+  CopyJob job(opened(*a.index), kPiece - 1);
+  std::thread copying([&] { EXPECT_CODE(a.copy(job), StatusCode::kCancelled); });
+  while (job.copied_nbytes() == 0) std::this_thread::yield();
+  job.cancel();
+  copying.join();
+  EXPECT_LE(job.copied_nbytes(), kPiece / 2);
 }
 
 TEST(CopyJobTest, ACancelledCopyEndsSoonAndStaysCancelled) {
   Copied a(2 * kPiece);
-  CopyJob job(opened(*a.index), 1);  // The second piece would wait for months.
+  CopyJob job(opened(*a.index), 1);  // The first block would wait for hours.
   std::thread other([&] {
-    while (job.copied_nbytes() == 0) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
     job.cancel();
   });
   EXPECT_CODE(a.copy(job), StatusCode::kCancelled);

@@ -493,6 +493,41 @@ def test_a_rank_with_a_signal_ends_and_reports_why_nothing_was_saved(path: Path)
     assert "step 2 was not saved: RankTimeoutError: rank 1" in messages[-1]
 
 
+@pytest.mark.parametrize(("call", "signalled"), [("should_save", 0), ("save", 1)])
+@on_ranks(2)
+def test_a_signal_ends_the_wait_for_a_stuck_rank_after_the_time_that_it_leaves(
+    path: Path, call: str, signalled: int
+) -> None:
+    """The signal arrives while the rank waits for the other one."""
+    run, state = Run(path, timeout_s=TIMEOUT_S), {"w": torch.ones(3)}
+    if dist.get_rank() != signalled:  # It is stuck.
+        time.sleep(3)
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    def train() -> None:
+        with run.saving_on_signal(lambda: state, grace_s=0.5):
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            if call == "should_save":
+                run.should_save(1)
+            else:
+                run.save(1, state)
+
+    begin = time.monotonic()
+    try:
+        with pytest.raises((SystemExit, RankTimeoutError)) as ended:
+            train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+    if call == "should_save":
+        assert isinstance(ended.value, SystemExit)
+    else:
+        assert "a signal ends this process" in str(ended.value)
+        assert received == [signal.SIGTERM]
+
+
 @on_ranks(2)
 def test_retention_removes_what_ranks_have_left_of_a_failed_save(path: Path) -> None:
     """In a directory that exists, the files of ranks that had not failed."""

@@ -357,6 +357,29 @@ def test_slots_that_a_disk_has_kept_through_a_power_cut_are_not_restored(
         assert state["w"].eq(1).all()
 
 
+@pytest.mark.parametrize("name", ["memory", ""])
+def test_a_relative_path_of_the_memory_is_refused_and_an_empty_one_is_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names another directory after a ``chdir``."""
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "first" / "memory").mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", name)
+    if not name:
+        assert folder_of(bytes(16)).parents[1] == Path("/dev/shm")
+        return
+    with pytest.warns(UserWarning, match="without an agent: .*this path is relative.*absolute"):
+        training = torch_ckpt.Run(tmp_path / "run", asynchronous=True, agent=True)
+    with training:
+        training.save(1, {"w": torch.ones(3)})
+        monkeypatch.chdir(tmp_path / "second")
+        training.save(2, {"w": torch.ones(3)})
+    assert sorted(p.name for p in (tmp_path / "run").glob("step-*")) == ["step-1", "step-2"]
+    assert os.listdir(tmp_path / "second") == os.listdir(tmp_path / "first" / "memory") == []
+
+
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "hugetlbfs"])
 def test_slots_may_be_in_any_file_system_of_memory(tmp_path: Path, kind: str) -> None:
     done = subprocess.run(["mount", "-t", kind, "none", str(tmp_path)], capture_output=True)

@@ -89,6 +89,9 @@ def test_memory_on_a_disk_is_a_fact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "no agent starts" not in facts_of(capsys, tmp_path)["/dev/shm"]
+    monkeypatch.chdir("/dev/shm")
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", ".")
+    assert "no agent starts: TORCH_CKPT_MEMORY must be" in facts_of(capsys, tmp_path)["."]
     if _native.is_in_memory(tmp_path):
         pytest.skip("temporary files are in memory here")
     monkeypatch.setenv("TORCH_CKPT_MEMORY", str(tmp_path))

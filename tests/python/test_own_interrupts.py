@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.faulty_calls import MADE, Answer, FaultyStore
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, Run
+from torch_ckpt.errors import text_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -68,3 +72,90 @@ def test_an_interrupt_in_one_process_is_raised_as_it_is(
                 except BaseException as error:
                     raised = error
             assert raised is interrupt, f"{name}, {owner.__name__}.{method}: {raised!r}"
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interrupt_while_a_path_is_converted_is_raised_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupt: BaseException
+) -> None:
+    """That of ``pathlib`` is Python code, in which the handler of a signal may run."""
+    state = {"w": torch.ones(1000)}
+    run = Run(tmp_path / "run", keep_last=2, record=False, monitor="loss")
+    for step in (1, 2):
+        run.save(step, state, metrics={"loss": step})
+    steps = itertools.count(3)
+    converted, left = PurePath.__fspath__, 0
+
+    def fspath(path: PurePath) -> str:
+        nonlocal left
+        left -= threading.current_thread() is threading.main_thread()
+        if left == 0:
+            raise interrupt
+        return converted(path)
+
+    monkeypatch.setattr(PurePath, "__fspath__", fspath)
+    calls: dict[str, Callable[[], Any]] = {
+        "restore": lambda: run.restore(state),
+        "best_step": run.best_step,
+        "save": lambda: run.save(next(steps), state, metrics={"loss": 1}),
+        "torch_ckpt.save": lambda: torch_ckpt.save(state, checkpoint_id=tmp_path / "saved"),
+        "torch_ckpt.load": lambda: torch_ckpt.load(state, checkpoint_id=tmp_path / "saved"),
+        "discard_after": lambda: run.discard_after(1000),
+    }
+    for name, call in calls.items():
+        for number in range(1, 40):
+            left = number
+            try:
+                call()
+                raised: BaseException | None = None
+            except BaseException as error:
+                raised = error
+            if left > 0:  # There are fewer paths.
+                break
+            assert raised is interrupt, f"{name}, path {number}: {raised!r}"
+        assert number > 1, name
+
+
+def test_an_interrupt_within_the_text_of_an_error_is_raised_as_it_is() -> None:
+    class Interrupted(Exception):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        text_of(Interrupted())
+
+
+def test_no_binding_converts_paths_by_the_code_of_pybind11() -> None:
+    """It turns an interrupt into a TypeError. ``path_argument.h`` does not."""
+    folder = Path(__file__).resolve().parents[2] / "csrc" / "bindings"
+    sources = {path.name: path.read_text() for path in folder.iterdir()}
+    paths = [name for name, text in sources.items() if "filesystem::path" in text]
+    assert paths
+    assert [name for name, text in sources.items() if "stl/filesystem.h" in text] == []
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interrupt_in_the_client_of_a_store_is_raised_as_it_is(interrupt: BaseException) -> None:
+    store, state = FaultyStore(), {"w": torch.ones(1000)}
+    path = "faulty://interrupts/saved"
+    torch_ckpt.save(state, checkpoint_id=path)
+    for call in (torch_ckpt.load, torch_ckpt.save):
+        for number in range(100):
+            here: list[bool] = []
+
+            def interrupted(
+                n: int, _: str, number: int = number, here: list[bool] = here
+            ) -> Answer:
+                if n == number and threading.current_thread() is threading.main_thread():
+                    here.append(True)
+                    raise interrupt
+                return MADE
+
+            ended = store.stop_at_calls(
+                interrupted, lambda call=call: call(state, checkpoint_id=path)
+            )
+            if here:
+                assert ended.error is interrupt, f"{ended.calls}: {ended.error!r}"
+            if len(ended.calls) <= number:
+                break
+        assert 1 < number < 99

@@ -224,9 +224,26 @@ def test_a_signal_in_a_block_without_steps_ends_the_process(
 
 
 def test_blocks_do_not_nest(tmp_path: Path) -> None:
+    """Not those of two runs either: the first one to save would end the process."""
+    run, other = Run(tmp_path / "run"), Run(tmp_path / "other")
+    for inner in (run, other):
+        with pytest.raises(RuntimeError, match="in use already: after a signal, the process ends"):
+            nest(run, inner)
+    nest(other, None)  # No block is in use afterwards.
+
+
+def test_after_the_block_signals_have_the_handlers_from_before(tmp_path: Path) -> None:
+    """Also if a signal is named twice, or the program installs a handler again that it has found
+    within the block."""
     run = Run(tmp_path)
-    with pytest.raises(RuntimeError, match="in use already"):
-        nest(run)
+    with catching_sigterm() as received:
+        former = signal.getsignal(signal.SIGTERM)
+        with run.saving_on_signal(dict, signals=[signal.SIGTERM, signal.SIGTERM]):
+            within = signal.getsignal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is former
+        signal.signal(signal.SIGTERM, within)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
 
 
 def signalled(run: Run) -> None:
@@ -234,9 +251,11 @@ def signalled(run: Run) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def nest(run: Run) -> None:
-    with run.saving_on_signal(dict), run.saving_on_signal(dict):
-        pass
+def nest(run: Run, inner: Run | None) -> None:
+    with run.saving_on_signal(dict):
+        if inner is not None:
+            with inner.saving_on_signal(dict):
+                pass
 
 
 def test_forked_children_get_the_signal_as_before(tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ class AgentClient:
         """
         answered = time.monotonic()
         waiting = self._waiting(lambda: f"{self.name} {awaited}")
-        for pause_s in waiting.rounds(within_s, self._answer_s / _POLLS):
+        for pause_s in waiting.rounds(within_s, self._answer_s / _POLLS, ends_on_signal=True):
             if has_arrived(connection, pause_s):
                 return
             waiting.log()  # The ping may wait as well.
@@ -378,7 +378,7 @@ class AgentClient:
             self._register(left_s, is_ping=True, waiting=waiting).close()
             answered = time.monotonic()
             self.while_waiting()
-        raise self._lost(within_s)
+        raise self._lost(min(within_s, round(waiting.waited_s, 1)))
 
     def _lost(self, seconds: float) -> StorageError:
         text = f"the agent of this machine did not answer within {seconds:g} s"

@@ -82,20 +82,26 @@ def run_of(name: str | os.PathLike[str]) -> bytes:
 def folder_of(run: bytes) -> Path:
     """Returns the folder of a run.
 
-    ``TORCH_CKPT_MEMORY`` may name a tmpfs other than ``/dev/shm``.
+    ``TORCH_CKPT_MEMORY`` may name a tmpfs other than ``/dev/shm``, by an absolute path.
     """
-    base = os.path.abspath(os.environ.get("TORCH_CKPT_MEMORY", "/dev/shm"))
+    base = os.environ.get("TORCH_CKPT_MEMORY") or "/dev/shm"
     return Path(base) / f"torch_ckpt-{os.getuid()}" / run.hex()
 
 
 def open_folder(run: bytes) -> Path:
     """Returns the folder of a run; creates it if it does not exist.
 
-    Raises StorageError if it belongs to another user, other users can access it, or it is not in
-    memory alone. Slots have no checksums: after a power cut, those on a disk may be complete by
-    their header, with zeros in the place of tensors.
+    Raises StorageError if it belongs to another user, other users can access it, its path is
+    relative, or it is not in memory alone. Slots have no checksums: after a power cut, those on a
+    disk may be complete by their header, with zeros in the place of tensors.
     """
     folder = folder_of(run)
+    if not folder.is_absolute():
+        raise StorageError(
+            f"cannot share memory in {folder.parent.parent}: this path is relative, so it names "
+            "another directory wherever a process works; set TORCH_CKPT_MEMORY to an absolute path",
+            errno.EINVAL,
+        )
     for path in (folder.parent, folder):
         try:
             with contextlib.suppress(FileExistsError):

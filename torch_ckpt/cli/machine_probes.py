@@ -92,6 +92,8 @@ def shared_memory() -> Generator[Fact]:
     means = "the agent needs twice the bytes that the ranks of this machine save"
     if not _native.is_in_memory(base):
         means = "no agent starts, as this is a disk: set TORCH_CKPT_MEMORY to a tmpfs"
+    if not base.is_absolute():
+        means = "no agent starts: TORCH_CKPT_MEMORY must be an absolute path"
     yield (
         str(base),
         f"{readable_nbytes(size)}, {readable_nbytes(free)} free "

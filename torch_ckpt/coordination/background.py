@@ -264,7 +264,7 @@ def _wait_for(earlier: Future[Metadata] | None, call: Call) -> None:
     if earlier is None:
         return
     waiting = LongWait(lambda: "the end of an earlier save in the save process")
-    for pause_s in waiting.rounds(call.timeout_s, _POLL_S):
+    for pause_s in waiting.rounds(call.timeout_s, _POLL_S, ends_on_signal=True):
         if wait([earlier], pause_s).done:
             return
         call.raise_if_failed()

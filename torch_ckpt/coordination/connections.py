@@ -98,7 +98,9 @@ class Connections:
                 relay.end()
             if isinstance(error, RankTimeoutError):
                 raise
-            reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
+            reason = str(error)
+            if isinstance(error, TimeoutError):
+                reason = f"it does not answer: {error}"
             raise RankTimeoutError(
                 f"rank {self._names[self._rank]} cannot find the other ranks in the store of its "
                 f"process group{self._place}: {reason}",

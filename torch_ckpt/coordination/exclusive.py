@@ -73,9 +73,12 @@ class Exclusive:
         self._threads.add(thread)  # Before the lock, so that a signal handler always finds it.
         try:
             used = LongWait(lambda: f"another thread, which uses {self._name}, to {activity}")
-            if not any(self._lock.acquire(timeout=s) for s in used.rounds(timeout_s)):
+            if not any(
+                self._lock.acquire(timeout=s) for s in used.rounds(timeout_s, ends_on_signal=True)
+            ):
+                seconds = min(timeout_s, round(used.waited_s, 1))
                 raise CheckpointError(
-                    f"cannot {activity}: another thread used {self._name} for {timeout_s:g} s"
+                    f"cannot {activity}: another thread used {self._name} for {seconds:g} s"
                 )
             try:
                 yield

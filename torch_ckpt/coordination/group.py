@@ -420,13 +420,14 @@ class Call:
             if group.is_coordinator:
                 self._awaited = number, recorded, begin
             future = relay.submit(relay.begin, self.number, number, phase, own)
-            try:  # The communication threads name the ranks that are late.
-                received = result_of(
-                    future, lambda: f"the other ranks, while {phase}", is_named=False
-                )
+            others = f"the other ranks, while {phase}"  # The communication threads name them.
+            try:
+                received = result_of(future, lambda: others, is_named=False)
             except RankTimeoutError as error:
                 self._late = (recorded, list(error.ranks), begin) if group.is_coordinator else None
                 raise
+            except TimeoutError as error:  # A signal ends this process before the deadline.
+                raise self.fail(relay.naming_late(error, self.number, number)) from None
             finally:
                 self._awaited = None
         if not group.is_coordinator:

@@ -63,12 +63,12 @@ _CALLS = 4096  # Most calls that are retained, for ranks that are late for a fai
 class Relay(Loop):
     """The communication thread of one rank.
 
-    Other threads use the attributes, and :meth:`late`, :meth:`error` and :meth:`is_uncommitted`.
-    They reach the other methods through :meth:`post` and :meth:`submit`. ``store`` returns the
-    store in which the ranks exchange their addresses. ``rank`` is as the group numbers it; 0 is the
-    coordinator. ``names`` are global ranks. The phase is the one that a rank must finish before it
-    connects, for messages. The thread ends when ``owner`` has no references left. Raises
-    RuntimeError if the system has no more threads.
+    Other threads use the attributes, and :meth:`late`, :meth:`naming_late`, :meth:`error` and
+    :meth:`is_uncommitted`. They reach the other methods through :meth:`post` and :meth:`submit`.
+    ``store`` returns the store in which the ranks exchange their addresses. ``rank`` is as the
+    group numbers it; 0 is the coordinator. ``names`` are global ranks. The phase is the one that a
+    rank must finish before it connects, for messages. The thread ends when ``owner`` has no
+    references left. Raises RuntimeError if the system has no more threads.
     """
 
     def __init__(
@@ -103,6 +103,13 @@ class Relay(Loop):
         state = None if call is None else call.exchanges.get(exchange)
         arrived = set() if state is None else set(state.contributions)
         return [name for rank, name in enumerate(self.names) if rank not in arrived]
+
+    def naming_late(self, error: TimeoutError, number: int, exchange: int) -> TimeoutError:
+        """Returns the error with the ranks that this rank has waited for, if it knows them."""
+        late = self.late(number, exchange)
+        if self._parent is not None:
+            late = [self.names[rank] for rank in self._parent.silent(time.monotonic())]
+        return TimeoutError(f"{error}; {listed_ranks(late)} missing") if late else error
 
     def take_heard(self, number: int) -> list[Heard]:
         """Returns what ranks have recorded and sent with a call. Called by the coordinator."""

@@ -37,6 +37,11 @@ LOG_S = 5.0
 _LOG_AGAIN_S = 60.0, 300.0, 900.0
 """Seconds after which it is logged again. The last one is also the interval of all later lines."""
 
+_SIGNAL_POLL_S = 0.5  # Interval at which a wait finds out that a signal ends the process.
+
+_SIGNAL_GRACE_S = 0.5
+"""Extra seconds of a wait that a signal ends: the error of another deadline is more specific."""
+
 GRACE_S = 5.0
 """Extra seconds after a deadline, in which the communication thread reports a specific error."""
 
@@ -86,20 +91,32 @@ class LongWait:
         while self._due <= waited_s:
             self._plan()
 
-    def rounds(self, timeout_s: float = math.inf, poll_s: float = math.inf) -> Iterator[float]:
+    def rounds(
+        self,
+        timeout_s: float = math.inf,
+        poll_s: float = math.inf,
+        *,
+        ends_on_signal: bool = False,
+    ) -> Iterator[float]:
         """Yields how many seconds to wait next, at most ``poll_s``, and logs between.
 
-        Ends after ``timeout_s`` from now. Yields at least once, so that a wait of no time checks
-        once. A part of the wait, with a limit of its own, may have rounds of its own.
+        Ends after ``timeout_s`` from now. With ``ends_on_signal``, also when the time is over that
+        a signal has left to the process (``runs/preemption``), whenever that arrives. Yields at
+        least once, so that a wait of no time checks once. A part of the wait, with a limit of its
+        own, may have rounds of its own.
         """
-        end_s = self.waited_s + timeout_s
+        end_s, preemption, left_s = self.waited_s + timeout_s, None, math.inf
         while True:
             waited_s = self.waited_s
             due_s = self._due - waited_s
             pause_s = min(due_s if due_s > 0 else LOG_S, poll_s, end_s - waited_s)
+            preemption = PROCESS.preemption or preemption  # A thread may wait as its block ends.
+            if ends_on_signal and preemption is not None:
+                left_s = preemption.ends_at + _SIGNAL_GRACE_S - time.monotonic()
+                pause_s = min(pause_s, _SIGNAL_POLL_S, left_s)
             yield max(pause_s, 0.0)
             self.log()
-            if self.waited_s >= end_s:
+            if self.waited_s >= end_s or left_s <= 0:
                 return
 
     def _plan(self) -> None:
@@ -117,13 +134,17 @@ def result_of(
 ) -> Any:
     """Returns the result of a future, or raises its error. Logs a long wait (:class:`LongWait`).
 
-    Raises TimeoutError after ``timeout_s``; ``None`` if another thread ends the wait in time.
+    Raises TimeoutError after ``timeout_s``; ``None`` if another thread ends the wait in time. Also
+    if a signal ends the process before.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
-    for pause_s in LongWait(awaited, is_named=is_named).rounds(limit_s):
+    waiting = LongWait(awaited, is_named=is_named)
+    for pause_s in waiting.rounds(limit_s, ends_on_signal=True):
         if futures.wait([future], pause_s).done:
-            break
-    return future.result(0)
+            return future.result(0)
+    waited = f"waited {waiting.waited_s:.1f} s for {awaited()}"
+    ends = "a signal ends this process, which has " if waiting.waited_s < limit_s else ""
+    raise TimeoutError(ends + waited)
 
 
 class OwnFuture(Future[T]):
@@ -140,9 +161,13 @@ class OwnFuture(Future[T]):
         PROCESS.forkable.add(self)
 
     def has_ended(self, timeout_s: float = math.inf) -> bool:
-        """Waits for the end, and returns whether it came within ``timeout_s``."""
+        """Waits for the end, and returns whether it came within ``timeout_s``.
+
+        If there is a limit, the wait also ends if a signal ends the process before.
+        """
         if not self.done():
-            for pause_s in LongWait(self.awaited, is_named=self.is_named).rounds(timeout_s):
+            waiting = LongWait(self.awaited, is_named=self.is_named)
+            for pause_s in waiting.rounds(timeout_s, ends_on_signal=timeout_s < math.inf):
                 if futures.wait([self], pause_s).done:
                     break
         return self.done()

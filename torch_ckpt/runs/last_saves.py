@@ -93,7 +93,7 @@ class LastSaves:
             signals: The signals, such as ``signal.SIGUSR1`` for ``sbatch --signal=USR1@60``.
 
         Raises:
-            RuntimeError: The run is within such a block already.
+            RuntimeError: This run, or another one of this process, is within such a block.
             SystemExit: A signal has arrived.
             ValueError: This is not the main thread, ``grace_s`` is not positive, or a signal cannot
                 be handled.
@@ -107,8 +107,6 @@ class LastSaves:
                         run.save(step, state)
         """
         self._check_open()
-        if self._preemption is not None:
-            raise RuntimeError("saving_on_signal() is in use already")
         preemption = Preemption(signals, grace_s, state, is_alone=self._group.size == 1)
         with preemption.catching():
             self._preemption = preemption

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch_ckpt.coordination.group import Group
+from torch_ckpt.process_state import PROCESS
 from torch_ckpt.runs.spacing import MOST_STEPS, Spacing
 
 __all__ = ["Preemption"]
@@ -51,7 +52,8 @@ class Preemption:
         """The signal that this rank has received first, or that the ranks have agreed on."""
         self.has_ended = False
         """Whether :meth:`end` was called."""
-        self._end = math.inf  # Then the process is killed, on the monotonic clock.
+        self.ends_at = math.inf
+        """When the process is killed, on the monotonic clock."""
 
     def __str__(self) -> str:
         return "" if self.received is None else signal.Signals(self.received).name
@@ -59,27 +61,36 @@ class Preemption:
     @property
     def left_s(self) -> float:
         """The seconds until the process is killed, at least a moment."""
-        return max(self._end - time.monotonic(), 0.1)
+        return max(self.ends_at - time.monotonic(), 0.1)
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
         """Records the signals within the block, instead of what they would do.
 
         If the block ends after a signal, and not by :meth:`end`, the signal is sent again. Raises
-        ValueError if this is not the main thread, or a signal cannot be handled.
+        RuntimeError if another one catches signals, and ValueError if this is not the main thread,
+        or a signal cannot be handled.
         """
+        if PROCESS.preemption is not None:
+            raise RuntimeError(
+                "saving_on_signal() is in use already: after a signal, the process ends when one "
+                "run has saved; enter the block of one run only, and save other runs after it"
+            )
         owner = os.getpid()
         before: dict[int, Any] = {}
 
         def receive(number: int, _: FrameType | None) -> None:
-            if os.getpid() != owner:  # A forked child, such as a worker of a DataLoader.
+            # In a forked child, such as a worker of a DataLoader, or if the program has installed
+            # this handler again after the block.
+            if os.getpid() != owner or PROCESS.preemption is not self:
                 signal.signal(number, before[number])
                 os.kill(os.getpid(), number)
             elif self.received is None:
-                self.received, self._end = number, time.monotonic() + self._grace_s
+                self.received, self.ends_at = number, time.monotonic() + self._grace_s
 
         try:
-            for number in self._signals:
+            PROCESS.preemption = self
+            for number in dict.fromkeys(self._signals):
                 # A handler that C code has installed is unknown to Python.
                 handler = signal.getsignal(number) or signal.SIG_DFL
                 try:
@@ -90,6 +101,7 @@ class Preemption:
                 before[number] = handler
             yield
         finally:
+            PROCESS.preemption = None
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self.received is not None and not self.has_ended and os.getpid() == owner:
@@ -123,7 +135,7 @@ class Preemption:
         if chosen is None:
             return False
         left_s, self.received = chosen
-        self._end = time.monotonic() + max(left_s, _LEAST_S)
+        self.ends_at = time.monotonic() + max(left_s, _LEAST_S)
         return True
 
     def end(self) -> NoReturn:

@@ -89,7 +89,7 @@ class Staged:
             lambda: f"the tensors of {self.name} that did not fit in memory to be written"
         )
         try:
-            for pause_s in waiting.rounds(timeout_s, POLL_S):
+            for pause_s in waiting.rounds(timeout_s, POLL_S, ends_on_signal=True):
                 if self._written.wait(pause_s) or self.is_over:
                     return
             raise CheckpointError(

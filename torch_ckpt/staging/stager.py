@@ -355,7 +355,7 @@ class SnapshotStager:
         with self._changed:
             self._reclaim()
             self.waited += not self._free
-            for pause_s in waiting.rounds(limit_s, POLL_S):
+            for pause_s in waiting.rounds(limit_s, POLL_S, ends_on_signal=True):
                 if self._free:
                     return [self._free.pop()]
                 self._changed.wait(pause_s)

@@ -289,7 +289,7 @@ def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     connection = _Connection(assigned, timedelta(seconds=limit_s))
     try:
         waiting = LongWait(lambda: f"an exchange of reads: {connection.awaited}")
-        for pause_s in waiting.rounds(limit_s, _POLL_S):
+        for pause_s in waiting.rounds(limit_s, _POLL_S, ends_on_signal=True):
             if wait([connection.made], pause_s).done:
                 break
             if call is not None:

@@ -63,10 +63,12 @@ class BackgroundSave:
         Raises CheckpointError if the save or the callback failed, or is still in progress after
         ``timeout_s``. It is a StorageError if storage made the save fail.
         """
+        began = time.monotonic()
         if not self._ended.has_ended(timeout_s):
+            waited_s = min(timeout_s, round(time.monotonic() - began, 1))
             raise CheckpointError(
                 f"step {self.step} is still being saved in the background after a wait of "
-                f"{timeout_s:g} s"
+                f"{waited_s:g} s"
             )
         error = self._ended.exception()
         if error is not None:
