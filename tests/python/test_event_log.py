@@ -360,3 +360,22 @@ def test_an_error_while_a_rank_waits_is_an_event(tmp_path: Path) -> None:
     write, wait = events_of(record, tmp_path)
     assert "error" not in write.details
     assert (wait.phase, wait.details["error"]) == ("wait", "KeyboardInterrupt: ")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, CheckpointException])
+def test_a_listener_that_raises_loses_no_events_of_others(
+    tmp_path: Path, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def listener(_: Event) -> None:
+        raise kind("from a listener", {})
+
+    others: list[Event] = []
+    with Run(tmp_path / "run") as run:
+        run.on_event(listener)
+        run.on_event(others.append)
+        for step in (1, 2):
+            run.save(step, {"w": torch.ones(4)})
+            until(lambda step=step: any(event.step == step for event in others))  # type: ignore[misc]
+    assert {event.step for event in read_events(Location(tmp_path / "run"))} == {1, 2}
+    assert "a listener of the record" in caplog.text

@@ -9,6 +9,9 @@ import inspect
 import logging
 import subprocess
 import sys
+import threading
+import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.integrations.after_import import after_import
+from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.staging import stager
 
@@ -375,6 +379,9 @@ def test_the_deprecated_functions_are_replaced_too(
 
 SCRIPT = """
 import sys
+import threading
+import time
+import types
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
@@ -498,6 +505,46 @@ def test_overlapping_blocks_leave_nothing_replaced() -> None:
     assert state_dict_saver._save_state_dict is not before
     second.__exit__(None, None, None)
     assert state_dict_saver._save_state_dict is before
+
+
+def test_blocks_of_threads_that_overlap_end_without_an_error_and_leave_nothing_replaced() -> None:
+    first = object()
+    owner, wrong = types.ModuleType("owner"), list[object]()
+    owner.attribute = first  # type: ignore[attr-defined]
+
+    def work() -> None:
+        try:
+            for _ in range(100):
+                with replacing(owner, "attribute", object()):
+                    time.sleep(1e-4)  # Another thread begins or ends a block.
+                    if owner.attribute is first:
+                        wrong.append("a block has begun, and nothing is replaced")
+        except BaseException as error:
+            wrong.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert wrong == []
+    assert owner.attribute is first
+    assert not any(at[0] is owner for at in PROCESS.replaced)
+
+
+def test_one_replacement_in_nested_blocks_applies_until_the_outer_one_ends() -> None:
+    owner, replacement = types.ModuleType("owner"), object()
+    owner.attribute = 1  # type: ignore[attr-defined]
+    with replacing(owner, "attribute", replacement):
+        with replacing(owner, "attribute", replacement):
+            pass
+        assert owner.attribute is replacement
+    assert owner.attribute == 1
 
 
 def test_a_module_that_was_only_searched_is_noticed_when_it_is_imported(

@@ -106,7 +106,7 @@ class EventLog:
     def _call(self, function: Callable[[], None]) -> None:
         try:
             function()
-        except Exception:  # The thread goes on, and so does the run.
+        except BaseException:  # Also of `sys.exit`: the thread goes on, and so does the run.
             _LOG.exception("a listener of the record of %s failed", self._directory)
 
     def _append_unfinished(self) -> None:
@@ -121,7 +121,7 @@ class EventLog:
             text = lines()
             if text:
                 self._append_to_file(text.encode())
-        except Exception as error:  # The thread goes on.
+        except BaseException as error:  # The thread goes on.
             _LOG.debug("the record of %s lacks events: %r", self._directory, error)
         return text is not None
 
