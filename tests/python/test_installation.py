@@ -508,14 +508,14 @@ def test_overlapping_blocks_leave_nothing_replaced() -> None:
 
 
 def test_blocks_of_threads_that_overlap_end_without_an_error_and_leave_nothing_replaced() -> None:
-    first = object()
+    first, common = object(), object()  # Some replacements are the same in all blocks.
     owner, wrong = types.ModuleType("owner"), list[object]()
     owner.attribute = first  # type: ignore[attr-defined]
 
     def work() -> None:
         try:
-            for _ in range(100):
-                with replacing(owner, "attribute", object()):
+            for turn in range(100):
+                with replacing(owner, "attribute", object() if turn % 2 else common):
                     time.sleep(1e-4)  # Another thread begins or ends a block.
                     if owner.attribute is first:
                         wrong.append("a block has begun, and nothing is replaced")
