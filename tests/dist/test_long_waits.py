@@ -289,7 +289,7 @@ def test_a_thread_that_waits_for_another_says_what_for(tmp_path: Path) -> None:
         with held(FastWriter, "finish", found):
             other = threading.Thread(target=run.save, args=(1, STATE))
             other.start()
-            until(lambda: bool(run._exclusive._threads))
+            until(lambda: bool(run._exclusive._uses))
             run.latest_step()
         other.join()
     assert re.match("waiting for another thread, which uses the run .*, to choose", found.lines[0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any
 from unittest import mock
@@ -13,9 +15,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.faulty_calls import MADE, Answer, FaultyStore
+from support.interrupts import interrupts
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, Run
+from torch_ckpt.coordination import exclusive as exclusive_module
+from torch_ckpt.coordination.exclusive import Exclusive, exclusive
+from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import text_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -159,3 +165,35 @@ def test_an_interrupt_in_the_client_of_a_store_is_raised_as_it_is(interrupt: Bas
             if len(ended.calls) <= number:
                 break
         assert 1 < number < 99
+
+
+class Owner:
+    """An object that one call at a time may use."""
+
+    timeout_s = 0.2
+
+    def __init__(self) -> None:
+        self._exclusive, self._group = Exclusive("the object"), Group(None)
+
+    @exclusive("work")
+    def work(self) -> None:
+        pass
+
+    def use(self) -> None:
+        with self._exclusive.use("work", self.timeout_s):
+            pass
+
+
+@pytest.mark.parametrize("method", ["work", "use"])
+def test_an_interrupt_at_any_moment_leaves_no_object_in_use(method: str) -> None:
+    owner = Owner()
+    other = ThreadPoolExecutor(1)
+    raised = []  # A program may keep the errors, and so the frames of the calls.
+    for error in interrupts(getattr(owner, method), [exclusive_module, contextlib]):
+        raised.append(error)
+        if len(raised) % 2:
+            owner.work()
+        else:
+            other.submit(owner.use).result()
+    assert len(raised) > 50
+    assert {type(error) for error in raised} == {KeyboardInterrupt}

@@ -10,15 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError
 
-__all__ = ["Exclusive", "exclusive"]
+__all__ = ["Exclusive", "exclusive", "has_ended"]
+
+_POLL_S = 0.01  # Interval at which a wait finds out whether the other use has ended.
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -27,8 +32,38 @@ class _Group(Protocol):
     def method(self, activity: str, timeout_s: float) -> AbstractContextManager[None]: ...
 
 
+def has_ended(frame: FrameType) -> bool:
+    """Returns whether a function call has ended, by a return or by an exception.
+
+    An interrupt may leave a function between any two instructions, so no flag that the function
+    sets is reliable. The state of its frame is.
+    """
+    try:
+        frame.clear()  # Refused while it is executed. Otherwise, it frees the variables.
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Use(AbstractContextManager[None]):
+    """One use of an object, by a function call that is in progress."""
+
+    def __init__(self, of: Exclusive, by: FrameType, activity: str, timeout_s: float) -> None:
+        self._of, self._activity, self._timeout_s = of, activity, timeout_s
+        self.by, self.thread = by, threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._of._begin(self, self._activity, self._timeout_s)
+
+    def __exit__(self, *_: object) -> None:
+        self._of._end(self)
+
+
 class Exclusive:
     """Exclusive use of an object, which has a name for messages.
+
+    A use ends with its block, and at the latest with the function that contains the block. So an
+    interrupt at any moment leaves no lock behind.
 
     Example::
 
@@ -39,8 +74,8 @@ class Exclusive:
 
     def __init__(self, name: str) -> None:
         self._name, self._pid = name, os.getpid()
-        self._lock = threading.Lock()
-        self._threads: set[int] = set()  # The threads that use the object, or wait for it.
+        # The first one that has not ended uses the object, and the others wait.
+        self._uses: list[_Use] = []
 
     @property
     def is_forked(self) -> bool:
@@ -54,51 +89,70 @@ class Exclusive:
                 f"cannot {activity}: {self._name} belongs to process {self._pid}, of which this "
                 "process is a forked child"
             )
-        if threading.get_ident() in self._threads:
+        thread = threading.get_ident()
+        if any(use.thread == thread and not has_ended(use.by) for use in list(self._uses)):
             raise CheckpointError(
                 f"cannot {activity}: {self._name} is in use by a call in this thread, which a "
                 "signal handler has interrupted. Set a flag in the handler, and save after the step"
             )
 
-    @contextlib.contextmanager
-    def use(self, activity: str, timeout_s: float) -> Iterator[None]:
+    def use(self, activity: str, timeout_s: float) -> AbstractContextManager[None]:
         """Waits until no other thread uses the object, which is then used within the block.
 
-        The activity is for messages, such as ``"save step 100"``. Raises CheckpointError if this
-        thread uses the object already, if another thread used it until the timeout, or if this
-        process is a forked child.
+        The block must not ``yield``. The activity is for messages, such as ``"save step 100"``.
+        Raises CheckpointError if this thread uses the object already, if another thread used it
+        until the timeout, or if this process is a forked child.
         """
-        self.check(activity)
-        thread = threading.get_ident()
-        self._threads.add(thread)  # Before the lock, so that a signal handler always finds it.
-        try:
-            used = LongWait(lambda: f"another thread, which uses {self._name}, to {activity}")
-            if not any(
-                self._lock.acquire(timeout=s) for s in used.rounds(timeout_s, ends_on_signal=True)
-            ):
-                seconds = min(timeout_s, round(used.waited_s, 1))
-                raise CheckpointError(
-                    f"cannot {activity}: another thread used {self._name} for {seconds:g} s"
-                )
-            try:
-                yield
-            finally:
-                self._lock.release()
-        finally:
-            self._threads.discard(thread)
+        return _Use(self, sys._getframe(1), activity, timeout_s)
+
+    def use_by_all(
+        self, activity: str, group: _Group, timeout_s: float
+    ) -> AbstractContextManager[None]:
+        """Like :meth:`use`, for a block that all ranks of a group enter (``Group.method``)."""
+        use = _Use(self, sys._getframe(1), activity, timeout_s)
+        return self._used_by_all(use, activity, group, timeout_s)
 
     @contextlib.contextmanager
-    def use_by_all(self, activity: str, group: _Group, timeout_s: float) -> Iterator[None]:
-        """Like :meth:`use`, for a block that all ranks of a group enter (``Group.method``)."""
+    def _used_by_all(
+        self, use: _Use, activity: str, group: _Group, timeout_s: float
+    ) -> Iterator[None]:
         self.check(activity)  # A call that is refused has no number.
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(self.use(activity, timeout_s))
+                stack.enter_context(use)
             except BaseException:
                 with group.method(activity, timeout_s):
                     raise
             stack.enter_context(group.method(activity, timeout_s))
             yield
+
+    def _begin(self, use: _Use, activity: str, timeout_s: float) -> None:
+        self.check(activity)
+        self._uses.append(use)
+        if self._first() is use:
+            return
+        waiting = LongWait(lambda: f"another thread, which uses {self._name}, to {activity}")
+        for pause_s in waiting.rounds(timeout_s, _POLL_S, ends_on_signal=True):
+            if self._first() is use:
+                return
+            time.sleep(pause_s)
+        self._end(use)
+        seconds = min(timeout_s, round(waiting.waited_s, 1))
+        raise CheckpointError(
+            f"cannot {activity}: another thread used {self._name} for {seconds:g} s"
+        )
+
+    def _end(self, use: _Use) -> None:
+        with contextlib.suppress(ValueError):  # Another thread has found out that it has ended.
+            self._uses.remove(use)
+
+    def _first(self) -> _Use | None:
+        """Returns the use in progress. Removes those before it, whose functions have ended."""
+        for use in list(self._uses):
+            if not has_ended(use.by):
+                return use
+            self._end(use)
+        return None
 
 
 def exclusive(activity: str) -> Callable[[M], M]:
