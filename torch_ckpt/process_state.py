@@ -56,6 +56,8 @@ class _Process:
             ``planning/placeholders``.
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``commits/temporary``.
+        removals: The files that announce removals of steps, and the frames of the functions that
+            remove them. Owner: ``ladder/step_files``.
         storage_watch: The thread that logs long calls of storage, if there is one. Owner:
             ``coordination/storage_watch``.
         probed: Pairs of a device and a call of file systems that was not refused there. Owner:
@@ -84,6 +86,7 @@ class _Process:
         self.warned_replicas: set[frozenset[str]] = set()
         self.warned_placeholders: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.removals: list[tuple[Any, Any]] = []
         self.storage_watch: dict[str, Any] = {}
         self.probed: set[tuple[int | str, str]] = set()
         self.preemption: Any = None
@@ -110,6 +113,7 @@ class _Process:
         self.save_processes.clear()
         self.save_futures.clear()
         self.temporaries.clear()
+        self.removals.clear()
         self.storage_watch.clear()
         self.preemption = None  # The parent's signals.
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.interrupts import interrupts
 from support.run_steps import state_of
 
 from torch_ckpt import Run
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from torch_ckpt.filesystems import location
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder import step_files
 from torch_ckpt.ladder.removal import discard_after, leased_paths, remove_directories
@@ -193,6 +195,7 @@ def test_a_lease_does_not_wait_for_a_removal_whose_process_has_died(
 
 KILLED = """
 import os, sys
+from torch_ckpt.filesystems import location
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder import step_files
 with step_files.announced_removal(Location(sys.argv[1]), ["step-1"]):
@@ -258,3 +261,31 @@ def test_a_removal_leaves_no_announcement(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "run")
     retain(tmp_path / "run")
     assert [name for name in os.listdir(tmp_path / "run") if name.startswith(".")] == []
+
+
+def test_an_interrupted_removal_lets_no_lease_wait_and_its_file_is_removed_by_the_next(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, record=False)
+    for step in (1, 2):
+        run.save(step, state_of(step))
+    directory, raised = Location(tmp_path), []
+
+    def remove() -> None:
+        with step_files.announced_removal(directory, ["step-1"]):
+            pass
+
+    def announced() -> list[Path]:
+        return list(tmp_path.glob(".pending-removal-*"))
+
+    left = 0
+    for error in interrupts(remove, [step_files, contextlib, location]):
+        raised.append(error)  # A program may keep the errors, and so the frames of the calls.
+        left += bool(announced())
+        begin = time.monotonic()
+        with run.lease(1):
+            assert time.monotonic() - begin < 5
+        remove()
+        assert not announced()
+    assert left
+    assert {type(error) for error in raised} == {KeyboardInterrupt}

@@ -95,6 +95,7 @@ PYTHON = {
     "coordination/connect.py _Waiting store": Wait(STORE, "the store"),
     "coordination/connect.py _place_all store": Wait(STORE, "the store"),
     "coordination/connect.py connect store": Wait(STORE, "the store"),
+    "integrations/replacing.py replacing with _LOCK": Wait(BRIEF, "no rank waits"),
     "planning/plan_cache.py PlanCache with self._lock": Wait(BRIEF, CALL),
     "staging/staged.py Staged with self._thread_lock": Wait(BRIEF, CALL),
     "staging/stager.py SnapshotStager with self._changed": Wait(BRIEF, CALL),

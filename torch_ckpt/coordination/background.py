@@ -58,6 +58,8 @@ class SaveFuture(OwnFuture[T]):
     The log of a long wait is as of OwnFuture.
     """
 
+    _is_read = True  # Until it is made: an interrupt may drop it before.
+
     def __init__(
         self,
         failure: str,
@@ -67,9 +69,9 @@ class SaveFuture(OwnFuture[T]):
     ) -> None:
         super().__init__(awaited, is_named=is_named)
         self.failure = failure
-        self._is_read = False
         self.set_running_or_notify_cancel()  # A save cannot be cancelled.
         PROCESS.save_futures.add(self)
+        self._is_read = False
 
     def result(self, timeout: float | None = None) -> T:
         """Returns the result, or raises the error of the save, which then counts as read."""

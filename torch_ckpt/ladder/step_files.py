@@ -12,18 +12,22 @@ import os
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import SupportsIndex, TypeVar, cast
 
 from torch_ckpt.agent.identity import id_in_directory
 from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES
+from torch_ckpt.coordination.exclusive import has_ended
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.committed import has_checkpoint, index_name, prefixes_among
+from torch_ckpt.process_state import PROCESS
 
 __all__ = [
     "LEASE_S",
@@ -291,20 +295,35 @@ def lease(directory: Location, step: int) -> Iterator[Location]:
             file.discard()
 
 
-@contextlib.contextmanager
-def announced_removal(directory: Location, names: Sequence[str]) -> Iterator[None]:
+def announced_removal(
+    directory: Location, names: Sequence[str]
+) -> contextlib.AbstractContextManager[None]:
     """Lets new leases of some steps wait until the block ends, if a file for it can be written.
 
     If the process dies, no lease of its machine waits, and those of other machines do not wait for
-    longer than ``_REMOVAL_S``. A later retention deletes the file.
+    longer than ``_REMOVAL_S``. A later retention deletes the file. If an interrupt leaves the file,
+    the next removal of this process deletes it. The block must not ``yield``.
     """
+    return _announced(directory, names, sys._getframe(1))
+
+
+@contextlib.contextmanager
+def _announced(directory: Location, names: Sequence[str], by: FrameType) -> Iterator[None]:
+    for left in [each for each in list(PROCESS.removals) if has_ended(each[1])]:
+        left[0].discard()
+        with contextlib.suppress(ValueError):  # Another thread has removed it.
+            PROCESS.removals.remove(left)
     file = directory / f"{_REMOVAL}{secrets.token_hex(8)}.{this_process()}"
-    with contextlib.suppress(CheckpointError):
-        file.write(json.dumps(list(names)).encode(), sync=False)
+    removal = file, by
     try:
+        PROCESS.removals.append(removal)
+        with contextlib.suppress(CheckpointError):  # Whole at once: an empty one blocks all leases.
+            file.replace(json.dumps(list(names)).encode(), sync=False)
         yield
     finally:
         file.discard()
+        with contextlib.suppress(ValueError):  # It was not announced yet.
+            PROCESS.removals.remove(removal)
 
 
 def _wait_for_removals(directory: Location, name: str, lease: Location) -> None:
@@ -332,6 +351,8 @@ def _has_died(removal: Location, now_s: float | None) -> bool:
 
     On other machines, and for files of earlier versions, the age of the file is the evidence.
     """
+    if any(file == removal and has_ended(by) for file, by in list(PROCESS.removals)):
+        return True
     process = removal.name.removeprefix(_REMOVAL).partition(".")[2]
     found = is_dead(process) if process else None
     if found is not None:
