@@ -152,7 +152,7 @@ def test_a_removal_that_is_killed_at_any_call_leaves_each_step_whole_or_gone(
         assert code == -signal.SIGKILL
     assert steps_in(tmp_path / run.name) == [3]
     # Renames, the announcement, a sync, and for each step its files and itself.
-    assert count == 2 + 1 + 1 + 2 * 5
+    assert count == 2 + 1 + 1 + 2 * 6  # Four files and two directories each.
 
 
 # ---- Steps that cannot be removed ----

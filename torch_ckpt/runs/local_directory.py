@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_ckpt.agent.identity import id_in_directory, new_id, own_id, write_id
+from torch_ckpt.agent.identity import id_in_directory, is_copy, new_id, own_id, write_id
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
@@ -14,7 +14,7 @@ from torch_ckpt.runs.places import Places
 from torch_ckpt.runs.promotion import Promotion
 from torch_ckpt.runs.retention import Retention
 from torch_ckpt.runs.step_directories import StepDirectories
-from torch_ckpt.runs.step_files import committed_steps, tie_directories
+from torch_ckpt.runs.step_files import committed_steps, run_of_local, tie_directories
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["promotion_for"]
@@ -95,11 +95,16 @@ def _claim_local(local: Location, run: Location) -> str:
     begins under its path. Raises CheckpointError if the local directory has steps of another run.
     """
     ours, found = own_id(run), id_in_directory(local)
-    if found is not None and found == ours:
+    # A directory that was copied before its first save has no term that names the original.
+    tied, _ = run_of_local(local)
+    is_of_copy = tied is not None and found == ours is not None and is_copy(run, str(tied), ours)
+    if found is not None and found == ours and not is_of_copy:
         return found
     if steps := committed_steps(local):
         of = "another run" if found is None else f"run {found}"
         now = "has no id: it is new, or was removed" if ours is None else f"is of run {ours}"
+        if is_of_copy:
+            of, now = f"the run in {tied}", "is a copy of that, or its original"
         raise CheckpointError(
             f"cannot use {local} as the local directory of {run}: its {len(steps)} steps are of "
             f"{of}, and {run} {now}. Use another directory, or remove {local}"

@@ -157,13 +157,19 @@ class Promotion:
         """
         in_run, local = (committed_steps(disk.directory) for disk in (self._run, self._local))
         monitor = self._retention.monitor if self._commits else None
-        self._steps.found(in_run, {} if monitor is None else self._run.values(monitor))
+        values = {} if monitor is None else self._run.values(monitor)
+        terms = {step: term_of(self._local.path(step)) for step in local}
+        in_run_alone = set(in_run).difference(local) if self._commits else ()
+        terms |= {step: term_of(self._run.path(step)) for step in in_run_alone}
+        self._steps.found(in_run, values, terms)
         lineage = newest_term(self._run.directory)
+        if self._commits:
+            self._steps.set_lineage(lineage)
         other = {
             step
             for step in local
-            if not lineage.has(step, term := term_of(self._local.path(step)))
-            or (step in in_run and self._is_other(step, term))
+            if not lineage.has(step, terms[step])
+            or (step in in_run and self._is_other(step, terms[step]))
         }
         if other:
             _LOG.warning(
@@ -221,6 +227,8 @@ class Promotion:
         """Protects the directory of a step that is about to be saved, and chooses steps."""
         self.heard(choice)
         with self._changed:
+            if self._commits:
+                self._steps.set_lineage(self._lineage.term)
             self._steps.begin_save(step, choice.chosen)
             if choice.chosen and not self._commits:
                 self._failure = None  # The coordinator knows it.
@@ -394,6 +402,11 @@ class Promotion:
                 is_committed = self._copy(attempt)
             if not is_committed:
                 return
+        except SupersededError:
+            self._lineage.check()  # Otherwise only the step is of a job that was superseded.
+            with self._changed:
+                self._steps.pass_over([step])
+            return
         except (CorruptionError, NotFoundError) as error:
             is_gone = not has_checkpoint(self._local.path(step))
             if is_gone or isinstance(error, CorruptionError):
@@ -504,8 +517,8 @@ class Promotion:
         Some files of steps that are to be promoted may have arrived.
         """
         try:
-            self._lineage.check()
-            self._retention.apply(self._run, newest, wanted)
+            lineage = self._lineage.newest()
+            self._retention.apply(self._run, newest, wanted, lineage=lineage)
             steps = listed_steps(self._run.directory)
         except CheckpointError as error:
             _LOG.warning("old steps were not removed from %s: %s", self._run.directory, error)
@@ -522,6 +535,7 @@ class Promotion:
         with self._removing:
             directory = self._local.directory
             try:
+                self._lineage.check_here()
                 with self._changed:
                     removable = self._steps.removable(
                         *(committed_steps(directory), listed_steps(directory)),

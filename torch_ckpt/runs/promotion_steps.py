@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch_ckpt.commits.terms import Term
 from torch_ckpt.runs.retention import Retention
 
 __all__ = ["Choice", "PromotionSteps"]
@@ -55,6 +56,7 @@ class _Step:
     state: _State
     is_in_run: bool = False
     value: float | None = None
+    term: int = 0  # Of its last save.
 
 
 class PromotionSteps:
@@ -77,16 +79,25 @@ class PromotionSteps:
         self._in_save: int | None = None  # Its small files may follow the commit.
         self._is_chosen = False  # Whether that step is to be promoted.
         self._unreported: set[int] = set()  # Steps that other places do not know to be committed.
+        self._lineage = Term()  # The steps that it lacks are not retained.
         self.skipped = 0
 
     # ---- What happens ----
 
-    def found(self, in_run: Iterable[int], values: Mapping[int, float]) -> None:
-        """Adds the steps in the directory of the run, and metrics."""
+    def found(
+        self, in_run: Iterable[int], values: Mapping[int, float], terms: Mapping[int, int]
+    ) -> None:
+        """Adds the steps in the directory of the run, metrics, and the terms of steps."""
         for step in in_run:
             self._of(step).is_in_run = True
+        for step, term in terms.items():
+            self._of(step).term = term
         for step, value in values.items():
             self._of(step).value = value
+
+    def set_lineage(self, lineage: Term) -> None:
+        """Makes only the steps count that a term goes on from, or has."""
+        self._lineage = lineage
 
     def begin_save(self, step: int, chosen: Collection[int]) -> None:
         """Begins to save a step; only the ``chosen`` ones, if any, are to be promoted next."""
@@ -104,7 +115,7 @@ class PromotionSteps:
         self._saved, self._in_save = step, None
         self._unreported.discard(step)
         self._of(step).state = _State.WAITS if self._is_chosen else _State.UNCHOSEN
-        self._of(step).value = None
+        self._of(step).value, self._of(step).term = None, self._lineage.number
         return self._is_chosen
 
     def choose(self, steps: Iterable[int]) -> None:
@@ -228,6 +239,7 @@ class PromotionSteps:
         """Returns which steps the run retains, of those in either directory."""
         here = set(local)
         steps = {step for step, each in self._steps.items() if each.is_in_run} | here
+        steps = {step for step in steps if self._lineage.has(step, self._of(step).term)}
         if self._saved is not None:  # Newer steps are of a branch that the run has left.
             steps = {step for step in steps if step <= self._saved}
         values: dict[int, float] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import get_args
 
+from torch_ckpt.commits.terms import Term
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.runs.step_directories import Mode, StepDirectories
@@ -73,12 +74,20 @@ class Retention:
             *(step for step in newest if every is not None and step % every == 0),
         }
 
-    def apply(self, disk: StepDirectories, saved: int, in_use: Collection[int] = ()) -> None:
+    def apply(
+        self,
+        disk: StepDirectories,
+        saved: int,
+        in_use: Collection[int] = (),
+        *,
+        lineage: Term | None = None,
+    ) -> None:
         """Removes the steps that are not to be retained after ``saved``; called on one rank.
 
-        Only whole steps up to ``saved`` count, and ``saved`` and the steps ``in_use`` always
-        remain. So do newer steps, which belong to a branch that the run has left, damaged steps
-        that are newer than the oldest of the newest ``keep_last``, leased steps, and directories
+        Only whole steps up to ``saved`` count that are on the ``lineage`` of a term, or all without
+        one. ``saved`` and the steps ``in_use`` always remain. So do newer steps, which belong to a
+        branch that the run has left, steps that do not count and are newer than the oldest of the
+        newest ``keep_last``, such as damaged ones, leased steps, and directories
         that are neither a checkpoint nor the remains of a save. A best step that cannot be read now
         remains as well, beside ``keep_best`` whole ones. Warns once of each step that cannot
         be removed.
@@ -86,6 +95,10 @@ class Retention:
         disk.sweep()
         if not self._removes:
             return
+
+        def is_of_lineage(step: int) -> bool:
+            return lineage is None or lineage.has(step, disk.term_of(step))
+
         newest: list[int] = []
         failed: list[int] = []  # What saves before the newest whole step have left.
         older: list[int] = []
@@ -95,7 +108,8 @@ class Retention:
                 continue
             try:
                 disk.check_whole(disk.path(step))
-                newest.append(step)
+                if is_of_lineage(step):
+                    newest.append(step)
             except NotFoundError:
                 if newest:
                     failed.append(step)
@@ -109,12 +123,12 @@ class Retention:
                 return True
             try:
                 disk.check_whole(disk.path(step))
+                return is_of_lineage(step)
             except (CorruptionError, NotFoundError):
                 return False
             except CheckpointError:
                 unreadable.add(step)
                 return False
-            return True
 
         retained = self.retained([*newest, *older], values, is_whole) | unreadable
         kept = {saved, *in_use, *leased_steps(disk.directory), *newest}

@@ -566,8 +566,7 @@ class StepSaves:
             return
         try:
             with contextlib.nullcontext() if record is None else record.phase("retain"):
-                self.lineage.check()
-                self._retention.apply(self._disk, step)
+                self._retention.apply(self._disk, step, lineage=self.lineage.newest())
         except (CheckpointError, OSError) as error:
             warnings.warn(f"old steps were not removed: {error}", stacklevel=2)
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.probe import check_commit
+from torch_ckpt.commits.small_files import BRANCH
+from torch_ckpt.commits.terms import with_both_terms
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -148,17 +150,22 @@ class CheckpointCopy:
     def copy_small_files(self, names: Collection[str]) -> None:
         """Copies the small files of these names, before the commit.
 
-        Those that the source lacks are removed at the target.
+        Those that the source lacks are removed at the target. If the target has another checkpoint,
+        it keeps its term until the commit.
 
         Raises:
             StorageError: A file cannot be read or written.
         """
         here = set(self.source.names())
         for name in names:
-            if name in here:
-                (self.target / name).replace((self.source / name).read(), sync=True)
-            else:  # A former save may have left it.
+            if name not in here:  # A former save may have left it.
                 (self.target / name).discard()
+                continue
+            contents = (self.source / name).read()
+            if name == BRANCH:
+                contents = with_both_terms(self.target, contents, self.save_id)
+            (self.target / name).replace(contents, sync=True)
+        self.target.sync()
 
     def missing_files(self) -> list[str]:
         """Returns the names of the data files that have not arrived."""
