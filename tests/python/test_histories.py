@@ -23,7 +23,7 @@ from torch_ckpt.runs.retention import Retention
 
 pytestmark = pytest.mark.timeout(900)
 
-PARTS, HISTORIES = 20, 100  # A check without --full runs the first part.
+PARTS, HISTORIES = 40, 50  # A check without --full runs the first part.
 MOST = 600  # Histories until a missing protection is noticed.
 
 
