@@ -341,8 +341,8 @@ class History:
             raise Wrong(f"{job} uses steps of another run in {local}")
         if local is not None:
             local.world = world
-        self._settle_promotions()
         self.jobs.append(job)
+        self._settle_promotions()
         self._compare(job, before)
         if rng.random() < 0.9:
             self._operate("restore", job)
