@@ -320,6 +320,7 @@ class History:
         self.said.append(f"{job}: begins, {options}")
         before = self.disks.seen()
         self._let_work(job)
+        self._was_struck = False
         has_steps = is_foreign and any(local.path.glob("step-*/.metadata"))
         try:
             job.run = Run(
@@ -343,6 +344,8 @@ class History:
             local.world = world
         self.jobs.append(job)
         self._settle_promotions()
+        if self._was_struck:  # Its promotion may have failed.
+            job.is_excused = True
         self._compare(job, before)
         if rng.random() < 0.9:
             self._operate("restore", job)
