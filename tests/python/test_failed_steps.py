@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.run_steps import names_in_run
+from support.run_steps import names_in_run, save_steps, steps_in
 from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastWriter, Run
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
-from torch_ckpt.errors import RankTimeoutError
+from torch_ckpt.errors import RankTimeoutError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.step_files import metrics_of
 from torch_ckpt.runs import step_saves
@@ -195,3 +195,22 @@ def test_a_failed_save_removes_the_directory_that_it_has_created(
         torch_ckpt.save(large_state(), storage_writer=OwnWriter(directory))
     assert directory.exists() == exists
     assert not exists or names_in(directory) == []
+
+
+def test_a_failed_save_leaves_its_mark_if_it_cannot_find_out_whether_data_files_remain(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = run / "step-1"
+    step.mkdir(parents=True)
+    failed = CheckpointTransaction(Location(step), "0123456789abcdef")
+    failed.begin()
+    (step / "__0_0_0123456789abcdef.distcp").write_bytes(b"data")
+
+    def refuse(_: Location) -> list[str]:
+        raise StorageError("refused by the test")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Location, "names", refuse)
+        failed.abandon()
+    save_steps(run, 2, 3, keep_last=1)
+    assert steps_in(run) == [3]

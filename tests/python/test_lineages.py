@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 import subprocess
@@ -16,8 +17,11 @@ import pytest
 import torch
 from command import run_command
 from support.run_steps import steps_in, warned
+from torch.distributed.checkpoint import CheckpointException
 
+import torch_ckpt.commits.checkpoint
 from torch_ckpt import CheckpointError, Run
+from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.terms import newest_term, take_term, term_of
 from torch_ckpt.errors import CorruptionError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
@@ -32,6 +36,10 @@ pytestmark = [
 
 AGENT: dict[str, Any] = {"asynchronous": True, "agent": True}
 MODES: dict[str, dict[str, Any]] = {"direct": {}, "thread": {"asynchronous": True}, "agent": AGENT}
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise StorageError("refused by the test", errno.EIO)
 
 
 def save(run: Run, step: int, job: int) -> None:
@@ -91,7 +99,7 @@ def test_a_save_in_the_background_is_not_committed_after_one_of_a_newer_job(
     with left(Run(run, **MODES[mode])) as old:
         save(old, 100, 1)
         lineage = old._saves.lineage
-        monkeypatch.setattr(type(lineage), "check", lambda _: None)  # It has looked before.
+        monkeypatch.setattr(type(lineage), "check_here", lambda _: None)  # It has looked before.
         with Run(run) as new:
             restored(new)
             save(new, 110, 2)
@@ -170,7 +178,168 @@ def test_a_step_that_a_job_saved_twice_before_it_died_is_promoted(
         assert restored(again) == (100, 2)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_jobs_that_share_a_local_directory_replace_and_remove_nothing_of_a_newer_one(
+    mode: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a process that hangs, and the one that was started in its place."""
+    local = tmp_path / "local"
+    options: dict[str, Any] = {"local": local, "keep_last": 1, "on_failure": "warn", **MODES[mode]}
+    if mode == "agent":  # An agent serves one job.
+        options |= {"agent": False}
+    old = Run(run, **options)
+    save(old, 100, 1)
+    old.wait(promoted=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(CheckpointCopy, "commit", refuse)
+        new = Run(run, **options)
+        assert restored(new) == (100, 1)
+        save(new, 110, 2)
+        for step in (110, 120):
+            with pytest.raises(SupersededError):
+                save(old, step, 1)
+        old._saves.lineage.check_here = lambda: None  # type: ignore[method-assign]
+        with pytest.raises((CheckpointException, CheckpointError), match="a newer job saves there"):
+            save(old, 120, 1)
+        assert steps_in(local) == [110]
+        assert term_of(Location(local / "step-110")) == 2
+    save(new, 130, 2)
+    new.close()
+    assert restored(Run(run)) == (130, 2)
+    with contextlib.suppress(CheckpointError):
+        old.close()
+
+
+def test_a_job_passes_over_what_a_superseded_one_saves_to_the_same_local_directory(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = tmp_path / "local"
+    waiting, old, other = Run(run, local=local), Run(run, local=local), Run(run)
+    save(old, 100, 1)
+    old.wait(promoted=True)
+    assert restored(waiting) == restored(other) == (100, 1)
+    save(other, 110, 2)
+    save(old, 120, 1)
+    with pytest.raises(SupersededError):
+        old.wait(promoted=True)
+    waiting.wait(promoted=True)
+    assert restored(waiting) == (110, 2)
+    save(waiting, 130, 3)
+    waiting.close()
+    assert restored(Run(run)) == (130, 3)
+    assert steps_in(run) == [100, 110, 130]
+
+
+def test_a_job_that_fails_to_take_a_term_supersedes_nobody(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = Run(run)
+    save(going, 100, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Location, "sync", refuse)
+        with pytest.raises(StorageError):
+            save(Run(run), 110, 2)
+    save(going, 110, 1)
+    assert restored(Run(run)) == (110, 1)
+
+
+# ---- Failures ----
+
+
+def test_a_step_whose_term_cannot_be_read_is_not_passed_over(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Run(run)
+    save(job, 100, 1)
+    save(job, 110, 1)
+    read = Location.read
+
+    def read_all_but_one(file: Location) -> bytes:
+        if str(file).endswith("step-110/branch.json"):
+            refuse()
+        return read(file)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Location, "read", read_all_but_one)
+        with pytest.raises(StorageError, match="refused"):
+            restored(Run(run))
+    assert restored(Run(run)) == (110, 1)
+
+
+@pytest.mark.parametrize("mode", ["direct", "thread"])
+@pytest.mark.parametrize("has_local", [False, True], ids=["run", "local"])
+def test_a_commit_that_fails_leaves_the_term_of_the_step_that_it_would_replace(
+    has_local: bool, mode: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run(run) as first:
+        save(first, 100, 1)
+        save(first, 110, 1)
+    local = tmp_path / "local" if has_local else None
+    publish = CheckpointTransaction._publish
+
+    def publish_elsewhere(transaction: CheckpointTransaction, *arguments: Any) -> None:
+        if transaction.target.path == run / "step-110":
+            refuse()
+        publish(transaction, *arguments)
+
+    with monkeypatch.context() as broken, contextlib.suppress(CheckpointError):
+        broken.setattr(CheckpointTransaction, "_publish", publish_elsewhere)
+        with left(Run(run, local=local, **MODES[mode])) as second:
+            assert restored(second, step=100) == (100, 1)
+            with contextlib.suppress(CheckpointException, CheckpointError):
+                save(second, 110, 2)
+                second.wait(promoted=True)
+    assert restored(Run(run)) == (100, 1)
+    assert restored(Run(run), step=110) == (110, 1)
+
+
+@pytest.mark.parametrize("mode", ["direct", "thread"])
+def test_a_step_has_its_term_although_its_small_files_could_not_be_replaced(
+    mode: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run(run) as first:
+        save(first, 100, 1)
+        save(first, 110, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(torch_ckpt.commits.checkpoint, "write_small_files", refuse)
+        second = Run(run, **MODES[mode])
+        assert restored(second, step=100) == (100, 1)
+        with pytest.warns(UserWarning, match="small files of"):
+            save(second, 110, 2)
+    assert restored(Run(run)) == (110, 2)
+    second.close()
+    again = Run(run)
+    restored(again)
+    save(again, 110, 3)
+    assert json.loads((run / "step-110/branch.json").read_text()) == {
+        "term": 3,
+        "continued_from": 100,
+    }
+
+
 # ---- Abandoned branches ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("has_local", [False, True], ids=["run", "local"])
+def test_retention_counts_no_step_that_the_run_has_left(
+    has_local: bool, mode: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run(run) as first:
+        for step in (100, 110, 130):
+            save(first, step, 1)
+    local = tmp_path / "local" if has_local else None
+    with Run(run, keep_last=2, local=local, on_failure="warn", **MODES[mode]) as going:
+        restored(going, step=100)
+        with monkeypatch.context() as broken:  # All are promoted later, if there is a local one.
+            broken.setattr(CheckpointCopy, "commit", refuse)
+            save(going, 105, 2)
+            save(going, 120, 2)
+            save(going, 140, 2)
+        going.wait(promoted=True)
+        assert steps_in(run) == [120, 130, 140]
+    shutil.rmtree(run / "step-140")
+    assert restored(Run(run)) == (120, 2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -270,7 +439,7 @@ def test_steps_without_a_term_count_up_to_where_the_first_job_has_gone_on(run: P
     """Such as those of an earlier version, and of stock DCP."""
     save(Run(run), 100, 0)
     save(Run(run), 200, 0)
-    for path in (run / "term-2", run / "step-100/branch.json", run / "step-200/branch.json"):
+    for path in [*run.glob("term-*"), *run.glob("step-*/branch.json")]:
         path.unlink()
     assert restored(Run(run)) == (200, 0)
     job = Run(run)
@@ -284,11 +453,11 @@ def test_steps_without_a_term_count_up_to_where_the_first_job_has_gone_on(run: P
 
 
 def test_jobs_that_begin_at_the_same_time_take_different_terms(run: Path) -> None:
-    with ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(4) as threads:
         taken = list(threads.map(lambda _: take_term(Location(run), {}).number, range(40)))
     assert sorted(taken) == list(range(1, 41))
     assert newest_term(Location(run)).number == 40
-    assert [path.name for path in run.iterdir()] == ["term-40"]
+    assert len(list(run.iterdir())) <= 25, "older ones are removed"
 
 
 @pytest.mark.parametrize("contents", [b"", b"{", b"[]", b'{"lineage": [[1]]}'])
@@ -331,6 +500,19 @@ def test_a_copied_directory_is_another_run(
     assert restored(Run(run)) == (400, 1)
     with Run(fork, local=tmp_path / "other", **MODES[mode]) as forked:
         assert restored(forked) == (310, 2)
+
+
+def test_a_local_directory_of_a_run_that_was_copied_before_its_first_save_is_refused(
+    run: Path, tmp_path: Path
+) -> None:
+    Run(run, local=tmp_path / "local").close()
+    shutil.copytree(run, tmp_path / "copy")
+    with Run(run, local=tmp_path / "local") as going:
+        save(going, 100, 1)
+    with pytest.raises(CheckpointError, match="is a copy of that, or its original"):
+        Run(tmp_path / "copy", local=tmp_path / "local")
+    with Run(run, local=tmp_path / "local") as again:
+        assert restored(again) == (100, 1)
 
 
 @pytest.mark.parametrize("move", ["renamed", "copied, and the original removed", "linked", "same"])

@@ -102,7 +102,6 @@ def test_an_interrupt_while_a_path_is_converted_is_raised_as_it_is(
     monkeypatch.setattr(PurePath, "__fspath__", fspath)
     calls: dict[str, Callable[[], Any]] = {
         "restore": lambda: run.restore(state),
-        "best_step": run.best_step,
         "save": lambda: run.save(next(steps), state, metrics={"loss": 1}),
         "torch_ckpt.save": lambda: torch_ckpt.save(state, checkpoint_id=tmp_path / "saved"),
         "torch_ckpt.load": lambda: torch_ckpt.load(state, checkpoint_id=tmp_path / "saved"),

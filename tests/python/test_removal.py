@@ -125,7 +125,7 @@ def test_the_remains_of_a_killed_removal_are_deleted_after_a_sync_of_their_names
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_steps(tmp_path, 1, 2, 3)
-    assert removes_until_killed(tmp_path, 2, CHANGES) == -signal.SIGKILL  # Before the sync.
+    assert removes_until_killed(tmp_path, 3, CHANGES) == -signal.SIGKILL  # Before the sync.
     assert steps_in(tmp_path) == [3]
 
     made = calls_of(StepDirectories(Location(tmp_path)).sweep, monkeypatch)
@@ -151,8 +151,8 @@ def test_a_removal_that_is_killed_at_any_call_leaves_each_step_whole_or_gone(
             break
         assert code == -signal.SIGKILL
     assert steps_in(tmp_path / run.name) == [3]
-    # Renames, the announcement, a sync, and for each step its files and itself.
-    assert count == 2 + 1 + 1 + 2 * 6
+    # Renames, those of the announcement, a sync, and for each step its files and itself.
+    assert count == 2 + 2 + 1 + 2 * 6
 
 
 # ---- Steps that cannot be removed ----

@@ -212,7 +212,7 @@ def test_steps_saved_after_going_back_are_retained_beside_newer_ones(tmp_path: P
 
     save_steps(tmp_path, 6, 8, 10, keep_last=2)
 
-    assert steps_in(tmp_path) == [9, 10]
+    assert steps_in(tmp_path) == [8, 9, 10]  # The run has left step 9, and has not passed it by 2.
 
 
 def test_what_failed_saves_have_left_is_removed_with_old_steps(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_part_of_a_step_that_other_machines_have_left_is_not_promoted(tmp_path
             run.save(step, _state(step))
             run.wait(promoted=True)
     assert _steps(tmp_path / "run") == [5, 4, 3, 1]
-    assert _steps(tmp_path / "local") == [5, 2]  # The others may come back, until retention ends.
+    assert _steps(tmp_path / "local") == [5]  # The run has left step 2.
 
 
 def test_a_local_step_that_loses_a_file_before_its_promotion_fails_one_promotion_only(

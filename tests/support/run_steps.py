@@ -38,7 +38,7 @@ def names_in_run(directory: Path) -> list[str]:
     And without its newest term, and the announcements of removals that were killed, which remain
     for five minutes.
     """
-    others = ("events.", ".pending-removal-", "term-")
+    others = ("events.", ".pending-", "term-")
     return sorted(name for name in os.listdir(directory) if not name.startswith(others))
 
 

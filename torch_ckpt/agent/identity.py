@@ -40,6 +40,7 @@ __all__ = [
     "id_in_directory",
     "id_in_memory",
     "inode_of",
+    "is_copy",
     "nearest_directory",
     "new_id",
     "own_id",
@@ -86,13 +87,13 @@ def own_id(directory: Location) -> str | None:
     another run. If it is gone, the directory was moved.
     """
     found = id_in_directory(directory)
-    if found is not None and _is_copy(directory, newest_term(directory).directory, found):
+    if found is not None and is_copy(directory, newest_term(directory).directory, found):
         found = new_id()
         write_id(directory, found)
     return found
 
 
-def _is_copy(directory: Location, name: str, run_id: str) -> bool:
+def is_copy(directory: Location, name: str, run_id: str) -> bool:
     """Returns whether another directory of this name has the same id, and lacks a file of this."""
     if name in ("", str(directory)):
         return False

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch_ckpt.commits.garbage import collect_garbage, find, pending_pattern, remove_files
 from torch_ckpt.commits.probe import can_be_renamed_to, check_commit
-from torch_ckpt.commits.small_files import write_small_files
+from torch_ckpt.commits.small_files import BRANCH, write_small_files
 from torch_ckpt.commits.temporary import PARTIAL, end_partials, remove_temporary, temporary
-from torch_ckpt.commits.terms import check_term, term_in
+from torch_ckpt.commits.terms import check_term, term_in, with_both_terms
 from torch_ckpt.commits.transaction import Transaction
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, warn_after_commit
 from torch_ckpt.filesystems.location import Location
@@ -154,7 +154,9 @@ class CheckpointTransaction(Transaction):
                 else:
                     end_partials(self.target, self._beside)
                     return
-            if not self.replaces:
+            if self.replaces:
+                self._write_terms()
+            else:
                 self._write_small_files(files)
             self._publish(metadata, index, files)
         except BaseException as error:
@@ -171,6 +173,17 @@ class CheckpointTransaction(Transaction):
             rank=self._rank,
             is_committed=lambda: is_committed(self.target, self.save_id, self._prefix),
         )
+
+    def _write_terms(self) -> None:
+        """Writes the term of a step that replaces another one, beside that of the other one."""
+        record = (self._small_files or {}).get(BRANCH)
+        if record is None:
+            return
+        (self.target / BRANCH).replace(
+            with_both_terms(self.target, record, self.save_id), sync=self.sync
+        )
+        if self.sync:
+            self.target.sync()
 
     def _write_small_files(self, files: Collection[str]) -> None:
         """Writes the small files of a new checkpoint, before it appears."""
@@ -274,10 +287,13 @@ class CheckpointTransaction(Transaction):
         Ranks that have died left these. Without a pending file, they would count as a checkpoint
         that was copied without its metadata, which nobody removes.
         """
-        with contextlib.suppress(CheckpointError):
+        try:
             names = pending.parent.names()
-            return not prefixes_among(names) and any(map(_DATA_FILE.fullmatch, names))
-        return False
+        except NotFoundError:
+            return False
+        except CheckpointError:  # It may have such files. The next save or retention removes both.
+            return True
+        return not prefixes_among(names) and any(map(_DATA_FILE.fullmatch, names))
 
 
 def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:

@@ -3,7 +3,11 @@
 A job takes the next term before its first save. The file ``term-7`` in the directory of the run is
 that of term 7. Only one process can create it, as with a fencing token. Each step that the job
 saves has the number of the term in ``branch.json``. A commit looks for a later term first: a job
-that was believed dead, and goes on, replaces nothing of its successor.
+that was believed dead, and goes on, replaces nothing of its successor. A local directory of the
+run has the file as well, for jobs of the same machine.
+
+``branch.json`` is no part of the commit. Where a step replaces another one, it has the terms of
+both until the commit has ended, by the ids of the saves.
 
 The file also has the lineage: the former terms, and up to which step of each the job goes on. A
 restore ignores all other steps. A step without a number, such as one of stock DCP, has term 0.
@@ -14,6 +18,7 @@ This module imports no torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -26,10 +31,25 @@ from errno import EEXIST
 from torch_ckpt.commits.small_files import BRANCH
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import committed_id
 
-__all__ = ["Term", "check_term", "newest_term", "superseded", "take_term", "term_in", "term_of"]
+__all__ = [
+    "Term",
+    "check_term",
+    "newest_term",
+    "superseded",
+    "take_term",
+    "term_in",
+    "term_of",
+    "with_both_terms",
+]
 
 _TERM = re.compile(r"term-([1-9][0-9]*)")  # Not hidden, so `cp run/*` includes it.
+
+_TERMS = "terms"  # Of a record that is not of one save alone: the term of each, by its id.
+
+_KEPT = 20
+"""Former terms whose files stay, so that no number is given twice to jobs that begin together."""
 
 _MOST_TRIES = 100
 """Most terms that other jobs take before this one has taken one."""
@@ -90,27 +110,34 @@ def newest_term(run: Location) -> Term:
     return Term()
 
 
-def take_term(run: Location, lineage: Mapping[int, int]) -> Term:
+def take_term(run: Location, lineage: Mapping[int, int], local: Location | None = None) -> Term:
     """Takes the next term of a run, for this process.
 
-    Raises StorageError if its file cannot be written.
+    A ``local`` directory, to which the steps are saved, gets the file as well. A job that was
+    believed dead may save there, too. Raises StorageError if a file cannot be written.
     """
     run.create_directories()
+    places = [run] if local is None else [run, local]
     for _ in range(_MOST_TRIES):
-        number = max(_numbers(run), default=max(lineage, default=0)) + 1
+        number = max([*lineage, *(n for place in places for n in _numbers(place))], default=0) + 1
         term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time())
         file = run / f"term-{number}"
         try:
             file.write(_encoded(term), sync=True)
+            run.sync()
+            if local is not None:
+                local.create_directories()
+                # It names no directory: a copied local directory is one of the same run.
+                here = _encoded(dataclasses.replace(term, directory=""))
+                (local / file.name).replace(here, sync=True)
+                local.sync()
         except StorageError as error:
             if error.errno == EEXIST:  # Another job has taken it.
                 continue
-            file.discard()
+            file.discard()  # Nobody is in this term: it must not supersede a job.
             raise
-        run.sync()
-        for former in _numbers(run):
-            if former < number:
-                (run / f"term-{former}").discard()
+        for place in places:
+            _remove_former(place, number)
         return term
     raise StorageError(f"cannot begin a term in {run}: other jobs begin terms at the same time")
 
@@ -137,10 +164,29 @@ def superseded(run: Location, newest: Term) -> SupersededError:
 
 
 def term_of(step: Location) -> int:
-    """Returns the term in which a step was saved; 0 if it has none, or cannot be read."""
-    with contextlib.suppress(CheckpointError):
-        return term_in({BRANCH: (step / BRANCH).read()})
-    return 0
+    """Returns the term in which a step was saved; 0 if it has none.
+
+    Raises StorageError if that cannot be read: a step of a later term would count as abandoned.
+    """
+    record = b""
+    with contextlib.suppress(NotFoundError):
+        record = (step / BRANCH).read()
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return int(json.loads(record)[_TERMS].get(committed_id(step), 0))
+    return term_in({BRANCH: record})
+
+
+def with_both_terms(step: Location, record: bytes, save_id: str) -> bytes:
+    """Returns the record of a save that is about to replace another one in the directory of a step.
+
+    It has the terms of both by their ids: the record is written before the commit, which may fail.
+    Raises StorageError if those of the other one cannot be read.
+    """
+    former = committed_id(step)
+    if former is None or former == save_id:
+        return record
+    terms = {former: term_of(step), save_id: term_in({BRANCH: record})}
+    return json.dumps({**json.loads(record), _TERMS: terms}).encode()
 
 
 def term_in(small_files: Mapping[str, bytes] | None) -> int:
@@ -150,6 +196,14 @@ def term_in(small_files: Mapping[str, bytes] | None) -> int:
         if type(number) is int and number > 0:
             return number
     return 0
+
+
+def _remove_former(run: Location, number: int) -> None:
+    """Removes the files of terms that are long over. If that fails, the next term does."""
+    with contextlib.suppress(CheckpointError):
+        for former in _numbers(run):
+            if former < number - _KEPT:
+                (run / f"term-{former}").discard()
 
 
 def _numbers(run: Location) -> list[int]:

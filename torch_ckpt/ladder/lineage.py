@@ -74,18 +74,40 @@ class Lineage:
         if self._term is None or step < self._saved:
             self._term = self._next_term(step)
             self._restored.clear()
-        elif len(self._disks) == 1:  # Otherwise the promotion looks for a later one.
-            self.check()
+        else:
+            self.check_here()
         self._saved = step
         record: dict[str, int | None] = {"term": self._term.number}
         if self._is_branch:
             record["continued_from"] = self._root
         return {BRANCH: json.dumps(record).encode()}
 
+    @property
+    def term(self) -> Term:
+        """The term of this process; term 0 before its first save."""
+        return self._term or Term()
+
     def check(self) -> None:
         """Raises SupersededError if another job has taken a later term than this process."""
         if self._term is not None:
             check_term(self._run, self._term.number)
+
+    def check_here(self) -> None:
+        """Raises as :meth:`check`, for a term that was taken on this machine.
+
+        Saves to a local directory do not wait for the directory of the run. The promotion looks
+        there.
+        """
+        if self._term is not None:
+            check_term(self._disks[0].directory, self._term.number)
+
+    def newest(self) -> Term:
+        """Returns the newest term of the run, whose lineage decides which steps are removed.
+
+        Raises as :meth:`check`.
+        """
+        self.check()
+        return self._term or newest_term(self._run)
 
     def discarded_after(self, step: int) -> None:
         """Records that the steps after this one were removed."""
@@ -100,8 +122,11 @@ class Lineage:
         former = self._term or newest_term(self._run)
         at = max((each for each in self._restored if each <= step), default=None)
         if at is None:
-            return take_term(self._run, former.before(step - 1, former.number))
-        return take_term(self._run, former.before(min(at, step - 1), self._restored[at]))
+            lineage = former.before(step - 1, former.number)
+        else:
+            lineage = former.before(min(at, step - 1), self._restored[at])
+        local = self._disks[0].directory if len(self._disks) > 1 else None
+        return take_term(self._run, lineage, local)
 
     def _take_root_of(self, step: int) -> None:
         """Goes on in the branch of a step, which each copy of the step records."""

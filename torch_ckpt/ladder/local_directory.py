@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from torch_ckpt.agent.identity import id_in_directory, new_id, own_id, write_id
+from torch_ckpt.agent.identity import id_in_directory, is_copy, new_id, own_id, write_id
 from torch_ckpt.commits.terms import newest_term, term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
@@ -17,7 +17,12 @@ from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.promotion import Promotion
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
-from torch_ckpt.ladder.step_files import committed_steps, tie_directories, whole_number
+from torch_ckpt.ladder.step_files import (
+    committed_steps,
+    run_of_local,
+    tie_directories,
+    whole_number,
+)
 from torch_ckpt.storage.copying import is_of_another_save
 from torch_ckpt.storage.writer import FastWriter
 
@@ -87,19 +92,29 @@ def promotion_for(
             run_id=run_id,
         )
         # It starts when the run is complete.
-        promotion.begin(_passed_over(local.directory, run.directory, whole))
+        terms = _terms_in(local.directory)
+        passed_over = _passed_over(local.directory, run.directory, terms, whole)
+        if group.is_coordinator and retention.removes:  # Those of the run count then, too.
+            terms = _terms_in(run.directory) | terms
+        promotion.begin(terms, passed_over)
     return promotion
 
 
-def _passed_over(local: Location, run: Location, whole: Collection[int]) -> set[int]:
+def _terms_in(directory: Location) -> dict[int, int]:
+    """Returns the terms of the committed steps in a directory."""
+    return {step: term_of(directory / f"step-{step}") for step in committed_steps(directory)}
+
+
+def _passed_over(
+    local: Location, run: Location, terms: Mapping[int, int], whole: Collection[int]
+) -> set[int]:
     """Returns which local steps are not promoted, and logs them.
 
     They are not on the lineage of the newest term, or not ``whole`` on all machines together. Or
     the directory of the run has another save of the same step, which is of a later term, or the
     terms are unknown. A job saves locally first: of two saves of one term, the local is the newer.
     """
-    in_run, here = set(committed_steps(run)), set(committed_steps(local))
-    terms = {step: term_of(local / f"step-{step}") for step in here}
+    in_run, here = set(committed_steps(run)), set(terms)
     lineage = newest_term(run)
 
     def is_older(step: int) -> bool:
@@ -130,11 +145,16 @@ def _claim_local(local: Location, run: Location) -> str:
     begins under its path. Raises CheckpointError if the local directory has steps of another run.
     """
     ours, found = own_id(run), id_in_directory(local)
-    if found is not None and found == ours:
+    # A directory that was copied before its first save has no term that names the original.
+    tied, _ = run_of_local(local)
+    is_of_copy = tied is not None and found == ours is not None and is_copy(run, str(tied), ours)
+    if found is not None and found == ours and not is_of_copy:
         return found
     if steps := committed_steps(local):
         of = "another run" if found is None else f"run {found}"
         now = "has no id: it is new, or was removed" if ours is None else f"is of run {ours}"
+        if is_of_copy:
+            of, now = f"the run in {tied}", "is a copy of that, or its original"
         raise CheckpointError(
             f"cannot use {local} as the local directory of {run}: its {len(steps)} steps are of "
             f"{of}, and {run} {now}. Use another directory, or remove {local}"

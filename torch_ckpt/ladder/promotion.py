@@ -16,8 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch_ckpt.agent.identity import id_in_directory
 from torch_ckpt.commits.terms import newest_term, superseded, term_of
@@ -35,14 +34,13 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import OnFailure, storage_failure
 from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.promotion_attempt import Attempt
 from torch_ckpt.ladder.promotion_steps import Choice, PromotionSteps, Report
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import committed_steps, listed_steps, metrics_of
-from torch_ckpt.records.figures import nbytes_text
 from torch_ckpt.records.record import Recorder, note, phase
 from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
-from torch_ckpt.storage.progress import progress_bar
 
 __all__ = ["END_S", "Promotion"]
 
@@ -56,27 +54,6 @@ MIN_OUTAGE_S = 1800.0
 """Failures in a row end training only if they have lasted this long: a store may be down."""
 
 _LOG = logging.getLogger("torch_ckpt")
-
-
-@dataclass
-class _Attempt:
-    """The promotion of a step that is in progress.
-
-    It is stopped if the step was saved again, the run ends, or another place cannot send its files,
-    for the reason ``failure``.
-    """
-
-    step: int
-    copy: CheckpointCopy | None = None
-    is_stopped: bool = False
-    failure: CheckpointError | None = None
-
-    def stop(self, failure: CheckpointError | None = None, *, leaves: bool = False) -> None:
-        """Stops it; with ``leaves``, an agent may go on to copy files for a later attempt."""
-        if not self.is_stopped:
-            self.is_stopped, self.failure = True, failure
-        if self.copy is not None:
-            (self.copy.leave if leaves else self.copy.cancel)()
 
 
 class Promotion:
@@ -133,7 +110,7 @@ class Promotion:
         self._is_requested = False
         self._is_ended = False
         self._thread: threading.Thread | None = None
-        self._attempt: _Attempt | None = None  # The one in progress.
+        self._attempt: Attempt | None = None  # The one in progress.
         self._failure: CheckpointError | None = None  # Why the last promotion failed.
         self._in_a_row = 0
         self._failing_since = 0.0  # When the first failure in a row was.
@@ -149,12 +126,17 @@ class Promotion:
 
     # ---- Called by the run ----
 
-    def begin(self, passed_over: Collection[int]) -> None:
-        """Looks up which steps the run has. Those ``passed_over`` of the local ones remain here."""
+    def begin(self, terms: Mapping[int, int], passed_over: Collection[int]) -> None:
+        """Looks up which steps the run has. ``terms`` are those of its steps, and of local ones.
+
+        Those ``passed_over`` remain here.
+        """
         monitor = self._retention.monitor if self._commits else None
         values = {} if monitor is None else self._run.values(monitor)
-        self._steps.found(committed_steps(self._run.directory), values)
+        self._steps.found(committed_steps(self._run.directory), values, terms)
         self._steps.pass_over(passed_over)
+        if self._commits:
+            self._steps.set_lineage(newest_term(self._run.directory))
 
     def start(
         self,
@@ -220,6 +202,8 @@ class Promotion:
         """Protects the directory of a step that is about to be saved, and chooses steps."""
         self.heard(choice)
         with self._changed:
+            if self._commits:
+                self._steps.set_lineage(self._lineage.term)
             self._steps.begin_save(step, choice.chosen)
             if choice.chosen and not self._commits:
                 self._failure = None  # The coordinator knows it.
@@ -270,11 +254,8 @@ class Promotion:
 
     def awaited(self) -> str:
         """Returns what the promotion in progress does, for the log of those who wait for it."""
-        attempt = self._attempt
-        if attempt is None:
-            return f"the promotion of steps to {self._run.directory}"
-        copied = "" if attempt.copy is None else f", {nbytes_text(attempt.copy.read_nbytes)} copied"
-        return f"the promotion of step {attempt.step} to {self._run.directory}{copied}"
+        attempt, directory = self._attempt, self._run.directory
+        return f"the promotion of steps to {directory}" if attempt is None else attempt.awaited()
 
     def cancel(self, wait_s: float = END_S, *, leaves: bool = True) -> bool:
         """Ends the promotion in progress. Its step remains in the local directory.
@@ -379,7 +360,7 @@ class Promotion:
             if step is None:
                 self._is_requested = False
                 return
-            attempt = self._attempt = _Attempt(step)
+            attempt = self._attempt = Attempt(step, self._run.directory)
         for disk in (self._local, self._run):
             self._check_id(disk.directory)
         try:
@@ -387,6 +368,11 @@ class Promotion:
                 is_committed = self._copy(attempt)
             if not is_committed:
                 return
+        except SupersededError:
+            self._lineage.check()  # Otherwise only the step is of a job that was superseded.
+            with self._changed:
+                self._steps.pass_over([step])
+            return
         except (CorruptionError, NotFoundError) as error:
             is_gone = not has_checkpoint(self._local.path(step))
             if is_gone or isinstance(error, CorruptionError):
@@ -422,7 +408,7 @@ class Promotion:
         finally:
             record.end()
 
-    def _copy(self, attempt: _Attempt) -> bool:
+    def _copy(self, attempt: Attempt) -> bool:
         """Copies a step; returns whether it is committed in the directory of the run.
 
         The coordinator commits it, once the files of all places have arrived.
@@ -474,7 +460,7 @@ class Promotion:
                 return None
             return [each.ended[step] for each in self._reports]
 
-    def _check_goes_on(self, attempt: _Attempt, wait_s: float = 0.0) -> None:
+    def _check_goes_on(self, attempt: Attempt, wait_s: float = 0.0) -> None:
         """Raises CancelledError if the attempt is stopped, or is so within a while."""
         with self._changed:
             if self._changed.wait_for(lambda: attempt.is_stopped, wait_s):
@@ -495,8 +481,8 @@ class Promotion:
         Some files of steps that are to be promoted may have arrived.
         """
         try:
-            self._lineage.check()
-            self._retention.apply(self._run, newest, wanted)
+            lineage = self._lineage.newest()
+            self._retention.apply(self._run, newest, wanted, lineage=lineage)
             steps = listed_steps(self._run.directory)
         except CheckpointError as error:
             _LOG.warning("old steps were not removed from %s: %s", self._run.directory, error)
@@ -543,6 +529,7 @@ class Promotion:
         with self._removing:
             directory = self._local.directory
             try:
+                self._lineage.check_here()
                 with self._changed:
                     removable = self._steps.removable(
                         *(committed_steps(directory), listed_steps(directory)),
@@ -586,15 +573,7 @@ class Promotion:
                 return
         _LOG.warning("%s; it is promoted after the next save", message)
 
-    @contextlib.contextmanager
-    def bar(self) -> Iterator[None]:
+    def bar(self) -> contextlib.AbstractContextManager[None]:
         """Shows how far the promotion in progress is, while the block waits for it."""
         attempt = self._attempt
-        copy = None if attempt is None else attempt.copy
-        if copy is None:
-            yield
-            return
-        with progress_bar(
-            "promoting", self._run.directory, lambda: copy.nbytes, lambda: copy.read_nbytes
-        ):
-            yield
+        return contextlib.nullcontext() if attempt is None else attempt.bar()

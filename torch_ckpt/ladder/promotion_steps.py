@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch_ckpt.commits.terms import Term
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.retention import Retention
 
@@ -74,6 +75,7 @@ class _Step:
     is_in_run: bool = False
     value: float | None = None
     problem: str = ""
+    term: int = 0  # Of its last save.
 
 
 class PromotionSteps:
@@ -105,16 +107,25 @@ class PromotionSteps:
         self._chosen: set[int] = set()  # What the coordinator of several places chose last.
         self._here: set[int] = set()  # The local steps when they were last listed.
         self._unreported: set[int] = set()  # Steps that have ended, and other places do not know.
+        self._lineage = Term()  # The steps that it lacks are not retained.
         self.skipped = 0
 
     # ---- What happens ----
 
-    def found(self, in_run: Iterable[int], values: Mapping[int, float]) -> None:
-        """Adds the steps in the directory of the run, and metrics."""
+    def found(
+        self, in_run: Iterable[int], values: Mapping[int, float], terms: Mapping[int, int]
+    ) -> None:
+        """Adds the steps in the directory of the run, metrics, and the terms of steps."""
         for step in in_run:
             self._of(step).is_in_run = True
+        for step, term in terms.items():
+            self._of(step).term = term
         for step, value in values.items():
             self._of(step).value = value
+
+    def set_lineage(self, lineage: Term) -> None:
+        """Makes only the steps count that a term goes on from, or has."""
+        self._lineage = lineage
 
     def begin_save(self, step: int, chosen: Collection[int]) -> None:
         """Begins to save a step; only the ``chosen`` ones, if any, are to be promoted next."""
@@ -134,7 +145,7 @@ class PromotionSteps:
         self._unreported.discard(step)
         self._here.add(step)
         self._of(step).state = _State.WAITS if self._is_chosen else _State.UNCHOSEN
-        self._of(step).value = None
+        self._of(step).value, self._of(step).term = None, self._lineage.number
         return self._is_chosen
 
     def choose(self, steps: Iterable[int]) -> None:
@@ -311,6 +322,7 @@ class PromotionSteps:
         """
         here = {s for s in local if s in also or self._of(s).state is not _State.PASSED_OVER}
         steps = {step for step, each in self._steps.items() if each.is_in_run} | here
+        steps = {step for step in steps if self._lineage.has(step, self._of(step).term)}
         if self._saved is not None:  # Newer steps are of a branch that the run has left.
             steps = {step for step in steps if step <= self._saved}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import get_args
 
+from torch_ckpt.commits.terms import Term
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -95,7 +96,7 @@ class Retention:
         """
         chosen = Chosen()
         ordered = sorted(steps, reverse=True)
-        if not self._removes:
+        if not self.removes:
             return Chosen(newest=ordered)
         for step in ordered:
             if len(chosen.newest) == (self.keep_last or 1):
@@ -131,30 +132,45 @@ class Retention:
         chosen.retained.update(step for step in counted if every is not None and step % every == 0)
         return chosen
 
-    def apply(self, disk: StepDirectories, saved: int, in_use: Collection[int] = ()) -> None:
+    def apply(
+        self,
+        disk: StepDirectories,
+        saved: int,
+        in_use: Collection[int] = (),
+        *,
+        lineage: Term | None = None,
+    ) -> None:
         """Removes the steps that are not to be retained after ``saved``; called on one rank.
 
-        Only whole steps up to ``saved`` count, and ``saved`` and the steps ``in_use`` always
-        remain. So do newer steps, which belong to a branch that the run has left, damaged steps
-        that are newer than the oldest of the newest ``keep_last``, leased steps, and directories
+        Only whole steps up to ``saved`` count that are on the ``lineage`` of a term, or all without
+        one. ``saved`` and the steps ``in_use`` always remain. So do newer steps, which belong to a
+        branch that the run has left, steps that do not count and are newer than the oldest of the
+        newest ``keep_last``, such as damaged ones, leased steps, and directories
         that are neither a checkpoint nor the remains of a save. A best step that cannot be read now
         remains as well, beside ``keep_best`` whole ones. Warns once of each step that cannot
         be removed.
         """
         disk.sweep()
-        if not self._removes:
+        if not self.removes:
             return
+
+        def check(step: int) -> None:
+            disk.check_whole(disk.path(step))
+            if lineage is not None and not lineage.has(step, disk.term_of(step)):
+                raise CorruptionError(f"step {step} is not on the lineage of {lineage}")
+
         chosen = self.choose(
             (step for step in listed_steps(disk.directory) if step <= saved),
             lambda: disk.values(self.monitor or ""),
-            lambda step: disk.check_whole(disk.path(step)),
+            check,
         )
         kept = {saved, *in_use, *leased_steps(disk.directory), *chosen.newest}
         kept |= {step for step in chosen.retained - kept if metadata_prefixes(disk.path(step))}
         disk.remove([step for step in (*chosen.failed, *chosen.older) if step not in kept])
 
     @property
-    def _removes(self) -> bool:
+    def removes(self) -> bool:
+        """Whether steps are removed at all."""
         return self.keep_last is not None or self.keep_best is not None
 
     def _best_of(

@@ -508,8 +508,7 @@ class StepSaves:
             return
         try:
             with contextlib.nullcontext() if record is None else record.phase("retain"):
-                self.lineage.check()
-                self._retention.apply(self._disk, step)
+                self._retention.apply(self._disk, step, lineage=self.lineage.newest())
         except (CheckpointError, OSError) as error:
             warn_after_commit(f"old steps were not removed: {error}", stacklevel=2)
 

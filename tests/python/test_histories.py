@@ -1,0 +1,88 @@
+"""Random histories of several jobs of a run, each from its seed; ``tests/support/histories.py``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.histories import AGENTS_EVERY, run_history
+
+import torch_ckpt.commits.checkpoint
+import torch_ckpt.ladder.promotion
+import torch_ckpt.ladder.step_directories
+from torch_ckpt.commits.small_files import BRANCH
+from torch_ckpt.commits.terms import Term, term_in
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.retention import Retention
+
+pytestmark = pytest.mark.timeout(900)
+
+PARTS, HISTORIES = 40, 50  # A check without --full runs the first part.
+MOST = 600  # Histories until a missing protection is noticed.
+
+
+@pytest.mark.thin("0")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_history_of_jobs_loses_swaps_or_leaves_a_step(
+    part: int, seed: int, memory: Path
+) -> None:
+    for number in range(seed, seed + HISTORIES):
+        problem = history(number, memory)
+        assert problem is None, problem
+
+
+def history(seed: int, memory: Path) -> str | None:
+    """What is wrong in the history of a seed."""
+    folder = memory / f"{seed}"
+    folder.mkdir()
+    try:
+        return run_history(seed, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def apply_to_all(self: Retention, *arguments: Any, apply: Any = Retention.apply, **_: Any) -> None:
+    apply(self, *arguments)
+
+
+def term_or_none(step: Location) -> int:
+    try:
+        return term_in({BRANCH: (step / BRANCH).read()})
+    except CheckpointError:
+        return 0
+
+
+PROTECTIONS: dict[str, tuple[object, str, Any]] = {
+    "a promotion looks for a newer job before it commits": (Promotion, "_check_lineage", nothing),
+    "a save and a discard look for a newer job": (Lineage, "check", nothing),
+    "a restore passes over the steps of other lineages": (Term, "has", lambda *_: True),
+    "retention counts the steps of the lineage": (Retention, "apply", apply_to_all),
+    "a term that cannot be read is an error": (
+        torch_ckpt.ladder.promotion,
+        "term_of",
+        term_or_none,
+    ),
+    "a commit writes its term beside that of the step it replaces": (
+        torch_ckpt.commits.checkpoint,
+        "with_both_terms",
+        lambda step, record, save_id: record,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protection", PROTECTIONS)
+def test_some_history_notices_that_a_protection_is_missing(
+    protection: str, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*PROTECTIONS[protection])
+    assert any(history(number, memory) for number in range(MOST) if number % AGENTS_EVERY)
