@@ -400,14 +400,14 @@ class Run(LastSaves):
 
     @exclusive("choose a step")
     def latest_step(self) -> int | None:
-        """Returns the newest whole step; ``None`` if none was committed.
+        """Returns the step that :meth:`restore` would load; ``None`` if none was committed.
 
         The method first waits for the background save. The first rank then checks the steps from
         the newest on, as ``verify`` requires. It warns of each committed step that is damaged.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
-            CorruptionError: Steps were committed, and none is whole. Training must not start over.
+            CorruptionError: No committed step of the lineage is whole. Do not start training over.
             StorageError: The directory cannot be read.
             RankTimeoutError: A rank was late, stuck or gone.
         """
@@ -418,8 +418,8 @@ class Run(LastSaves):
     def best_step(self) -> int | None:
         """Returns the whole step with the best value of ``monitor``; ``None`` if there is none.
 
-        The method first waits for the background save. Steps without the metric, or with a NaN, do
-        not count. Of equal values, that of the earlier step is the best, on every rank.
+        It first waits for the background save. Steps that the run has left count, those without the
+        metric or with a NaN do not. Of equal values, that of the earlier step is the best.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
@@ -480,8 +480,8 @@ class Run(LastSaves):
         """Loads the newest whole step, or a given step, in place.
 
         If the newest step proves damaged during the load, or is removed meanwhile, all ranks load
-        the newest other step, with a warning. Steps that the run has left are passed over. A given
-        step is loaded with a warning if newer ones exist, unless it is the best one.
+        the newest other step, with a warning. Newer steps that the run has left are passed over,
+        too. A given step is loaded with a warning if newer ones exist, unless it is the best one.
 
         Args:
             state: State dict, as for :func:`torch_ckpt.load`.
@@ -496,7 +496,7 @@ class Run(LastSaves):
             CheckpointError: The background save failed; the message names its step.
             CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
                 ``Exception``. ``state`` may be partly loaded, but not if ``strict`` was the reason.
-            CorruptionError: Steps were committed, and none is whole. Training must not start over.
+            CorruptionError: No committed step of the lineage is whole. Do not start training over.
             RankTimeoutError: A rank was late, stuck or gone.
             ValueError: ``step`` or ``strict`` differs between ranks.
         """
@@ -537,6 +537,7 @@ class Run(LastSaves):
             CorruptionError: No step would remain that is whole. Nothing was removed.
             NotFoundError: No step would remain. Nothing was removed.
             RankTimeoutError: A rank was late, stuck or gone.
+            SupersededError: A newer job of the run saves. Nothing was removed.
             ValueError: The ranks give different steps.
 
         Example::
@@ -567,9 +568,8 @@ class Run(LastSaves):
     def close(self) -> None:
         """Waits for the background save and ends the run; other methods then raise RuntimeError.
 
-        The agent first writes a last step of ``persist=False``. With ``local``, all ranks also wait
-        until all steps are promoted. A lease continues until its block ends. In a forked child of
-        the run's process, the method does nothing.
+        The agent first writes a last step of ``persist=False``. With ``local``, all ranks wait for
+        promotions, without a limit. Leases last until their blocks end. Forked children do nothing.
 
         Raises:
             CheckpointError: The background save or a promotion failed, on all ranks; see
