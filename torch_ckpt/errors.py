@@ -278,9 +278,9 @@ def text_of(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
-    except BaseException as broken:
+    except BaseException as broken:  # Also SystemExit: an odd class raises it.
         return f"(no text: its __str__ raises {type(broken).__name__})"
     if len(text) > _MOST_TEXT:
         half = _MOST_TEXT // 2  # The last line of a DCP exception is its error.
