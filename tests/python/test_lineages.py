@@ -20,7 +20,7 @@ from support.run_steps import steps_in, warned
 from torch.distributed.checkpoint import CheckpointException
 
 import torch_ckpt.commits.checkpoint
-from torch_ckpt import CheckpointError, Run
+from torch_ckpt import CheckpointError, FastWriter, Run
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.terms import newest_term, take_term, term_of
 from torch_ckpt.errors import CorruptionError, StorageError, SupersededError
@@ -549,3 +549,73 @@ def test_two_mounts_of_one_directory_are_the_same_run(
             assert restored(again) == (300, 1)
     finally:
         subprocess.run(["umount", run], check=True)
+
+
+# ---- Jobs that begin, and go back ----
+
+
+def fails_to_save(run: Run, step: int) -> None:
+    """A save that does not commit."""
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(CheckpointTransaction, "_publish", refused)
+        with pytest.raises((CheckpointException, CheckpointError)):
+            save(run, step, -1)
+
+
+def test_a_restored_step_remains_if_it_is_saved_again_and_that_fails(run: Path) -> None:
+    with Run(run) as first:
+        save(first, 90, 1)
+        save(first, 100, 1)
+    second = Run(run)
+    assert restored(second) == (100, 1)
+    fails_to_save(second, 100)
+    assert restored(Run(run)) == (100, 1)
+
+
+def test_a_job_that_restored_before_a_newer_one_saved_does_not_supersede_it(run: Path) -> None:
+    with Run(run) as first:
+        save(first, 100, 1)
+    slow, new = Run(run), Run(run)
+    assert restored(slow) == restored(new) == (100, 1)
+    save(new, 110, 2)
+    with pytest.raises(SupersededError):
+        save(slow, 105, 3)
+    save(new, 120, 2)
+    assert restored(Run(run)) == (120, 2)
+
+
+def test_a_save_in_the_background_from_which_a_newer_job_goes_on_is_committed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, finish = threading.Event(), FastWriter.finish
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        assert goes_on.wait(60)
+        finish(*arguments, **options)
+
+    with Run(run, asynchronous=True) as one, monkeypatch.context() as gated:
+        gated.setattr(FastWriter, "finish", slow)
+        one.save(10, {"w": torch.full((1000,), 10.0), "job": 1})
+        take_term(Location(run), {1: 19})  # As another Run takes one that saves step 20.
+        goes_on.set()
+        one.wait()
+    assert restored(Run(run)) == (10, 1)
+
+
+def test_steps_that_were_discarded_do_not_return_from_another_machine(
+    run: Path, tmp_path: Path
+) -> None:
+    with Run(run, local=tmp_path / "one") as first:
+        for step in (100, 200, 300):
+            save(first, step, 1)
+    with Run(run, local=tmp_path / "two") as second:
+        assert restored(second) == (300, 1)
+        save(second, 310, 2)
+        second.discard_after(200)
+        assert restored(second) == (200, 1)
+        save(second, 210, 2)
+        save(second, 220, 2)
+    with Run(run, local=tmp_path / "one") as third:
+        assert restored(third) == (220, 2)
+        third.wait(promoted=True)
+    assert steps_in(run) == [100, 200, 210, 220]

@@ -156,6 +156,7 @@ class Job:
         self.at: int | None = None
         self.term: Term | None = None
         self.restores: dict[int, Save] = {}
+        self.seen: int | None = None  # How many terms there were when it restored.
         self.saves: list[Save] = []  # Within the operation.
         self.discarded: list[int] = []
         self.former: tuple[Term | None, int] | None = None  # Of the term that it is about to take.
@@ -177,7 +178,9 @@ class Job:
 
     @property
     def is_superseded(self) -> bool:
-        return self.term is not None and self.term is not self.world.terms[-1]
+        if self.term is None:  # It was, if another one has begun since it restored.
+            return self.seen is not None and self.seen < len(self.world.terms)
+        return self.term is not self.world.terms[-1]
 
     def begin_operation(self) -> None:
         self.detail, self.saves, self.discarded = "", [], []
@@ -185,7 +188,7 @@ class Job:
         self.was_disturbed = self.lacks_steps = False
 
     def restored(self, save: Save) -> None:
-        self.at = save.step
+        self.at, self.seen = save.step, len(self.world.terms)
         self.restores[save.step] = save
 
     def discards(self, step: int) -> None:
@@ -198,7 +201,7 @@ class Job:
         self.saves.append(save)
         at = max((step for step in self.restores if step <= save.step), default=None)
         if at is not None:
-            self.former = self.restores[at].term, min(at, save.step - 1)
+            self.former = self.restores[at].term, at
         else:  # It goes on from its own term, or else from the newest job.
             self.former = self.term, save.step - 1
 

@@ -142,7 +142,7 @@ class CheckpointTransaction(Transaction):
             SupersededError: It is a step of a run, and a later job of the run saves.
         """
         try:
-            check_term(self.target.parent, term_in(self._small_files))
+            self._check_term()
             if self._hidden is not None:
                 try:
                     self._publish(metadata, index, files)
@@ -173,6 +173,10 @@ class CheckpointTransaction(Transaction):
             rank=self._rank,
             is_committed=lambda: is_committed(self.target, self.save_id, self._prefix),
         )
+
+    def _check_term(self) -> None:
+        """Raises SupersededError if it is a step of a job that may not commit it any more."""
+        check_term(self.target.parent, term_in(self._small_files), self.target)
 
     def _write_terms(self) -> None:
         """Writes the term of a step that replaces another one, beside that of the other one."""

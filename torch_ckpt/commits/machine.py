@@ -37,7 +37,7 @@ class MachineTransaction(CheckpointTransaction):
 
     def __init__(self, target: Location, save_id: str, *, is_first: bool, **options: Any) -> None:
         super().__init__(target, save_id, **options)
-        self._is_first = is_first
+        self._is_first, self._follows = is_first, False
         self.committed: CommitFiles | None = None
 
     def join(self, claim: Claim | None, rank: int | None) -> None:
@@ -56,9 +56,13 @@ class MachineTransaction(CheckpointTransaction):
         super().commit(metadata, index, files)
         self.committed = CommitFiles(self.save_id, metadata, index, files)
 
+    def _check_term(self) -> None:
+        if not self._follows:  # Otherwise the coordinator has committed.
+            super()._check_term()
+
     def commit_as(self, committed: CommitFiles) -> None:
         """Commits on another machine what the coordinator has committed, under its id."""
-        self.save_id = committed.save_id
+        self.save_id, self._follows = committed.save_id, True
         assert self._pending is not None
         try:
             self._pending.rename(self._pending_file)

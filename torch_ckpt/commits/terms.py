@@ -46,6 +46,8 @@ __all__ = [
 
 _TERM = re.compile(r"term-([1-9][0-9]*)")  # Not hidden, so `cp run/*` includes it.
 
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
 _TERMS = "terms"  # Of a record that is not of one save alone: the term of each, by its id.
 
 _KEPT = 20
@@ -96,17 +98,10 @@ def newest_term(run: Location) -> Term:
 
     Raises StorageError if the directory cannot be read.
     """
-    while numbers := _numbers(run):
-        for number in numbers:
-            try:
-                contents = (run / f"term-{number}").read()
-            except NotFoundError:  # A newer one has been taken meanwhile.
-                break
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                return _decoded(number, contents)
-            # Otherwise it is being written, or its process died within that.
-        else:
-            break
+    for number in _numbers(run):
+        with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError):
+            return _decoded(number, (run / f"term-{number}").read())
+        # It is being written, or its process died within that.
     return Term()
 
 
@@ -134,7 +129,8 @@ def take_term(run: Location, lineage: Mapping[int, int], local: Location | None 
         except StorageError as error:
             if error.errno == EEXIST:  # Another job has taken it.
                 continue
-            file.discard()  # Nobody is in this term: it must not supersede a job.
+            for place in places:  # Nobody is in this term: it must not supersede a job.
+                (place / file.name).discard()
             raise
         for place in places:
             _remove_former(place, number)
@@ -142,8 +138,10 @@ def take_term(run: Location, lineage: Mapping[int, int], local: Location | None 
     raise StorageError(f"cannot begin a term in {run}: other jobs begin terms at the same time")
 
 
-def check_term(run: Location, number: int) -> None:
+def check_term(run: Location, number: int, step: Location | None = None) -> None:
     """Checks that no later term of a run than this one has begun. Term 0 is not checked.
+
+    A ``step`` may be committed from which the later one goes on, unless it has saved that itself.
 
     Raises:
         SupersededError: A later one has begun.
@@ -151,15 +149,18 @@ def check_term(run: Location, number: int) -> None:
     """
     if not number or max(_numbers(run), default=0) <= number:
         return
-    if (newest := newest_term(run)).number > number:
+    newest = newest_term(run)
+    found = None if step is None else _STEP.fullmatch(step.name)
+    is_ancestor = found is not None and newest.has(int(found[1]), number)
+    if newest.number > number and not (is_ancestor and step and term_of(step) <= number):
         raise superseded(run, newest)
 
 
 def superseded(run: Location, newest: Term) -> SupersededError:
     """Returns the error of a job that is not the newest of a run."""
     return SupersededError(
-        f"cannot save to {run}: a newer job saves there ({newest}), and has not gone on from the "
-        "steps of this one. If this job is to go on instead, start it again"
+        f"cannot save to {run}: a newer job saves there ({newest}), or another Run of its process. "
+        "If this job is to go on instead, start it again"
     )
 
 
@@ -186,7 +187,9 @@ def with_both_terms(step: Location, record: bytes, save_id: str) -> bytes:
     if former is None or former == save_id:
         return record
     terms = {former: term_of(step), save_id: term_in({BRANCH: record})}
-    return json.dumps({**json.loads(record), _TERMS: terms}).encode()
+    with contextlib.suppress(ValueError, TypeError):  # It is damaged, and has no term.
+        return json.dumps({**json.loads(record), _TERMS: terms}).encode()
+    return record
 
 
 def term_in(small_files: Mapping[str, bytes] | None) -> int:

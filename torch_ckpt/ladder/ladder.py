@@ -180,7 +180,7 @@ class Ladder:
         found, newest = self._group.decide(
             "choosing a step",
             lambda: self._own_reports(first),
-            choose,
+            self.reading("cannot choose a step", choose),
             timeout_s=self._timeout_s,
             recorded="choose",
             equal={"step": step, "strict": strict},
@@ -211,14 +211,14 @@ class Ladder:
     ) -> _Found | None:
         """Returns the newest whole step of the lineage that was not tried.
 
-        The same step in a later rung follows it. Warns of each newer step that is not on the
-        lineage.
+        Of the same step, that of the latest term is first, and then that of the first rung. Warns
+        of each newer step that is not on the lineage.
         """
         rungs = [
             _in_rung(rung, number, [rank_reports[number] for rank_reports in reports])
             for number, rung in enumerate(self._rungs)
         ]
-        for found in heapq.merge(*rungs, key=lambda found: -found.step):
+        for found in heapq.merge(*rungs, key=lambda found: (-found.step, -found.term)):
             if found in tried:
                 continue
             if lineage.has(found.step, found.term):

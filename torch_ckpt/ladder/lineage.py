@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_ckpt.commits.small_files import BRANCH
-from torch_ckpt.commits.terms import Term, check_term, newest_term, take_term
+from torch_ckpt.commits.terms import Term, check_term, newest_term, superseded, take_term
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
@@ -32,7 +33,8 @@ class Lineage:
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
         self._term: Term | None = None  # From the first save on.
-        self._saved = 0  # The newest step that was saved in that term.
+        self._saved: float = 0  # The newest step that was saved in that term.
+        self._seen: int | None = None  # The newest term when this process restored.
         self._restored: dict[int, int] = {}  # Steps that were restored since, with their terms.
         self._at: int | None = None  # The step that this process continues.
         self._root: int | None = None  # The step at which the branch begins.
@@ -48,6 +50,7 @@ class Lineage:
         """
         newest = max(filter(None, (disk.newest_after(step) for disk in self._disks)), default=None)
         self._restored[step] = term
+        self._seen = newest_term(self._run).number
         self._at = step
         self._take_root_of(step)
         self._has_warned, self._passed_over = False, None
@@ -63,8 +66,8 @@ class Lineage:
     def saving(self, step: int) -> dict[str, bytes]:
         """Returns the file that records the term and the branch of a step that is saved, by name.
 
-        Takes a term for the first step, and for one below a step that this process has saved.
-        Raises SupersededError if another job has taken a later one.
+        Takes a term for the first step, for one below a step that this process has saved, and after
+        steps were discarded. Raises SupersededError if another job has taken a later one.
         """
         newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
         if newest is not None and newest != self._passed_over:
@@ -87,10 +90,22 @@ class Lineage:
         """The term of this process; term 0 before its first save."""
         return self._term or Term()
 
+    def adopt(self, term: int, lineage: Mapping[int, int]) -> None:
+        """Goes on in the term of the coordinator, on another rank."""
+        self._term = Term(term, lineage)
+
     def check(self) -> None:
         """Raises SupersededError if another job has taken a later term than this process."""
         if self._term is not None:
             check_term(self._run, self._term.number)
+
+    def check_since_restore(self) -> None:
+        """Raises as :meth:`check`, also if this process has only restored before the later term."""
+        self.check()
+        if self._term is None and self._seen is not None:
+            newest = newest_term(self._run)
+            if newest.number > self._seen:
+                raise superseded(self._run, newest)
 
     def check_here(self) -> None:
         """Raises as :meth:`check`, for a term that was taken on this machine.
@@ -112,19 +127,19 @@ class Lineage:
     def discarded_after(self, step: int) -> None:
         """Records that the steps after this one were removed."""
         self._has_warned, self._passed_over = False, None
-        self._saved = min(self._saved, step)
+        self._saved = math.inf  # The steps may be in a place that cannot be reached now.
         if self._at is not None and self._at >= step:
             self._take_root_of(self._at)
 
     def _next_term(self, step: int) -> Term:
         """Takes the term that goes on from the newest restored step up to a step."""
-        self.check()
+        self.check_since_restore()
         former = self._term or newest_term(self._run)
         at = max((each for each in self._restored if each <= step), default=None)
         if at is None:
             lineage = former.before(step - 1, former.number)
-        else:
-            lineage = former.before(min(at, step - 1), self._restored[at])
+        else:  # Also that step itself: its new save may fail.
+            lineage = former.before(at, self._restored[at])
         local = self._disks[0].directory if len(self._disks) > 1 else None
         return take_term(self._run, lineage, local)
 

@@ -94,7 +94,7 @@ def promotion_for(
         # It starts when the run is complete.
         terms = _terms_in(local.directory)
         passed_over = _passed_over(local.directory, run.directory, terms, whole)
-        if group.is_coordinator and retention.removes:  # Those of the run count then, too.
+        if retention.removes:  # Those of the run count then, too.
             terms = _terms_in(run.directory) | terms
         promotion.begin(terms, passed_over)
     return promotion

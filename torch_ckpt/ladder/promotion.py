@@ -135,8 +135,7 @@ class Promotion:
         values = {} if monitor is None else self._run.values(monitor)
         self._steps.found(committed_steps(self._run.directory), values, terms)
         self._steps.pass_over(passed_over)
-        if self._commits:
-            self._steps.set_lineage(newest_term(self._run.directory))
+        self._steps.set_lineage(newest_term(self._run.directory))
 
     def start(
         self,
@@ -202,8 +201,7 @@ class Promotion:
         """Protects the directory of a step that is about to be saved, and chooses steps."""
         self.heard(choice)
         with self._changed:
-            if self._commits:
-                self._steps.set_lineage(self._lineage.term)
+            self._steps.set_lineage(self._lineage.term)
             self._steps.begin_save(step, choice.chosen)
             if choice.chosen and not self._commits:
                 self._failure = None  # The coordinator knows it.
@@ -449,8 +447,8 @@ class Promotion:
 
     def _check_lineage(self, step: int) -> None:
         """Raises SupersededError if a newer job of the run does not go on from a local step."""
-        newest = newest_term(self._run.directory)
-        if not newest.has(step, term_of(self._local.path(step))):
+        newest, term = newest_term(self._run.directory), term_of(self._local.path(step))
+        if not newest.has(step, term) or term_of(self._run.path(step)) > term:
             raise superseded(self._run.directory, newest)
 
     def _ended_elsewhere(self, step: int) -> list[str] | None:

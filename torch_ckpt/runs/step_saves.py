@@ -208,7 +208,7 @@ class StepSaves:
 
         def begin(
             reports: list[Report | None],
-        ) -> tuple[dict[str, bytes], Choice, int | None, CheckpointError | None]:
+        ) -> tuple[dict[str, bytes], Choice, int | None, CheckpointError | tuple[int, Any]]:
             choice = Choice()
             if self._promotion is not None:
                 self._promotion.heard_from([each for each in reports[1:] if each is not None])
@@ -220,16 +220,20 @@ class StepSaves:
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
             files.update(self.lineage.saving(step))
-            return files, choice, self._base(step) if self._reuses else None, None
+            term = self.lineage.term
+            lineage = term.number, dict(term.lineage or {})
+            return files, choice, self._base(step) if self._reuses else None, lineage
 
-        files, choice, base, unpromoted = self._group.decide(
+        files, choice, base, found = self._group.decide(
             *("beginning to save", own, begin),
             timeout_s=timeout_s,
             recorded="begin",
             equal={"step": step, "persist": persist},
         )
-        if unpromoted is not None:
-            return unpromoted
+        if isinstance(found, CheckpointError):  # A failed promotion.
+            return found
+        if not self._group.is_coordinator:
+            self.lineage.adopt(*found)
         if base is not None:
             self._writer.base = self._disk.path(base).checkpoint_id
         if self._promotion is not None:
@@ -462,7 +466,7 @@ class StepSaves:
             return self.settled(step), self._disk.report()
 
         def check(answers: list[tuple[int, Any]]) -> int:
-            self.lineage.check()
+            self.lineage.check_since_restore()
             check_step = check_of(self._disks, [report for _, report in answers])
             steps_after(directories, answers[0][0], check_step)
             return answers[0][0]
