@@ -61,8 +61,9 @@ def created(directory: Location, sync: bool) -> Iterator[bool]:
         directory.create_directories()
         check_commit(directory, directory, sync=sync)
         yield is_new
-    except BaseException:
-        if is_new:
+    except BaseException as error:
+        # Without the permission to sync the parent, the next save needs the directory.
+        if is_new and getattr(error, "errno", None) != errno.EACCES:
             directory.discard()
         raise
 

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from errno import EEXIST
 
+from torch_ckpt.commits.probe import created
 from torch_ckpt.commits.small_files import BRANCH
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
@@ -111,7 +112,8 @@ def take_term(run: Location, lineage: Mapping[int, int], local: Location | None 
     A ``local`` directory, to which the steps are saved, gets the file as well. A job that was
     believed dead may save there, too. Raises StorageError if a file cannot be written.
     """
-    run.create_directories()
+    with created(run, sync=True):
+        pass
     places = [run] if local is None else [run, local]
     for _ in range(_MOST_TRIES):
         number = max([*lineage, *(n for place in places for n in _numbers(place))], default=0) + 1
