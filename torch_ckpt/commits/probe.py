@@ -59,11 +59,16 @@ def created(directory: Location, sync: bool) -> Iterator[bool]:
     is_new = directory.file_system.has_folders and directory.is_missing()
     try:
         directory.create_directories()
+    except StorageError as error:
+        # Without the permission to sync the parent, the next save needs the directory.
+        if is_new and error.errno != errno.EACCES:
+            directory.discard()
+        raise
+    try:
         check_commit(directory, directory, sync=sync)
         yield is_new
-    except BaseException as error:
-        # Without the permission to sync the parent, the next save needs the directory.
-        if is_new and getattr(error, "errno", None) != errno.EACCES:
+    except BaseException:
+        if is_new:
             directory.discard()
         raise
 
