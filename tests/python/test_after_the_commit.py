@@ -75,7 +75,7 @@ def test_the_last_step_counts_as_saved_where_a_warning_is_an_error(tmp_path: Pat
 def test_what_fails_after_a_background_save_is_reported_as_such(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of the retention")
 
     with Run(tmp_path / "run", keep_last=1, **MODES[mode]) as run:
@@ -96,7 +96,7 @@ def test_what_fails_after_a_background_save_is_reported_as_such(
 def test_what_fails_after_the_last_save_is_no_failure_of_that_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of the retention")
 
     run = Run(tmp_path)

@@ -186,7 +186,7 @@ def with_both_terms(step: Location, record: bytes, save_id: str) -> bytes:
     Raises StorageError if those of the other one cannot be read.
     """
     former = committed_id(step)
-    if former is None or former == save_id:
+    if former is None or former == save_id or not term_in({BRANCH: record}):
         return record
     terms = {former: term_of(step), save_id: term_in({BRANCH: record})}
     with contextlib.suppress(ValueError, TypeError):  # It is damaged, and has no term.

@@ -17,7 +17,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.ladder.step_directories import Mode, StepDirectories
-from torch_ckpt.ladder.step_files import leased_steps, listed_steps, whole_number
+from torch_ckpt.ladder.step_files import agreed, leased_steps, listed_steps, whole_number
 
 __all__ = ["Chosen", "Retention"]
 
@@ -68,20 +68,27 @@ class Retention:
         Of equal values, that of the earlier step is better. A step without the metric, or with a
         NaN, is never among the best. Empty if there is no metric.
         """
-        if self.monitor is None:
+        if (monitor := self.monitor) is None:
             return []
-        values: dict[int, float] = {}
-        for disk in disks:
-            values |= disk.values(self.monitor)
 
-        def is_whole(step: int) -> bool:
+        def scan() -> tuple[list[int], list[int]]:
+            """Returns the best steps, and better ones that are not whole, or removed meanwhile."""
+            values: dict[int, float] = {}
             for disk in disks:
-                with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
-                    disk.check_whole(disk.path(step))
-                    return True
-            return False
+                values |= disk.values(monitor)
+            others: list[int] = []
 
-        return self._best_of(values, count, is_whole)
+            def is_whole(step: int) -> bool:
+                for disk in disks:
+                    with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
+                        disk.check_whole(disk.path(step))
+                        return True
+                others.append(step)
+                return False
+
+            return self._best_of(values, count, is_whole), others
+
+        return agreed(scan, lambda found: not found[1])[0]
 
     def choose(
         self,
