@@ -584,6 +584,40 @@ def test_a_job_that_restored_before_a_newer_one_saved_does_not_supersede_it(run:
     assert restored(Run(run)) == (120, 2)
 
 
+def test_a_job_that_saves_while_another_one_loads_is_not_superseded_by_it(run: Path) -> None:
+    class Loads:
+        def state_dict(self) -> dict[str, Any]:
+            return {"w": torch.zeros(1)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if not taken:
+                taken.append(Run(run))
+                assert restored(taken[0]) == (100, 1)
+                save(taken[0], 110, 2)
+
+    taken: list[Run] = []
+    slow = Run(run)
+    slow.save(100, {"w": torch.full((1000,), 100.0), "job": 1, "slow": Loads()})
+    slow = Run(run)
+    assert slow.restore({"slow": Loads()}, strict=False) == 100
+    with pytest.raises(SupersededError):
+        save(slow, 105, 3)
+    save(taken[0], 120, 2)
+    assert restored(Run(run), strict=False) == (120, 2)
+
+
+def test_ls_lists_a_step_whose_term_cannot_be_read(run: Path) -> None:
+    job = Run(run)
+    save(job, 100, 1)
+    save(job, 110, 1)
+    (run / "step-110/branch.json").unlink()
+    (run / "step-110/branch.json").mkdir()
+    status, printed = run_command("ls", run)
+    assert status == 0
+    assert ["step 110" in line for line in printed.splitlines()] == [True, False]
+    assert "left by the run" not in printed
+
+
 def test_a_save_in_the_background_from_which_a_newer_job_goes_on_is_committed(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,8 @@ def _ls(options: argparse.Namespace) -> int:
     with contextlib.suppress(CheckpointError):  # `unlisted` says so.
         lineage = newest_term(promoted_to or run)
     for step in steps:
-        is_left = not lineage.has(step["step"], step.pop("term"))
+        term = step.pop("term")
+        is_left = term is not None and not lineage.has(step["step"], term)
         step["left"] = is_left and step["state"] != "unfinished"  # Which has no term yet.
     live = (step["step"] for step in steps if step["state"] == "whole" and not step["left"])
     newest = next(live, None)
@@ -165,7 +166,9 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
         state, reason = "damaged", str(error)
     except CheckpointError as error:
         state, reason = "unknown", str(error)
-    modified = (path / ".metadata").modified_s()
+    modified, term = (path / ".metadata").modified_s(), None
+    with contextlib.suppress(CheckpointError):  # It cannot be read now.
+        term = term_of(path)
     return {
         "step": number,
         "nbytes": _nbytes(path),
@@ -175,7 +178,7 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
         "reason": reason,
         "metrics": metrics_of(path),
         "branch": branch_of(path),
-        "term": term_of(path),
+        "term": term,
     }
 
 

@@ -98,7 +98,8 @@ class Ladder:
     ) -> None:
         self._rungs, self._group, self._process_group = rungs, group, process_group
         self._timeout_s, self._directory = timeout_s, directory
-        self._left: list[int] = []  # Steps of other lineages that the coordinator has passed over.
+        # On the coordinator, of the last choice: the newest term, and steps that are not on it.
+        self._lineage, self._left = Term(), list[int]()
 
     def latest(self, *, first: Callable[[], None]) -> int | None:
         """Returns the newest whole step, equal on all ranks; ``None`` if none was committed.
@@ -114,12 +115,13 @@ class Ladder:
         strict: bool | None = None,
         *,
         first: Callable[[], None],
-        then: Callable[[int, int, int], None] = lambda *_: None,
+        then: Callable[[int, int, int, int], None] = lambda *_: None,
     ) -> int | None:
         """Loads the newest sound step and returns it; ``None`` if no step was committed.
 
         ``first`` is called on each rank before. ``then`` is called on the coordinator with the
-        loaded step, twice, and its term. If it raises, all ranks do.
+        loaded step, twice, its term, and the newest term when it was chosen. If it raises, all
+        ranks do.
         """
         given: dict[str, object] = {"step": None, "strict": strict}
         tried: list[_Found] = []
@@ -129,7 +131,8 @@ class Ladder:
                 tried.append(found)
                 step = found.step
                 try:
-                    then_found = functools.partial(then, step, step, found.term)
+                    seen = self._lineage.number
+                    then_found = functools.partial(then, step, step, found.term, seen)
                     self._load(self._rungs[found.rung], step, state, strict, then_found)
                 except CheckpointException as error:
                     if not _is_damage(error):
@@ -155,15 +158,15 @@ class Ladder:
         strict: bool | None = None,
         *,
         first: Callable[[], int],
-        then: Callable[[int, int, int], None],
+        then: Callable[[int, int, int, int], None],
     ) -> int:
         """Loads a step from the first rung that has the whole step, or else from the last.
 
         A step of the lineage comes before others of the same number. Returns the step as an
         ``int``, as ``first`` does, which is called on each rank before. ``then`` is called on the
-        coordinator with the step, the newest step of all rungs but the last, which is the disk, and
-        the term of the loaded step. The newest is the step again if that is newer. If ``then``
-        raises, all ranks do.
+        coordinator with the step, the newest step of all rungs but the last, which is the disk, the
+        term of the loaded step, and the newest term. The newest step is the step again if that is
+        newer. If ``then`` raises, all ranks do.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[list[_Found], int]:
@@ -173,8 +176,8 @@ class Ladder:
             memory = {n: list(rung.steps(by_rung[n])) for n, rung in former}
             with_step = [n for n, steps in memory.items() if step in steps] + [last[0]]
             found = [_Found(step, n, self._rungs[n].term_of(step, by_rung[n])) for n in with_step]
-            lineage = newest_term(self._directory)
-            found.sort(key=lambda each: not lineage.has(step, each.term))
+            self._lineage = newest_term(self._directory)
+            found.sort(key=lambda each: not self._lineage.has(step, each.term))
             return found, max([step, *(max(steps, default=step) for steps in memory.values())])
 
         found, newest = self._group.decide(
@@ -187,7 +190,7 @@ class Ladder:
         )
         for step, number, term in found:
             try:
-                then_newest = functools.partial(then, step, newest, term)
+                then_newest = functools.partial(then, step, newest, term, self._lineage.number)
                 self._load(self._rungs[number], step, state, strict, then_newest)
             except CheckpointException as error:
                 if number == found[-1].rung or not _is_damage(error):
@@ -206,9 +209,7 @@ class Ladder:
         """Returns the result of ``first``, and this rank's report for each rung."""
         return first(), [rung.report() for rung in self._rungs]
 
-    def _newest(
-        self, tried: Sequence[_Found], reports: Sequence[list[Any]], lineage: Term
-    ) -> _Found | None:
+    def _newest(self, tried: Sequence[_Found], reports: Sequence[list[Any]]) -> _Found | None:
         """Returns the newest whole step of the lineage that was not tried.
 
         Of the same step, that of the latest term is first, and then that of the first rung. Warns
@@ -221,13 +222,13 @@ class Ladder:
         for found in heapq.merge(*rungs, key=lambda found: (-found.step, -found.term)):
             if found in tried:
                 continue
-            if lineage.has(found.step, found.term):
+            if self._lineage.has(found.step, found.term):
                 return found
             if found.step not in self._left:
                 self._left.append(found.step)
                 warnings.warn(
                     f"step {found.step} is passed over: {self._directory} has left it. Its newest "
-                    f"job ({lineage}) has not gone on from that step. To load it, call "
+                    f"job ({self._lineage}) has not gone on from that step. To load it, call "
                     f"restore(state, step={found.step})",
                     stacklevel=2,
                 )
@@ -240,14 +241,13 @@ class Ladder:
         given: Mapping[str, object],
     ) -> _Found | None:
         def choose(answers: list[tuple[None, list[Any]]]) -> _Found | None:
-            self._left = []
-            lineage = newest_term(self._directory)
-            found = self._newest(tried, [reports for _, reports in answers], lineage)
+            self._lineage, self._left = newest_term(self._directory), []
+            found = self._newest(tried, [reports for _, reports in answers])
             if found is None and not tried and self._left:
                 raise CorruptionError(
                     f"cannot restore from {self._directory}: no step of its newest job "
-                    f"({lineage}), or from which that has gone on, is whole. To go on from step "
-                    f"{self._left[0]}, which the run has left, call "
+                    f"({self._lineage}), or from which that has gone on, is whole. To go on from "
+                    f"step {self._left[0]}, which the run has left, call "
                     f"restore(state, step={self._left[0]})"
                 )
             if found is None and not tried:

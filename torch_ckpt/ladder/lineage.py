@@ -24,10 +24,11 @@ __all__ = ["Lineage"]
 
 
 class Lineage:
-    """The term in which this process saves, and its branch. Owned by the coordinator of the run.
+    """The term in which this process saves, and its branch.
 
-    ``disks`` are the directories of the run, the one that saves go to first. The last is that of
-    the run itself, which has the terms. The metric of ``retention`` ranks the steps.
+    The coordinator of the run decides both; the other ranks :meth:`adopt` the term. ``disks`` are
+    the directories of the run, the one that saves go to first. The last is that of the run itself,
+    which has the terms. The metric of ``retention`` ranks the steps.
     """
 
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
@@ -42,26 +43,28 @@ class Lineage:
         self._passed_over: int | None = None  # The newest step that a restore could not load.
         self._has_warned = False
 
-    def restored(self, step: int, newest_in_memory: int, term: int, *, is_given: bool) -> None:
+    def restored(
+        self, step: int, newest_in_memory: int, term: int, newest: int, *, is_given: bool
+    ) -> None:
         """Records that this process continues a step, which was saved in a term.
 
-        ``newest_in_memory`` is the step itself if that is newer. ``is_given`` says that the user
-        gave the step. Otherwise it is the newest that loads.
+        ``newest_in_memory`` is the step itself if that is newer, and ``newest`` was the newest term
+        when the step was chosen. ``is_given`` says that the user gave the step. Otherwise it is the
+        newest that loads.
         """
-        newest = max(filter(None, (disk.newest_after(step) for disk in self._disks)), default=None)
-        self._restored[step] = term
-        self._seen = newest_term(self._run).number
+        after = max(filter(None, (disk.newest_after(step) for disk in self._disks)), default=None)
+        self._restored[step], self._seen = term, newest
         self._at = step
         self._take_root_of(step)
         self._has_warned, self._passed_over = False, None
         if not is_given:
-            self._passed_over = newest
+            self._passed_over = after
             return
-        newest = max(newest or step, newest_in_memory)
-        if newest > step:
+        after = max(after or step, newest_in_memory)
+        if after > step:
             self._is_branch, self._root = True, step
             if not self._is_best(step):  # An evaluation restores the best step.
-                self._warn(f"was restored, but step {newest} of", step, "the next save leaves it")
+                self._warn(f"was restored, but step {after} of", step, "the next save leaves it")
 
     def saving(self, step: int) -> dict[str, bytes]:
         """Returns the file that records the term and the branch of a step that is saved, by name.
