@@ -152,9 +152,9 @@ def test_steps_that_retention_removes_from_the_run_are_not_taken_for_lost(
     assert not caplog.text
 
 
-def test_a_step_that_is_gone_before_its_promotion_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Promotions copy files once it is set."""
     copy_files, goes_on = CheckpointCopy.copy_files, threading.Event()
 
     def gated(copy: CheckpointCopy) -> None:
@@ -162,6 +162,12 @@ def test_a_step_that_is_gone_before_its_promotion_is_named(
         copy_files(copy)
 
     monkeypatch.setattr(CheckpointCopy, "copy_files", gated)
+    return goes_on
+
+
+def test_a_step_that_is_gone_before_its_promotion_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, goes_on: threading.Event
+) -> None:
     with _run(tmp_path) as run:
         for step in (1, 2):
             run.save(step, _state(step))
@@ -208,15 +214,8 @@ def test_a_part_of_a_step_that_other_machines_have_left_is_not_promoted(tmp_path
 
 
 def test_a_local_step_that_loses_a_file_before_its_promotion_fails_one_promotion_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, goes_on: threading.Event
 ) -> None:
-    copy_files, goes_on = CheckpointCopy.copy_files, threading.Event()
-
-    def gated(copy: CheckpointCopy) -> None:
-        assert goes_on.wait(60)
-        copy_files(copy)
-
-    monkeypatch.setattr(CheckpointCopy, "copy_files", gated)
     with _run(tmp_path, on_failure="warn", keep_local=9) as run:
         run.save(2, _state(2))
         sorted((tmp_path / "local" / "step-2").glob("__*.distcp"))[0].unlink()

@@ -341,7 +341,7 @@ class JointSave:
             else:
                 transaction.begin()
         if reports is None:
-            files.remove("manifest")  # Of an earlier agent in another epoch.
+            files.remove("manifest")  # An earlier agent may have left one, in another epoch.
             assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
             shares = list(zip(self._snapshots, assigned, strict=True))
             reports = write_shares(

@@ -183,9 +183,10 @@ class CheckpointTransaction(Transaction):
         record = (self._small_files or {}).get(BRANCH)
         if record is None:
             return
-        (self.target / BRANCH).replace(
-            with_both_terms(self.target, record, self.save_id), sync=self.sync
-        )
+        both = with_both_terms(self.target, record, self.save_id)
+        if both == record:  # It has no term. Then it follows the commit, as the others do.
+            return
+        (self.target / BRANCH).replace(both, sync=self.sync)
         if self.sync:
             self.target.sync()
 

@@ -5,12 +5,16 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["BRANCH", "METRICS", "SMALL_FILES", "write_small_files"]
+__all__ = ["BRANCH", "METRICS", "SMALL_FILES", "STEP_NAME", "write_small_files"]
+
+STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+"""Name of the directory of a step. Without leading zeros, each step has one name."""
 
 METRICS = "metrics.json"
 

@@ -25,11 +25,10 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from errno import EEXIST
 
 from torch_ckpt.commits.probe import created
-from torch_ckpt.commits.small_files import BRANCH
+from torch_ckpt.commits.small_files import BRANCH, STEP_NAME
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
@@ -47,9 +46,8 @@ __all__ = [
 
 _TERM = re.compile(r"term-([1-9][0-9]*)")  # Not hidden, so `cp run/*` includes it.
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-
-_TERMS = "terms"  # Of a record that is not of one save alone: the term of each, by its id.
+_TERMS = "terms"
+"""Entry of a record while one save replaces another one: the term of each, by its id."""
 
 _KEPT = 20
 """Former terms whose files stay, so that no number is given twice to jobs that begin together."""
@@ -58,7 +56,7 @@ _MOST_TRIES = 100
 """Most terms that other jobs take before this one has taken one."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Term:
     """A term of a run.
 
@@ -72,7 +70,7 @@ class Term:
     """
 
     number: int = 0
-    lineage: Mapping[int, int] | None = None
+    lineage: Mapping[int, int] = dataclasses.field(default_factory=dict)
     host: str = ""
     pid: int = 0
     directory: str = ""
@@ -82,11 +80,11 @@ class Term:
         """Returns whether a step that was saved in a term is on the lineage of this one."""
         if term >= self.number:
             return True
-        return step <= (self.lineage or {}).get(term, -1)
+        return step <= self.lineage.get(term, -1)
 
     def before(self, step: int, term: int) -> dict[int, int]:
         """Returns the lineage of a term that goes on from a step of this lineage."""
-        former = {t: min(s, step) for t, s in (self.lineage or {}).items() if t < term}
+        former = {t: min(s, step) for t, s in self.lineage.items() if t < term}
         return {**former, term: step}
 
     def __str__(self) -> str:
@@ -152,7 +150,7 @@ def check_term(run: Location, number: int, step: Location | None = None) -> None
     if not number or max(_numbers(run), default=0) <= number:
         return
     newest = newest_term(run)
-    found = None if step is None else _STEP.fullmatch(step.name)
+    found = None if step is None else STEP_NAME.fullmatch(step.name)
     is_ancestor = found is not None and newest.has(int(found[1]), number)
     if newest.number > number and not (is_ancestor and step and term_of(step) <= number):
         raise superseded(run, newest)
@@ -222,7 +220,7 @@ def _numbers(run: Location) -> list[int]:
 
 def _encoded(term: Term) -> bytes:
     facts = {
-        "lineage": list((term.lineage or {}).items()),
+        "lineage": list(term.lineage.items()),
         "host": term.host,
         "pid": term.pid,
         "directory": term.directory,

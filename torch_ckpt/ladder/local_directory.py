@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from torch_ckpt.agent.identity import id_in_directory, is_copy, new_id, own_id, write_id
-from torch_ckpt.commits.terms import newest_term, term_of
+from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
@@ -91,47 +91,52 @@ def promotion_for(
             are_several=places.are_several,
             run_id=run_id,
         )
-        # It starts when the run is complete.
-        terms = _terms_in(local.directory)
-        passed_over = _passed_over(local.directory, run.directory, terms, whole)
-        if retention.removes:  # Those of the run count then, too.
-            terms = _terms_in(run.directory) | terms
-        promotion.begin(terms, passed_over)
+        in_run, newest = committed_steps(run.directory), newest_term(run.directory)
+        terms = _terms_of(local, committed_steps(local.directory))
+        passed_over = _passed_over(local, run, terms, in_run, whole, newest)
+        if retention.removes:  # The steps of the run count then, too.
+            terms = _terms_of(run, in_run) | terms
+        promotion.begin(in_run, terms, passed_over, newest)  # It starts when the run is complete.
     return promotion
 
 
-def _terms_in(directory: Location) -> dict[int, int]:
-    """Returns the terms of the committed steps in a directory."""
-    return {step: term_of(directory / f"step-{step}") for step in committed_steps(directory)}
+def _terms_of(disk: StepDirectories, steps: Sequence[int]) -> dict[int, int]:
+    return {step: disk.term_of(step) for step in steps}
 
 
 def _passed_over(
-    local: Location, run: Location, terms: Mapping[int, int], whole: Collection[int]
+    local: StepDirectories,
+    run: StepDirectories,
+    terms: Mapping[int, int],
+    in_run: Collection[int],
+    whole: Collection[int],
+    newest: Term,
 ) -> set[int]:
     """Returns which local steps are not promoted, and logs them.
 
-    They are not on the lineage of the newest term, or not ``whole`` on all machines together. Or
-    the directory of the run has another save of the same step, which is of a later term, or the
-    terms are unknown. A job saves locally first: of two saves of one term, the local is the newer.
+    ``terms`` are those of the local steps. A step is returned if it is not on the lineage of the
+    ``newest`` term, or not ``whole`` on all machines together. Or the directory of the run has
+    another save of the same step, which is of a later term, or the terms are unknown. A job saves
+    locally first: of two saves of one term, the local one is the newer.
     """
-    in_run, here = set(committed_steps(run)), set(terms)
-    lineage = newest_term(run)
+    here = set(terms)
 
     def is_older(step: int) -> bool:
-        paths = local / f"step-{step}", run / f"step-{step}"
-        return is_of_another_save(*paths) and (term_of(paths[1]) > terms[step] or not terms[step])
+        if not is_of_another_save(local.path(step), run.path(step)):
+            return False
+        return not terms[step] or run.term_of(step) > terms[step]
 
-    other = {s for s in here if not lineage.has(s, terms[s]) or (s in in_run and is_older(s))}
+    other = {s for s in here if not newest.has(s, terms[s]) or (s in in_run and is_older(s))}
     if other:
         _LOG.warning(
             "steps %s of %s are not of the saves from which %s goes on, and are not promoted",
-            *(sorted(other), local, run),
+            *(sorted(other), local.directory, run.directory),
         )
     parts = here.difference(whole)
     if lost := parts.difference(in_run):
         _LOG.warning(
             "steps %s of %s lack files that no machine of this run has, and are not promoted",
-            *(sorted(lost), local),
+            *(sorted(lost), local.directory),
         )
     return other | parts
 

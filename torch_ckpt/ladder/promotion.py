@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch_ckpt.agent.identity import id_in_directory
-from torch_ckpt.commits.terms import newest_term, superseded, term_of
+from torch_ckpt.commits.terms import Term, newest_term, superseded, term_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
@@ -126,16 +126,22 @@ class Promotion:
 
     # ---- Called by the run ----
 
-    def begin(self, terms: Mapping[int, int], passed_over: Collection[int]) -> None:
-        """Looks up which steps the run has. ``terms`` are those of its steps, and of local ones.
+    def begin(
+        self,
+        in_run: Collection[int],
+        terms: Mapping[int, int],
+        passed_over: Collection[int],
+        lineage: Term,
+    ) -> None:
+        """Begins with the committed steps ``in_run``; local ones that are ``passed_over`` remain.
 
-        Those ``passed_over`` remain here.
+        ``terms`` are those of local steps and of the run's, and ``lineage`` the newest one.
         """
         monitor = self._retention.monitor if self._commits else None
         values = {} if monitor is None else self._run.values(monitor)
-        self._steps.found(committed_steps(self._run.directory), values, terms)
+        self._steps.found(in_run, values, terms)
         self._steps.pass_over(passed_over)
-        self._steps.set_lineage(newest_term(self._run.directory))
+        self._steps.set_lineage(lineage)
 
     def start(
         self,

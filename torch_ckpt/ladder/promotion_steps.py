@@ -68,14 +68,14 @@ class _Step:
 
     ``is_in_run`` says that the directory of the run has a checkpoint of it. ``value`` is its
     metric: NaN if it has none, and ``None`` until it is read. ``problem`` says why this place
-    cannot send its files, if it cannot.
+    cannot send its files, if it cannot, and ``term`` is that of its last save.
     """
 
     state: _State
     is_in_run: bool = False
     value: float | None = None
     problem: str = ""
-    term: int = 0  # Of its last save.
+    term: int = 0
 
 
 class PromotionSteps:

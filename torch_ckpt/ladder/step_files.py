@@ -20,7 +20,7 @@ from types import FrameType
 from typing import SupportsIndex, TypeVar, cast
 
 from torch_ckpt.agent.identity import id_in_directory
-from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES
+from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES, STEP_NAME
 from torch_ckpt.coordination.exclusive import has_ended
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.coordination.waiting import LongWait
@@ -76,7 +76,6 @@ _REMOVAL_S = 30.0
 
 _POLL_S = 0.02
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _MODEL = "model.safetensors.index.json"
 _LEASE = re.compile(r"\.lease-(0|[1-9][0-9]*)-[0-9a-f]+")
 _DATA_OF_COORDINATOR = re.compile(r"__0_\d+_([0-9a-f]{16})\.distcp")  # Its id is the index's.
@@ -93,7 +92,7 @@ def listed_steps(directory: Location) -> list[int]:
         names = directory.directory_names()
     except NotFoundError:
         return []
-    found = (_STEP.fullmatch(name) for name in names)
+    found = (STEP_NAME.fullmatch(name) for name in names)
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
@@ -116,7 +115,7 @@ def linked_steps(directory: Location, steps: Iterable[int]) -> set[int]:
             target = path.link_target()
             if target is None:
                 break
-            match = _STEP.fullmatch(target.name)
+            match = STEP_NAME.fullmatch(target.name)
             if match is not None and target.parent.is_same_as(directory):
                 found.add(int(match[1]))
             path = target

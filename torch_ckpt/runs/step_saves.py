@@ -49,6 +49,9 @@ __all__ = ["Reuse", "StepSaves"]
 
 Reuse = Literal["auto", "off"]
 
+_SentTerm = tuple[int, dict[int, int]]
+"""Number and lineage of a term, as the coordinator sends them."""
+
 _LOG = logging.getLogger("torch_ckpt")
 
 
@@ -208,32 +211,31 @@ class StepSaves:
 
         def begin(
             reports: list[Report | None],
-        ) -> tuple[dict[str, bytes], Choice, int | None, CheckpointError | tuple[int, Any]]:
+        ) -> tuple[dict[str, bytes], Choice, int | None, _SentTerm, CheckpointError | None]:
             choice = Choice()
             if self._promotion is not None:
                 self._promotion.heard_from([each for each in reports[1:] if each is not None])
                 unpromoted = None if is_last else self._promotion.check()
                 if unpromoted is not None:
-                    return {}, choice, None, unpromoted
+                    return {}, choice, None, (0, {}), unpromoted
                 choice = self._promotion.choice(step)
             for failed in self._failed:  # No rank and no agent uses its directory any more.
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
             files.update(self.lineage.saving(step))
-            term = self.lineage.term
-            lineage = term.number, dict(term.lineage or {})
-            return files, choice, self._base(step) if self._reuses else None, lineage
+            lineage = self.lineage.term.number, dict(self.lineage.term.lineage)
+            return files, choice, self._base(step) if self._reuses else None, lineage, None
 
-        files, choice, base, found = self._group.decide(
+        files, choice, base, lineage, unpromoted = self._group.decide(
             *("beginning to save", own, begin),
             timeout_s=timeout_s,
             recorded="begin",
             equal={"step": step, "persist": persist},
         )
-        if isinstance(found, CheckpointError):  # A failed promotion.
-            return found
+        if unpromoted is not None:
+            return unpromoted
         if not self._group.is_coordinator:
-            self.lineage.adopt(*found)
+            self.lineage.adopt(*lineage)
         if base is not None:
             self._writer.base = self._disk.path(base).checkpoint_id
         if self._promotion is not None:
