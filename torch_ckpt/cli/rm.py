@@ -27,13 +27,13 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "rm",
         help="remove the steps of a run that are newer than a step",
-        description="Removes the steps of a run that are newer than a step, on disk and in the "
-        "memory of the run's agent on this machine. For a run that goes back to an older step: until it "
-        "has saved again, the next restore loads the newest step. No training of the run may "
-        "be in progress. The command lists the steps, and asks before it removes them. Exit "
-        "status: 0; 1 if no step that would remain is whole; 3 if nothing was removed, or not "
-        "all of the steps, or if the local directory of a run names the directory of another "
-        "run.",
+        description="Removes the steps of a run that are newer than a step, on disk and in "
+        "the memory of the run's agent on this machine. For a run that goes back to an older "
+        "step: until it has saved again, the next restore loads the newest step. No training of "
+        "the run may be in progress. The command lists the steps, and asks before it removes "
+        "them. Exit status: 0; 1 if no step that would remain is whole; 3 if nothing was removed, "
+        "or not all of the steps, or if the local directory of a run names the directory of "
+        "another run.",
     )
     parser.add_argument("run", type=Location, help="directory of the run")
     parser.add_argument(
