@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from states import READERS, Failure, assert_same, assert_stored, data_files, fai
 from support.commit_files import index_file
 
 from torch_ckpt import FastReader, FastWriter
+from torch_ckpt.commits import late_names
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -200,7 +202,8 @@ def test_ranks_that_a_link_leads_to_different_directories_fail_and_lose_nothing(
             future = dcp.async_save(state, storage_writer=writer, process_group=group)
             (path / "pending").symlink_to("b")
             (path / "pending").replace(link)
-    failures = failures_of(future.result)
+    with mock.patch.object(late_names, "APPEARS_S", 0.3):
+        failures = failures_of(future.result)
     assert {failure.kind for failure in failures.values()} == {"StorageError"}
     assert all("directory on all hosts" in failure.message for failure in failures.values())
     dist.barrier()

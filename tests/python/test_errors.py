@@ -41,6 +41,7 @@ from torch.distributed.checkpoint import (
 )
 
 from torch_ckpt import CheckpointError, FastReader, FastWriter, IoOptions
+from torch_ckpt.commits import late_names
 from torch_ckpt.errors import (
     CancelledError,
     CorruptionError,
@@ -529,8 +530,9 @@ def test_a_failed_save_can_be_tried_again_while_its_error_is_held(
 
 
 def test_data_files_that_vanish_before_the_commit_fail_it(
-    saved: Path, state: dict[str, Any]
+    saved: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(late_names, "APPEARS_S", 0.1)
     metadata = (saved / ".metadata").read_bytes()
 
     class Robbed(FastWriter):
