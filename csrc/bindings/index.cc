@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <unordered_map>
 #include <unordered_set>
@@ -379,6 +381,18 @@ py::bytes read_pickle(const MetadataFile& metadata, bool verify) {
   return to_python(value_or_raise(without_gil([&] { return metadata.read_pickle(verify); })));
 }
 
+// Returns the contents of `.metadata` with another term in the trailer.
+py::bytes with_term(const py::bytes& metadata, uint64_t term) {
+  std::string contents(metadata);
+  const size_t begin = contents.size() - std::min<size_t>(contents.size(), kMetadataTrailerNbytes);
+  const Bytes last = as_bytes(std::string_view(contents).substr(begin));
+  MetadataTrailer trailer = value_or_raise(parse_metadata_trailer(last, ssize(contents)));
+  trailer.term = term;
+  const auto written = value_or_raise(write_metadata_trailer(trailer));
+  std::memcpy(contents.data() + begin, written.data(), written.size());
+  return contents;
+}
+
 // Returns five values: the metadata; the index that belongs to it, or None; otherwise names of
 // data files that other indexes have; whether index or trailer has a newer version; why there is no
 // index that belongs to it.
@@ -408,11 +422,18 @@ py::bytes to_bytes(const BlockSums& sums) {
 void bind_index(py::module_& module) {
   // Both classes read files of the FileSystem singleton, which outlives them.
   py::class_<MetadataFile, std::shared_ptr<MetadataFile>>(module, "MetadataFile")
+      .def(py::init([](FileSystem& fs, const std::filesystem::path& path) {
+             return value_or_raise(
+                 without_gil([&] { return MetadataFile::open(fs, path.string()); }));
+           }),
+           py::arg("fs"), py::arg("path"))
       .def_property_readonly("has_trailer",
                              [](const MetadataFile& m) { return m.trailer().has_value(); })
       .def_property_readonly(
           "trailer_problem",
           [](const MetadataFile& m) { return to_text(m.trailer_status().message()); })
+      .def_property_readonly(
+          "term", [](const MetadataFile& m) { return m.trailer() ? m.trailer()->term : 0; })
       .def("read_pickle", &read_pickle, py::arg("verify") = true)
       .def("check", [](const MetadataFile& m) {
         raise_if_error(without_gil([&] { return m.check_pickle(); }));
@@ -466,6 +487,7 @@ void bind_index(py::module_& module) {
              py::arg("stored_save_id") = "");
   module.def("commit_files", &commit_files, py::arg("save_id"), py::arg("files"),
              py::arg("version"), py::arg("entries"), py::arg("paths"), py::arg("storage_meta"));
+  module.def("with_term", &with_term, py::arg("metadata"), py::arg("term"));
   module.def("planned_commit_files", &planned_commit_files, py::arg("plan"), py::arg("save_id"),
              py::arg("files"), py::arg("version"), py::arg("paths"), py::arg("storage_meta"));
   module.def("index_of", &index_of, py::arg("encoded"));

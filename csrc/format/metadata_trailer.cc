@@ -17,7 +17,7 @@ struct Record {
   std::array<char, kSaveIdNbytes> save_id;
   uint64_t pickle_nbytes;
   uint64_t pickle_sum;
-  uint64_t zeros;
+  uint64_t term;
   uint64_t sum;  // XXH3 of the bytes before this field.
 };
 static_assert(sizeof(Record) == kMetadataTrailerNbytes);
@@ -38,6 +38,7 @@ Result<std::array<std::byte, kMetadataTrailerNbytes>> write_metadata_trailer(
   std::copy(trailer.save_id.begin(), trailer.save_id.end(), record.save_id.begin());
   record.pickle_nbytes = static_cast<uint64_t>(trailer.pickle.nbytes);
   record.pickle_sum = trailer.pickle.sum;
+  record.term = trailer.term;
   std::array<std::byte, kMetadataTrailerNbytes> bytes;
   std::memcpy(bytes.data(), &record, sizeof(record));
   record.sum = sum_of(bytes);
@@ -61,6 +62,7 @@ Result<MetadataTrailer> parse_metadata_trailer(Bytes last, int64_t file_nbytes) 
   MetadataTrailer out;
   out.save_id.assign(record.save_id.data(), record.save_id.size());
   out.pickle = {static_cast<int64_t>(record.pickle_nbytes), record.pickle_sum};
+  out.term = record.term;
   return out;
 }
 

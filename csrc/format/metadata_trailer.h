@@ -26,10 +26,11 @@ struct FileDigest {
 inline constexpr int64_t kSaveIdNbytes = 16;
 inline constexpr int64_t kMetadataTrailerNbytes = 64;
 
-// Contents of a trailer. The index of the same save states the same values.
+// Contents of a trailer. The index of the same save states the same save id and pickle.
 struct MetadataTrailer {
   std::string save_id;
   FileDigest pickle;
+  uint64_t term = 0;  // Of the job of a run that has committed the file; 0 without one.
 
   bool operator==(const MetadataTrailer&) const = default;
 };

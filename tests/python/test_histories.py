@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from support.histories import AGENTS_EVERY, run_history
 
-import torch_ckpt.commits.checkpoint
 import torch_ckpt.ladder.promotion
 import torch_ckpt.ladder.step_directories
-from torch_ckpt.commits.small_files import BRANCH
-from torch_ckpt.commits.terms import Term, term_in
+from torch_ckpt._core import _native
+from torch_ckpt.commits.terms import Term, term_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.lineage import Lineage
@@ -56,7 +55,7 @@ def apply_to_all(self: Retention, *arguments: Any, apply: Any = Retention.apply,
 
 def term_or_none(step: Location) -> int:
     try:
-        return term_in({BRANCH: (step / BRANCH).read()})
+        return term_of(step)
     except CheckpointError:
         return 0
 
@@ -71,11 +70,7 @@ PROTECTIONS: dict[str, tuple[object, str, Any]] = {
         "term_of",
         term_or_none,
     ),
-    "a commit writes its term beside that of the step it replaces": (
-        torch_ckpt.commits.checkpoint,
-        "with_both_terms",
-        lambda step, record, save_id: record,
-    ),
+    "a commit has its term": (_native, "with_term", lambda metadata, term: metadata),
 }
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import torch_ckpt.commits.checkpoint
 from torch_ckpt import CheckpointError, FastWriter, Run
+from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.terms import newest_term, take_term, term_of
 from torch_ckpt.errors import CorruptionError, StorageError, SupersededError
@@ -54,6 +55,12 @@ def restored(run: Run, **options: Any) -> tuple[int | None, int]:
     step = run.restore(state, **options)
     assert state["w"].eq(-1 if step is None else step).all()
     return step, int(state["job"])  # type: ignore[call-overload]
+
+
+def as_earlier(step: Path) -> None:
+    """Leaves the term of a step in ``branch.json`` alone, where earlier builds had it."""
+    metadata = step / ".metadata"
+    metadata.write_bytes(_native.with_term(metadata.read_bytes(), 0))
 
 
 @contextlib.contextmanager
@@ -252,18 +259,54 @@ def test_a_step_whose_term_cannot_be_read_is_not_passed_over(
     job = Run(run)
     save(job, 100, 1)
     save(job, 110, 1)
-    read = Location.read
-
-    def read_all_but_one(file: Location) -> bytes:
-        if str(file).endswith("step-110/branch.json"):
-            refuse()
-        return read(file)
-
     with monkeypatch.context() as broken:
-        broken.setattr(Location, "read", read_all_but_one)
+        broken.setattr(_native, "MetadataFile", refuse)
         with pytest.raises(StorageError, match="refused"):
             restored(Run(run))
     assert restored(Run(run)) == (110, 1)
+
+
+@pytest.mark.parametrize("record", [None, b"", b'{"term": ', b'{"term": 1}'])
+@pytest.mark.parametrize("has_local", [False, True], ids=["run", "local"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_whose_record_is_lost_or_damaged_is_not_left_by_the_run(
+    mode: str, has_local: bool, record: bytes | None, run: Path, tmp_path: Path
+) -> None:
+    with Run(run) as first:
+        save(first, 100, 1)
+    local = tmp_path / "local" if has_local else None
+    with Run(run, local=local, keep_last=2, **MODES[mode]) as second:
+        restored(second)
+        for step in (110, 120):
+            save(second, step, 2)
+        second.wait(promoted=True)
+        places = [run] if local is None else [run, local]
+        for file in (place / f"step-{step}/branch.json" for place in places for step in (110, 120)):
+            file.unlink(missing_ok=True)
+            if record is not None and file.parent.exists():
+                file.write_bytes(record)
+        assert restored(second) == restored(Run(run)) == (120, 2)
+        save(second, 130, 2)
+        second.wait(promoted=True)
+    assert steps_in(run) == [120, 130]
+    assert "left by the run" not in run_command("ls", run)[1]
+
+
+def test_a_step_of_an_earlier_build_has_the_term_of_its_record(run: Path) -> None:
+    for job in (1, 2):
+        with Run(run, keep_last=2) as training:
+            restored(training)
+            for step in (100 * job, 100 * job + 10):
+                save(training, step, job)
+        for path in run.glob("step-*"):
+            as_earlier(path)
+    assert restored(Run(run)) == (210, 2)
+    assert [term_of(Location(run / f"step-{step}")) for step in (200, 210)] == [2, 2]
+    with Run(run, keep_last=2) as third:
+        assert restored(third, step=200) == (200, 2)
+        save(third, 205, 3)
+    assert restored(Run(run)) == (205, 3)
+    assert steps_in(run) == [200, 205, 210]
 
 
 @pytest.mark.parametrize("mode", ["direct", "thread"])
@@ -311,10 +354,7 @@ def test_a_step_has_its_term_although_its_small_files_could_not_be_replaced(
     again = Run(run)
     restored(again)
     save(again, 110, 3)
-    assert json.loads((run / "step-110/branch.json").read_text()) == {
-        "term": 3,
-        "continued_from": 100,
-    }
+    assert term_of(Location(run / "step-110")) == 3
 
 
 # ---- Abandoned branches ----
@@ -441,6 +481,8 @@ def test_steps_without_a_term_count_up_to_where_the_first_job_has_gone_on(run: P
     save(Run(run), 200, 0)
     for path in [*run.glob("term-*"), *run.glob("step-*/branch.json")]:
         path.unlink()
+    for step in (100, 200):
+        as_earlier(run / f"step-{step}")
     assert restored(Run(run)) == (200, 0)
     job = Run(run)
     restored(job, step=100)
@@ -610,6 +652,7 @@ def test_ls_lists_a_step_whose_term_cannot_be_read(run: Path) -> None:
     job = Run(run)
     save(job, 100, 1)
     save(job, 110, 1)
+    as_earlier(run / "step-110")
     (run / "step-110/branch.json").unlink()
     (run / "step-110/branch.json").mkdir()
     status, printed = run_command("ls", run)

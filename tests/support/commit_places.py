@@ -18,10 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from torch_ckpt import FastWriter
+from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.machine import CommitFiles, MachineTransaction
 from torch_ckpt.commits.model import ModelTransaction
 from torch_ckpt.commits.replacement import Replacement
+from torch_ckpt.commits.terms import term_of
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
@@ -132,8 +134,26 @@ class Checkpoint:
         stored = _stored(version)
         for name, contents in stored.files.items():
             assert (target / name).read() == contents, name
-        assert (target / f"{cls.prefix}.metadata").read() == stored.metadata
+        metadata = (target / f"{cls.prefix}.metadata").read()
+        assert _native.with_term(metadata, 0) == stored.metadata
         return {version}
+
+
+class Step(Checkpoint):
+    """A step of a run. The term of each version is its number."""
+
+    def __init__(self, target: Location, version: int, **options: Any) -> None:
+        files = {"branch.json": json.dumps({"term": version}).encode()}
+        super().__init__(target, version, small_files=files, **options)
+
+    def names(self) -> set[str]:
+        return {*super().names(), "branch.json"}
+
+    @classmethod
+    def found(cls, target: Location) -> set[int | None]:
+        found = super().found(target)
+        assert found in ({None}, {term_of(target)})
+        return found
 
 
 class RankCheckpoint(Checkpoint):
@@ -388,6 +408,9 @@ PLACES = (
     Place("part of a machine", MachinePart, MachinePart, options=_ANY),
     Place("first part of a machine", MachinePart, None, options=_ANY),
     Place("copy of a checkpoint", Copy, Checkpoint, keeps=True),
+    Place("step of a run", Step, Step, options=_ANY),
+    Place("first step of a run", Step, None, options=_ANY),
+    Place("step of a run on a store", Step, Step, on_store=True, options=_ANY),
     Place("checkpoint on a store", Checkpoint, Checkpoint, on_store=True, options=_ANY),
     Place("first checkpoint on a store", Checkpoint, None, on_store=True, options=_ANY),
     Place("model of one file", Model, Model, options=_REPLACE),

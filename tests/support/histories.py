@@ -34,7 +34,6 @@ from support.history_model import (
     Save,
     World,
     allowed_names,
-    blur,
     is_known,
     replaced_by_older,
 )
@@ -257,7 +256,6 @@ class History:
         self._failing = None
         workers = [job, *self._have_worked]
         self._have_worked.clear()
-        blur(save for worker in workers for save in worker.saves)
         after = self.disks.seen()
         problem = replaced_by_older(after, workers) or self.disks.lost(before, after, workers)
         if problem:
@@ -278,9 +276,6 @@ class History:
         finally:
             self._is_paused = False
         expected = world.newest(seen, [world.place])
-        save = self.disks.saves.get(int(state["number"]))
-        if save is not None and save.is_blurred:
-            return
         if expected is None:
             if found is not None:
                 raise Wrong(f"a reader restores {found} of no lineage, {number_in(state)}")
@@ -374,7 +369,7 @@ class History:
         job.restored(save)
         if given is not None or job.was_disturbed:
             return
-        if not job.world.has(save) and not save.is_blurred:
+        if not job.world.has(save):
             raise Wrong(f"{job} restores {save}, which is of no lineage")
         is_older = expected is not None and (save.step, save.number) < expected.key
         if is_older and not self._was_struck:

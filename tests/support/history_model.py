@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ class Save:
     world: World
     term: Term | None = None
     has_returned: bool = False  # And was in the first place of its job then.
-    is_blurred: bool = False  # Two jobs have committed this step at the same time.
     files: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -83,26 +82,9 @@ class World:
         return bool(self.terms) and save.term is not None and goes_on_from(self.terms[-1], save)
 
     def newest(self, seen: Seen, places: Sequence[Place]) -> Save | None:
-        """The newest whole save of the lineage in some places, whose term is certain."""
-        found = [
-            save
-            for place in places
-            for save in seen[place].values()
-            if self.has(save) and not save.is_blurred
-        ]
+        """The newest whole save of the lineage in some places."""
+        found = [save for place in places for save in seen[place].values() if self.has(save)]
         return max(found, key=lambda save: save.key, default=None)
-
-
-def blur(saves: Iterable[Save]) -> None:
-    """Notes the saves of one step by jobs of which one has worked within a call of the other.
-
-    The file with the term of a step is written before its commit. So it may be that of the other.
-    """
-    first: dict[tuple[World, int], Save] = {}
-    for save in saves:
-        other = first.setdefault((save.world, save.step), save)
-        if other is not save:
-            other.is_blurred = save.is_blurred = True
 
 
 def replaced_by_older(seen: Seen, workers: Sequence[Job]) -> str | None:
@@ -381,8 +363,7 @@ class Disks:
         # A later job may have begun while it was removed.
         for term in {job.term, job.world.terms[-1]}:
             lineage = [each for each in found if goes_on_from(term, each)]
-            certain = [each for each in lineage if not each.is_blurred]
-            if save not in job.requires(lineage) or save not in job.requires(certain):
+            if save not in job.requires(lineage):
                 return True
         return False
 

@@ -92,8 +92,7 @@ def _ls(options: argparse.Namespace) -> int:
         lineage = newest_term(promoted_to or run)
     for step in steps:
         term = step.pop("term")
-        is_left = term is not None and not lineage.has(step["step"], term)
-        step["left"] = is_left and step["state"] != "unfinished"  # Which has no term yet.
+        step["left"] = term is not None and not lineage.has(step["step"], term)
     live = (step["step"] for step in steps if step["state"] == "whole" and not step["left"])
     newest = next(live, None)
     unreplicated = ""
@@ -168,7 +167,7 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
         state, reason = "unknown", str(error)
     modified, term = (path / ".metadata").modified_s(), None
     with contextlib.suppress(CheckpointError):  # It cannot be read now.
-        term = term_of(path)
+        term = None if modified is None else term_of(path)
     return {
         "step": number,
         "nbytes": _nbytes(path),

@@ -15,11 +15,12 @@ from dataclasses import replace
 from errno import EEXIST
 from typing import Any
 
+from torch_ckpt._core import _native
 from torch_ckpt.commits.garbage import collect_garbage, find, pending_pattern, remove_files
 from torch_ckpt.commits.probe import can_be_renamed_to, check_commit
-from torch_ckpt.commits.small_files import BRANCH, write_small_files
+from torch_ckpt.commits.small_files import write_small_files
 from torch_ckpt.commits.temporary import PARTIAL, end_partials, remove_temporary, temporary
-from torch_ckpt.commits.terms import check_term, term_in, with_both_terms
+from torch_ckpt.commits.terms import check_term, term_in
 from torch_ckpt.commits.transaction import Transaction
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, warn_after_commit
 from torch_ckpt.filesystems.location import Location
@@ -143,6 +144,8 @@ class CheckpointTransaction(Transaction):
         """
         try:
             self._check_term()
+            if term := term_in(self._small_files):
+                metadata = _native.with_term(metadata, term)
             if self._hidden is not None:
                 try:
                     self._publish(metadata, index, files)
@@ -154,15 +157,13 @@ class CheckpointTransaction(Transaction):
                 else:
                     end_partials(self.target, self._beside)
                     return
-            if self.replaces:
-                self._write_terms()
-            else:
-                self._write_small_files(files)
+            if not self.replaces:
+                self._write_small_files()
             self._publish(metadata, index, files)
         except BaseException as error:
             self._settle_small_files(error)
-            if not self._keeps_files:
-                self.abandon()
+            if not self._keeps_files:  # Nothing was published if the pending file is there.
+                self.abandon(() if self._pending is None else files)
             raise
         if self.replaces:
             self.replace_small_files()
@@ -178,19 +179,7 @@ class CheckpointTransaction(Transaction):
         """Raises SupersededError if it is a step of a job that may not commit it any more."""
         check_term(self.target.parent, term_in(self._small_files), self.target)
 
-    def _write_terms(self) -> None:
-        """Writes the term of a step that replaces another one, beside that of the other one."""
-        record = (self._small_files or {}).get(BRANCH)
-        if record is None:
-            return
-        both = with_both_terms(self.target, record, self.save_id)
-        if both == record:  # It has no term. Then it follows the commit, as the others do.
-            return
-        (self.target / BRANCH).replace(both, sync=self.sync)
-        if self.sync:
-            self.target.sync()
-
-    def _write_small_files(self, files: Collection[str]) -> None:
+    def _write_small_files(self) -> None:
         """Writes the small files of a new checkpoint, before it appears."""
         if self._small_files is None:
             return
@@ -200,7 +189,7 @@ class CheckpointTransaction(Transaction):
         try:
             write_small_files(self.target, self._small_files, sync=self.sync)
         except BaseException:
-            remove_files(self.target, [*self._small_files, *(() if self._keeps_files else files)])
+            remove_files(self.target, self._small_files)
             raise
 
     def _settle_small_files(self, error: BaseException) -> None:

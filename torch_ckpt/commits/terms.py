@@ -2,12 +2,9 @@
 
 A job takes the next term before its first save. The file ``term-7`` in the directory of the run is
 that of term 7. Only one process can create it, as with a fencing token. Each step that the job
-saves has the number of the term in ``branch.json``. A commit looks for a later term first: a job
+saves has the number of the term in ``.metadata``. A commit looks for a later term first: a job
 that was believed dead, and goes on, replaces nothing of its successor. A local directory of the
 run has the file as well, for jobs of the same machine.
-
-``branch.json`` is no part of the commit. Where a step replaces another one, it has the terms of
-both until the commit has ended, by the ids of the saves.
 
 The file also has the lineage: the former terms, and up to which step of each the job goes on. A
 restore ignores all other steps. A step without a number, such as one of stock DCP, has term 0.
@@ -27,11 +24,11 @@ import time
 from collections.abc import Mapping
 from errno import EEXIST
 
+from torch_ckpt._core import _native
 from torch_ckpt.commits.probe import created
 from torch_ckpt.commits.small_files import BRANCH, STEP_NAME
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id
 
 __all__ = [
     "Term",
@@ -41,13 +38,9 @@ __all__ = [
     "take_term",
     "term_in",
     "term_of",
-    "with_both_terms",
 ]
 
 _TERM = re.compile(r"term-([1-9][0-9]*)")  # Not hidden, so `cp run/*` includes it.
-
-_TERMS = "terms"
-"""Entry of a record while one save replaces another one: the term of each, by its id."""
 
 _KEPT = 20
 """Former terms whose files stay, so that no number is given twice to jobs that begin together."""
@@ -169,34 +162,17 @@ def term_of(step: Location) -> int:
 
     Raises StorageError if that cannot be read: a step of a later term would count as abandoned.
     """
-    record = b""
     with contextlib.suppress(NotFoundError):
-        record = (step / BRANCH).read()
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        return int(json.loads(record)[_TERMS].get(committed_id(step), 0))
-    return term_in({BRANCH: record})
-
-
-def with_both_terms(step: Location, record: bytes, save_id: str) -> bytes:
-    """Returns the record of a save that is about to replace another one in the directory of a step.
-
-    It has the terms of both by their ids: the record is written before the commit, which may fail.
-    Raises StorageError if those of the other one cannot be read.
-    """
-    former = committed_id(step)
-    if former is None or former == save_id or not term_in({BRANCH: record}):
-        return record
-    terms = {former: term_of(step), save_id: term_in({BRANCH: record})}
-    with contextlib.suppress(ValueError, TypeError):  # It is damaged, and has no term.
-        return json.dumps({**json.loads(record), _TERMS: terms}).encode()
-    return record
+        metadata = _native.MetadataFile(step.file_system, (step / ".metadata").path)
+        return metadata.term or term_in({BRANCH: (step / BRANCH).read()})
+    return 0
 
 
 def term_in(small_files: Mapping[str, bytes] | None) -> int:
     """Returns the term of a step with these small files; 0 if it has none."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         number = json.loads((small_files or {})[BRANCH])["term"]
-        if type(number) is int and number > 0:
+        if type(number) is int and 0 < number < 1 << 64:
             return number
     return 0
 

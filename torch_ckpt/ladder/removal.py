@@ -159,7 +159,7 @@ def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
 
 
 def steps_after(
-    directories: Sequence[Location], step: int, check: Callable[[Location], None]
+    directories: Sequence[Location], step: int, check: Callable[[Location], object]
 ) -> tuple[int, list[int]]:
     """Returns the newest whole step up to a step, and the steps after it, the newest first.
 

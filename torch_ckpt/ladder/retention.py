@@ -162,8 +162,8 @@ class Retention:
             return
 
         def check(step: int) -> None:
-            disk.check_whole(disk.path(step))
-            if lineage is not None and not lineage.has(step, disk.term_of(step)):
+            term = disk.check_whole(disk.path(step))
+            if lineage is not None and not lineage.has(step, term or disk.term_of(step)):
                 raise CorruptionError(f"step {step} is not on the lineage of {lineage}")
 
         chosen = self.choose(

@@ -59,7 +59,7 @@ class StepDirectories:
         self._reader = dict(reader or {})
         trust_pickle = self._reader.get("trust_pickle", False)
         self.check_whole = functools.partial(check_whole, trust_pickle=trust_pickle)
-        self.check: Callable[[Location], None] = self.check_whole
+        self.check: Callable[[Location], object] = self.check_whole
         if verify == "full":
             self.check = functools.partial(check_sound, trust_pickle=trust_pickle)
 
@@ -111,7 +111,7 @@ class StepDirectories:
         """Returns the term in which a step was saved; 0 if it has none."""
         return term_of(self.path(step))
 
-    def check_by(self, reports: Sequence[Any]) -> Callable[[Location], None]:
+    def check_by(self, reports: Sequence[Any]) -> Callable[[Location], object]:
         """Returns ``check``, for the reports of all ranks."""
         return self.check
 
@@ -209,7 +209,7 @@ class StepDirectories:
 
 def check_of(
     disks: Sequence[StepDirectories], reports: Sequence[Any]
-) -> Callable[[Location], None]:
+) -> Callable[[Location], object]:
     """Returns what raises if a step in one of these directories is not whole there.
 
     ``reports`` are those of all ranks about the first of ``disks``.

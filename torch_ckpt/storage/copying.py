@@ -17,8 +17,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.probe import check_commit
-from torch_ckpt.commits.small_files import BRANCH, SMALL_FILES, write_small_files
-from torch_ckpt.commits.terms import with_both_terms
+from torch_ckpt.commits.small_files import SMALL_FILES, write_small_files
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
     CheckpointError,
@@ -165,15 +164,11 @@ class CheckpointCopy:
     def copy_small_files(self) -> None:
         """Copies the small files of a step, before the commit.
 
-        If the target has another checkpoint, it keeps its term until the commit.
-
         Raises:
             StorageError: A file cannot be read or written.
         """
         names = SMALL_FILES.intersection(self.source.names())
         files = {name: (self.source / name).read() for name in names}
-        if BRANCH in files:
-            files[BRANCH] = with_both_terms(self.target, files[BRANCH], self.save_id)
         write_small_files(self.target, files, sync=True)
 
     def missing_files(self) -> list[str]:

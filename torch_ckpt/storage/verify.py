@@ -149,21 +149,21 @@ def _report_unreadable(checkpoint: Checkpoint, report: Report) -> None:
             report.fqns.add(fqn)
 
 
-def check_whole(path: Location, *, trust_pickle: bool = False) -> None:
+def check_whole(path: Location, *, trust_pickle: bool = False) -> int:
     """Checks that a checkpoint opens, and that its files exist with the right lengths.
 
-    Raises NotFoundError if none is committed, CorruptionError if it is not whole, and
-    UnsupportedError if this version cannot open it.
+    Returns the term in its metadata; 0 without one. Raises NotFoundError if none is committed,
+    CorruptionError if it is not whole, and UnsupportedError if this version cannot open it.
     """
     path = path.resolved()  # Once: a link in the path may move.
     try:
-        _check_files(path, trust_pickle)
+        return _check_files(path, trust_pickle)
     except CorruptionError:
         # A concurrent removal or commit may have caused the first error.
-        _check_files(path, trust_pickle)
+        return _check_files(path, trust_pickle)
 
 
-def _check_files(path: Location, trust_pickle: bool) -> None:
+def _check_files(path: Location, trust_pickle: bool) -> int:
     metadata, index = open_committed(path, "")
     lengths: dict[str, int] = {}
     if index is not None:
@@ -184,18 +184,21 @@ def _check_files(path: Location, trust_pickle: bool) -> None:
             raise CorruptionError(f"{path / name} is missing") from None
         if found < nbytes or (index is not None and found != nbytes):
             raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
+    return metadata.term
 
 
-def check_here(path: Location, *, trust_pickle: bool = False) -> None:
+def check_here(path: Location, *, trust_pickle: bool = False) -> int:
     """Checks a checkpoint of which this machine has some of the data files, by their lengths.
 
-    Raises NotFoundError if none is committed, and CorruptionError if it is damaged here.
+    Returns the term as :func:`check_whole`. Raises NotFoundError if none is committed, and
+    CorruptionError if it is damaged here.
     """
-    _, index = open_committed(path, "")
+    metadata, index = open_committed(path, "")
     names = set(path.names())
     for name, nbytes in () if index is None else index.files:
         if name in names and (found := (path / name).nbytes()) != nbytes:
             raise CorruptionError(f"{path / name} has {found} bytes instead of {nbytes}")
+    return metadata.term
 
 
 def check_sound(path: Location, *, trust_pickle: bool = False) -> None:
