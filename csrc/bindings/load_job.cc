@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <exception>
 #include <filesystem>
 #include <functional>
@@ -187,7 +186,7 @@ py::tuple describe_read(const PlannedReads& reads, int64_t number) {
 
 // Reads into the tensors of `batch`, one per item of the table. For a tensor that needs a copy,
 // calls `on_tensor` with the number of the read and the elements in the stored dtype. Returns the
-// numbers of the reads that the caller must do by other means.
+// numbers of the reads that the caller must do by other means, in DCP's order.
 std::vector<int64_t> run_reads(const PlannedReads& reads, LoadJob& job, const TensorBatch& batch,
                                const py::function& on_tensor, ExchangeStream* exchange) {
   Devices devices;
@@ -203,7 +202,7 @@ std::vector<int64_t> run_reads(const PlannedReads& reads, LoadJob& job, const Te
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (result.outcomes[i] != Outcome::kLoaded) unread.push_back(numbers[i]);
   }
-  std::sort(unread.begin(), unread.end());
+  reads.sort(&unread);
   return unread;
 }
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import bits, differences, failure_of
 from forks import run_python
+from support.tensors import Tagged
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.nn import Parameter
 
@@ -269,6 +270,37 @@ def test_targets_that_overlap_in_memory_get_the_values_that_stock_gives(
         array[:] = 0
         LOADS[way](state, path)
         assert np.array_equal(array, expected), f"seed {number}"
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "three files": {"thread_count": 3},
+    "a file for each item": {"single_file_per_rank": False},
+}
+
+
+@pytest.mark.parametrize("planner", [FastLoadPlanner, DefaultLoadPlanner])
+@pytest.mark.parametrize("files", SPREAD)
+def test_targets_in_the_same_memory_are_loaded_in_stocks_order_from_several_files(
+    files: str, planner: Any, tmp_path: Path
+) -> None:
+    """Some of the tensors are of a subclass, which torch reads."""
+    for seed in range(20):
+        rng, array = random.Random(seed), np.zeros(64, np.float32)
+        shared = overlapping_targets(rng, array)
+        alone = {f"alone {n}": torch.zeros(rng.randint(1, 99)) for n in range(rng.randint(0, 5))}
+        state = dict(rng.sample([*shared.items(), *alone.items()], len(shared) + len(alone)))
+        saved = {
+            key: torch.rand(target.shape).as_subclass(rng.choice([torch.Tensor, Tagged]))
+            for key, target in state.items()
+        }
+        path = tmp_path / f"{seed}"
+        with torch.serialization.safe_globals([Tagged]):
+            dcp.save(saved, storage_writer=FastWriter(path, **SPREAD[files]))
+            dcp.load(state, storage_reader=FileSystemReader(path))
+            expected = array.copy()
+            array[:] = 0
+            dcp.load(state, storage_reader=FastReader(path), planner=planner())
+        assert np.array_equal(array, expected), f"seed {seed}"
 
 
 # ---- Targets without memory ----

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.unsavable import (
+    MAY_BE_SAVED,
+    NOT_NAMED_BY_DCP,
+    UNSAVABLE,
+    Setter,
+    endless,
+    without_memory,
+)
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -21,7 +28,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import torch_ckpt
 from torch_ckpt import FastWriter, RankState, Run, SafetensorsWriter, SnapshotStager
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.planning.local_shards import LocalShards
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -34,96 +40,6 @@ Ways = Callable[[], AbstractContextManager[Save]]
 def around(value: Any) -> dict[str, Any]:
     """A state dict with a value deep inside, between others that can be saved."""
     return {"a": torch.ones(3), "model": {"layers": [{"x": torch.ones(2)}, {"x": value}]}, "z": 1}
-
-
-def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.untyped_storage().resize_(4)
-    return tensor
-
-
-class Setter:
-    """Cannot load what it has saved."""
-
-    def state_dict(self) -> Any:
-        return {"x": 1}
-
-    def load_state_dict(self, _: Any) -> None:
-        raise ValueError("no")
-
-
-class Raises:
-    """Raises wherever Python copies or pickles it."""
-
-    def __reduce__(self) -> Any:
-        raise ValueError("no")
-
-
-class Getter:
-    def state_dict(self) -> Any:
-        raise ValueError("no")
-
-    def load_state_dict(self, _: Any) -> None: ...
-
-
-def getter() -> Any:
-    raise ValueError("no")
-
-
-def local_object() -> Any:
-    class Local:
-        pass
-
-    return Local()
-
-
-def endless(kind: type) -> Any:
-    """A container that contains itself."""
-    value = kind({"w": torch.ones(2)})
-    if isinstance(value, dict):
-        value["again"] = [value]
-    else:
-        value.append(value)
-    return value
-
-
-class Endless(Setter):
-    def state_dict(self) -> Any:
-        return endless(dict)
-
-
-VALUES: dict[str, Callable[[], Any]] = {
-    "a storage too short": lambda: without_memory(torch.ones(64)),
-    "a storage too short with a stride": lambda: without_memory(torch.ones(8, 8).t()),
-    "a storage too short in a tuple": lambda: (1, without_memory(torch.ones(64))),
-    "a storage too short of a shard": lambda: LocalShards(
-        (64,), [((0,), without_memory(torch.ones(64)))]
-    ),
-    "a lambda": lambda: lambda: 1,
-    "a lambda in a tuple": lambda: (1, lambda: 1),
-    "a lambda in a list": lambda: [1, lambda: 1],
-    "a lock": threading.Lock,
-    "a lock in a tuple": lambda: (threading.Lock(),),
-    "a generator": lambda: (number for number in range(3)),
-    "an object of a local class": local_object,
-    "an object that raises": Raises,
-    "a getter that raises": Getter,
-    "a getter of a rank that raises": lambda: RankState(getter, print),
-    "a state of a rank with a lambda": lambda: RankState(lambda: {"f": lambda: 1}, print),
-    "a state of a rank with a lock": lambda: RankState(lambda: {"f": threading.Lock()}, print),
-    "quint4x2": lambda: torch.quantize_per_channel(
-        torch.ones(2, 4), torch.ones(2), torch.zeros(2), 0, torch.quint4x2
-    ),
-    "int4": lambda: torch.empty(2, dtype=torch.int4),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "meta": lambda: torch.ones(2, device="meta"),
-    "a list that contains itself": lambda: endless(list),
-    "a dict that contains itself": lambda: endless(dict),
-    "a state that contains itself": Endless,
-}
-
-
-MAY_BE_SAVED = {"quint4x2"}
-"""Torch pickles it. A load names it: torch cannot copy it to a target."""
 
 
 @contextlib.contextmanager
@@ -215,12 +131,7 @@ WAYS: dict[str, Ways] = {
     "safetensors in a thread": save_model_in_background,
 }
 
-DCPS_OWN = {
-    (value, way)
-    for value in ("nested", "a list that contains itself", "a dict that contains itself")
-    for way in ("by DCP", "by DCP's async_save")
-}
-"""DCP's planner raises before our writer is called."""
+DCPS_OWN = {(value, way) for value in NOT_NAMED_BY_DCP for way in ("by DCP", "by DCP's async_save")}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -228,7 +139,7 @@ DCPS_OWN = {
 def test_a_failed_save_names_the_value(way: str, tmp_path: Path) -> None:
     wrong = {}
     with WAYS[way]() as save:
-        for number, (value, make) in enumerate(VALUES.items()):
+        for number, (value, make) in enumerate(UNSAVABLE.items()):
             error: BaseException | None = None
             try:
                 save(around(make()), tmp_path / str(number))

@@ -15,7 +15,7 @@ import random
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,23 +24,25 @@ import torch
 import torch.distributed as dist
 from support import ways
 from support.aliases import share_memory
-from support.owners import owned, unowned
+from support.owners import OfRank, objects_in, owned, unowned
 from support.places import Place, Places
 from support.placing import Placing, boxes_like, local
 from support.states import (
     CONTENTS,
     SAFE_GLOBALS,
     Evolving,
+    at_path,
     change_memory,
     differences,
     is_in_list,
     leaves,
     mapped,
+    put,
     snapshot,
     spoil,
     target_for,
 )
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.planner import SavePlanner
 
@@ -197,7 +199,8 @@ def carry_out(case: Case, place: Place) -> list[str]:
     rng = random.Random(f"way {case.seed}")
     is_alone = not case.ranks
     evolving = Evolving(case.seed, case.content)
-    owners, may_be_empty = rng.choice([0, 6]), not ways.is_planned_by_stock(case.way)
+    owners = 0 if case.way["owners"] == ways.OF_RANKS else rng.choice([0, 6])
+    may_be_empty = not ways.is_planned_by_stock(case.way)
     options = {
         "may_be_empty": may_be_empty,
         "drifts": rng.random() < 0.3 and ways.stores_one_replica(case.way),
@@ -216,7 +219,9 @@ def carry_out(case: Case, place: Place) -> list[str]:
             expected = snapshot(whole)
             state = placing.place(whole) if placing else whole
             path = folder / f"step-{0 if saving.of('directory') else number}"
-            wait = saving.save(owned(state, case.seed, saving.of("owners")), path)
+            if saving.of("fault") is not None:
+                problems += _refused(case, saving, whole, state, path, number)
+            wait = saving.save(owned(state, whole, case.seed, saving.of("owners")), path)
             if wait is not None:
                 spoil([state, whole])  # An object may be in the state of another rank only.
             else:
@@ -233,6 +238,39 @@ def carry_out(case: Case, place: Place) -> list[str]:
                     problems += _check(case, saving, *saved)
                 begun.clear()
     return problems
+
+
+def _refused(
+    case: Case, saving: ways.Saving, whole: Any, state: Any, path: Location, number: int
+) -> Iterator[str]:
+    """Saves a state with a value that cannot be saved; what is wrong in the end of that save."""
+    rng = random.Random(f"fault {case.seed} {number}")
+    mappings = [leaf.path[:-1] for leaf in leaves(whole) if isinstance(leaf.container, dict)]
+    at = (*(rng.choice([*mappings, ()]) or ("more",)), "faulty")
+    # DCP's asynchronous save of the other ranks would wait for the one whose staging fails.
+    is_everywhere = case.way["call"] in ("dcp.async_save", "stage") or rng.random() < 0.5
+    if saving.is_alone or is_everywhere or dist.get_rank() == rng.randrange(case.ranks):
+        state = put(state, at, saving.of("fault")())
+    before, last = ways.committed(path), saving.last
+    name = f"save {number} of {case.way['fault']} at {at}"
+    try:
+        wait = saving.save(owned(state, whole, case.seed, saving.of("owners")), path)
+        if wait is not None:
+            wait()
+        yield f"{name} did not fail"
+    except (Exception, CheckpointException) as error:
+        if not _names(error, at):
+            yield f"{name} failed without the name: {error!r} {error}"
+    saving.last = last
+    if ways.committed(path) != before:
+        yield f"{name} has committed a checkpoint"
+
+
+def _names(error: BaseException, path: Sequence[Any]) -> bool:
+    """Whether an error names the value at a path."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    fqn = ".".join(map(str, path))
+    return fqn in text or repr(fqn)[1:-1] in text
 
 
 def _changed(state: Any, expected: Any) -> list[str]:
@@ -290,20 +328,61 @@ def load(case: Case, path: Location, expected: Any, out: dict[str, str], run: An
     )
     target = target_for(rng, expected)
     wanted = expected
+    owners = ways.OUT["owners"][out["owners"]]
     if case.ranks:
-        target = Placing(rng.getrandbits(30)).place(target)
+        whole = target
+        target = Placing(rng.getrandbits(30)).place(whole)
+        for each in objects_in(owned(whole, expected, case.seed, owners)):
+            if isinstance(each, OfRank):  # Each rank has all of it.
+                target = put(target, each.path, at_path(whole, each.path))
         wanted = boxes_like(target, expected)
-    pair = share_memory(rng, target) if ways.OUT["memory"][out["memory"]] else None
+    aliases = share_memory(rng, target) if ways.OUT["memory"][out["memory"]] else None
+    outcomes = []
+    if aliases and ways.is_read_by_stock(case.way, out):
+        by_stock = dataclasses.replace(loading, planner=DefaultLoadPlanner())
+        ways.READERS["stock"].load(by_stock, mapped(lambda _, v: v, target))
+        outcomes.append(aliases.present(local(target), wanted))
+        aliases.spoil()
+        change_memory(target)
     problems = []
+    if ways.OUT["fault"][out["fault"]]:
+        owner = owned(target, expected, case.seed, owners)
+        problems += _refused_load(rng, owner, lambda: reader.load(loading, owner), is_alone)
     for time_ in range(ways.OUT["times"][out["times"]]):
         if time_:
             change_memory(target)
-        owner = owned(target, case.seed, ways.OUT["owners"][out["owners"]])
+        owner = owned(target, expected, case.seed, owners)
+        objects = [*objects_in(owner)]
         reader.load(loading, owner)
+        problems += [f"{each.path} is not restored" for each in objects if not each.is_loaded]
         target = unowned(owner)
         found = local(target)
-        problems += pair.differences(wanted, found) if pair else differences(wanted, found)
+        if aliases:
+            live, found = found, snapshot(found)
+            either = [
+                differences(each, found) for each in outcomes or aliases.outcomes(live, wanted)
+            ]
+            problems += min(either, key=len)
+        else:
+            problems += differences(wanted, found)
     return problems
+
+
+def _refused_load(
+    rng: random.Random, owner: Any, load: Callable[[], Any], is_alone: bool
+) -> Iterator[str]:
+    """Loads while an object takes no state; what is wrong in the end of that load."""
+    objects = [*objects_in(owner)]
+    if not objects:
+        return
+    one, is_everywhere = rng.choice(objects), rng.random() < 0.5
+    one.fails = is_alone or is_everywhere or dist.get_rank() == 0
+    try:
+        load()
+        yield f"{one.path} was loaded, although it takes no state"
+    except (Exception, CheckpointException) as error:
+        if not _names(error, one.path):
+            yield f"{one.path} failed without the name: {error!r} {error}"
 
 
 # ---- Campaigns -----------------------------------------------------------------------------------
@@ -340,7 +419,7 @@ def shrunk(case: Case, fails: Callable[[Case], bool], seconds: float = SHRINKING
             smaller(case.but(outs=tuple({**o, name: next(iter(choices))} for o in case.outs)))
         if case.ranks > 1:
             smaller(case.but(ranks=case.ranks - 1))
-        names = _names(case)
+        names = _paths(case)
         size = len(names) // 2
         while size:
             for begin in range(0, len(names), size):
@@ -349,7 +428,7 @@ def shrunk(case: Case, fails: Callable[[Case], bool], seconds: float = SHRINKING
     return case
 
 
-def _names(case: Case) -> list[str]:
+def _paths(case: Case) -> list[str]:
     """Paths of all values of the states that are saved."""
     evolving, names = Evolving(case.seed, case.content), {}
     for number in range(case.saves[-1] + 1):

@@ -5,6 +5,7 @@ A state is a function of its generator alone. So a case that failed is made agai
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import math
@@ -339,6 +340,20 @@ def mapped(function: Callable[[tuple[Any, ...], Any], Any], state: Any, *path: A
         made_list = [mapped(function, value, *path, key) for key, value in enumerate(state)]
         return [value for value in made_list if value is not ...]
     return function(path, state)
+
+
+def at_path(state: Any, path: tuple[Any, ...]) -> Any:
+    """The value at a path."""
+    return functools.reduce(lambda container, key: container[key], path, state)
+
+
+def put(state: State, path: tuple[Any, ...], value: Any) -> State:
+    """The same structure with a value at a path, with mappings on the way where there are none."""
+    made = container = mapped(lambda _, v: v, state)
+    for key in path[:-1]:
+        container = container[key] if isinstance(container, list) else container.setdefault(key, {})
+    container[path[-1]] = value
+    return made
 
 
 def is_in_list(path: tuple[Any, ...]) -> bool:

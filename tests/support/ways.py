@@ -25,9 +25,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.cutting import CuttingLoadPlanner, CuttingSavePlanner, narrow
 from support.exchanging import Exchanging
+from support.owners import Owners, unowned
 from support.places import PLACES, Place, downloaded, upload
 from support.tensors import PACKED, Tagged
 from support.tight import TightStager
+from support.unsavable import MAY_BE_SAVED, NOT_NAMED_BY_DCP, UNSAVABLE, WITH_STATE, Setter
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -55,6 +57,7 @@ from torch_ckpt import (
 )
 from torch_ckpt.agent import AgentOptions
 from torch_ckpt.conversion.convert import convert
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.verify import examine
 
@@ -174,11 +177,11 @@ class Call:
     """
 
     function: Callable[[Saving, Any, Location], Wait]
-    uses: str = "writer planner io files queue place then directory base"
+    uses: str = "writer planner io files queue place then directory base fault owners"
 
 
 STAGED = f"{Call.uses} stager ends"
-OWN_PLANNER = "io files queue place then directory owners"  # And its own writer.
+OWN_PLANNER = "io files queue place then directory fault owners"  # And its own writer.
 
 
 def _async_save(s: Saving, state: Any, path: Location) -> Wait:
@@ -199,7 +202,7 @@ def _save_by_process(s: Saving, state: Any, path: Location) -> Wait:
     It refuses quantized tensors, fails on subclasses of newer dtypes, leaves out the attributes of
     parameters, and does not send methods of a tensor.
     """
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(unowned(state)) if isinstance(leaf, torch.Tensor)]
     is_sent = not any(
         t.is_quantized
         or isinstance(t, Tagged)
@@ -251,12 +254,11 @@ CALLS = {
         lambda s, state, path: (
             torch_ckpt.save(state, storage_writer=s.writer(path), planner=s.planner(), **s.ranks)
             and None
-        ),
-        f"{Call.uses} owners",
+        )
     ),
     "dcp.async_save": Call(_async_save, STAGED),
-    "torch_ckpt.async_save": Call(_fast_async_save, f"{STAGED} owners"),
-    "async_save by process": Call(_save_by_process, f"{Call.uses} ends owners"),
+    "torch_ckpt.async_save": Call(_fast_async_save, STAGED),
+    "async_save by process": Call(_save_by_process, f"{Call.uses} ends"),
     "stage": Call(_save_staged, f"{Call.uses} stager"),
     "run": Call(_save_by_run, OWN_PLANNER),
     "run, async": Call(lambda *args: _save_by_run(*args, asynchronous=True), f"{OWN_PLANNER} ends"),
@@ -354,8 +356,21 @@ STAGERS: dict[str, Callable[[], SnapshotStager | None]] = {
     "without memory": TightStager,
 }
 
-# The share of inner mappings that are objects with a state dict.
-OWNERS = {"none": 0.0, "some": 0.5}
+NO_FAULT = "no fault"
+BELOW_TOP = "an object below the top"
+FAULTS = {NO_FAULT: None, BELOW_TOP: Setter}
+FAULTS |= {name: make for name, make in UNSAVABLE.items() if name not in MAY_BE_SAVED}
+
+OF_RANKS = "some, and states of ranks"
+OWNERS = {
+    "none": Owners(),
+    "at the top": Owners(0.5, depth=1),
+    "some": Owners(0.5),
+    OF_RANKS: Owners(0.5, of_ranks=True),
+}
+# DCP calls `state_dict()` at the top alone. Nobody does for what a caller stages by the writer.
+CALLED_BY_DCP = {"dcp.save": ("none", "at the top"), "dcp.async_save": ("none", "at the top")}
+CALLED_BY_DCP |= {"stage": ("none",)}
 
 IN: dict[str, Mapping[str, Any]] = {
     "call": CALLS,
@@ -370,10 +385,12 @@ IN: dict[str, Mapping[str, Any]] = {
     "base": {"none": False, "the former save": True},
     "ends": {"in turn": False, "all at the end": True},
     "owners": OWNERS,
+    "fault": FAULTS,
     "then": {"": None, "convert to dcp": "dcp", "convert to safetensors": "safetensors"}
     | {"convert to torch": "torch"},
 }
-WEIGHTS = {"async_save by process": 0.02, "synced": 0.2, "large": 0.2}
+WEIGHTS = dict.fromkeys(FAULTS, 0.02) | {NO_FAULT: 1}
+WEIGHTS |= {"async_save by process": 0.02, "synced": 0.2, "large": 0.2}
 WEIGHTS |= {
     "run, agent": 0.2,
     "run, agent, promoted": 0.2,
@@ -413,6 +430,10 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (content == "model" or not has_model)
         # Torch itself neither converts nor stages all of its own dtypes.
         and (content != "any" or (way["then"] != "convert to torch" and is_ours))
+        and way["owners"] in CALLED_BY_DCP.get(way["call"], OWNERS)
+        and not (way["owners"] == OF_RANKS and (has_model or way["then"]))
+        and (way["fault"] == NO_FAULT or is_ours)
+        and is_refused_by_name(way)
         and not is_refused(way)
         # With stock's cached plans: metadata have the old dtype where one changes, and saves that
         # overlap get plans of each other.
@@ -421,6 +442,18 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
             or (way["then"] == "" and not has_model and way["ends"] == "in turn")
         )
     )
+
+
+def is_refused_by_name(way: Way) -> bool:
+    """Whether a save has no value that cannot be saved, or names it."""
+    fault, is_by_dcp = way["fault"], way["call"] in CALLED_BY_DCP
+    if fault in NOT_NAMED_BY_DCP:
+        return not is_by_dcp and not is_planned_by_stock(way)
+    # A planner with functions of its own may save an object itself.
+    is_plain = way["planner"] != "cutting" and "subclass" not in way["planner"]
+    if fault == BELOW_TOP:
+        return is_by_dcp and is_plain
+    return is_plain or not is_by_dcp or fault not in WITH_STATE
 
 
 def is_planned_by_stock(way: Way) -> bool:
@@ -473,6 +506,18 @@ def final_path(way: Way, path: Location) -> Location:
     """Where the checkpoint is once it is in the format that the way ends with."""
     to = IN["then"][way["then"]]
     return path if to is None else path.with_name(f"{path.name} as {to}")
+
+
+def committed(path: Location) -> dict[str, Any]:
+    """What shows that a checkpoint is at a path, and which one."""
+    with contextlib.suppress(NotFoundError):
+        files = {name: path / name for name in path.names()}
+        return {
+            name: file.nbytes() if name.endswith(".safetensors") else file.read()
+            for name, file in files.items()
+            if name == ".metadata" or (".safetensors" in name and not name.startswith("."))
+        }
+    return {}
 
 
 def convert_saved(way: Way, path: Location) -> None:
@@ -657,7 +702,8 @@ OUT: dict[str, Mapping[str, Any]] = {
     "planner": LOAD_PLANNERS,
     "keys": {"all": 1.0, "some": 0.3},
     "owners": OWNERS,
-    "memory": {"of each": False, "one of two": True},
+    "fault": {NO_FAULT: False, "an object that takes no state": True},
+    "memory": {"of each": False, "one of several": True},
     "trust": {"none": False, "full": True},
     "times": {"once": 1, "twice into the same tensors": 2},
     "ranks": {"the same": None, "each for itself": 0, "one": 1, "two": 2, "three": 3},
@@ -666,6 +712,13 @@ OUT: dict[str, Mapping[str, Any]] = {
 
 def _is_run(way: Way) -> bool:
     return way["call"].startswith("run") and way["then"] == ""
+
+
+def is_read_by_stock(way: Way, out: Way) -> bool:
+    """Whether a way out reads the files that stock's reader does, and in the same order."""
+    is_from_files = format_of(way) == "dcp" and READERS[out["reader"]].needs != "run"
+    # A load sorts the keys beside objects.
+    return is_from_files and out["owners"] in CALLED_BY_DCP["dcp.save"]
 
 
 def fits_out(out: Way, way: Way, ranks: int) -> bool:
@@ -677,11 +730,15 @@ def fits_out(out: Way, way: Way, ranks: int) -> bool:
     return (
         format_of(way) in reader.formats
         and (reader.gives is None or (is_plain and out["memory"] == "of each"))
-        and (loads_objects or out["owners"] == "none")
-        # Stock's reader, and planners that cut reads, mix the values of two tensors.
-        and (
-            out["memory"] == "of each" or (out["reader"] != "stock" and out["planner"] != "cutting")
-        )
+        and (loads_objects or out["owners"] in CALLED_BY_DCP["dcp.save"])
+        and (reader.gives is None or out["owners"] == "none")
+        and (out["owners"] == OF_RANKS) == (way["owners"] == OF_RANKS)
+        # Only FastLoadPlanner finds the states of another number of ranks.
+        and (out["owners"] != OF_RANKS or count in (None, 0) or "fast" in out["planner"])
+        and (out["fault"] == NO_FAULT or (loads_objects and out["owners"] != "none"))
+        # The order of these reads is random.
+        and (out["memory"] == "of each" or out["planner"] != "cutting")
+        and (out["memory"] == "of each" or out["owners"] != OF_RANKS)
         and (out["reader"] != "torch.load of slices" or way["files"] != "transformed")
         and (reader.needs != "run" or (_is_run(way) and is_plain))
         and (reader.needs != "ranks" or not is_alone)

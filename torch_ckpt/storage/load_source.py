@@ -68,12 +68,13 @@ class LoadSource:
 
 
 class Requests:
-    """The slices of DCP's read items, grouped by their reader.
+    """The slices of DCP's read items, grouped by their reader, in DCP's order: file after file.
+
+    In memory that several targets share, the last value remains.
 
     Attributes:
         tensors: Tensors that the engine reads.
         streams: Slices that torch reads: objects, other tensors, and slices with stream transforms.
-        files: The data files, in the order in which DCP reads them, and their numbers.
         nbytes: Total length of all slices.
         transformed: Whether any slice has a stream transform.
     """
@@ -81,7 +82,7 @@ class Requests:
     def __init__(self, source: LoadSource, items: Sequence[ReadItem]) -> None:
         self.tensors: list[StoredTensor] = []
         self.streams: list[tuple[ReadItem, Slice]] = []
-        self.files: dict[str, int] = {}
+        files: dict[str, int] = {}
         self.nbytes = 0
         self.transformed = False
         self._away: set[str] | None = None
@@ -93,7 +94,7 @@ class Requests:
                 info.length,
                 printable(item.storage_index.fqn),
             )
-            self.files.setdefault(info.relative_path, len(self.files))
+            files.setdefault(info.relative_path, len(files))
             self.nbytes += info.length
             dtype = source.stored_dtype(item)
             descriptors = getattr(info, "transform_descriptors", None)
@@ -102,6 +103,8 @@ class Requests:
                 self.streams.append((item, stored))
             else:
                 self.tensors.append((item, stored, dtype))
+        self.tensors.sort(key=lambda tensor: files[tensor[1][0]])
+        self.streams.sort(key=lambda stream: files[stream[1][0]])
 
     def away(self, source: LoadSource) -> set[str]:
         """Returns the names of the files that this rank cannot read."""

@@ -269,31 +269,31 @@ class _LoadByItem:
         """Loads tensors in as few batches as possible.
 
         Returns:
-            Tensors that only torch can read. Their targets are unchanged.
+            Tensors of the last batch that only torch can read. Their targets are unchanged.
         """
         waiting = self.requests.tensors
         if commits_in_turn(self.planner):
-            return self._load_in_turn(waiting, exchange)
+            self._load_in_turn(waiting, exchange)
+            return []
         remaining: list[tuple[ReadItem, Slice]] = []
         while waiting or exchange is not None:
+            self._load_streams(remaining)  # A later target may be in the same memory.
             batch, waiting = self._next_batch(waiting, skip_conflicts=exchange is not None)
             late: list[StoredTensor] = []
             if exchange is not None:  # It ends with the first batch.
                 late = [tensor for tensor in waiting if self.source.is_away(tensor[1])]
                 waiting = [tensor for tensor in waiting if not self.source.is_away(tensor[1])]
-            remaining += self._load_batch(batch, late, exchange)
+            remaining = self._load_batch(batch, late, exchange)
             exchange = None
         return remaining
 
     def _load_in_turn(
         self, waiting: list[StoredTensor], exchange: _native.ExchangeStream | None
-    ) -> list[tuple[ReadItem, Slice]]:
+    ) -> None:
         """Loads tensors in DCP's order: each is committed before the next one is resolved.
 
-        The bytes of many are read at once. Returns the same as :meth:`_load_tensors`.
+        The bytes of many are read at once.
         """
-        remaining: list[tuple[ReadItem, Slice]] = []
-        waiting = sorted(waiting, key=lambda tensor: self.requests.files[tensor[1][0]])
         while waiting or exchange is not None:
             nbytes, count = 0, 0
             while count < len(waiting) and nbytes < self.max_retained_nbytes:
@@ -304,9 +304,8 @@ class _LoadByItem:
             if exchange is not None:  # It ends with the first batch.
                 late += [tensor for tensor in waiting if self.source.is_away(tensor[1])]
                 waiting = [tensor for tensor in waiting if not self.source.is_away(tensor[1])]
-            remaining += self._load_batch([], late, exchange)
+            self._load_batch([], late, exchange)
             exchange = None
-        return remaining
 
     def _next_batch(
         self, waiting: list[StoredTensor], *, skip_conflicts: bool
@@ -405,7 +404,7 @@ class _LoadByItem:
             elif item.lengths.numel() == 0:
                 box = torch.empty(item.lengths, dtype=dtype, device="cpu")
             else:
-                remaining.append((item, stored))
+                self._load_streams([(item, stored)])
                 continue
             self._put_box(item, box)
         return remaining

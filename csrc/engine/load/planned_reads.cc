@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 namespace torch_ckpt {
@@ -103,6 +104,17 @@ Result<PlannedReads::Requests> PlannedReads::requests(const TensorBatch& batch,
     }
   }
   return out;
+}
+
+void PlannedReads::sort(std::vector<int64_t>* numbers) const {
+  if (numbers->empty()) return;
+  std::unordered_map<int64_t, size_t> order;  // Of the files.
+  for (const PlannedRead& read : plan_.reads()) order.try_emplace(read.place.file, order.size());
+  const auto key = [&](int64_t number) {
+    return std::pair(order.at(at(number).place.file), number);
+  };
+  std::sort(numbers->begin(), numbers->end(),
+            [&](int64_t a, int64_t b) { return key(a) < key(b); });
 }
 
 std::optional<DType> PlannedReads::engine_dtype(const PlannedRead& read) const {

@@ -51,6 +51,10 @@ class PlannedReads {
   // Errors: kInvalidArgument if batch and table differ in length.
   Result<Requests> requests(const TensorBatch& batch, const ToLive& to_live) const;
 
+  // Sorts the numbers of reads as DCP reads them: file after file, in the order in which all reads
+  // first name each.
+  void sort(std::vector<int64_t>* numbers) const;
+
  private:
   PlannedReads(std::shared_ptr<const StoredIndex> index, std::shared_ptr<const ItemTable> items,
                ReadPlan plan)
