@@ -15,6 +15,7 @@ from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.machine_directories import parts_in, whole_steps
 from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.promotion_steps import PromotionSteps, StepsOfOnePlace
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import (
@@ -64,7 +65,7 @@ def promotion_for(
         nonlocal run_id
         if places.is_first:
             run_id = _claim_local(local.directory, run.directory)
-            tie_directories(local.directory, run.directory, is_part=places.are_several)
+            tie_directories(local.directory, run.directory, is_part=places.others > 0)
 
     # The coordinator first: it may write the id of the run.
     group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
@@ -76,19 +77,21 @@ def promotion_for(
         timeout_s=timeout_s,
     )
     promotion = None
+    new_steps = PromotionSteps if places.others else StepsOfOnePlace
     if places.is_first:
         promotion = Promotion(
             local,
             run,
             lineage,
             retention,
+            new_steps(local, retention),
             keep=keep,
             nbytes_per_s=nbytes_per_s or 0,
             niceness=writer.io.background_nice,
             on_failure=on_failure,
             most=most,
             commits=group.is_coordinator,
-            are_several=places.are_several,
+            others=places.others,
             run_id=run_id,
         )
         in_run, newest = committed_steps(run.directory), newest_term(run.directory)

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import functools
 import logging
-import math
 import os
 import socket
 import threading
@@ -38,7 +37,7 @@ from torch_ckpt.ladder.promotion_attempt import Attempt
 from torch_ckpt.ladder.promotion_steps import Choice, PromotionSteps, Report
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
-from torch_ckpt.ladder.step_files import committed_steps, listed_steps, metrics_of
+from torch_ckpt.ladder.step_files import committed_steps, listed_steps
 from torch_ckpt.records.record import Recorder, note, phase
 from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
 
@@ -63,10 +62,10 @@ class Promotion:
     step is removed if ``keep`` newer ones are there, and the run has it whole or would not retain
     it. So the last whole copy of a retained step is never removed.
 
-    If the ranks save at several places (``are_several``), the first rank at each has a promotion of
-    the files there. The coordinator's commits when all files have arrived, and chooses the steps
-    for all: the next one that is saved when no promotion is in progress, and those that have
-    waited. A step of which the others have sent all, and files are missing, is passed over.
+    The first rank at each place has a promotion of the files there. The coordinator's commits when
+    those of all ``others`` have arrived, and chooses the steps for all: the next one that is saved
+    when no promotion is in progress, and those that have waited. A step of which the others have
+    sent all, and files are missing, is passed over. ``steps`` are those of this place.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` returns why.
@@ -85,6 +84,7 @@ class Promotion:
         run: StepDirectories,
         lineage: Lineage,
         retention: Retention,
+        steps: PromotionSteps,
         *,
         keep: int,
         nbytes_per_s: int,
@@ -92,21 +92,19 @@ class Promotion:
         on_failure: OnFailure,
         most: int,
         commits: bool = True,
-        are_several: bool = False,
+        others: int = 0,
         run_id: str | None = None,
     ) -> None:
         self._local, self._run, self._retention = local, run, retention
         self._lineage = lineage
         self._run_id = run_id
-        self._commits, self._are_several = commits, are_several
+        self._commits, self._others = commits, others
         self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
         self._on_failure, self._most = on_failure, most
         self._open_copy: Callable[..., CheckpointCopy] = CheckpointCopy
         self._recorder: Recorder | None = None
         self._changed = threading.Condition()
-        self._steps = PromotionSteps(
-            retention, self._local_value, self._check_local, are_several=are_several
-        )
+        self._steps = steps
         self._is_requested = False
         self._is_ended = False
         self._thread: threading.Thread | None = None
@@ -114,8 +112,7 @@ class Promotion:
         self._failure: CheckpointError | None = None  # Why the last promotion failed.
         self._in_a_row = 0
         self._failing_since = 0.0  # When the first failure in a row was.
-        # Those of the other places since the last choice. There are none if there is one place.
-        self._reports: Sequence[Report] | None = None if are_several else ()
+        self._reports: Sequence[Report] = ()  # Those of the other places since the last choice.
         self._removing = threading.Lock()
         self.count = 0
 
@@ -153,8 +150,9 @@ class Promotion:
         ``open_copy`` returns the copy of a step, with the arguments of :class:`CheckpointCopy`.
         """
         self._open_copy, self._recorder = open_copy, recorder
-        if not self._are_several and committed_steps(self._local.directory):
-            self._request()
+        with self._changed:
+            if self._steps.next(committed_steps(self._local.directory)) is not None:
+                self._request()
 
     def choice(self, saving: int | None = None, *, may_choose: bool = True) -> Choice:
         """Returns the steps that all places are to promote next, on the coordinator.
@@ -166,8 +164,8 @@ class Promotion:
             may_choose = may_choose and not (self._is_busy and saving is not None)
             local = committed_steps(self._local.directory) if may_choose else []
             choice = self._steps.choice(local, saving, may_choose=may_choose)
-            if choice.chosen and self._are_several:
-                self._reports = None  # Those that arrive now precede the choice.
+            if choice.chosen:
+                self._reports = ()  # Those that arrive now precede the choice.
             return choice
 
     def report(self) -> Report:
@@ -180,8 +178,7 @@ class Promotion:
     def heard_from(self, reports: Sequence[Report]) -> None:
         """Takes the reports of all other places; called on the coordinator before it chooses."""
         with self._changed:
-            if self._are_several:
-                self._reports = reports
+            self._reports = reports
             for report in reports:
                 if report.failure is not None and self._attempt is not None:
                     self._attempt.stop(report.failure)
@@ -224,10 +221,9 @@ class Promotion:
             self._request()
 
     def not_saved(self, step: int) -> None:
-        """Passes over a step whose save has failed: perhaps it is committed at some places only."""
-        if self._are_several:
-            with self._changed:
-                self._steps.pass_over([step])
+        """Records that the save of a step has failed at this place."""
+        with self._changed:
+            self._steps.not_saved(step)
 
     def is_awaited(self, step: int) -> bool:
         """Returns whether the newest local save of a step is still to be promoted."""
@@ -255,6 +251,12 @@ class Promotion:
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
                     break
             return self._is_busy, self.report()
+
+    def end_alone(self, wait_s: float) -> None:
+        """Waits for the promotion of what is here, if the ranks of no other place have a part."""
+        if not self._others:
+            self.retry(Choice())
+            self.progress(wait_s)
 
     def awaited(self) -> str:
         """Returns what the promotion in progress does, for the log of those who wait for it."""
@@ -378,12 +380,13 @@ class Promotion:
                 self._steps.pass_over([step])
             return
         except (CorruptionError, NotFoundError) as error:
-            is_gone = not has_checkpoint(self._local.path(step))
-            if is_gone or isinstance(error, CorruptionError):
+            if not has_checkpoint(self._local.path(step)):
+                return  # It is lost, and passed over next.
+            if isinstance(error, CorruptionError):
                 with self._changed:
                     if not attempt.is_stopped:
                         self._steps.pass_over([step], why(error))
-                if not self._commits or (is_gone and not self._are_several):
+                if not self._commits:
                     return  # The coordinator raises the problem.
             elif attempt.copy is None or not attempt.copy.is_of_source:
                 return  # It was saved again. The new checkpoint is next.
@@ -460,7 +463,8 @@ class Promotion:
     def _ended_elsewhere(self, step: int) -> list[str] | None:
         """Returns why each other place sends no more files; ``None`` if one may send some."""
         with self._changed:
-            if self._reports is None or not all(step in each.ended for each in self._reports):
+            has_all = len(self._reports) == self._others
+            if not has_all or not all(step in each.ended for each in self._reports):
                 return None
             return [each.ended[step] for each in self._reports]
 
@@ -493,14 +497,6 @@ class Promotion:
         else:
             with self._changed:
                 self._steps.remain_in_run(steps)
-
-    def _local_value(self, step: int) -> float:
-        """Returns the metric of a local step; NaN if it has none."""
-        return metrics_of(self._local.path(step)).get(self._retention.monitor or "", math.nan)
-
-    def _check_local(self, step: int) -> None:
-        """Raises CheckpointError if a local step is not whole."""
-        self._local.check_whole(self._local.path(step))
 
     def _whole_in_run(self) -> set[int]:
         """Returns which promoted steps of those that need not remain the run has whole.

@@ -17,13 +17,12 @@ from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import Failures, OnFailure
 from torch_ckpt.ladder.ladder import Ladder
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.local_directory import promotion_for
 from torch_ckpt.ladder.machine_directories import MachineDirectories
-from torch_ckpt.ladder.places import Places, writer_to
+from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import Mode, StepDirectories, Verify
 from torch_ckpt.ladder.step_files import lease, refusal, step_number
@@ -168,17 +167,17 @@ class Run(LastSaves):
                 | {"local is given": local is not None, "keep_local": keep_local},
             )
             self._disks = [StepDirectories(self._location, verify=verify, reader=reader)]
-            path, places = self._location, Places()
+            places = Places()
             if local is not None:
                 path = Location(local).resolved()
                 places = Places.find(self._group, path, self._location, timeout_s)
                 local_steps = StepDirectories(path, verify=verify, reader=reader)
-                if places.are_several:
+                if places.others:
                     local_steps = MachineDirectories(
                         path, group=self._group, places=places, timeout_s=timeout_s, reader=reader
                     )
                 self._disks.insert(0, local_steps)  # Saves go to the first.
-            self._writer = writer_to(path, places, writer or {})
+            self._writer = self._disks[0].writer(writer or {})
             lineage, self._promotion = Lineage(self._disks, self.retention), None
             if local is not None:
                 self._promotion = promotion_for(
@@ -196,14 +195,14 @@ class Run(LastSaves):
                 agent=agent,
                 timeout_s=timeout_s,
                 reader=reader,
-                run=self._location,
+                shared=self._disks[0].shared(self._location),
                 places=places,
                 reuses=reuse == "auto",
             )
             memory = [] if backend is None else backend.rungs
             if backend is not None:
                 undo.callback(backend.leave)
-            self._is_for_agent, self._places = bool(agent), places
+            self._is_for_agent = bool(agent)
             self._ladder = Ladder(
                 [*memory, *self._disks], self._group, process_group, timeout_s, self._location
             )
@@ -213,7 +212,6 @@ class Run(LastSaves):
             self._saves = StepSaves(
                 disks=self._disks,
                 promotion=self._promotion,
-                places=places,
                 group=self._group,
                 process_group=process_group,
                 writer=self._writer,
@@ -466,11 +464,9 @@ class Run(LastSaves):
         """
         step = step_number(step)
         self._check_open()
-        *local, run = (disk.directory for disk in self._disks)
-        if self._places.are_several:  # A local directory has the files of one machine.
-            local = []
-        has_step = (each for each in local if has_checkpoint(each / f"step-{step}"))
-        with lease(next(has_step, run), step) as path:
+        *local, run = self._disks
+        has_step = (disk for disk in local if disk.has_whole(step))
+        with lease(next(has_step, run).directory, step) as path:
             yield path.checkpoint_id
 
     @exclusive("restore a step")

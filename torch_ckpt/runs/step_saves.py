@@ -20,10 +20,8 @@ from torch_ckpt.errors import (
     StorageError,
     warn_after_commit,
 )
-from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import Failures, may_be_committed
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.promotion import END_S, Promotion
 from torch_ckpt.ladder.promotion_steps import Choice, Report
 from torch_ckpt.ladder.promotion_wait import await_promotion
@@ -72,7 +70,6 @@ class StepSaves:
         *,
         disks: Sequence[StepDirectories],
         promotion: Promotion | None,
-        places: Places,
         group: Group,
         process_group: dist.ProcessGroup | None,
         writer: FastWriter,
@@ -91,7 +88,6 @@ class StepSaves:
         self._writer, self._backend, self._retention = writer, backend, retention
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
         self._failures, self._promotion, self._recorder = failures, promotion, recorder
-        self._is_at_several_places = places.are_several
         self._promotes = len(disks) > 1
         self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
@@ -403,9 +399,8 @@ class StepSaves:
                 with self._group.method("wait for promotion", self._timeout_s):
                     self.wait_for_promotion(timeout_s)
             except RankTimeoutError:
-                if promotion is not None and not self._is_at_several_places:
-                    promotion.retry(Choice())  # The other ranks have no part in it.
-                    promotion.progress(max(deadline - time.monotonic(), 0.0))
+                if promotion is not None:
+                    promotion.end_alone(max(deadline - time.monotonic(), 0.0))
                 raise
 
     def reserve(self, state: dict[str, Any]) -> None:
@@ -526,8 +521,7 @@ class StepSaves:
         if self._promotion is not None:
             self._promotion.not_saved(step)
         if may_be_committed(error):
-            # Several places pass over the step: they may learn of its commit at different times.
-            self._unknown[step] = (lambda: None) if self._is_at_several_places else then
+            self._unknown[step] = then
         else:
             self._remove_failed(step)
 
@@ -535,7 +529,8 @@ class StepSaves:
         """Settles the saves whose outcome was unknown, and is known now."""
         for step, then in list(self._unknown.items()):
             try:
-                is_committed = has_checkpoint(self._disk.path(step))
+                # Several places learn of a commit at different times: they pass over the step.
+                is_committed = self._disk.has_whole(step)
             except CheckpointError:  # Storage does not answer now.
                 continue
             if is_committed:
