@@ -180,7 +180,7 @@ class FailedSaves:
         """Settles the saves whose outcome was unknown, and is known now."""
         for step, then in list(self._unknown.items()):
             try:
-                # Several places learn of a commit at different times: they pass over the step.
+                # With several places it is not: these may learn of the commit at different times.
                 is_committed = self._disk.has_whole(step)
             except CheckpointError:  # Storage does not answer now.
                 continue

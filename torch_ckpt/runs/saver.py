@@ -26,7 +26,7 @@ class Saver:
     """Saves steps by ``saves``, now or in the background. All ranks call the same methods.
 
     ``schedule`` and ``boundary`` record each attempt, and ``failures`` decide whether training goes
-    on. With ``has_agent``, a step can be kept in memory alone. ``skipped`` is the number of steps
+    on. With ``has_agent``, memory alone can retain a step. ``skipped`` is the number of steps
     that were skipped because the previous save was in progress.
     """
 
