@@ -49,8 +49,8 @@ MUTATIONS = {
     "a promotion keeps what was promoted before": [
         Mutation(
             "torch_ckpt/ladder/promotion_steps.py",
-            ".state = _State.WAITS if self._is_chosen",
-            ".state = self._of(step).state if self._is_chosen",
+            ".state = _State.WAITS if self._is_chosen else _State.UNCHOSEN",
+            ".state = self._of(step).state",
         )
     ],
     "a window begins at any byte": [

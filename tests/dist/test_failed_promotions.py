@@ -39,7 +39,7 @@ def errors_of(folder: Path, machines: Sequence[int], calls: Sequence[str]) -> li
     found = []
     for call in calls:
         if call == "save":
-            until(lambda: run._promotion is None or run._promotion.report().failure is not None)
+            until(lambda: (report := run._promotion.report()) is None or report.failure is not None)
             dist.barrier()
         with pytest.raises(StorageError) as caught:
             CALLS[call](run)

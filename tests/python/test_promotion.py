@@ -295,7 +295,7 @@ def test_training_goes_on_while_the_directory_of_the_run_is_full(
     warned = [each for each in caplog.records if "was not promoted" in each.getMessage()]
     assert len(warned) == 1
     assert "No space left" in warned[0].getMessage()
-    monkeypatch.setattr("torch_ckpt.ladder.promotion.MIN_OUTAGE_S", 0.0)
+    monkeypatch.setattr("torch_ckpt.ladder.failures.MIN_OUTAGE_S", 0.0)
     with pytest.raises(CheckpointError, match=r"was not promoted to .*No space left"):
         run.save(6, _state(6))
     filler.unlink()

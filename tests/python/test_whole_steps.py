@@ -178,6 +178,30 @@ def test_a_step_that_is_gone_before_its_promotion_is_named(
     assert "steps [2] are not in" in caplog.text
 
 
+def test_a_step_that_is_gone_during_its_promotion_is_named(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    goes_on: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gated, begun = CheckpointCopy.copy_files, threading.Event()
+
+    def copy_files(copy: CheckpointCopy) -> None:
+        begun.set()
+        gated(copy)
+
+    monkeypatch.setattr(CheckpointCopy, "copy_files", copy_files)
+    with _run(tmp_path) as run:
+        run.save(1, _state(1))
+        assert begun.wait(60)
+        Location(tmp_path / "local" / "step-1").remove_all()
+        goes_on.set()
+        run.save(2, _state(2))
+        run.wait(promoted=True)
+    assert _steps(tmp_path / "run") == [2]
+    assert "steps [1] are not in" in caplog.text
+
+
 def test_a_step_that_retention_does_not_keep_is_removed_without_a_look_at_the_run(
     tmp_path: Path,
 ) -> None:

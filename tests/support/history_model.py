@@ -15,6 +15,7 @@ import torch
 import torch_ckpt
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import index_name, open_committed
+from torch_ckpt.ladder.promotion import Promotion
 
 Seen = dict["Place", dict[int, "Save"]]
 
@@ -156,7 +157,8 @@ class Job:
 
     @property
     def promotion(self) -> Any:
-        return None if self.run is None else self.run._promotion
+        found = None if self.run is None else self.run._promotion
+        return found if isinstance(found, Promotion) else None
 
     @property
     def is_superseded(self) -> bool:

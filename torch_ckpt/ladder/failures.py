@@ -1,22 +1,37 @@
-"""Failures: what a run does after storage has made a save fail: raise, or train on."""
+"""Failures of saves and promotions: whether training goes on, and what they have left."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import time
+from collections.abc import Callable
 from typing import Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.coordination.portable import why
-from torch_ckpt.errors import CancelledError, StorageError
+from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, SupersededError
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.removal import remove_unfinished
+from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import whole_number
 
-__all__ = ["Failures", "OnFailure", "may_be_committed", "storage_failure"]
+__all__ = [
+    "FailedSaves",
+    "Failures",
+    "OnFailure",
+    "PromotionFailures",
+    "may_be_committed",
+    "storage_failure",
+]
 
 OnFailure = Literal["raise", "warn"]
 
 _LOG = logging.getLogger("torch_ckpt")
+
+MIN_OUTAGE_S = 1800.0
+"""Failed promotions in a row end training only if they last this long: a store may be down."""
 
 _NOT_OF_STORAGE = frozenset({errno.EEXIST, errno.EINVAL, errno.ENODEV})
 
@@ -69,6 +84,118 @@ class Failures:
         if not in_background:
             self.succeeded()
         self.is_open = in_background and self._on_failure == "warn"
+
+
+class PromotionFailures:
+    """The failed promotions to the directory of a run, in a row. Not thread-safe.
+
+    With ``"raise"``, or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``,
+    :meth:`take` returns the ``last`` one. ``count`` is the number of failures after which promotion
+    went on.
+    """
+
+    def __init__(self, directory: Location, on_failure: OnFailure, most: int) -> None:
+        self._directory, self._on_failure, self._most = directory, on_failure, most
+        self.last: CheckpointError | None = None
+        self.count = 0
+        self._in_a_row = 0
+        self._since = 0.0  # When the first failure in a row was.
+
+    def add(self, step: int | None, error: Exception) -> str | None:
+        """Records a failure; returns what to log, if promotion goes on after the first in a row."""
+        message = f"step {step} was not promoted to {self._directory}: {why(error)}"
+        storage = storage_failure(error)
+        self.last = CheckpointError(message)
+        if isinstance(error, SupersededError):
+            self.last = SupersededError(message)
+        if storage is not None:
+            self.last = StorageError(message, storage.errno)
+        self.last.__cause__ = error
+        if self._in_a_row == 0:
+            self._since = time.monotonic()
+        self._in_a_row += 1
+        if not self._may_go_on():
+            return None
+        self.count += 1
+        return message if self._in_a_row == 1 else None
+
+    def ended(self) -> None:
+        """Ends a row of failures."""
+        self.last, self._in_a_row = None, 0
+
+    def retry(self) -> None:
+        """Forgets a failure of storage: the promotion is tried again."""
+        if isinstance(self.last, StorageError):
+            self.last = None
+
+    def take(self) -> CheckpointError | None:
+        """Returns the last failure, once, if training must not go on; ``None`` if it may."""
+        if self.last is None or self._may_go_on():
+            return None
+        failure, self.last = self.last, None
+        return failure
+
+    def _may_go_on(self) -> bool:
+        if isinstance(self.last, SupersededError):
+            return False
+        is_short = time.monotonic() - self._since < MIN_OUTAGE_S
+        return self._on_failure == "warn" and (is_short or self._in_a_row < self._most)
+
+
+class FailedSaves:
+    """The failed saves to a directory of steps, on one rank.
+
+    ``may_commit`` returns whether an agent may still commit a step. The rank that ``removes``, the
+    coordinator, removes what the saves have left.
+    """
+
+    def __init__(
+        self, disk: StepDirectories, may_commit: Callable[[int], bool], *, removes: bool
+    ) -> None:
+        self._disk, self._may_commit, self._removes = disk, may_commit, removes
+        self._failed: set[int] = set()  # Steps whose directories may have remains.
+        self._unknown: dict[int, Callable[[], None]] = {}  # Steps that may still be committed.
+
+    def add(self, step: int, error: BaseException, then: Callable[[], None]) -> None:
+        """Removes what a failed save has left, unless it may still be committed.
+
+        Then :meth:`settle` finds out later, and calls ``then`` if it was committed.
+        """
+        if may_be_committed(error):
+            self._unknown[step] = then
+        else:
+            self.remove(step)
+
+    def remove(self, step: int) -> None:
+        """Removes what a failed save has left in the directory of its step."""
+        if self._removes:
+            self._failed.add(step)
+            remove_unfinished(self._disk.path(step), of_agents=False)
+
+    def replaced(self, step: int) -> None:
+        """Forgets a save whose outcome is unknown: another save of the step begins."""
+        self._unknown.pop(step, None)
+
+    def settle(self) -> None:
+        """Settles the saves whose outcome was unknown, and is known now."""
+        for step, then in list(self._unknown.items()):
+            try:
+                # With several places it is not: these may learn of the commit at different times.
+                is_committed = self._disk.has_whole(step)
+            except CheckpointError:  # Storage does not answer now.
+                continue
+            if is_committed:
+                del self._unknown[step]
+                then()
+            elif not self._may_commit(step):
+                del self._unknown[step]
+                self.remove(step)
+
+    def sweep(self) -> None:
+        """Removes what is left. Requires: no rank and no agent uses these directories any more."""
+        for step in self._failed:
+            remove_unfinished(self._disk.path(step))
+        self._failed.clear()
 
 
 def may_be_committed(error: BaseException | None) -> bool:

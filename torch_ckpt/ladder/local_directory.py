@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch_ckpt.agent.identity import id_in_directory, is_copy, new_id, own_id, write_id
 from torch_ckpt.commits.terms import Term, newest_term, term_of
@@ -12,23 +14,46 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.failures import OnFailure
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.machine_directories import parts_in, whole_steps
+from torch_ckpt.ladder.machine_directories import MachineDirectories, parts_in, whole_steps
 from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.promotion_steps import PromotionSteps, StepsOfOnePlace
 from torch_ckpt.ladder.retention import Retention
-from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_directories import StepDirectories, Verify
 from torch_ckpt.ladder.step_files import (
     committed_steps,
     run_of_local,
     tie_directories,
     whole_number,
 )
+from torch_ckpt.ladder.without_promotion import WithoutPromotion, removal_of_old
 from torch_ckpt.storage.copying import is_of_another_save
-from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["promotion_for"]
+__all__ = ["directories_of", "promotion_for"]
 
 _LOG = logging.getLogger("torch_ckpt")
+
+
+def directories_of(
+    group: Group,
+    run: Location,
+    local: str | os.PathLike[str] | None,
+    *,
+    verify: Verify,
+    reader: dict[str, Any] | None,
+    timeout_s: float,
+) -> tuple[list[StepDirectories], Places]:
+    """Returns the directories of a run, that to which it saves first, and the places of that."""
+    steps = StepDirectories(run, verify=verify, reader=reader)
+    if local is None:
+        return [steps], Places()
+    path = Location(local).resolved()
+    places = Places.find(group, path, run, timeout_s)
+    first = StepDirectories(path, verify=verify, reader=reader)
+    if places.others:
+        options: dict[str, Any] = {"timeout_s": timeout_s, "reader": reader}
+        first = MachineDirectories(path, group=group, places=places, **options)
+    return [first, steps], places
 
 
 def promotion_for(
@@ -40,18 +65,23 @@ def promotion_for(
     *,
     keep: int,
     nbytes_per_s: int | None,
-    writer: FastWriter,
+    niceness: int,
     on_failure: OnFailure,
     most: int,
     timeout_s: float,
-) -> Promotion | None:
-    """Returns the promotion of a run with a local directory, on the first rank at each place.
+) -> Promotion | WithoutPromotion:
+    """Returns the promotion of the steps at the place of this rank, if it is the first there.
 
-    All ranks call it. ``disks`` are the local directory and that of the run. Raises CheckpointError
-    on all ranks if the local directory has steps of another run, TypeError if a number is no
-    integer, and ValueError if it is out of range.
+    All ranks call it. ``disks`` are the local directory, if there is one, and that of the run.
+    Without a local directory, the coordinator removes old steps after each save. Raises
+    CheckpointError on all ranks if the local directory has steps of another run, TypeError if a
+    number is no integer, and ValueError if it is out of range.
     """
-    local, run = disks
+    local, run = disks[0], disks[-1]
+    if len(disks) == 1 and group.is_coordinator:
+        return WithoutPromotion(removal_of_old(run, retention, lineage))
+    if len(disks) == 1:
+        return WithoutPromotion()
     if whole_number("keep_local", keep) < 1:
         raise ValueError(f"keep_local={keep} is not positive")
     if nbytes_per_s is not None and whole_number("promote_bytes_per_s", nbytes_per_s) < 1:
@@ -64,7 +94,7 @@ def promotion_for(
         nonlocal run_id
         if places.is_first:
             run_id = _claim_local(local.directory, run.directory)
-            tie_directories(local.directory, run.directory, is_part=places.are_several)
+            tie_directories(local.directory, run.directory, is_part=places.others > 0)
 
     # The coordinator first: it may write the id of the run.
     group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
@@ -75,29 +105,30 @@ def promotion_for(
         whole_steps,
         timeout_s=timeout_s,
     )
-    promotion = None
-    if places.is_first:
-        promotion = Promotion(
-            local,
-            run,
-            lineage,
-            retention,
-            keep=keep,
-            nbytes_per_s=nbytes_per_s or 0,
-            niceness=writer.io.background_nice,
-            on_failure=on_failure,
-            most=most,
-            commits=group.is_coordinator,
-            are_several=places.are_several,
-            run_id=run_id,
-        )
-        in_run, newest = committed_steps(run.directory), newest_term(run.directory)
-        terms = _terms_of(local, committed_steps(local.directory))
-        passed_over = _passed_over(local, run, terms, in_run, whole, newest)
-        if retention.removes:  # The steps of the run count then, too.
-            terms = _terms_of(run, in_run) | terms
-        promotion.begin(in_run, terms, passed_over, newest)  # It starts when the run is complete.
-    return promotion
+    if not places.is_first:
+        return WithoutPromotion()
+    in_run, newest = committed_steps(run.directory), newest_term(run.directory)
+    terms = _terms_of(local, committed_steps(local.directory))
+    passed_over = _passed_over(local, run, terms, in_run, whole, newest)
+    if retention.removes:  # The steps of the run count then, too.
+        terms = _terms_of(run, in_run) | terms
+    has_metrics = group.is_coordinator and retention.monitor is not None
+    values = run.values(retention.monitor or "") if has_metrics else {}
+    steps = (PromotionSteps if places.others else StepsOfOnePlace)(local, retention)
+    steps.found(in_run, values, terms)
+    steps.pass_over(passed_over)
+    steps.set_lineage(newest)
+    return Promotion(  # It starts when the run is complete.
+        *(local, run, lineage, retention, steps),
+        keep=keep,
+        nbytes_per_s=nbytes_per_s or 0,
+        niceness=niceness,
+        on_failure=on_failure,
+        most=most,
+        commits=group.is_coordinator,
+        others=places.others,
+        run_id=run_id,
+    )
 
 
 def _terms_of(disk: StepDirectories, steps: Sequence[int]) -> dict[int, int]:

@@ -22,8 +22,10 @@ from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.machine_reader import MachineReader
+from torch_ckpt.storage.machine_writer import MachineWriter
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_here
+from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["MachineDirectories", "Part", "parts_in", "whole_steps"]
 
@@ -58,6 +60,17 @@ class MachineDirectories(StepDirectories):
         super().__init__(directory, reader=reader)
         self._group, self._places, self._timeout_s = group, places, timeout_s
         self.check = self.check_whole = functools.partial(check_here)
+
+    def writer(self, options: Mapping[str, Any]) -> FastWriter:
+        is_first = self._places.is_first
+        return MachineWriter(self.directory.checkpoint_id, is_first=is_first, **options)
+
+    def shared(self, run: Location) -> Location:
+        return run
+
+    def has_whole(self, step: int) -> bool:
+        """Returns ``False``: this machine has the files of its own ranks."""
+        return False
 
     def report(self) -> Any:
         """Returns what this machine has of each step, on its first rank; ``None`` on others."""

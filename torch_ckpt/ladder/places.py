@@ -8,16 +8,12 @@ the other ranks.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.filesystems.location import PENDING, Location
-from torch_ckpt.storage.machine_writer import MachineWriter
-from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["Places", "writer_to"]
+__all__ = ["Places"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +39,9 @@ class Places:
         return [r for r, first in enumerate(self.of_ranks) if first == self.of_ranks[self.rank]]
 
     @property
-    def are_several(self) -> bool:
-        """Whether the ranks save at several places."""
-        return len(set(self.of_ranks)) > 1
+    def others(self) -> int:
+        """The number of other places."""
+        return len(set(self.of_ranks)) - 1
 
     @staticmethod
     def find(group: Group, directory: Location, run: Location, timeout_s: float) -> Places:
@@ -86,10 +82,3 @@ class Places:
             )
         finally:
             file.discard()
-
-
-def writer_to(directory: Location, places: Places, options: Mapping[str, Any]) -> FastWriter:
-    """Returns the writer of a run that saves at these places."""
-    if places.are_several:
-        return MachineWriter(directory.checkpoint_id, is_first=places.is_first, **options)
-    return FastWriter(directory.checkpoint_id, **options)

@@ -11,47 +11,35 @@ import atexit
 import contextlib
 import functools
 import logging
-import math
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from torch_ckpt.agent.identity import id_in_directory
-from torch_ckpt.commits.terms import Term, newest_term, superseded, term_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
-    CancelledError,
     CheckpointError,
     CorruptionError,
     NotFoundError,
-    StorageError,
     SupersededError,
 )
-from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
-from torch_ckpt.ladder.failures import OnFailure, storage_failure
+from torch_ckpt.ladder.failures import OnFailure, PromotionFailures
 from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.old_steps import OldSteps
 from torch_ckpt.ladder.promotion_attempt import Attempt
 from torch_ckpt.ladder.promotion_steps import Choice, PromotionSteps, Report
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
-from torch_ckpt.ladder.step_files import committed_steps, listed_steps, metrics_of
-from torch_ckpt.records.record import Recorder, note, phase
-from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
+from torch_ckpt.ladder.step_files import committed_steps, listed_steps
+from torch_ckpt.records.record import Recorder
+from torch_ckpt.storage.copying import CheckpointCopy
 
 __all__ = ["END_S", "Promotion"]
 
 END_S = 5.0
 """Time for a promotion to end that was cancelled."""
-
-_POLL_S = 0.5
-"""Interval at which the coordinator asks whether the files of other places have arrived."""
-
-MIN_OUTAGE_S = 1800.0
-"""Failures in a row end training only if they have lasted this long: a store may be down."""
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -63,10 +51,10 @@ class Promotion:
     step is removed if ``keep`` newer ones are there, and the run has it whole or would not retain
     it. So the last whole copy of a retained step is never removed.
 
-    If the ranks save at several places (``are_several``), the first rank at each has a promotion of
-    the files there. The coordinator's commits when all files have arrived, and chooses the steps
-    for all: the next one that is saved when no promotion is in progress, and those that have
-    waited. A step of which the others have sent all, and files are missing, is passed over.
+    The first rank at each place has a promotion of the files there. The coordinator's commits when
+    those of all ``others`` have arrived, and chooses the steps for all: the next one that is saved
+    when no promotion is in progress, and those that have waited. A step of which the others have
+    sent all, and files are missing, is passed over. ``steps`` are those of this place.
 
     If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
     or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` returns why.
@@ -74,9 +62,7 @@ class Promotion:
     Steps that the newest job of the run has not gone on from (``lineage``) are not promoted.
 
     ``run_id`` is the id that both directories have. A directory that another run has taken over is
-    neither read nor written.
-
-    ``count`` is the number of failures after which promotion went on. All methods are thread-safe.
+    neither read nor written. All methods are thread-safe.
     """
 
     def __init__(
@@ -85,6 +71,7 @@ class Promotion:
         run: StepDirectories,
         lineage: Lineage,
         retention: Retention,
+        steps: PromotionSteps,
         *,
         keep: int,
         nbytes_per_s: int,
@@ -92,56 +79,37 @@ class Promotion:
         on_failure: OnFailure,
         most: int,
         commits: bool = True,
-        are_several: bool = False,
+        others: int = 0,
         run_id: str | None = None,
     ) -> None:
-        self._local, self._run, self._retention = local, run, retention
-        self._lineage = lineage
-        self._run_id = run_id
-        self._commits, self._are_several = commits, are_several
-        self._keep, self._nbytes_per_s, self._niceness = keep, nbytes_per_s, niceness
-        self._on_failure, self._most = on_failure, most
-        self._open_copy: Callable[..., CheckpointCopy] = CheckpointCopy
+        self._local, self._run, self._lineage = local, run, lineage
+        self._commits, self._others = commits, others
+        self._rate = {"nbytes_per_s": nbytes_per_s, "niceness": niceness}
+        self._open_copy: Callable[..., CheckpointCopy]
         self._recorder: Recorder | None = None
         self._changed = threading.Condition()
-        self._steps = PromotionSteps(
-            retention, self._local_value, self._check_local, are_several=are_several
-        )
+        self._steps = steps
         self._is_requested = False
         self._is_ended = False
         self._thread: threading.Thread | None = None
         self._attempt: Attempt | None = None  # The one in progress.
-        self._failure: CheckpointError | None = None  # Why the last promotion failed.
-        self._in_a_row = 0
-        self._failing_since = 0.0  # When the first failure in a row was.
-        # Those of the other places since the last choice. There are none if there is one place.
-        self._reports: Sequence[Report] | None = None if are_several else ()
-        self._removing = threading.Lock()
-        self.count = 0
+        self._failures = PromotionFailures(run.directory, on_failure, most)
+        self._old = OldSteps(
+            local, run, lineage, retention, steps, self._changed, keep=keep, run_id=run_id
+        )
+        self._reports: Sequence[Report] = ()  # Those of the other places since the last choice.
 
     @property
     def skipped(self) -> int:
         """Number of steps that were not promoted, because newer ones had arrived."""
         return self._steps.skipped
 
+    @property
+    def count(self) -> int:
+        """Number of failures after which promotion went on."""
+        return self._failures.count
+
     # ---- Called by the run ----
-
-    def begin(
-        self,
-        in_run: Collection[int],
-        terms: Mapping[int, int],
-        passed_over: Collection[int],
-        lineage: Term,
-    ) -> None:
-        """Begins with the committed steps ``in_run``; local ones that are ``passed_over`` remain.
-
-        ``terms`` are those of local steps and of the run's, and ``lineage`` the newest one.
-        """
-        monitor = self._retention.monitor if self._commits else None
-        values = {} if monitor is None else self._run.values(monitor)
-        self._steps.found(in_run, values, terms)
-        self._steps.pass_over(passed_over)
-        self._steps.set_lineage(lineage)
 
     def start(
         self,
@@ -152,9 +120,10 @@ class Promotion:
 
         ``open_copy`` returns the copy of a step, with the arguments of :class:`CheckpointCopy`.
         """
-        self._open_copy, self._recorder = open_copy, recorder
-        if not self._are_several and committed_steps(self._local.directory):
-            self._request()
+        self._open_copy, self._recorder = functools.partial(open_copy, **self._rate), recorder
+        with self._changed:
+            if self._steps.next(committed_steps(self._local.directory)) is not None:
+                self._request()
 
     def choice(self, saving: int | None = None, *, may_choose: bool = True) -> Choice:
         """Returns the steps that all places are to promote next, on the coordinator.
@@ -166,8 +135,8 @@ class Promotion:
             may_choose = may_choose and not (self._is_busy and saving is not None)
             local = committed_steps(self._local.directory) if may_choose else []
             choice = self._steps.choice(local, saving, may_choose=may_choose)
-            if choice.chosen and self._are_several:
-                self._reports = None  # Those that arrive now precede the choice.
+            if choice.chosen:
+                self._reports = ()  # Those that arrive now precede the choice.
             return choice
 
     def report(self) -> Report:
@@ -175,13 +144,12 @@ class Promotion:
         here = f"machine {socket.gethostname()}, {self._local.directory}"
         with self._changed:
             ended = self._steps.ended_here().items()
-            return Report({s: text and f"{here}: {text}" for s, text in ended}, self._failure)
+            return Report({s: text and f"{here}: {text}" for s, text in ended}, self._failures.last)
 
     def heard_from(self, reports: Sequence[Report]) -> None:
         """Takes the reports of all other places; called on the coordinator before it chooses."""
         with self._changed:
-            if self._are_several:
-                self._reports = reports
+            self._reports = reports
             for report in reports:
                 if report.failure is not None and self._attempt is not None:
                     self._attempt.stop(report.failure)
@@ -198,8 +166,7 @@ class Promotion:
         """Promotes the steps that wait, at last those that the coordinator has chosen."""
         self.heard(choice)
         with self._changed:
-            if isinstance(self._failure, StorageError):
-                self._failure = None
+            self._failures.retry()
             self._steps.choose(choice.chosen)
         self._request()
 
@@ -210,7 +177,7 @@ class Promotion:
             self._steps.set_lineage(self._lineage.term)
             self._steps.begin_save(step, choice.chosen)
             if choice.chosen and not self._commits:
-                self._failure = None  # The coordinator knows it.
+                self._failures.last = None  # The coordinator knows it.
 
     def saved(self, step: int) -> None:
         """Promotes a step that was committed locally, and removes old local steps."""
@@ -224,10 +191,9 @@ class Promotion:
             self._request()
 
     def not_saved(self, step: int) -> None:
-        """Passes over a step whose save has failed: perhaps it is committed at some places only."""
-        if self._are_several:
-            with self._changed:
-                self._steps.pass_over([step])
+        """Records that the save of a step has failed at this place."""
+        with self._changed:
+            self._steps.not_saved(step)
 
     def is_awaited(self, step: int) -> bool:
         """Returns whether the newest local save of a step is still to be promoted."""
@@ -240,13 +206,9 @@ class Promotion:
         Raises CheckpointError if another run has taken over the local directory, before a save goes
         there.
         """
-        self._check_id(self._local.directory)
+        self._old.check_ids(self._local)
         with self._changed:
-            failure = self._failure
-            if failure is None or self._may_go_on():
-                return None
-            self._failure = None
-        return failure
+            return self._failures.take()
 
     def progress(self, wait_s: float) -> tuple[bool, Report]:
         """Waits for promotions; returns whether some are in progress, and how they are."""
@@ -255,6 +217,12 @@ class Promotion:
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
                     break
             return self._is_busy, self.report()
+
+    def end_alone(self, wait_s: float) -> None:
+        """Waits for the promotion of what is here, if the ranks of no other place have a part."""
+        if not self._others:
+            self.retry(Choice())
+            self.progress(wait_s)
 
     def awaited(self) -> str:
         """Returns what the promotion in progress does, for the log of those who wait for it."""
@@ -307,8 +275,7 @@ class Promotion:
                 self._steps.forget(local, in_run)
             with self._changed:
                 self._is_ended = False
-                if isinstance(self._failure, StorageError):
-                    self._failure = None  # Perhaps of a step that is gone. The others are retried.
+                self._failures.retry()  # Perhaps it was of a step that is gone.
                 if self._thread is not None and not self._thread.is_alive():
                     self._thread = None
             self._request()
@@ -352,7 +319,7 @@ class Promotion:
 
     def _promote_next(self) -> None:
         """Promotes one step; if there is none, ends the request."""
-        self._remove_old(self._whole_in_run())
+        self._remove_old(self._old.whole_in_run())
         with self._changed:
             local = committed_steps(self._local.directory)
             if lost := self._steps.lost(local):
@@ -364,11 +331,10 @@ class Promotion:
             if step is None:
                 self._is_requested = False
                 return
-            attempt = self._attempt = Attempt(step, self._run.directory)
-        for disk in (self._local, self._run):
-            self._check_id(disk.directory)
+            attempt = self._attempt = Attempt(step, self._local, self._run, self._changed)
+        self._old.check_ids(self._local, self._run)
         try:
-            with self._recording(step):
+            with attempt.recorded(self._recorder):
                 is_committed = self._copy(attempt)
             if not is_committed:
                 return
@@ -378,18 +344,19 @@ class Promotion:
                 self._steps.pass_over([step])
             return
         except (CorruptionError, NotFoundError) as error:
-            is_gone = not has_checkpoint(self._local.path(step))
-            if is_gone or isinstance(error, CorruptionError):
+            if not has_checkpoint(self._local.path(step)):
+                return  # It is lost, and passed over next.
+            if isinstance(error, CorruptionError):
                 with self._changed:
                     if not attempt.is_stopped:
                         self._steps.pass_over([step], why(error))
-                if not self._commits or (is_gone and not self._are_several):
+                if not self._commits:
                     return  # The coordinator raises the problem.
             elif attempt.copy is None or not attempt.copy.is_of_source:
                 return  # It was saved again. The new checkpoint is next.
             raise
         with self._changed:
-            self._failure, self._in_a_row = None, 0
+            self._failures.ended()
             if attempt.is_stopped:  # Perhaps the former checkpoint of the step was committed.
                 return
             self._steps.promoted(step)
@@ -397,185 +364,45 @@ class Promotion:
             newest = self._steps.newest_in_run(step)
             wanted = self._steps.wanted(committed_steps(self._local.directory))
         if self._commits:
-            self._apply_retention(newest, wanted)
+            self._old.remove_in_run(newest, wanted)
 
-    @contextlib.contextmanager
-    def _recording(self, step: int) -> Iterator[None]:
-        """Records the block as the promotion of a step."""
-        if self._recorder is None:
-            yield
-            return
-        record = self._recorder.save_of(step)
-        try:
-            with record.current(), phase("promote"):
-                yield
-        finally:
-            record.end()
+    def _remove_old(self, whole: Collection[int] = ()) -> None:
+        """Removes local steps that need not remain, of promoted ones those ``whole`` in the run."""
+        self._old.remove_here(lambda: None if self._attempt is None else self._attempt.step, whole)
 
     def _copy(self, attempt: Attempt) -> bool:
         """Copies a step; returns whether it is committed in the directory of the run.
 
         The coordinator commits it, once the files of all places have arrived.
         """
-        step = attempt.step
         with self._changed:
-            base = self._steps.base_in_run(step)
-        copy = self._open_copy(
-            *(self._local.path(step), self._run.path(step)),
-            nbytes_per_s=self._nbytes_per_s,
-            niceness=self._niceness,
-            base=None if base is None else self._run.path(base),
-        )
-        with self._changed:
-            attempt.copy = copy
-        self._check_goes_on(attempt)
-        if copy.is_done:
+            base = self._steps.base_in_run(attempt.step)
+        if attempt.copy_files(self._open_copy, None if base is None else self._run.path(base)):
             return True
-        self._check_lineage(step)
-        copy.copy_files()
-        note(bytes=copy.read_nbytes)
-        if not self._commits:
-            with self._changed:
-                if not attempt.is_stopped:
-                    self._steps.sent(step)
-            return False
-        copy.await_others(
-            functools.partial(self._ended_elsewhere, step),
-            functools.partial(self._check_goes_on, attempt, _POLL_S),
-        )
-
-        def check() -> None:
-            self._check_lineage(step)
-            copy.copy_small_files()
-
-        copy.commit(check)
-        return True
-
-    def _check_lineage(self, step: int) -> None:
-        """Raises SupersededError if a newer job of the run does not go on from a local step."""
-        newest, term = newest_term(self._run.directory), term_of(self._local.path(step))
-        if not newest.has(step, term) or term_of(self._run.path(step)) > term:
-            raise superseded(self._run.directory, newest)
+        if self._commits:
+            attempt.commit(functools.partial(self._ended_elsewhere, attempt.step))
+            return True
+        with self._changed:
+            if not attempt.is_stopped:
+                self._steps.sent(attempt.step)
+        return False
 
     def _ended_elsewhere(self, step: int) -> list[str] | None:
         """Returns why each other place sends no more files; ``None`` if one may send some."""
         with self._changed:
-            if self._reports is None or not all(step in each.ended for each in self._reports):
+            has_all = len(self._reports) == self._others
+            if not has_all or not all(step in each.ended for each in self._reports):
                 return None
             return [each.ended[step] for each in self._reports]
 
-    def _check_goes_on(self, attempt: Attempt, wait_s: float = 0.0) -> None:
-        """Raises CancelledError if the attempt is stopped, or is so within a while."""
-        with self._changed:
-            if self._changed.wait_for(lambda: attempt.is_stopped, wait_s):
-                raise CancelledError(f"the promotion of step {attempt.step} was stopped")
-
-    def _check_id(self, directory: Location) -> None:
-        """Raises CheckpointError if a directory is not that of this run any more."""
-        if self._run_id is None or (found := id_in_directory(directory)) == self._run_id:
-            return
-        now = "was removed or moved" if found is None else f"belongs to run {found} now"
-        raise CheckpointError(
-            f"cannot use {directory}: it {now}, and this run has the id {self._run_id}"
-        )
-
-    def _apply_retention(self, newest: int, wanted: Collection[int]) -> None:
-        """Removes the steps of the run that are not to be retained.
-
-        Some files of steps that are to be promoted may have arrived.
-        """
-        try:
-            lineage = self._lineage.newest()
-            self._retention.apply(self._run, newest, wanted, lineage=lineage)
-            steps = listed_steps(self._run.directory)
-        except CheckpointError as error:
-            _LOG.warning("old steps were not removed from %s: %s", self._run.directory, error)
-        else:
-            with self._changed:
-                self._steps.remain_in_run(steps)
-
-    def _local_value(self, step: int) -> float:
-        """Returns the metric of a local step; NaN if it has none."""
-        return metrics_of(self._local.path(step)).get(self._retention.monitor or "", math.nan)
-
-    def _check_local(self, step: int) -> None:
-        """Raises CheckpointError if a local step is not whole."""
-        self._local.check_whole(self._local.path(step))
-
-    def _whole_in_run(self) -> set[int]:
-        """Returns which promoted steps of those that need not remain the run has whole.
-
-        The others are promoted again. Called by the thread: the storage of the run may not answer.
-        """
-        with self._changed:
-            local = committed_steps(self._local.directory)
-            promoted = self._steps.promoted_beyond(local, self._keep)
-        whole = set()
-        for step in promoted:
-            source, target = self._local.path(step), self._run.path(step)
-            try:
-                for disk in (self._local, self._run):
-                    self._check_id(disk.directory)
-                if is_whole_copy(source, target):
-                    whole.add(step)
-                    continue
-                is_other = is_of_another_save(source, target)
-            except CheckpointError:  # It is unknown now.
-                continue
-            what = "is of another save now" if is_other else "has lost files, which are sent again"
-            _LOG.warning("%s %s: %s remains", target, what, source)
-            with self._changed:
-                self._steps.lost_in_run(step, is_other=is_other)
-        return whole
-
-    def _remove_old(self, whole: Collection[int] = ()) -> None:
-        """Removes local steps that need not remain, of promoted ones those ``whole`` in the run."""
-        with self._removing:
-            directory = self._local.directory
-            try:
-                self._lineage.check_here()
-                with self._changed:
-                    removable = self._steps.removable(
-                        *(committed_steps(directory), listed_steps(directory)),
-                        keep=self._keep,
-                        in_use=None if self._attempt is None else self._attempt.step,
-                        whole=whole,
-                    )
-                self._local.sweep()
-                self._local.remove(removable)
-            except CheckpointError as error:
-                _LOG.warning("old steps were not removed from %s: %s", directory, error)
-
-    def _may_go_on(self) -> bool:
-        """Returns whether training goes on after failures. Requires: the caller holds the lock."""
-        if isinstance(self._failure, SupersededError):
-            return False
-        is_short = time.monotonic() - self._failing_since < MIN_OUTAGE_S
-        return self._on_failure == "warn" and (is_short or self._in_a_row < self._most)
-
     def _failed(self, error: Exception) -> None:
         """Records a failure. The next request tries again."""
-        step = None if self._attempt is None else self._attempt.step
-        message = f"step {step} was not promoted to {self._run.directory}: {why(error)}"
-        storage = storage_failure(error)
-        failure = CheckpointError(message)
-        if isinstance(error, SupersededError):
-            failure = SupersededError(message)
-        if storage is not None:
-            failure = StorageError(message, storage.errno)
-        failure.__cause__ = error
         with self._changed:
             self._is_requested = False
-            self._failure = failure
-            if self._in_a_row == 0:
-                self._failing_since = time.monotonic()
-            self._in_a_row += 1
-            if not self._may_go_on():
-                return
-            self.count += 1
-            if self._in_a_row > 1:
-                return
-        _LOG.warning("%s; it is promoted after the next save", message)
+            step = None if self._attempt is None else self._attempt.step
+            message = self._failures.add(step, error)
+        if message is not None:
+            _LOG.warning("%s; it is promoted after the next save", message)
 
     def bar(self) -> contextlib.AbstractContextManager[None]:
         """Shows how far the promotion in progress is, while the block waits for it."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_ckpt.commits.terms import Term
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import metrics_of
 
-__all__ = ["Choice", "PromotionSteps", "Report"]
+__all__ = ["Choice", "PromotionSteps", "Report", "StepsOfOnePlace"]
 
 
 class Choice(NamedTuple):
-    """What the coordinator sends to all places, if there are several.
+    """What the coordinator sends to all places.
 
     Attributes:
         chosen: The steps to promote next.
@@ -46,9 +48,9 @@ class _State(enum.Enum):
     """What is to become of a local step."""
 
     WAITS = enum.auto()
-    """It is to be promoted, if the run would retain it."""
+    """It is to be promoted."""
     UNCHOSEN = enum.auto()
-    """It waits until the coordinator chooses it, if there are several places."""
+    """It waits until the coordinator chooses it."""
     SENT = enum.auto()
     """The files of this place have arrived. The coordinator commits it."""
     PROMOTED = enum.auto()
@@ -71,7 +73,7 @@ class _Step:
     cannot send its files, if it cannot, and ``term`` is that of its last save.
     """
 
-    state: _State
+    state: _State = _State.UNCHOSEN
     is_in_run: bool = False
     value: float | None = None
     problem: str = ""
@@ -81,30 +83,21 @@ class _Step:
 class PromotionSteps:
     """The steps of a run in its two directories, and which of them are promoted or may be removed.
 
-    ``retention`` says which steps the run retains. ``value_of`` returns the metric of a local step,
-    and ``check`` raises CheckpointError if it is not whole. If the ranks save at several places
-    (``are_several``), the coordinator chooses the steps to promote. ``local`` are always the
-    committed steps in the local directory, the newest first.
+    The coordinator chooses the steps to promote, and all places promote these. ``retention`` says
+    which steps the run retains, and ``directory`` has the local ones. ``local`` are always the
+    committed steps there, the newest first.
 
     ``skipped`` is the number of steps that were not promoted, because newer ones had arrived. Not
     thread-safe.
     """
 
-    def __init__(
-        self,
-        retention: Retention,
-        value_of: Callable[[int], float],
-        check: Callable[[int], None],
-        *,
-        are_several: bool,
-    ) -> None:
-        self._retention, self._value_of, self._are_several = retention, value_of, are_several
-        self._check = check
+    def __init__(self, directory: StepDirectories, retention: Retention) -> None:
+        self._directory, self._retention = directory, retention
         self._steps: dict[int, _Step] = {}
         self._saved: int | None = None  # The last step that this process has saved.
         self._in_save: int | None = None  # Its small files may follow the commit.
         self._is_chosen = False  # Whether that step is to be promoted.
-        self._chosen: set[int] = set()  # What the coordinator of several places chose last.
+        self._chosen: set[int] = set()  # What the coordinator chose last.
         self._here: set[int] = set()  # The local steps when they were last listed.
         self._unreported: set[int] = set()  # Steps that have ended, and other places do not know.
         self._lineage = Term()  # The steps that it lacks are not retained.
@@ -132,7 +125,7 @@ class PromotionSteps:
         self._in_save, self._is_chosen = step, step in chosen
         if self._saved is not None:
             self._saved = min(self._saved, step - 1)
-        if chosen and self._are_several:
+        if chosen:
             for each in self._steps.values():
                 if each.state in _TO_PROMOTE:
                     each.state = _State.UNCHOSEN
@@ -148,6 +141,10 @@ class PromotionSteps:
         self._of(step).value, self._of(step).term = None, self._lineage.number
         return self._is_chosen
 
+    def not_saved(self, step: int) -> None:
+        """Passes over a step whose save has failed: perhaps some places have committed it."""
+        self.pass_over([step])
+
     def choose(self, steps: Iterable[int]) -> None:
         self._chosen = set(steps)
         for step in self._chosen:
@@ -159,8 +156,7 @@ class PromotionSteps:
 
     def promoted(self, step: int) -> None:
         self._of(step).state, self._of(step).is_in_run = _State.PROMOTED, True
-        if self._are_several:
-            self._unreported.add(step)
+        self._unreported.add(step)
 
     def reported(self, choice: Choice) -> None:
         """Ends the promotion of steps that it has ended for the coordinator; at all places."""
@@ -173,8 +169,7 @@ class PromotionSteps:
     def pass_over(self, steps: Iterable[int], problem: str = "") -> None:
         for step in steps:
             self._of(step).state, self._of(step).problem = _State.PASSED_OVER, problem
-            if self._are_several:
-                self._unreported.add(step)
+            self._unreported.add(step)
 
     def lost(self, local: Collection[int]) -> list[int]:
         """Passes over the steps that were to be promoted and are gone, and returns them.
@@ -192,7 +187,7 @@ class PromotionSteps:
     def lost_in_run(self, step: int, *, is_other: bool) -> None:
         """Lets a promoted step be promoted again, unless the run has it of another save now."""
         if self._of(step).state is _State.PROMOTED:
-            self._of(step).state = _State.PASSED_OVER if is_other else self._first
+            self._of(step).state = _State.PASSED_OVER if is_other else _State.UNCHOSEN
 
     def remain_in_run(self, steps: Collection[int]) -> None:
         """Records the steps that remain after a removal in the directory of the run."""
@@ -210,31 +205,23 @@ class PromotionSteps:
     # ---- What follows ----
 
     def next(self, local: Sequence[int]) -> int | None:
-        """Returns the step to promote next: the newest that the run would retain.
-
-        Newer ones that it would not retain are skipped, unless the coordinator has chosen them.
-        """
-        retained = self._retained(local)
-        for step in local:
-            if step != self._in_save and self._of(step).state is _State.WAITS:
-                if step in retained or self._are_several:
-                    return step
-                self._skip(step)
-        return None
+        """Returns the step to promote next: the newest of those that wait, retained or not."""
+        waiting = (s for s in local if s != self._in_save and self._of(s).state is _State.WAITS)
+        return next(waiting, None)
 
     def choice(self, local: Sequence[int], saving: int | None, *, may_choose: bool) -> Choice:
         """Returns the choice of the coordinator, who may be about to save a step."""
-        own = [] if saving is None else [saving]
-        if not self._are_several:
-            return Choice(own)
         news = sorted(self._unreported)
         committed = [s for s in news if self._of(s).state is _State.PROMOTED]
         passed_over = [s for s in news if self._of(s).state is _State.PASSED_OVER]
-        if not may_choose:
-            return Choice((), committed, passed_over)
+        chosen = self._to_choose(local, saving) if may_choose else ()
+        return Choice(chosen, committed, passed_over)
+
+    def _to_choose(self, local: Sequence[int], saving: int | None) -> Sequence[int]:
+        """Returns the step that is about to be saved, and those that have waited."""
+        own = [] if saving is None else [saving]
         retained = self._retained(local).difference(own)
-        waiting = [s for s in local if s in retained and self._of(s).state not in _ENDED]
-        return Choice([*own, *waiting], committed, passed_over)
+        return [*own, *(s for s in local if s in retained and self._of(s).state in _OPEN)]
 
     def ended_here(self) -> dict[int, str]:
         """Returns the chosen steps of which this place sends no more files, and why."""
@@ -248,13 +235,12 @@ class PromotionSteps:
     def wanted(self, local: Sequence[int]) -> set[int]:
         """Returns the local steps that are in the run, or are to be promoted to it.
 
-        Other places promote those that were chosen, whether the run still retains them or not. A
+        All places promote those that were chosen, whether the run still retains them or not. A
         damaged step remains as if it were whole, and so does the one whose place it would take.
         """
         damaged = [s for s in local if self._of(s).state is _State.PASSED_OVER]
         retained = self._retained(local) | self._retained(local, also=damaged)
-        chosen: frozenset[_State] = _TO_PROMOTE if self._are_several else frozenset()
-        return {s for s in local if s in retained or self._of(s).state in chosen}
+        return {s for s in local if s in retained or self._of(s).state in _TO_PROMOTE}
 
     def removable(
         self,
@@ -302,12 +288,8 @@ class PromotionSteps:
         """Returns whether the local save of a step is promoted, or will not be."""
         return step in self._steps and self._of(step).state in _ENDED
 
-    @property
-    def _first(self) -> _State:
-        return _State.UNCHOSEN if self._are_several else _State.WAITS
-
     def _of(self, step: int) -> _Step:
-        return self._steps.setdefault(step, _Step(self._first))
+        return self._steps.setdefault(step, _Step())
 
     def _skip(self, step: int) -> None:
         each = self._of(step)
@@ -329,14 +311,41 @@ class PromotionSteps:
         def values() -> dict[int, float]:
             for each, known in ((step, self._of(step)) for step in steps):
                 if known.value is None:
-                    known.value = self._value_of(each) if each in here else math.nan
+                    monitor, path = self._retention.monitor or "", self._directory.path(each)
+                    known.value = (
+                        metrics_of(path).get(monitor, math.nan) if each in here else math.nan
+                    )
             found = {step: self._of(step).value for step in steps}
             return {s: v for s, v in found.items() if v is not None and not math.isnan(v)}
 
         def check(step: int) -> None:
             # That of the run may not answer. Its own retention looks at it.
             if step in here and not self._of(step).is_in_run:
-                self._check(step)
+                self._directory.check_whole(self._directory.path(step))
 
         chosen = self._retention.choose(steps, values, check)
         return steps.difference(chosen.failed, set(chosen.older) - chosen.retained)
+
+
+class StepsOfOnePlace(PromotionSteps):
+    """The steps of a run that saves at one place. Which one is next depends on no other place."""
+
+    def saved(self, step: int) -> bool:
+        super().saved(step)
+        return True
+
+    def not_saved(self, step: int) -> None:
+        """Does nothing: the only place has the step, or else its former save."""
+
+    def next(self, local: Sequence[int]) -> int | None:
+        """Returns the newest step that the run would retain. Newer ones are skipped."""
+        retained = self._retained(local)
+        for step in local:
+            if step != self._in_save and self._of(step).state in _OPEN:
+                if step in retained:
+                    return step
+                self._skip(step)
+        return None
+
+    def _to_choose(self, local: Sequence[int], saving: int | None) -> Sequence[int]:
+        return ()

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch_ckpt.commits.hiding import removed_directories
@@ -32,6 +32,7 @@ from torch_ckpt.ladder.step_files import (
 )
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_sound, check_whole
+from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["Mode", "StepDirectories", "Verify", "check_of"]
 
@@ -65,6 +66,18 @@ class StepDirectories:
 
     def path(self, step: int) -> Location:
         return self.directory / f"step-{step}"
+
+    def writer(self, options: Mapping[str, Any]) -> FastWriter:
+        """Returns the writer of all saves to this directory."""
+        return FastWriter(self.directory.checkpoint_id, **options)
+
+    def shared(self, run: Location) -> Location:
+        """Returns the directory that all machines share: this one, or else that of the ``run``."""
+        return self.directory
+
+    def has_whole(self, step: int) -> bool:
+        """Returns whether a step is committed here, with the files of all ranks."""
+        return has_checkpoint(self.path(step))
 
     def report(self) -> Any:
         """Returns ``None``: all ranks have the same disk."""

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import Failures, OnFailure
-from torch_ckpt.ladder.ladder import Ladder
+from torch_ckpt.ladder.ladder import Ladder, Rung
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.local_directory import promotion_for
-from torch_ckpt.ladder.machine_directories import MachineDirectories
-from torch_ckpt.ladder.places import Places, writer_to
+from torch_ckpt.ladder.local_directory import directories_of, promotion_for
 from torch_ckpt.ladder.retention import Retention
-from torch_ckpt.ladder.step_directories import Mode, StepDirectories, Verify
-from torch_ckpt.ladder.step_files import lease, refusal, step_number
+from torch_ckpt.ladder.step_directories import Mode, Verify
+from torch_ckpt.ladder.step_files import step_number
 from torch_ckpt.options import OnBusy
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
@@ -34,17 +28,18 @@ from torch_ckpt.records.record import Recorder
 from torch_ckpt.runs.arguments import check_arguments
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.ending import Ending
-from torch_ckpt.runs.last_saves import LastSaves
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.save_interval import SaveSchedule
+from torch_ckpt.runs.saver import Saver
 from torch_ckpt.runs.step_boundary import StepBoundary
+from torch_ckpt.runs.step_loads import StepLoads
 from torch_ckpt.runs.step_saves import Reuse, StepSaves
 from torch_ckpt.storage.copying import CheckpointCopy
 
 __all__ = ["Run"]
 
 
-class Run(LastSaves):
+class Run(StepLoads):
     """A directory of checkpoints, one for each saved step of a training run.
 
     Step 100 is the checkpoint ``<directory>/step-100``, which ``dcp.load`` can load too. Names have
@@ -143,15 +138,13 @@ class Run(LastSaves):
         reader: dict[str, Any] | None = None,
         record: bool = True,
     ) -> None:
-        self._process_group, self._group = process_group, group_of(process_group).series()
+        self._group = group_of(process_group).series()
         self._exclusive = Exclusive(f"the run {directory}")
         self.timeout_s, self._closed = timeout_s, False
         self.retention: Retention
         """Which steps remain after a save."""
         self.asynchronous = asynchronous
         self.on_busy: OnBusy = on_busy
-        self.skipped = 0
-        """Number of steps that were skipped because the previous save was in progress."""
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
         self._boundary = StepBoundary()
         with self._group.method("open the run", timeout_s), contextlib.ExitStack() as undo:
@@ -167,73 +160,59 @@ class Run(LastSaves):
                 | {"asynchronous": asynchronous, "agent is given": bool(agent)}
                 | {"local is given": local is not None, "keep_local": keep_local},
             )
-            self._disks = [StepDirectories(self._location, verify=verify, reader=reader)]
-            path, places = self._location, Places()
-            if local is not None:
-                path = Location(local).resolved()
-                places = Places.find(self._group, path, self._location, timeout_s)
-                local_steps = StepDirectories(path, verify=verify, reader=reader)
-                if places.are_several:
-                    local_steps = MachineDirectories(
-                        path, group=self._group, places=places, timeout_s=timeout_s, reader=reader
-                    )
-                self._disks.insert(0, local_steps)  # Saves go to the first.
-            self._writer = writer_to(path, places, writer or {})
-            lineage, self._promotion = Lineage(self._disks, self.retention), None
-            if local is not None:
-                self._promotion = promotion_for(
-                    *(self._group, places, self._disks, lineage, self.retention),
-                    keep=keep_local,
-                    nbytes_per_s=promote_bytes_per_s,
-                    writer=self._writer,
-                    on_failure=on_failure,
-                    most=max_failures,
-                    timeout_s=timeout_s,
-                )
+            how: dict[str, Any] = {"reader": reader, "timeout_s": timeout_s}
+            self._disks, places = directories_of(
+                self._group, self._location, local, verify=verify, **how
+            )
+            writes = self._disks[0].writer(writer or {})
+            lineage = Lineage(self._disks, self.retention)
+            self._promotion = promotion_for(
+                *(self._group, places, self._disks, lineage, self.retention),
+                keep=keep_local,
+                nbytes_per_s=promote_bytes_per_s,
+                niceness=writes.io.background_nice,
+                on_failure=on_failure,
+                most=max_failures,
+                timeout_s=timeout_s,
+            )
             backend = backend_for(
-                *(self._group, process_group, self._writer),
+                *(self._group, process_group, writes),
                 asynchronous=asynchronous,
                 agent=agent,
-                timeout_s=timeout_s,
-                reader=reader,
-                run=self._location,
+                shared=self._disks[0].shared(self._location),
                 places=places,
                 reuses=reuse == "auto",
+                **how,
             )
-            memory = [] if backend is None else backend.rungs
             if backend is not None:
                 undo.callback(backend.leave)
-            self._is_for_agent, self._places = bool(agent), places
-            self._ladder = Ladder(
-                [*memory, *self._disks], self._group, process_group, timeout_s, self._location
-            )
+            undo.callback(self._promotion.cancel)
+            rungs: list[Rung] = [*(() if backend is None else backend.rungs), *self._disks]
+            self._ladder = Ladder(rungs, self._group, process_group, timeout_s, self._location)
             self._log = EventLog(self._location) if record and self._group.is_coordinator else None
             rank = self._group.names[self._group.rank]
             self._recorder = Recorder(rank, self._log) if record else None
             self._saves = StepSaves(
-                disks=self._disks,
-                promotion=self._promotion,
-                places=places,
-                group=self._group,
-                process_group=process_group,
-                writer=self._writer,
-                backend=backend,
-                retention=self.retention,
+                *(self._disks, self._promotion, self._group, process_group, writes, backend),
+                monitor=self.retention.monitor,
                 lineage=lineage,
                 boundary=self._boundary,
-                failures=self._failures,
                 clock=self._schedule.clock,
                 timeout_s=timeout_s,
                 reuses=reuse == "auto",
                 recorder=self._recorder,
             )
-            if self._promotion is not None:
-                undo.callback(self._promotion.cancel)
-                open_copy = CheckpointCopy if backend is None else backend.copy
-                self._promotion.start(open_copy, self._recorder)
+            self._saver = Saver(
+                *(self._saves, self._schedule, self._boundary, self._failures),
+                *(self._group, timeout_s),
+                asynchronous=asynchronous,
+                has_agent=bool(agent),
+            )
+            open_copy = CheckpointCopy if backend is None else backend.copy
+            self._promotion.start(open_copy, self._recorder)
             undo.pop_all()
-            how = self._boundary, self._group, self._disks[0].directory, timeout_s
-            self._ending = Ending(self._saves, *how)
+            ends = self._boundary, self._group, self._disks[0].directory, timeout_s
+            self._ending = Ending(self._saves, *ends)
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -251,7 +230,7 @@ class Run(LastSaves):
 
         On the first rank, failed promotions count as well.
         """
-        return self._failures.count + (0 if self._promotion is None else self._promotion.count)
+        return self._failures.count + self._promotion.count
 
     @property
     def unpromoted(self) -> int:
@@ -259,7 +238,12 @@ class Run(LastSaves):
 
         Counted on the first rank; 0 on the others.
         """
-        return 0 if self._promotion is None else self._promotion.skipped
+        return self._promotion.skipped
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps that were skipped because the previous save was in progress."""
+        return self._saver.skipped
 
     # ---- Saving ----
 
@@ -339,42 +323,8 @@ class Run(LastSaves):
             ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, ``metrics``
                 lacks ``monitor``, or ``persist`` is ``False`` without an agent. On all ranks.
         """
-        begin = time.monotonic()
-        refused = refusal(step, is_kept=persist or self._is_for_agent)  # All ranks will raise it.
-        if refused is None:
-            self._boundary.step_ended(step := step_number(step))
-        self._schedule.attempted(step if refused is None else None)
-        with self._schedule.unless_refused():
-            may_skip = self.asynchronous and self.on_busy != "wait"
-            is_busy = may_skip and self._saves.is_coordinator_busy(step, refused)
-        if is_busy:
-            if self.on_busy == "error":
-                raise CheckpointError(f"step {step} was not saved: another save is in progress")
-            self.skipped += 1
-            return False
         self._check_open()
-        with self._saves.recording("save", None if isinstance(refused, TypeError) else step):
-            with self._schedule.unless_refused():
-                if not self._saves.begin_after(step, self.timeout_s, metrics, persist, refused):
-                    return False
-            # An error that only this rank knows so far, and whether all ranks raise the next error.
-            failure, is_common = None, self.asynchronous
-            try:
-                if self.asynchronous:
-                    failure = self._saves.save_in_background(step, state, persist=persist)
-                else:
-                    failure = self._saves.save_now(step, state, self.timeout_s)
-                own, is_common = self._schedule.own_interval(step, time.monotonic() - begin), True
-                self._schedule.agreed(step, self._saves.agreed_interval(own, failure))
-            except (CheckpointError, CheckpointException) as error:
-                is_common |= isinstance(error, CheckpointException)
-                if is_common and self._failures.may_go_on(error, warns=self._group.is_coordinator):
-                    return False
-                raise
-            finally:
-                failure = None  # Its traceback refers to this frame, and so to the state.
-            self._failures.ended(in_background=self.asynchronous)
-            return True
+        return self._saver.save(step, state, metrics, persist=persist, on_busy=self.on_busy)
 
     def wait(self, *, promoted: bool = False) -> None:
         """Waits for the background save.
@@ -397,22 +347,6 @@ class Run(LastSaves):
                 self._saves.settle()
 
     # ---- Loading ----
-
-    @exclusive("choose a step")
-    def latest_step(self) -> int | None:
-        """Returns the step that :meth:`restore` would load; ``None`` if none was committed.
-
-        The method first waits for the background save. The first rank then checks the steps from
-        the newest on, as ``verify`` requires. It warns of each committed step that is damaged.
-
-        Raises:
-            CheckpointError: The background save failed; the message names its step.
-            CorruptionError: No committed step of the lineage is whole. Do not start training over.
-            StorageError: The directory cannot be read.
-            RankTimeoutError: A rank was late, stuck or gone.
-        """
-        self._check_open()
-        return self._ladder.latest(first=self._saves.settle)
 
     @exclusive("choose a step")
     def best_step(self) -> int | None:
@@ -439,84 +373,6 @@ class Run(LastSaves):
             self._ladder.reading("cannot choose a step", choose),
         )
         return self._group.decide(what, self._saves.settle, within, timeout_s=self.timeout_s)
-
-    @contextlib.contextmanager
-    def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
-        """Protects a step from removal within the block.
-
-        For jobs that read a step while training goes on, also on another machine. A removal is
-        postponed to the first save after the block. The lease of a process that died ends after
-        300 s. A new save of the same step still replaces it.
-
-        Args:
-            step: A committed step.
-
-        Yields:
-            The directory of the step.
-
-        Raises:
-            NotFoundError: The step is not committed, or is being removed.
-            StorageError: The lease, a file in the directory of the run, cannot be written.
-
-        Example::
-
-            run = torch_ckpt.Run("runs/gpt")
-            with run.lease(100) as path:
-                dcp.load(state, storage_reader=FastReader(path))
-        """
-        step = step_number(step)
-        self._check_open()
-        *local, run = (disk.directory for disk in self._disks)
-        if self._places.are_several:  # A local directory has the files of one machine.
-            local = []
-        has_step = (each for each in local if has_checkpoint(each / f"step-{step}"))
-        with lease(next(has_step, run), step) as path:
-            yield path.checkpoint_id
-
-    @exclusive("restore a step")
-    def restore(
-        self, state: dict[str, Any], *, step: int | None = None, strict: bool | None = None
-    ) -> int | None:
-        """Loads the newest whole step, or a given step, in place.
-
-        If the newest step proves damaged during the load, or is removed meanwhile, all ranks load
-        the newest other step, with a warning. Newer steps that the run has left are passed over,
-        too. A given step is loaded with a warning if newer ones exist, unless it is the best one.
-
-        Args:
-            state: State dict, as for :func:`torch_ckpt.load`.
-            step: Step to load; the newest whole step if ``None``.
-            strict: Whether it is an error if the step has names that ``state`` lacks. If ``None``,
-                the coordinator logs a warning of them; ``False`` is for a part on purpose.
-
-        Returns:
-            The loaded step, the same on every rank; ``None`` if none was committed.
-
-        Raises:
-            CheckpointError: The background save failed; the message names its step.
-            CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
-                ``Exception``. ``state`` may be partly loaded, but not if ``strict`` was the reason.
-            CorruptionError: No committed step of the lineage is whole. Do not start training over.
-            RankTimeoutError: A rank was late, stuck or gone.
-            ValueError: ``step`` or ``strict`` differs between ranks.
-        """
-        self._check_open()
-        self._saves.set_base(None)  # Until a step has proved sound.
-        then = functools.partial(self._saves.lineage.restored, is_given=step is not None)
-        found: int | None
-        with self._saves.recording("load", step if type(step) is int else None) as record:
-            if step is None:
-                found = self._ladder.restore(state, strict, first=self._saves.settle, then=then)
-            else:
-                first = functools.partial(self._saves.settled, step)
-                found = self._ladder.restore_step(state, step, strict, first=first, then=then)
-            if record is not None:
-                record.step = found
-        self._saves.set_base(found)
-        if found is not None:
-            self._boundary.restored(found)
-            self._schedule.restored(found)
-        return found
 
     @exclusive("discard steps")
     def discard_after(self, step: int) -> list[int]:

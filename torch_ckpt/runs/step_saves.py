@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,28 +12,16 @@ import torch.distributed as dist
 
 from torch_ckpt.api import save
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import (
-    CheckpointError,
-    RankTimeoutError,
-    StorageError,
-    warn_after_commit,
-)
-from torch_ckpt.formats.committed import has_checkpoint
-from torch_ckpt.ladder.failures import Failures, may_be_committed
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.ladder.failures import FailedSaves
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.places import Places
-from torch_ckpt.ladder.promotion import END_S, Promotion
+from torch_ckpt.ladder.promotion import Promotion
 from torch_ckpt.ladder.promotion_steps import Choice, Report
-from torch_ckpt.ladder.promotion_wait import await_promotion
-from torch_ckpt.ladder.removal import (
-    discard_after,
-    discard_from_memory,
-    remove_unfinished,
-    steps_after,
-)
-from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.promotion_wait import Promotions
+from torch_ckpt.ladder.removal import discard_after, discard_from_memory, steps_after
 from torch_ckpt.ladder.step_directories import StepDirectories, check_of
 from torch_ckpt.ladder.step_files import committed_steps, metrics_file, step_number
+from torch_ckpt.ladder.without_promotion import WithoutPromotion
 from torch_ckpt.records.record import Record, Recorder, current_record
 from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY, AgentBackend
 from torch_ckpt.runs.background.save import BackgroundSave
@@ -52,35 +38,30 @@ Reuse = Literal["auto", "off"]
 _SentTerm = tuple[int, dict[int, int]]
 """Number and lineage of a term, as the coordinator sends them."""
 
-_LOG = logging.getLogger("torch_ckpt")
-
 
 class StepSaves:
     """Saves steps, one at a time. All ranks call the same methods.
 
     Saves go to the first of ``disks``. If that is a local directory, ``promotion`` copies the steps
-    to the directory of the run, which is the last; it is ``None`` on all ranks but the first at
-    each place.
-    ``process_group`` has the ranks of ``group``, for DCP; all if ``None``. ``boundary`` records
-    each step that is stored, and ``clock`` the duration of each background save. ``reuses`` says
-    that a save takes what has not changed from the step before. ``saved`` is the number of steps
-    that were committed.
+    to the directory of the run, which is the last. ``process_group`` has the ranks of ``group``,
+    for DCP; all if ``None``. ``boundary`` records each step that is stored, and ``clock`` the
+    duration of each background save. ``monitor`` is a metric that each step must have. ``reuses``
+    says that a save takes what has not changed from the step before. ``saved`` is the number of
+    steps that were committed.
     """
 
     def __init__(
         self,
-        *,
         disks: Sequence[StepDirectories],
-        promotion: Promotion | None,
-        places: Places,
+        promotion: Promotion | WithoutPromotion,
         group: Group,
         process_group: dist.ProcessGroup | None,
         writer: FastWriter,
         backend: ThreadBackend | AgentBackend | None,
-        retention: Retention,
+        *,
+        monitor: str | None,
         lineage: Lineage,
         boundary: StepBoundary,
-        failures: Failures,
         clock: CostClock,
         timeout_s: float,
         reuses: bool,
@@ -88,18 +69,17 @@ class StepSaves:
     ) -> None:
         self._disks, self._disk = disks, disks[0]
         self._group, self._process_group = group, process_group
-        self._writer, self._backend, self._retention = writer, backend, retention
+        self._writer, self._backend, self._monitor = writer, backend, monitor
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
-        self._failures, self._promotion, self._recorder = failures, promotion, recorder
-        self._is_at_several_places = places.are_several
-        self._promotes = len(disks) > 1
+        self._promotion, self._recorder = promotion, recorder
+        self._promotions = Promotions(promotion, group, disks, timeout_s)
         self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
         self._knows_last = False
         self.lineage = lineage
         self._pending: BackgroundSave | None = None
-        self._failed: set[int] = set()  # Steps whose directories may have remains.
-        self._unknown: dict[int, Callable[[], None]] = {}  # Steps that may still be committed.
+        may_commit = (lambda _: False) if backend is None else backend.may_commit
+        self._failed = FailedSaves(disks[0], may_commit, removes=group.is_coordinator)
 
     @property
     def is_busy(self) -> bool:
@@ -135,7 +115,7 @@ class StepSaves:
         Raises a CheckpointError that names its step if it failed, or is still in progress. Saves
         whose outcome was unknown are settled first.
         """
-        self._settle_unknown()
+        self._failed.settle()
         pending = self._pending
         if pending is None:
             return
@@ -205,23 +185,19 @@ class StepSaves:
             if refused is not None:
                 raise refused
             if self._group.is_coordinator and metrics is not None:
-                files.update(metrics_file(step, metrics, self._retention.monitor))
-            self._unknown.pop(step, None)  # This save replaces it.
-            return None if self._promotion is None else self._promotion.report()
+                files.update(metrics_file(step, metrics, self._monitor))
+            self._failed.replaced(step)
+            return self._promotion.report()
 
         def begin(
             reports: list[Report | None],
         ) -> tuple[dict[str, bytes], Choice, int | None, _SentTerm, CheckpointError | None]:
-            choice = Choice()
-            if self._promotion is not None:
-                self._promotion.heard_from([each for each in reports[1:] if each is not None])
-                unpromoted = None if is_last else self._promotion.check()
-                if unpromoted is not None:
-                    return {}, choice, None, (0, {}), unpromoted
-                choice = self._promotion.choice(step)
-            for failed in self._failed:  # No rank and no agent uses its directory any more.
-                remove_unfinished(self._disk.path(failed))
-            self._failed.clear()
+            self._promotion.heard_from([each for each in reports[1:] if each is not None])
+            unpromoted = None if is_last else self._promotion.check()
+            if unpromoted is not None:
+                return {}, Choice(), None, (0, {}), unpromoted
+            choice = self._promotion.choice(step)
+            self._failed.sweep()
             files.update(self.lineage.saving(step))
             lineage = self.lineage.term.number, dict(self.lineage.term.lineage)
             return files, choice, self._base(step) if self._reuses else None, lineage, None
@@ -238,8 +214,7 @@ class StepSaves:
             self.lineage.adopt(*lineage)
         if base is not None:
             self._writer.base = self._disk.path(base).checkpoint_id
-        if self._promotion is not None:
-            self._promotion.saving(step, choice)
+        self._promotion.saving(step, choice)
         self._writer.small_files = files
         return None
 
@@ -257,40 +232,6 @@ class StepSaves:
     def set_base(self, step: int | None) -> None:
         """Makes the next save take what has not changed from this step, if any."""
         self._last, self._knows_last = step, True
-
-    def begin_after(
-        self,
-        step: int,
-        timeout_s: float,
-        metrics: Mapping[str, float] | None,
-        persist: bool,
-        refused: Exception | None,
-    ) -> bool:
-        """Begins a save, also if the previous one failed and training goes on.
-
-        Returns ``False`` if this one fails as well, and training goes on.
-        """
-        warns = self._group.is_coordinator
-        if self._failures.is_open:  # Then its failure is not one of this save.
-            end, settle = "ending the last save", functools.partial(self.settle, timeout_s)
-            try:
-                self._group.decide(
-                    end, settle, lambda _: None, timeout_s=timeout_s, recorded="begin"
-                )
-            except StorageError as error:
-                if not self._failures.may_go_on(error, warns=warns):
-                    raise
-            else:
-                self._failures.succeeded()
-        try:
-            unpromoted = self.begin(step, timeout_s, metrics, persist=persist, refused=refused)
-        except StorageError as error:
-            if not self._failures.may_go_on(error, warns=warns):
-                raise
-            return False
-        if unpromoted is not None:  # Not a failure of this save, which the options let go on.
-            raise unpromoted
-        return True
 
     def save_now(self, step: int, state: dict[str, Any], timeout_s: float) -> BaseException | None:
         """Saves a step, and removes the steps that are not to be retained.
@@ -329,7 +270,7 @@ class StepSaves:
         try:
             future = self._backend.save(step, state, path, persist=persist)
         except BaseException as error:
-            self._remove_failed(step)
+            self._failed.remove(step)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise  # At once: the other ranks may wait in an exchange of the backend.
             return error
@@ -341,25 +282,6 @@ class StepSaves:
         if record is not None:
             future.add_done_callback(lambda _: record.end())
         return None
-
-    def agreed_interval(self, interval: int, failure: BaseException | None) -> int:
-        """Returns the longest interval of all ranks until the next save, after a save.
-
-        Raises the failure of a rank on all ranks.
-        """
-
-        def own() -> int:
-            if failure is not None:
-                raise failure
-            return interval
-
-        what = "agreeing on the next save"
-        try:
-            return self._group.decide(what, own, lambda each: max(each), timeout_s=self._timeout_s)
-        except BaseException:
-            with contextlib.suppress(CheckpointError):  # It failed for the same reason.
-                self.settle()
-            raise
 
     def wait_for_promotion(self, timeout_s: float, *, must_end: bool = True) -> bool:
         """Waits for the background save and for the promotion of all steps. All ranks call it.
@@ -376,37 +298,14 @@ class StepSaves:
                     raise
             return self._pending is None
 
-        return await_promotion(
-            *(self._group, self._promotion, settle),
-            copied=(self._disk.directory, self._disks[-1].directory),
-            timeout_s=timeout_s,
-            call_timeout_s=self._timeout_s,
-            must_end=must_end,
-        )
+        return self._promotions.await_all(settle, timeout_s, must_end=must_end)
 
     def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted in this time; the next process promotes the rest.
 
         All ranks call it. Raises as :meth:`wait_for_promotion`, on all of them.
         """
-        if not self._promotes:
-            return
-        deadline, promotion = time.monotonic() + timeout_s, self._promotion
-        with contextlib.ExitStack() as stack:
-            if promotion is not None:
-                stack.callback(
-                    lambda: promotion.cancel(max(min(deadline - time.monotonic(), END_S), 0.1))
-                )
-                if self._group.is_coordinator:
-                    stack.enter_context(promotion.bar())
-            try:
-                with self._group.method("wait for promotion", self._timeout_s):
-                    self.wait_for_promotion(timeout_s)
-            except RankTimeoutError:
-                if promotion is not None and not self._is_at_several_places:
-                    promotion.retry(Choice())  # The other ranks have no part in it.
-                    promotion.progress(max(deadline - time.monotonic(), 0.0))
-                raise
+        self._promotions.close(self.wait_for_promotion, timeout_s)
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Allocates the memory of an agent for states like this."""
@@ -428,36 +327,15 @@ class StepSaves:
                     backend.close()
 
     def leave(self, error: BaseException) -> None:
-        """Leaves the steps in memory, and the promotion, to the next process after an error.
-
-        The other ranks raise it in their next call, which may be the one that waits for promotion.
-        """
+        """Leaves the steps in memory, and the promotion, to the next process after an error."""
         if self._backend is not None:
             self._backend.leave()
-        if not self._promotes:
-            return
-        self._promotes = False
-        promotion, self._promotion = self._promotion, None
-        if promotion is not None:
-            promotion.cancel()
-        with contextlib.suppress(Exception):  # The first error counts.
-            self._group.call(self._timeout_s).fail(error)
+        self._promotions.leave(error)
 
     def settled(self, step: int) -> int:
         """Waits for the background save, and returns the step as an ``int``."""
         self.settle()
         return step_number(step)
-
-    def is_coordinator_busy(self, step: int, refused: Exception | None) -> bool:
-        """Returns whether the coordinator, the last to end, still saves; raises ``refused``."""
-
-        def own() -> bool:
-            if refused is not None:
-                raise refused
-            return self.is_busy
-
-        what, given, limit_s = "checking the last save", {"step": step}, self._timeout_s
-        return self._group.decide(what, own, lambda busy: busy[0], timeout_s=limit_s, equal=given)
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
@@ -475,8 +353,7 @@ class StepSaves:
 
         def discard(_: list[None]) -> list[int]:
             with contextlib.ExitStack() as stack:
-                if self._promotion is not None:
-                    stack.enter_context(self._promotion.discarding_after(step))
+                stack.enter_context(self._promotion.discarding_after(step))
                 removed = discard_after(directories, step)
             self.lineage.discarded_after(step)
             self._knows_last = False
@@ -485,7 +362,7 @@ class StepSaves:
         def discard_elsewhere() -> None:
             """Discards what is not on the disk of the coordinator."""
             self.discard_from_memory(lambda each: each > step)
-            if self._promotion is not None and not self._group.is_coordinator:
+            if isinstance(self._promotion, Promotion) and not self._group.is_coordinator:
                 with self._promotion.discarding_after(step):
                     discard_after([self._disk.directory], step)
 
@@ -503,50 +380,14 @@ class StepSaves:
             self._backend.forget()
 
     def _committed(self, step: int, record: Record | None) -> None:
-        """Counts a committed step; on the coordinator, removes the steps not to be retained."""
+        """Counts a committed step. Then it is promoted, or old steps are removed."""
         self.saved += 1
         if self._boundary.stored in (None, step):  # Else another save has begun since.
             self.set_base(step)
         self._boundary.committed(step)
-        if self._promotion is not None:
+        with contextlib.nullcontext() if record is None else record.current():
             self._promotion.saved(step)
-        if self._promotion is not None or not self._group.is_coordinator:
-            return
-        try:
-            with contextlib.nullcontext() if record is None else record.phase("retain"):
-                self._retention.apply(self._disk, step, lineage=self.lineage.newest())
-        except (CheckpointError, OSError) as error:
-            warn_after_commit(f"old steps were not removed: {error}", stacklevel=2)
 
     def _has_failed(self, step: int, error: BaseException, then: Callable[[], None]) -> None:
-        """Removes what a failed save has left, unless it may still be committed.
-
-        Then :meth:`settle` finds out later, and calls ``then`` if it was committed.
-        """
-        if self._promotion is not None:
-            self._promotion.not_saved(step)
-        if may_be_committed(error):
-            # Several places pass over the step: they may learn of its commit at different times.
-            self._unknown[step] = (lambda: None) if self._is_at_several_places else then
-        else:
-            self._remove_failed(step)
-
-    def _settle_unknown(self) -> None:
-        """Settles the saves whose outcome was unknown, and is known now."""
-        for step, then in list(self._unknown.items()):
-            try:
-                is_committed = has_checkpoint(self._disk.path(step))
-            except CheckpointError:  # Storage does not answer now.
-                continue
-            if is_committed:
-                del self._unknown[step]
-                then()
-            elif self._backend is None or not self._backend.may_commit(step):
-                del self._unknown[step]
-                self._remove_failed(step)
-
-    def _remove_failed(self, step: int) -> None:
-        """Removes what a failed save has left in the directory of its step, on the coordinator."""
-        if self._group.is_coordinator:
-            self._failed.add(step)
-            remove_unfinished(self._disk.path(step), of_agents=False)
+        self._promotion.not_saved(step)
+        self._failed.add(step, error, then)

@@ -251,8 +251,7 @@ class RayTrainRun(Run):
             for step in sorted(self._unreported):
                 is_last = step == self._last
                 if (is_last and self._saves.is_busy) or (
-                    self._promotion is not None
-                    and self._promotion.is_awaited(step)
+                    self._promotion.is_awaited(step)
                     and any((path(step) / _METADATA).exists() for path in local)
                 ):
                     break

@@ -217,13 +217,14 @@ def backend_for(
     agent: bool | AgentOptions,
     timeout_s: float,
     reader: dict[str, Any] | None,
-    run: Location,
+    shared: Location,
     places: Places,
     reuses: bool = False,
 ) -> ThreadBackend | AgentBackend | None:
     """Returns the backend of a run's background saves; ``None`` if saves are synchronous.
 
-    The path of ``writer`` is where the run saves, at these ``places``, and ``run`` its directory.
+    The path of ``writer`` is where the run saves, at these ``places``, and ``shared`` a directory
+    that all machines share: the same, or else that of the run.
     ``reuses`` says that a save takes what has not changed from the last one.
     ``timeout_s`` is how long a rank waits for another rank, or a save for a slot. Raises ValueError
     if ``agent`` is given, and saves are not asynchronous.
@@ -243,8 +244,8 @@ def backend_for(
     started, reason = _start_agent(
         group,
         process_group,
-        run.checkpoint_id if places.are_several else writer.path,
-        writer.path if places.are_several else None,
+        shared.checkpoint_id,
+        None if shared == Location(writer.path) else writer.path,
         places=places,
         timeout_s=timeout_s,
         options=replace(

@@ -1,0 +1,120 @@
+"""StepLoads: the methods of a run that choose, lease and load a step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch_ckpt.coordination.exclusive import exclusive
+from torch_ckpt.ladder.ladder import Ladder
+from torch_ckpt.ladder.step_directories import StepDirectories
+from torch_ckpt.ladder.step_files import lease, step_number
+from torch_ckpt.runs.last_saves import LastSaves
+from torch_ckpt.runs.save_interval import SaveSchedule
+from torch_ckpt.runs.step_saves import StepSaves
+
+__all__ = ["StepLoads"]
+
+
+class StepLoads(LastSaves):
+    """The part of :class:`~torch_ckpt.runs.run.Run` that reads its steps."""
+
+    _disks: Sequence[StepDirectories]
+    _ladder: Ladder
+    _saves: StepSaves
+    _schedule: SaveSchedule
+
+    @exclusive("choose a step")
+    def latest_step(self) -> int | None:
+        """Returns the step that :meth:`restore` would load; ``None`` if none was committed.
+
+        The method first waits for the background save. The first rank then checks the steps from
+        the newest on, as ``verify`` requires. It warns of each committed step that is damaged.
+
+        Raises:
+            CheckpointError: The background save failed; the message names its step.
+            CorruptionError: No committed step of the lineage is whole. Do not start training over.
+            StorageError: The directory cannot be read.
+            RankTimeoutError: A rank was late, stuck or gone.
+        """
+        self._check_open()
+        return self._ladder.latest(first=self._saves.settle)
+
+    @contextlib.contextmanager
+    def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
+        """Protects a step from removal within the block.
+
+        For jobs that read a step while training goes on, also on another machine. A removal is
+        postponed to the first save after the block. The lease of a process that died ends after
+        300 s. A new save of the same step still replaces it.
+
+        Args:
+            step: A committed step.
+
+        Yields:
+            The directory of the step.
+
+        Raises:
+            NotFoundError: The step is not committed, or is being removed.
+            StorageError: The lease, a file in the directory of the run, cannot be written.
+
+        Example::
+
+            run = torch_ckpt.Run("runs/gpt")
+            with run.lease(100) as path:
+                dcp.load(state, storage_reader=FastReader(path))
+        """
+        step = step_number(step)
+        self._check_open()
+        *local, run = self._disks
+        has_step = (disk for disk in local if disk.has_whole(step))
+        with lease(next(has_step, run).directory, step) as path:
+            yield path.checkpoint_id
+
+    @exclusive("restore a step")
+    def restore(
+        self, state: dict[str, Any], *, step: int | None = None, strict: bool | None = None
+    ) -> int | None:
+        """Loads the newest whole step, or a given step, in place.
+
+        If the newest step proves damaged during the load, or is removed meanwhile, all ranks load
+        the newest other step, with a warning. Newer steps that the run has left are passed over,
+        too. A given step is loaded with a warning if newer ones exist, unless it is the best one.
+
+        Args:
+            state: State dict, as for :func:`torch_ckpt.load`.
+            step: Step to load; the newest whole step if ``None``.
+            strict: Whether it is an error if the step has names that ``state`` lacks. If ``None``,
+                the coordinator logs a warning of them; ``False`` is for a part on purpose.
+
+        Returns:
+            The loaded step, the same on every rank; ``None`` if none was committed.
+
+        Raises:
+            CheckpointError: The background save failed; the message names its step.
+            CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
+                ``Exception``. ``state`` may be partly loaded, but not if ``strict`` was the reason.
+            CorruptionError: No committed step of the lineage is whole. Do not start training over.
+            RankTimeoutError: A rank was late, stuck or gone.
+            ValueError: ``step`` or ``strict`` differs between ranks.
+        """
+        self._check_open()
+        self._saves.set_base(None)  # Until a step has proved sound.
+        then = functools.partial(self._saves.lineage.restored, is_given=step is not None)
+        found: int | None
+        with self._saves.recording("load", step if type(step) is int else None) as record:
+            if step is None:
+                found = self._ladder.restore(state, strict, first=self._saves.settle, then=then)
+            else:
+                first = functools.partial(self._saves.settled, step)
+                found = self._ladder.restore_step(state, step, strict, first=first, then=then)
+            if record is not None:
+                record.step = found
+        self._saves.set_base(found)
+        if found is not None:
+            self._boundary.restored(found)
+            self._schedule.restored(found)
+        return found
