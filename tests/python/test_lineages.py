@@ -23,7 +23,7 @@ import torch_ckpt.commits.checkpoint
 from torch_ckpt import CheckpointError, FastWriter, Run
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.terms import newest_term, take_term, term_of
-from torch_ckpt.errors import CorruptionError, StorageError, SupersededError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
@@ -392,6 +392,31 @@ def test_a_run_that_goes_back_and_saves_has_left_its_newer_steps(mode: str, run:
     assert restored(last) == (500, 1)
     left = ["left by the run" in line for line in run_command("ls", run)[1].splitlines()]
     assert left == [True, False, False, True, False]  # 700, 510, 500, 310 and 300.
+
+
+def test_a_step_that_the_run_has_left_is_neither_the_best_one_nor_the_last_that_remains(
+    run: Path, tmp_path: Path
+) -> None:
+    metrics = {100: 5.0, 200: 1.0, 300: 2.0}
+    for local in (None, tmp_path / "local"):
+        with Run(run, local=local, keep_local=9, monitor="loss") as going:
+            for step, loss in metrics.items():
+                going.save(step, {"w": torch.full((1000,), float(step))}, metrics={"loss": loss})
+            going.wait(promoted=True)
+            going.restore({"w": torch.zeros(1000)}, step=100)
+            assert going.best_step() == 200
+            going.save(250, {"w": torch.full((1000,), 250.0)}, metrics={"loss": 3.0})
+            assert going.best_step() == 250
+            going.wait(promoted=True)
+            for directory in filter(None, (run, local)):
+                shutil.rmtree(directory / "step-100")
+            with pytest.raises(NotFoundError, match="except step 200, which the run has left"):
+                going.discard_after(200)
+            assert run_command("rm", local or run, "--after", "200", "--yes")[0] == 3
+            assert steps_in(run) == [200, 250, 300]
+            assert going.discard_after(260) == [300]
+            assert going.best_step() == 250
+        shutil.rmtree(run)
 
 
 def test_an_evaluation_of_an_older_step_leaves_no_step(run: Path) -> None:

@@ -155,7 +155,7 @@ class Lineage:
 
     def _is_best(self, step: int) -> bool:
         with contextlib.suppress(CheckpointError):
-            return step in self._retention.best(self._disks)
+            return step == self._retention.best(self._disks)
         return False
 
     def _warn(self, what: str, step: int, leaves: str) -> None:

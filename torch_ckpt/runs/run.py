@@ -418,8 +418,9 @@ class Run(LastSaves):
     def best_step(self) -> int | None:
         """Returns the whole step with the best value of ``monitor``; ``None`` if there is none.
 
-        It first waits for the background save. Steps that the run has left count, those without the
-        metric or with a NaN do not. Of equal values, that of the earlier step is the best.
+        It first waits for the background save. Steps that the run has left do not count, nor do
+        those without the metric or with a NaN. Of equal values, that of the earlier step is the
+        best.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
@@ -431,7 +432,7 @@ class Run(LastSaves):
             raise ValueError("best_step() needs the name of a metric: pass monitor to the run")
 
         def choose(_: list[None]) -> int | None:
-            return next(iter(self.retention.best(self._disks)), None)
+            return self.retention.best(self._disks)
 
         self._check_open()
         what, within = (
