@@ -35,7 +35,7 @@ from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import OnFailure, storage_failure
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.promotion_attempt import Attempt
-from torch_ckpt.ladder.promotion_steps import Choice, PromotionSteps, Report
+from torch_ckpt.ladder.promotion_steps import Choice, Progress, PromotionSteps, Report
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import committed_steps, listed_steps, metrics_of
@@ -172,10 +172,13 @@ class Promotion:
 
     def report(self) -> Report:
         """Returns what the coordinator hears of the promotions of this place."""
-        here = f"machine {socket.gethostname()}, {self._local.directory}"
         with self._changed:
             ended = self._steps.ended_here().items()
-            return Report({s: text and f"{here}: {text}" for s, text in ended}, self._failure)
+            return Report({s: text and f"{self._here}: {text}" for s, text in ended}, self._failure)
+
+    @property
+    def _here(self) -> str:
+        return f"machine {socket.gethostname()}, {self._local.directory}"
 
     def heard_from(self, reports: Sequence[Report]) -> None:
         """Takes the reports of all other places; called on the coordinator before it chooses."""
@@ -248,13 +251,16 @@ class Promotion:
             self._failure = None
         return failure
 
-    def progress(self, wait_s: float) -> tuple[bool, Report]:
-        """Waits for promotions; returns whether some are in progress, and how they are."""
+    def progress(self, wait_s: float) -> Progress:
+        """Waits for promotions; returns what is in progress, and how it is."""
         with self._changed:
             for pause_s in LongWait(self.awaited).rounds(wait_s):
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
                     break
-            return self._is_busy, self.report()
+            attempt = self._attempt
+            done = None if attempt is None else (attempt.step, attempt.done_nbytes)
+            awaited = f"{self._here}: {self.awaited()}" if self._is_busy else ""
+            return Progress(awaited, done, self.report())
 
     def awaited(self) -> str:
         """Returns what the promotion in progress does, for the log of those who wait for it."""

@@ -36,9 +36,14 @@ class Attempt:
         if self.copy is not None:
             (self.copy.leave if leaves else self.copy.cancel)()
 
+    @property
+    def done_nbytes(self) -> int:
+        """Bytes that were copied or linked so far."""
+        return 0 if self.copy is None else self.copy.done_nbytes
+
     def awaited(self) -> str:
         """Returns what is in progress, for the log of those who wait for it."""
-        copied = "" if self.copy is None else f", {nbytes_text(self.copy.read_nbytes)} copied"
+        copied = "" if self.copy is None else f", {nbytes_text(self.done_nbytes)} copied"
         return f"the promotion of step {self.step} to {self.directory}{copied}"
 
     @contextlib.contextmanager
@@ -49,6 +54,6 @@ class Attempt:
             yield
             return
         with progress_bar(
-            "promoting", self.directory, lambda: copy.nbytes, lambda: copy.read_nbytes
+            "promoting", self.directory, lambda: copy.nbytes, lambda: self.done_nbytes
         ):
             yield

@@ -12,7 +12,7 @@ from torch_ckpt.commits.terms import Term
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.retention import Retention
 
-__all__ = ["Choice", "PromotionSteps", "Report"]
+__all__ = ["Choice", "Progress", "PromotionSteps", "Report"]
 
 
 class Choice(NamedTuple):
@@ -40,6 +40,20 @@ class Report(NamedTuple):
 
     ended: Mapping[int, str]
     failure: CheckpointError | None
+
+
+class Progress(NamedTuple):
+    """How far the promotions of a place are.
+
+    Attributes:
+        awaited: The place, and what is in progress there; empty if nothing is.
+        done: The step in progress, and its bytes so far. While it changes, the promotion proceeds.
+        report: What the coordinator gets.
+    """
+
+    awaited: str
+    done: tuple[int, int] | None
+    report: Report
 
 
 class _State(enum.Enum):

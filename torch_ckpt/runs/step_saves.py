@@ -26,7 +26,7 @@ from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.promotion import END_S, Promotion
 from torch_ckpt.ladder.promotion_steps import Choice, Report
-from torch_ckpt.ladder.promotion_wait import await_promotion
+from torch_ckpt.ladder.promotion_wait import await_promotion, await_promotion_alone
 from torch_ckpt.ladder.removal import (
     discard_after,
     discard_from_memory,
@@ -387,7 +387,8 @@ class StepSaves:
     def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted in this time; the next process promotes the rest.
 
-        All ranks call it. Raises as :meth:`wait_for_promotion`, on all of them.
+        The wait goes on while bytes arrive. All ranks call it. Raises as
+        :meth:`wait_for_promotion`, on all of them.
         """
         if not self._promotes:
             return
@@ -402,10 +403,12 @@ class StepSaves:
             try:
                 with self._group.method("wait for promotion", self._timeout_s):
                     self.wait_for_promotion(timeout_s)
-            except RankTimeoutError:
+            except RankTimeoutError as error:
                 if promotion is not None and not self._is_at_several_places:
                     promotion.retry(Choice())  # The other ranks have no part in it.
-                    promotion.progress(max(deadline - time.monotonic(), 0.0))
+                    left_s = max(deadline - time.monotonic(), 0.0)
+                    if awaited := await_promotion_alone(promotion, left_s, self._timeout_s):
+                        error.add_note(f"torch_ckpt: not promoted: {awaited}")
                 raise
 
     def reserve(self, state: dict[str, Any]) -> None:
