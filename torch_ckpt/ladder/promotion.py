@@ -50,6 +50,9 @@ END_S = 5.0
 _POLL_S = 0.5
 """Interval at which the coordinator asks whether the files of other places have arrived."""
 
+_MOST_BASES = 3
+"""Steps of the run of which one may be the base of a promotion: the term of each is read."""
+
 MIN_OUTAGE_S = 1800.0
 """Failures in a row end training only if they have lasted this long: a store may be down."""
 
@@ -424,13 +427,11 @@ class Promotion:
         The coordinator commits it, once the files of all places have arrived.
         """
         step = attempt.step
-        with self._changed:
-            base = self._steps.base_in_run(step)
         copy = self._open_copy(
             *(self._local.path(step), self._run.path(step)),
             nbytes_per_s=self._nbytes_per_s,
             niceness=self._niceness,
-            base=None if base is None else self._run.path(base),
+            base=self._base_of(step),
         )
         with self._changed:
             attempt.copy = copy
@@ -456,6 +457,20 @@ class Promotion:
 
         copy.commit(check)
         return True
+
+    def _base_of(self, step: int) -> Location | None:
+        """Returns a step of the run from which a step may take files.
+
+        It is none that the run has left, such as one that a restore has found damaged.
+        """
+        with self._changed:
+            bases = self._steps.bases_in_run(step)
+        newest = newest_term(self._run.directory)
+        for base in bases[:_MOST_BASES]:
+            with contextlib.suppress(StorageError):
+                if newest.has(base, term_of(path := self._run.path(base))):
+                    return path
+        return None
 
     def _check_lineage(self, step: int) -> None:
         """Raises SupersededError if a newer job of the run does not go on from a local step."""

@@ -305,10 +305,13 @@ class PromotionSteps:
         in_run = (step for step, each in self._steps.items() if each.is_in_run)
         return max(s for s in in_run if s == promoted or self._saved is None or s <= self._saved)
 
-    def base_in_run(self, step: int) -> int | None:
-        """Returns the newest other step of the run, which may have files of this one."""
-        others = (other for other, each in self._steps.items() if each.is_in_run and other != step)
-        return max(others, default=None)
+    def bases_in_run(self, step: int) -> list[int]:
+        """Returns the other steps of the run, which may have files of this one, the newest first.
+
+        Those that are older than this one come before the others.
+        """
+        others = [other for other, each in self._steps.items() if each.is_in_run and other != step]
+        return sorted(others, key=lambda other: (other > step, -other))
 
     # ---- Facts ----
 
