@@ -20,6 +20,7 @@ from support.run_steps import steps_in, warned
 from torch.distributed.checkpoint import CheckpointException
 
 import torch_ckpt.commits.checkpoint
+import torch_ckpt.ladder.step_directories
 from torch_ckpt import CheckpointError, FastWriter, Run
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.terms import newest_term, take_term, term_of
@@ -417,6 +418,28 @@ def test_a_step_that_the_run_has_left_is_neither_the_best_one_nor_the_last_that_
             assert going.discard_after(260) == [300]
             assert going.best_step() == 250
         shutil.rmtree(run)
+
+
+@pytest.mark.filterwarnings("ignore:step .* is passed over")
+def test_the_bytes_of_a_step_that_the_run_has_left_are_not_read_before_it_is_passed_over(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run(run) as going:
+        for step in (100, 200, 300):
+            save(going, step, 1)
+        restored(going, step=100)
+        save(going, 250, 2)
+    read: list[int] = []
+    check_sound = torch_ckpt.ladder.step_directories.check_sound
+
+    def noted(directory: Location, **options: Any) -> None:
+        read.append(int(directory.name[5:]))
+        check_sound(directory, **options)
+
+    monkeypatch.setattr("torch_ckpt.ladder.step_directories.check_sound", noted)
+    for local in (None, tmp_path / "local"):
+        assert restored(Run(run, local=local, verify="full")) == (250, 2)
+    assert read == [250, 250]
 
 
 def test_an_evaluation_of_an_older_step_leaves_no_step(run: Path) -> None:
