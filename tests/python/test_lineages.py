@@ -442,6 +442,24 @@ def test_the_bytes_of_a_step_that_the_run_has_left_are_not_read_before_it_is_pas
     assert read == [250, 250]
 
 
+def test_a_job_that_goes_on_from_a_branch_that_was_left_has_the_older_steps_of_this_branch(
+    run: Path,
+) -> None:
+    save(Run(run), 100, 1)
+    for number, begins_at, steps in [(2, 100, [110, 120]), (3, 110, [115]), (4, 100, [105])]:
+        job = Run(run)
+        restored(job, step=begins_at)
+        for step in steps:
+            save(job, step, number)
+    job = Run(run)
+    assert restored(job, step=115) == (115, 3)
+    save(job, 130, 5)
+    assert newest_term(Location(run)).lineage == {0: 99, 1: 100, 2: 110, 3: 115}
+    for step, number in [(130, 5), (115, 3), (110, 2), (100, 1)]:
+        assert restored(Run(run)) == (step, number)
+        shutil.rmtree(run / f"step-{step}")
+
+
 def test_an_evaluation_of_an_older_step_leaves_no_step(run: Path) -> None:
     with Run(run) as first:
         for step in (300, 500, 700):

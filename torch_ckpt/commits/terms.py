@@ -39,6 +39,7 @@ __all__ = [
     "newest_term",
     "superseded",
     "take_term",
+    "term_at",
     "term_in",
     "term_of",
     "with_both_terms",
@@ -50,7 +51,10 @@ _TERMS = "terms"
 """Entry of a record while one save replaces another one: the term of each, by its id."""
 
 _KEPT = 20
-"""Former terms whose files stay, so that no number is given twice to jobs that begin together."""
+"""Former terms whose files stay.
+
+So no number is given twice to jobs that begin together, and a job may go on from a left branch.
+"""
 
 _MOST_TRIES = 100
 """Most terms that other jobs take before this one has taken one."""
@@ -97,11 +101,19 @@ def newest_term(run: Location) -> Term:
 
     Raises StorageError if the directory cannot be read.
     """
-    for number in _numbers(run):
-        with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError):
-            return _decoded(number, (run / f"term-{number}").read())
-        # It is being written, or its process died within that.
-    return Term()
+    found = (term_at(run, number) for number in _numbers(run))
+    return next(filter(None, found), Term())
+
+
+def term_at(run: Location, number: int) -> Term | None:
+    """Returns a term of a run by its number; ``None`` if it has no whole file.
+
+    Then it is long over, or its file is being written, or the process died within that. Raises
+    StorageError if the file cannot be read.
+    """
+    with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError):
+        return _decoded(number, (run / f"term-{number}").read())
+    return None
 
 
 def take_term(run: Location, lineage: Mapping[int, int], local: Location | None = None) -> Term:

@@ -14,7 +14,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from torch_ckpt.commits.small_files import BRANCH
-from torch_ckpt.commits.terms import Term, check_term, newest_term, superseded, take_term
+from torch_ckpt.commits.terms import (
+    Term,
+    check_term,
+    newest_term,
+    superseded,
+    take_term,
+    term_at,
+)
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
@@ -142,7 +149,9 @@ class Lineage:
         if at is None:
             lineage = former.before(step - 1, former.number)
         else:  # Also that step itself: its new save may fail.
-            lineage = former.before(at, self._restored[at])
+            term = self._restored[at]
+            branch = term_at(self._run, term) or former  # It may be one that the run has left.
+            lineage = branch.before(at, term)
         local = self._disks[0].directory if len(self._disks) > 1 else None
         return take_term(self._run, lineage, local)
 
