@@ -244,6 +244,33 @@ def test_a_job_that_fails_to_take_a_term_supersedes_nobody(
     assert restored(Run(run)) == (110, 1)
 
 
+@pytest.mark.parametrize("next_step", [105, 120])
+@pytest.mark.parametrize("is_first", [False, True], ids=["later term", "first term"])
+def test_a_job_is_not_superseded_by_a_term_that_it_has_failed_to_take(
+    is_first: bool, next_step: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = tmp_path / "local"
+    with Run(run, local=local) as job:
+        save(job, 100, 1)
+        save(job, 110, 1)
+    job = Run(run, local=local)
+    if not is_first:
+        restored(job)
+        save(job, 115, 2)
+    assert restored(job, step=100) == (100, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Location, "sync", refuse)
+        broken.setattr(Location, "remove", refuse)
+        with pytest.raises(StorageError):
+            save(job, 105, 3)
+    newest = newest_term(Location(run))
+    assert (newest.number, newest.lineage[1]) == (2 if is_first else 3, 100), "it remains"
+    save(job, next_step, 3)
+    job.close()
+    assert restored(Run(run)) == (next_step, 3)
+    assert newest_term(Location(run)).number == newest.number + 1
+
+
 # ---- Failures ----
 
 

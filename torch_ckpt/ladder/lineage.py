@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import secrets
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ class Lineage:
 
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
+        self._job = secrets.token_hex(8)  # Its terms name it.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
         self._seen: int | None = None  # The newest term when this process restored.
@@ -85,6 +87,7 @@ class Lineage:
                 self._is_branch, self._root = True, self._at
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
         if self._term is None or step < self._saved:
+            self._saved = math.inf  # The file of the term may be there although this fails.
             self._term = self._next_term(step)
             self._restored.clear()
         else:
@@ -114,7 +117,7 @@ class Lineage:
         self.check()
         if self._term is None and self._seen is not None:
             newest = newest_term(self._run)
-            if newest.number > self._seen:
+            if newest.number > self._seen and newest.job != self._job:
                 raise superseded(self._run, newest)
 
     def check_here(self) -> None:
@@ -153,7 +156,7 @@ class Lineage:
             branch = term_at(self._run, term) or former  # It may be one that the run has left.
             lineage = branch.before(at, term)
         local = self._disks[0].directory if len(self._disks) > 1 else None
-        return take_term(self._run, lineage, local)
+        return take_term(self._run, lineage, local, self._job)
 
     def _take_root_of(self, step: int) -> None:
         """Goes on in the branch of a step, which each copy of the step records."""
