@@ -20,7 +20,7 @@ from torch_ckpt.errors import (
     StorageError,
     warn_after_commit,
 )
-from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.formats.committed import committed_id, has_checkpoint
 from torch_ckpt.ladder.failures import Failures, may_be_committed
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.places import Places
@@ -100,6 +100,7 @@ class StepSaves:
         self._pending: BackgroundSave | None = None
         self._failed: set[int] = set()  # Steps whose directories may have remains.
         self._unknown: dict[int, Callable[[], None]] = {}  # Steps that may still be committed.
+        self._former: dict[int, str] = {}  # The saves that those of the same steps replace.
 
     @property
     def is_busy(self) -> bool:
@@ -211,22 +212,25 @@ class StepSaves:
 
         def begin(
             reports: list[Report | None],
-        ) -> tuple[dict[str, bytes], Choice, int | None, _SentTerm, CheckpointError | None]:
+        ) -> tuple[
+            dict[str, bytes], Choice, int | None, str | None, _SentTerm, CheckpointError | None
+        ]:
             choice = Choice()
             if self._promotion is not None:
                 self._promotion.heard_from([each for each in reports[1:] if each is not None])
                 unpromoted = None if is_last else self._promotion.check()
                 if unpromoted is not None:
-                    return {}, choice, None, (0, {}), unpromoted
+                    return {}, choice, None, None, (0, {}), unpromoted
                 choice = self._promotion.choice(step)
             for failed in self._failed:  # No rank and no agent uses its directory any more.
                 remove_unfinished(self._disk.path(failed))
             self._failed.clear()
             files.update(self.lineage.saving(step))
             lineage = self.lineage.term.number, dict(self.lineage.term.lineage)
-            return files, choice, self._base(step) if self._reuses else None, lineage, None
+            base, former = self._base(step) if self._reuses else None, self._id_of(step)
+            return files, choice, base, former, lineage, None
 
-        files, choice, base, lineage, unpromoted = self._group.decide(
+        files, choice, base, former, lineage, unpromoted = self._group.decide(
             *("beginning to save", own, begin),
             timeout_s=timeout_s,
             recorded="begin",
@@ -234,6 +238,8 @@ class StepSaves:
         )
         if unpromoted is not None:
             return unpromoted
+        if former is not None:
+            self._former[step] = former
         if not self._group.is_coordinator:
             self.lineage.adopt(*lineage)
         if base is not None:
@@ -538,15 +544,22 @@ class StepSaves:
         """Settles the saves whose outcome was unknown, and is known now."""
         for step, then in list(self._unknown.items()):
             try:
-                is_committed = has_checkpoint(self._disk.path(step))
+                found = committed_id(self._disk.path(step))
             except CheckpointError:  # Storage does not answer now.
                 continue
-            if is_committed:
+            if found not in (None, self._former.get(step)):
                 del self._unknown[step]
                 then()
             elif self._backend is None or not self._backend.may_commit(step):
                 del self._unknown[step]
                 self._remove_failed(step)
+
+    def _id_of(self, step: int) -> str | None:
+        """Returns the id of the save that a new save of a step would replace, if there is one."""
+        with contextlib.suppress(CheckpointError):  # The save may fail for it, or not.
+            path = self._disk.path(step)
+            return committed_id(path) if has_checkpoint(path) else None
+        return None
 
     def _remove_failed(self, step: int) -> None:
         """Removes what a failed save has left in the directory of its step, on the coordinator."""
