@@ -50,9 +50,6 @@ END_S = 5.0
 _POLL_S = 0.5
 """Interval at which the coordinator asks whether the files of other places have arrived."""
 
-_MOST_BASES = 3
-"""Steps of the run of which one may be the base of a promotion: the term of each is read."""
-
 MIN_OUTAGE_S = 1800.0
 """Failures in a row end training only if they have lasted this long: a store may be down."""
 
@@ -99,6 +96,7 @@ class Promotion:
         run_id: str | None = None,
     ) -> None:
         self._local, self._run, self._retention = local, run, retention
+        self._here = f"machine {socket.gethostname()}, {local.directory}"
         self._lineage = lineage
         self._run_id = run_id
         self._commits, self._are_several = commits, are_several
@@ -178,10 +176,6 @@ class Promotion:
         with self._changed:
             ended = self._steps.ended_here().items()
             return Report({s: text and f"{self._here}: {text}" for s, text in ended}, self._failure)
-
-    @property
-    def _here(self) -> str:
-        return f"machine {socket.gethostname()}, {self._local.directory}"
 
     def heard_from(self, reports: Sequence[Report]) -> None:
         """Takes the reports of all other places; called on the coordinator before it chooses."""
@@ -466,7 +460,7 @@ class Promotion:
         with self._changed:
             bases = self._steps.bases_in_run(step)
         newest = newest_term(self._run.directory)
-        for base in bases[:_MOST_BASES]:
+        for base in bases:
             with contextlib.suppress(StorageError):
                 if newest.has(base, term_of(path := self._run.path(base))):
                     return path

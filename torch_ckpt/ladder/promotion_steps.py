@@ -306,12 +306,12 @@ class PromotionSteps:
         return max(s for s in in_run if s == promoted or self._saved is None or s <= self._saved)
 
     def bases_in_run(self, step: int) -> list[int]:
-        """Returns the other steps of the run, which may have files of this one, the newest first.
+        """Returns the steps of the run that are most likely to have files of a step, at most three.
 
-        Those that are older than this one come before the others.
+        These are the newest of those that are older, and then the newest of the others.
         """
         others = [other for other, each in self._steps.items() if each.is_in_run and other != step]
-        return sorted(others, key=lambda other: (other > step, -other))
+        return sorted(others, key=lambda other: (other > step, -other))[:3]
 
     # ---- Facts ----
 
