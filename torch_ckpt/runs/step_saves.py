@@ -433,7 +433,9 @@ class StepSaves:
                 if not is_again:
                     self.close_promotion()  # First, since the agent makes the copies.
             finally:
-                if backend is not None:
+                if backend is not None and self.is_busy:
+                    backend.leave()  # The agent goes on with the save, whenever that ends.
+                elif backend is not None:
                     backend.close()
 
     def leave(self, error: BaseException) -> None:
