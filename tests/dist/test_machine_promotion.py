@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -24,6 +25,7 @@ from torch_ckpt import CheckpointError, Run
 from torch_ckpt.commits import late_names
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
+from torch_ckpt.runs import step_saves
 from torch_ckpt.storage.copying import CheckpointCopy
 
 pytestmark = pytest.mark.timeout(240)
@@ -228,6 +230,37 @@ def test_a_machine_whose_training_fails_does_not_wait_for_the_others(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     assert max(worlds.run(2, _fails_alone, tmp_path, [0, 1])) < 20
+
+
+def _closes_while_one_machine_stands_still(folder: Path, machines: Sequence[int]) -> str:
+    copy_files, goes_on = CheckpointCopy.copy_files, threading.Event()
+
+    def gated(copy: CheckpointCopy) -> None:
+        if dist.get_rank() == 1:
+            goes_on.wait(15)
+        copy_files(copy)
+
+    step_saves.END_S, end_s = 0.1, step_saves.END_S
+    CheckpointCopy.copy_files = gated  # type: ignore[method-assign]
+    try:
+        local = folder / f"machine-{machines[dist.get_rank()]}"
+        run = Run(folder / "run", local=local, timeout_s=4)
+        run.save(1, state_of(1))
+        with pytest.raises(CheckpointError) as raised:
+            run.close()
+        return str(raised.value)
+    finally:
+        goes_on.set()
+        CheckpointCopy.copy_files = copy_files  # type: ignore[method-assign]
+        step_saves.END_S = end_s
+
+
+def test_the_end_of_a_run_names_the_machine_whose_storage_stands_still(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for message in worlds.run(2, _closes_while_one_machine_stands_still, tmp_path, [0, 1]):
+        assert "nothing was copied for 4 s" in message
+        assert re.search(r"machine \S+, \S+/machine-1: the promotion of step 1 to", message)
 
 
 def _saves_while_one_disk_fails_once(

@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, client, messages
 from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.agent.messages import Kind
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.process_state import PROCESS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
@@ -484,3 +485,24 @@ def test_a_run_saves_without_an_agent_of_another_version(
     training.save(1, {"w": torch.ones(10)})
     training.close()
     assert steps_of(run) == ["step-1"]
+
+
+def test_the_end_of_a_run_does_not_wait_for_an_agent_whose_storage_stands_still(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def stands_still(*_: object) -> None:
+        answers.wait(8)
+        raise StorageError("the answer of the agent was not awaited")
+
+    monkeypatch.setattr(client.AgentClient, "persist", stands_still)
+    training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    training.save(1, {"w": torch.ones(1000)})
+    monkeypatch.setattr(training._saves, "_timeout_s", 0.3)
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError, match="step 1 is still being saved"):
+        training.close()
+    assert time.monotonic() - begin < 6
+    answers.set()
+    until(lambda: steps_of(run) == ["step-1"])  # The agent writes it when the ranks have ended.

@@ -56,13 +56,14 @@ def test_metrics_survive_the_process_and_belong_to_their_step(tmp_path: Path) ->
     save_all(Run(tmp_path), LOSSES)
     assert metrics_of(Location(tmp_path / "step-10")) == {"loss": 3.0, "accuracy": -3.0}
     assert Run(tmp_path, monitor="accuracy", mode="max").best_step() == 20
-    run = Run(tmp_path, monitor="loss")
-    run.save(20, state_of(20))  # Without metrics: the old ones no longer apply.
-    assert run.best_step() == 40
+    run = Run(tmp_path, monitor="loss", mode="max")
+    assert run.best_step() == 50
+    run.save(50, state_of(50))  # Without metrics: the old ones no longer apply.
+    assert run.best_step() == 10
     (tmp_path / "step-40" / "metrics.json").write_text("{")
     (tmp_path / "step-10" / "metrics.json").write_text('["loss"]')
-    assert run.best_step() == 50
-    (tmp_path / "step-50" / ".metadata").unlink()  # No longer committed.
+    assert run.best_step() == 20
+    (tmp_path / "step-20" / ".metadata").unlink()  # No longer committed.
     assert run.best_step() is None
 
 

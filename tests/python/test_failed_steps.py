@@ -143,6 +143,28 @@ def test_a_save_whose_outcome_is_unknown_is_settled_later(
     assert metrics_of(Location(tmp_path / f"run/step-{left}")) == {"loss": float(left)}
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_an_older_checkpoint_of_a_step_does_not_count_as_a_save_whose_outcome_was_unknown(
+    is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = step_saves.save
+
+    def save_and_be_late(*args: Any, **options: Any) -> None:
+        if is_committed:
+            save(*args, **options)
+        raise RankTimeoutError("rank 1 is late", [1], "committing", 1.0, True)
+
+    with Run(tmp_path / "run") as run:
+        run.save(1, {"w": torch.ones(3)})
+        with monkeypatch.context() as patched:
+            patched.setattr(step_saves, "save", save_and_be_late)
+            with pytest.raises(RankTimeoutError):
+                run.save(1, {"w": torch.ones(3)})
+        run.wait()
+        assert run.saved == 1 + is_committed
+    assert names_in(tmp_path / "run") == ["step-1"]
+
+
 def test_a_step_that_is_committed_late_leaves_what_is_known_of_a_newer_one() -> None:
     boundary = StepBoundary()
     boundary.save_began(2)

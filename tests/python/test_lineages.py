@@ -20,11 +20,12 @@ from support.run_steps import steps_in, warned
 from torch.distributed.checkpoint import CheckpointException
 
 import torch_ckpt.commits.checkpoint
+import torch_ckpt.ladder.step_directories
 from torch_ckpt import CheckpointError, FastWriter, Run
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.terms import newest_term, take_term, term_of
-from torch_ckpt.errors import CorruptionError, StorageError, SupersededError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
@@ -250,6 +251,33 @@ def test_a_job_that_fails_to_take_a_term_supersedes_nobody(
     assert restored(Run(run)) == (110, 1)
 
 
+@pytest.mark.parametrize("next_step", [105, 120])
+@pytest.mark.parametrize("is_first", [False, True], ids=["later term", "first term"])
+def test_a_job_is_not_superseded_by_a_term_that_it_has_failed_to_take(
+    is_first: bool, next_step: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = tmp_path / "local"
+    with Run(run, local=local) as job:
+        save(job, 100, 1)
+        save(job, 110, 1)
+    job = Run(run, local=local)
+    if not is_first:
+        restored(job)
+        save(job, 115, 2)
+    assert restored(job, step=100) == (100, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Location, "sync", refuse)
+        broken.setattr(Location, "remove", refuse)
+        with pytest.raises(StorageError):
+            save(job, 105, 3)
+    newest = newest_term(Location(run))
+    assert (newest.number, newest.lineage[1]) == (2 if is_first else 3, 100), "it remains"
+    save(job, next_step, 3)
+    job.close()
+    assert restored(Run(run)) == (next_step, 3)
+    assert newest_term(Location(run)).number == newest.number + 1
+
+
 # ---- Failures ----
 
 
@@ -432,6 +460,71 @@ def test_a_run_that_goes_back_and_saves_has_left_its_newer_steps(mode: str, run:
     assert restored(last) == (500, 1)
     left = ["left by the run" in line for line in run_command("ls", run)[1].splitlines()]
     assert left == [True, False, False, True, False]  # 700, 510, 500, 310 and 300.
+
+
+def test_a_step_that_the_run_has_left_is_neither_the_best_one_nor_the_last_that_remains(
+    run: Path, tmp_path: Path
+) -> None:
+    metrics = {100: 5.0, 200: 1.0, 300: 2.0}
+    for local in (None, tmp_path / "local"):
+        with Run(run, local=local, keep_local=9, monitor="loss") as going:
+            for step, loss in metrics.items():
+                going.save(step, {"w": torch.full((1000,), float(step))}, metrics={"loss": loss})
+            going.wait(promoted=True)
+            going.restore({"w": torch.zeros(1000)}, step=100)
+            assert going.best_step() == 200
+            going.save(250, {"w": torch.full((1000,), 250.0)}, metrics={"loss": 3.0})
+            assert going.best_step() == 250
+            going.wait(promoted=True)
+            for directory in filter(None, (run, local)):
+                shutil.rmtree(directory / "step-100")
+            with pytest.raises(NotFoundError, match="except step 200, which the run has left"):
+                going.discard_after(200)
+            assert run_command("rm", local or run, "--after", "200", "--yes")[0] == 3
+            assert steps_in(run) == [200, 250, 300]
+            assert going.discard_after(260) == [300]
+            assert going.best_step() == 250
+        shutil.rmtree(run)
+
+
+@pytest.mark.filterwarnings("ignore:step .* is passed over")
+def test_the_bytes_of_a_step_that_the_run_has_left_are_not_read_before_it_is_passed_over(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run(run) as going:
+        for step in (100, 200, 300):
+            save(going, step, 1)
+        restored(going, step=100)
+        save(going, 250, 2)
+    read: list[int] = []
+    check_sound = torch_ckpt.ladder.step_directories.check_sound
+
+    def noted(directory: Location, **options: Any) -> None:
+        read.append(int(directory.name[5:]))
+        check_sound(directory, **options)
+
+    monkeypatch.setattr("torch_ckpt.ladder.step_directories.check_sound", noted)
+    for local in (None, tmp_path / "local"):
+        assert restored(Run(run, local=local, verify="full")) == (250, 2)
+    assert read == [250, 250]
+
+
+def test_a_job_that_goes_on_from_a_branch_that_was_left_has_the_older_steps_of_this_branch(
+    run: Path,
+) -> None:
+    save(Run(run), 100, 1)
+    for number, begins_at, steps in [(2, 100, [110, 120]), (3, 110, [115]), (4, 100, [105])]:
+        job = Run(run)
+        restored(job, step=begins_at)
+        for step in steps:
+            save(job, step, number)
+    job = Run(run)
+    assert restored(job, step=115) == (115, 3)
+    save(job, 130, 5)
+    assert newest_term(Location(run)).lineage == {0: 99, 1: 100, 2: 110, 3: 115}
+    for step, number in [(130, 5), (115, 3), (110, 2), (100, 1)]:
+        assert restored(Run(run)) == (step, number)
+        shutil.rmtree(run / f"step-{step}")
 
 
 def test_an_evaluation_of_an_older_step_leaves_no_step(run: Path) -> None:

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import random
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -97,6 +99,40 @@ def test_a_wait_for_promotion_may_end_before_it(
         goes_on.set()
         assert run._saves.wait_for_promotion(60, must_end=False)
         assert _steps(tmp_path / "run") == [1]
+
+
+def test_the_end_of_a_run_does_not_wait_for_storage_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    copy_files = CheckpointCopy.copy_files
+
+    def gated(copy: CheckpointCopy) -> None:
+        goes_on.wait(6)
+        copy_files(copy)
+
+    monkeypatch.setattr(CheckpointCopy, "copy_files", gated)
+    monkeypatch.setattr("torch_ckpt.runs.step_saves.END_S", 0.1)
+    run = Run(tmp_path / "run", local=tmp_path / "local", timeout_s=0.5)
+    run.save(1, _state(1))
+    where = re.escape(f"machine {socket.gethostname()}, {tmp_path}/local: the promotion of step 1")
+    with pytest.raises(CheckpointError, match=f"nothing was copied for 0.5 s: {where}"):
+        run.close()
+    goes_on.set()
+    with Run(tmp_path / "run", local=tmp_path / "local") as again:
+        assert _restored(again) == 1
+    assert _steps(tmp_path / "run") == [1]
+
+
+def test_the_end_of_a_run_waits_for_a_slow_promotion_while_bytes_arrive(tmp_path: Path) -> None:
+    rate, timeout_s = 2 << 20, 1.5
+    with Run(
+        tmp_path / "run", local=tmp_path / "local", promote_bytes_per_s=rate, timeout_s=timeout_s
+    ) as run:
+        run.save(1, _state(1, 5 << 20))
+        begin = time.monotonic()
+    assert time.monotonic() - begin > timeout_s
+    assert _steps(tmp_path / "run") == [1]
 
 
 def test_steps_are_removed_locally_once_promoted_and_in_the_run_by_its_retention(

@@ -31,6 +31,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.planning.value_digests import value_digests
 from torch_ckpt.storage import rank_reuse
+from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.reuse import MAX_FILES
 from torch_ckpt.storage.verify import examine
 
@@ -259,6 +260,56 @@ def test_a_file_that_the_run_has_lost_is_promoted_again(tmp_path: Path) -> None:
         run.save(1, state)
         run.wait(promoted=True)
     _check(state, tmp_path / "run" / "step-1")
+
+
+@pytest.mark.filterwarnings("ignore:step 2 is passed over")
+def test_a_promotion_takes_no_file_of_a_step_that_a_restore_has_found_damaged(
+    tmp_path: Path,
+) -> None:
+    state = _frozen_and_tuned()
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_local=9) as run:
+        for step in range(3):
+            run.save(step, state)
+            run.wait(promoted=True)
+            _tune(state)
+    largest = max((tmp_path / "run/step-2").glob("*.distcp"), key=lambda f: f.stat().st_size)
+    contents = bytearray(largest.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    largest.unlink()  # The other steps have their links, as on a store their copies.
+    largest.write_bytes(contents)
+    shutil.rmtree(tmp_path / "local/step-2")
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_local=9) as run:
+        assert run.restore(state) == 1
+        _tune(state)
+        run.save(3, state)
+    _check(state, tmp_path / "run/step-3")
+    assert _written(tmp_path / "run/step-3") < 30_000
+
+
+@pytest.mark.parametrize("how", ["another length", "other checksums"])
+def test_a_promotion_takes_only_files_whose_length_and_checksums_are_those_of_the_step(
+    tmp_path: Path, how: str
+) -> None:
+    """Of a flipped byte, which no checksum in an index shows, it learns nothing."""
+    state = _frozen_and_tuned()
+    local, run = tmp_path / "local", tmp_path / "run"
+    for step in range(2):
+        _save(state, local / f"{step}", local / f"{step - 1}")
+        _tune(state)
+    first = CheckpointCopy(Location(local / "0"), Location(run / "0"))
+    first.copy_files()
+    first.commit()
+    copy = CheckpointCopy(Location(local / "1"), Location(run / "1"), base=Location(run / "0"))
+    if how == "another length":
+        for file in (run / "0").glob("*.distcp"):
+            os.truncate(file, file.stat().st_size - 1)
+    else:
+        found = {(origin, n, sums[::-1]): name for (origin, n, sums), name in copy._in_base.items()}
+        copy._in_base = found
+    copy.copy_files()
+    copy.commit()
+    assert copy.read_nbytes == copy.nbytes
+    assert not examine(Location(run / "1")).damage
 
 
 def test_a_run_with_reuse_off_writes_everything(tmp_path: Path) -> None:

@@ -437,7 +437,8 @@ class History:
         steps = sorted({step for place in job.places for step in seen[place]})
         step = self.rng.choice([*steps[-3:], 0])
         job.detail = f" after {step}"
-        job.lacks_steps = not any(each <= step for each in steps)
+        live = [save for p in job.places for save in seen[p].values() if job.world.has(save)]
+        job.lacks_steps = not any(save.step <= step for save in live)
         job.discards(step)
         job.run.discard_after(step)
         if job.was_superseded:

@@ -62,7 +62,7 @@ class AgentCopy(CheckpointCopy):
 
     @property
     def read_nbytes(self) -> int:
-        return max(self._read_nbytes, super().read_nbytes)
+        return self._read_nbytes + super().read_nbytes
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -106,6 +106,7 @@ class AgentCopy(CheckpointCopy):
                 is_cancelled=self._is_cancelled,
             )
             is_first, self._read_nbytes = False, answer["nbytes"]
+            self._linked_nbytes = answer["linked_nbytes"]
             if answer["has_ended"]:
                 failure: Failure | None = answer["failure"]
                 return failure
@@ -140,7 +141,7 @@ class Copies:
         if last is not None and is_other:
             last.cancel()
             if not last.wait(wait_s):
-                return {"kind": Kind.COPIED, "has_ended": False, "nbytes": 0, "failure": None}
+                return _answer(None, has_ended=False)
         if last is None or is_other or (message["is_first"] and last.has_ended):
             if self._is_closed or message["is_cancelled"]:
                 raise CancelledError("cannot copy: the agent is ending, or has begun no such copy")
@@ -182,12 +183,7 @@ class _Copy:
         """Returns the answer to a rank. Raises the error if it is not one of the copy itself."""
         if self._error is not None and (self._copy is None or self._is_cancelled):
             raise self._error
-        return {
-            "kind": Kind.COPIED,
-            "has_ended": self.has_ended,
-            "nbytes": 0 if self._copy is None else self._copy.read_nbytes,
-            "failure": None if self._error is None else failure_of(self._error),
-        }
+        return _answer(self._copy, has_ended=self.has_ended, error=self._error)
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -221,3 +217,17 @@ class _Copy:
         if copy.save_id != save_id:
             raise NotFoundError(f"cannot copy {local}: another save has replaced it meanwhile")
         return copy
+
+
+def _answer(
+    copy: CheckpointCopy | None, *, has_ended: bool, error: BaseException | None = None
+) -> Message:
+    """Returns the answer to a rank, which says how far a copy is."""
+    read_nbytes = 0 if copy is None else copy.read_nbytes
+    return {
+        "kind": Kind.COPIED,
+        "has_ended": has_ended,
+        "nbytes": read_nbytes,
+        "linked_nbytes": 0 if copy is None else copy.done_nbytes - read_nbytes,
+        "failure": None if error is None else failure_of(error),
+    }

@@ -110,7 +110,8 @@ class Kind(enum.StrEnum):
     ``target`` (its two directories), its ``save_id``, ``nbytes_per_s``, ``wait_s`` for the end,
     ``is_first`` (whether the rank asks for the first time), and ``is_cancelled``."""
     COPIED = "copied"
-    """Answers ``COPY``: whether the copy ``has_ended``, the ``nbytes`` that were read so far, and
+    """Answers ``COPY``: whether the copy ``has_ended``, the ``nbytes`` that were read so far, the
+    ``linked_nbytes``, and
     the ``failure``, or none."""
 
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.agent.slot_reports import SlotReport, sources_of_whole_saves
 from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.commits.terms import Term
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CorruptionError, NotFoundError
 
@@ -33,7 +34,7 @@ class SnapshotRung:
         """Returns what this machine has in memory, on its first rank."""
         return (-1, []) if self._has_ended else self._agent.slot_report()
 
-    def steps(self, reports: Sequence[SlotReport]) -> Iterator[int]:
+    def steps(self, reports: Sequence[SlotReport], lineage: Term | None = None) -> Iterator[int]:
         """Returns the steps of which all slots are in memory somewhere, the newest first."""
         whole = sources_of_whole_saves(reports).values()
         return iter(sorted({sources[0][1].step for sources in whole}, reverse=True))

@@ -36,6 +36,7 @@ __all__ = [
     "newest_term",
     "superseded",
     "take_term",
+    "term_at",
     "term_in",
     "term_of",
 ]
@@ -43,7 +44,10 @@ __all__ = [
 _TERM = re.compile(r"term-([1-9][0-9]*)")  # Not hidden, so `cp run/*` includes it.
 
 _KEPT = 20
-"""Former terms whose files stay, so that no number is given twice to jobs that begin together."""
+"""Former terms whose files stay.
+
+So no number is given twice to jobs that begin together, and a job may go on from a left branch.
+"""
 
 _MOST_TRIES = 100
 """Most terms that other jobs take before this one has taken one."""
@@ -60,6 +64,7 @@ class Term:
         pid: Process of its job.
         directory: The directory of the run, as its job has called it.
         began_s: When it began, in seconds since 1970, by the clock of the host.
+        job: What no other job has in its terms; empty before version 0.3.0.
     """
 
     number: int = 0
@@ -68,6 +73,7 @@ class Term:
     pid: int = 0
     directory: str = ""
     began_s: float = 0.0
+    job: str = ""
 
     def has(self, step: int, term: int) -> bool:
         """Returns whether a step that was saved in a term is on the lineage of this one."""
@@ -90,25 +96,36 @@ def newest_term(run: Location) -> Term:
 
     Raises StorageError if the directory cannot be read.
     """
-    for number in _numbers(run):
-        with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError):
-            return _decoded(number, (run / f"term-{number}").read())
-        # It is being written, or its process died within that.
-    return Term()
+    found = (term_at(run, number) for number in _numbers(run))
+    return next(filter(None, found), Term())
 
 
-def take_term(run: Location, lineage: Mapping[int, int], local: Location | None = None) -> Term:
+def term_at(run: Location, number: int) -> Term | None:
+    """Returns a term of a run by its number; ``None`` if it has no whole file.
+
+    Then it is long over, or its file is being written, or the process died within that. Raises
+    StorageError if the file cannot be read.
+    """
+    with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError):
+        return _decoded(number, (run / f"term-{number}").read())
+    return None
+
+
+def take_term(
+    run: Location, lineage: Mapping[int, int], local: Location | None = None, job: str = ""
+) -> Term:
     """Takes the next term of a run, for this process.
 
     A ``local`` directory, to which the steps are saved, gets the file as well. A job that was
-    believed dead may save there, too. Raises StorageError if a file cannot be written.
+    believed dead may save there, too. Raises StorageError if a file cannot be written. It may be
+    there nevertheless: then the ``job`` must save in none of its former terms.
     """
     with created(run, sync=True):
         pass
     places = [run] if local is None else [run, local]
     for _ in range(_MOST_TRIES):
         number = max([*lineage, *(n for place in places for n in _numbers(place))], default=0) + 1
-        term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time())
+        term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time(), job)
         file = run / f"term-{number}"
         try:
             file.write(_encoded(term), sync=True)
@@ -135,6 +152,7 @@ def check_term(run: Location, number: int, step: Location | None = None) -> None
     """Checks that no later term of a run than this one has begun. Term 0 is not checked.
 
     A ``step`` may be committed from which the later one goes on, unless it has saved that itself.
+    Without a step, later terms of the same job do not count: it may have failed to take them.
 
     Raises:
         SupersededError: A later one has begun.
@@ -143,6 +161,8 @@ def check_term(run: Location, number: int, step: Location | None = None) -> None
     if not number or max(_numbers(run), default=0) <= number:
         return
     newest = newest_term(run)
+    if step is None and newest.job and (own := term_at(run, number)) and own.job == newest.job:
+        return
     found = None if step is None else STEP_NAME.fullmatch(step.name)
     is_ancestor = found is not None and newest.has(int(found[1]), number)
     if newest.number > number and not (is_ancestor and step and term_of(step) <= number):
@@ -201,6 +221,7 @@ def _encoded(term: Term) -> bytes:
         "pid": term.pid,
         "directory": term.directory,
         "began_s": term.began_s,
+        "job": term.job,
     }
     return json.dumps(facts).encode()
 
@@ -208,5 +229,5 @@ def _encoded(term: Term) -> bytes:
 def _decoded(number: int, contents: bytes) -> Term:
     facts = json.loads(contents)
     lineage = {int(term): int(step) for term, step in facts["lineage"]}
-    host, directory = str(facts["host"]), str(facts["directory"])
-    return Term(number, lineage, host, int(facts["pid"]), directory, float(facts["began_s"]))
+    host, directory, job = str(facts["host"]), str(facts["directory"]), str(facts.get("job", ""))
+    return Term(number, lineage, host, int(facts["pid"]), directory, float(facts["began_s"]), job)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.ladder.removal import remove_unfinished
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import whole_number
@@ -155,6 +156,7 @@ class FailedSaves:
         self._disk, self._may_commit, self._removes = disk, may_commit, removes
         self._failed: set[int] = set()  # Steps whose directories may have remains.
         self._unknown: dict[int, Callable[[], None]] = {}  # Steps that may still be committed.
+        self._former: dict[int, str] = {}  # The saves that those of the same steps replace.
 
     def add(self, step: int, error: BaseException, then: Callable[[], None]) -> None:
         """Removes what a failed save has left, unless it may still be committed.
@@ -172,19 +174,21 @@ class FailedSaves:
             self._failed.add(step)
             remove_unfinished(self._disk.path(step), of_agents=False)
 
-    def replaced(self, step: int) -> None:
-        """Forgets a save whose outcome is unknown: another save of the step begins."""
+    def replaced(self, step: int, former: str | None) -> None:
+        """Forgets a save whose outcome is unknown: another one of the step replaces ``former``."""
         self._unknown.pop(step, None)
+        if former is not None:
+            self._former[step] = former
 
     def settle(self) -> None:
         """Settles the saves whose outcome was unknown, and is known now."""
         for step, then in list(self._unknown.items()):
             try:
                 # With several places it is not: these may learn of the commit at different times.
-                is_committed = self._disk.has_whole(step)
+                found = committed_id(self._disk.path(step)) if self._disk.has_whole(step) else None
             except CheckpointError:  # Storage does not answer now.
                 continue
-            if is_committed:
+            if found not in (None, self._former.get(step)):
                 del self._unknown[step]
                 then()
             elif not self._may_commit(step):

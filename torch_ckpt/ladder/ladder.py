@@ -48,10 +48,11 @@ class Rung(Protocol):
         """Returns this rank's report about its steps. Called on every rank."""
         ...
 
-    def steps(self, reports: Sequence[Any]) -> Iterator[int]:
+    def steps(self, reports: Sequence[Any], lineage: Term) -> Iterator[int]:
         """Returns the whole steps of the rung, the newest first.
 
-        Called on one rank, for all, with the reports of all ranks.
+        Called on one rank, for all, with the reports of all ranks. The bytes of steps that are not
+        on the ``lineage`` need not be read.
         """
         ...
 
@@ -173,10 +174,10 @@ class Ladder:
             step = answers[0][0]
             by_rung = [[reports[n] for _, reports in answers] for n in range(len(self._rungs))]
             *former, last = enumerate(self._rungs)
-            memory = {n: list(rung.steps(by_rung[n])) for n, rung in former}
+            self._lineage = newest_term(self._directory)
+            memory = {n: list(rung.steps(by_rung[n], self._lineage)) for n, rung in former}
             with_step = [n for n, steps in memory.items() if step in steps] + [last[0]]
             found = [_Found(step, n, self._rungs[n].term_of(step, by_rung[n])) for n in with_step]
-            self._lineage = newest_term(self._directory)
             found.sort(key=lambda each: not self._lineage.has(step, each.term))
             return found, max([step, *(max(steps, default=step) for steps in memory.values())])
 
@@ -216,7 +217,9 @@ class Ladder:
         of each newer step that is not on the lineage.
         """
         rungs = [
-            _in_rung(rung, number, [rank_reports[number] for rank_reports in reports])
+            _in_rung(
+                rung, number, [rank_reports[number] for rank_reports in reports], self._lineage
+            )
             for number, rung in enumerate(self._rungs)
         ]
         for found in heapq.merge(*rungs, key=lambda found: (-found.step, -found.term)):
@@ -298,8 +301,9 @@ class Ladder:
         self._group.decide("restoring", lambda: None, lambda _: then(), timeout_s=self._timeout_s)
 
 
-def _in_rung(rung: Rung, number: int, reports: Sequence[Any]) -> Iterator[_Found]:
-    return (_Found(step, number, rung.term_of(step, reports)) for step in rung.steps(reports))
+def _in_rung(rung: Rung, number: int, reports: Sequence[Any], lineage: Term) -> Iterator[_Found]:
+    for step in rung.steps(reports, lineage):
+        yield _Found(step, number, rung.term_of(step, reports))
 
 
 def _is_damage(error: CheckpointException) -> bool:

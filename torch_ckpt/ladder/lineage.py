@@ -9,12 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import secrets
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 
 from torch_ckpt.commits.small_files import BRANCH
-from torch_ckpt.commits.terms import Term, check_term, newest_term, superseded, take_term
+from torch_ckpt.commits.terms import (
+    Term,
+    check_term,
+    newest_term,
+    superseded,
+    take_term,
+    term_at,
+)
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
@@ -33,6 +41,7 @@ class Lineage:
 
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
+        self._job = secrets.token_hex(8)  # Its terms name it.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
         self._seen: int | None = None  # The newest term when this process restored.
@@ -78,6 +87,7 @@ class Lineage:
                 self._is_branch, self._root = True, self._at
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
         if self._term is None or step < self._saved:
+            self._saved = math.inf  # The file of the term may be there although this fails.
             self._term = self._next_term(step)
             self._restored.clear()
         else:
@@ -107,7 +117,7 @@ class Lineage:
         self.check()
         if self._term is None and self._seen is not None:
             newest = newest_term(self._run)
-            if newest.number > self._seen:
+            if newest.number > self._seen and newest.job != self._job:
                 raise superseded(self._run, newest)
 
     def check_here(self) -> None:
@@ -142,9 +152,11 @@ class Lineage:
         if at is None:
             lineage = former.before(step - 1, former.number)
         else:  # Also that step itself: its new save may fail.
-            lineage = former.before(at, self._restored[at])
+            term = self._restored[at]
+            branch = term_at(self._run, term) or former  # It may be one that the run has left.
+            lineage = branch.before(at, term)
         local = self._disks[0].directory if len(self._disks) > 1 else None
-        return take_term(self._run, lineage, local)
+        return take_term(self._run, lineage, local, self._job)
 
     def _take_root_of(self, step: int) -> None:
         """Goes on in the branch of a step, which each copy of the step records."""
@@ -155,7 +167,7 @@ class Lineage:
 
     def _is_best(self, step: int) -> bool:
         with contextlib.suppress(CheckpointError):
-            return step in self._retention.best(self._disks)
+            return step == self._retention.best(self._disks)
         return False
 
     def _warn(self, what: str, step: int, leaves: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_ckpt.commits.small_files import SMALL_FILES
-from torch_ckpt.commits.terms import term_of
+from torch_ckpt.commits.terms import Term, term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -76,7 +76,9 @@ class MachineDirectories(StepDirectories):
         """Returns what this machine has of each step, on its first rank; ``None`` on others."""
         return parts_in(self.directory) if self._places.is_first else None
 
-    def steps(self, reports: Sequence[Mapping[int, Part] | None] = ()) -> Iterator[int]:
+    def steps(
+        self, reports: Sequence[Mapping[int, Part] | None] = (), lineage: Term | None = None
+    ) -> Iterator[int]:
         """Yields the steps that the machines have whole, together, the newest first."""
         yield from whole_steps(reports)
 

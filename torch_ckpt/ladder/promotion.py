@@ -29,7 +29,7 @@ from torch_ckpt.ladder.failures import OnFailure, PromotionFailures
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.old_steps import OldSteps
 from torch_ckpt.ladder.promotion_attempt import Attempt
-from torch_ckpt.ladder.promotion_steps import Choice, PromotionSteps, Report
+from torch_ckpt.ladder.promotion_steps import Choice, Progress, PromotionSteps, Report
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import committed_steps, listed_steps
@@ -83,6 +83,7 @@ class Promotion:
         run_id: str | None = None,
     ) -> None:
         self._local, self._run, self._lineage = local, run, lineage
+        self._here = f"machine {socket.gethostname()}, {local.directory}"
         self._commits, self._others = commits, others
         self._rate = {"nbytes_per_s": nbytes_per_s, "niceness": niceness}
         self._open_copy: Callable[..., CheckpointCopy]
@@ -141,10 +142,10 @@ class Promotion:
 
     def report(self) -> Report:
         """Returns what the coordinator hears of the promotions of this place."""
-        here = f"machine {socket.gethostname()}, {self._local.directory}"
         with self._changed:
             ended = self._steps.ended_here().items()
-            return Report({s: text and f"{here}: {text}" for s, text in ended}, self._failures.last)
+            last = self._failures.last
+            return Report({s: text and f"{self._here}: {text}" for s, text in ended}, last)
 
     def heard_from(self, reports: Sequence[Report]) -> None:
         """Takes the reports of all other places; called on the coordinator before it chooses."""
@@ -210,19 +211,21 @@ class Promotion:
         with self._changed:
             return self._failures.take()
 
-    def progress(self, wait_s: float) -> tuple[bool, Report]:
-        """Waits for promotions; returns whether some are in progress, and how they are."""
+    def progress(self, wait_s: float) -> Progress:
+        """Waits for promotions; returns what is in progress, and how it is."""
         with self._changed:
             for pause_s in LongWait(self.awaited).rounds(wait_s):
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
                     break
-            return self._is_busy, self.report()
+            attempt = self._attempt
+            done = None if attempt is None else (attempt.step, attempt.done_nbytes)
+            awaited = f"{self._here}: {self.awaited()}" if self._is_busy else ""
+            return Progress(awaited, done, self.report())
 
-    def end_alone(self, wait_s: float) -> None:
-        """Waits for the promotion of what is here, if the ranks of no other place have a part."""
-        if not self._others:
-            self.retry(Choice())
-            self.progress(wait_s)
+    @property
+    def is_alone(self) -> bool:
+        """Whether the ranks of no other place have a part in the promotions."""
+        return not self._others
 
     def awaited(self) -> str:
         """Returns what the promotion in progress does, for the log of those who wait for it."""
@@ -376,8 +379,8 @@ class Promotion:
         The coordinator commits it, once the files of all places have arrived.
         """
         with self._changed:
-            base = self._steps.base_in_run(attempt.step)
-        if attempt.copy_files(self._open_copy, None if base is None else self._run.path(base)):
+            bases = self._steps.bases_in_run(attempt.step)
+        if attempt.copy_files(self._open_copy, bases):
             return True
         if self._commits:
             attempt.commit(functools.partial(self._ended_elsewhere, attempt.step))

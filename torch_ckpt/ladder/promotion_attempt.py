@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch_ckpt.commits.terms import newest_term, superseded, term_of
-from torch_ckpt.errors import CancelledError, CheckpointError
+from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.records.figures import nbytes_text
@@ -36,7 +36,7 @@ class Attempt:
         run: StepDirectories,
         changed: threading.Condition,
     ) -> None:
-        self.step, self._run, self._changed = step, run.directory, changed
+        self.step, self._run, self._changed = step, run, changed
         self._source, self._target = local.path(step), run.path(step)
         self.copy: CheckpointCopy | None = None
         self.is_stopped = False
@@ -62,13 +62,14 @@ class Attempt:
         finally:
             record.end()
 
-    def copy_files(self, open_copy: Callable[..., CheckpointCopy], base: Location | None) -> bool:
+    def copy_files(self, open_copy: Callable[..., CheckpointCopy], bases: Iterable[int]) -> bool:
         """Copies the files of this place; returns whether the step was committed before.
 
+        It takes files from the first of the steps ``bases`` that the run has not left.
         Raises CancelledError if the attempt is stopped, and SupersededError if a newer job of the
         run does not go on from the step.
         """
-        copy = open_copy(self._source, self._target, base=base)
+        copy = open_copy(self._source, self._target, base=self._base_among(bases))
         with self._changed:
             self.copy = copy
         self._check_goes_on()
@@ -95,11 +96,20 @@ class Attempt:
 
         copy.commit(check)
 
+    def _base_among(self, steps: Iterable[int]) -> Location | None:
+        """Returns the first step that the run has not left: a restore has found none damaged."""
+        newest = newest_term(self._run.directory)
+        for step in steps:
+            with contextlib.suppress(StorageError):
+                if newest.has(step, self._run.term_of(step)):
+                    return self._run.path(step)
+        return None
+
     def _check_lineage(self) -> None:
         """Raises SupersededError if a newer job of the run does not go on from the local step."""
-        newest, term = newest_term(self._run), term_of(self._source)
+        newest, term = newest_term(self._run.directory), term_of(self._source)
         if not newest.has(self.step, term) or term_of(self._target) > term:
-            raise superseded(self._run, newest)
+            raise superseded(self._run.directory, newest)
 
     def _check_goes_on(self, wait_s: float = 0.0) -> None:
         """Raises CancelledError if the attempt is stopped, or is so within a while."""
@@ -107,10 +117,15 @@ class Attempt:
             if self._changed.wait_for(lambda: self.is_stopped, wait_s):
                 raise CancelledError(f"the promotion of step {self.step} was stopped")
 
+    @property
+    def done_nbytes(self) -> int:
+        """Bytes that were copied or linked so far."""
+        return 0 if self.copy is None else self.copy.done_nbytes
+
     def awaited(self) -> str:
         """Returns what is in progress, for the log of those who wait for it."""
-        copied = "" if self.copy is None else f", {nbytes_text(self.copy.read_nbytes)} copied"
-        return f"the promotion of step {self.step} to {self._run}{copied}"
+        copied = "" if self.copy is None else f", {nbytes_text(self.done_nbytes)} copied"
+        return f"the promotion of step {self.step} to {self._run.directory}{copied}"
 
     @contextlib.contextmanager
     def bar(self) -> Iterator[None]:
@@ -119,5 +134,7 @@ class Attempt:
         if copy is None:
             yield
             return
-        with progress_bar("promoting", self._run, lambda: copy.nbytes, lambda: copy.read_nbytes):
+        with progress_bar(
+            "promoting", self._run.directory, lambda: copy.nbytes, lambda: self.done_nbytes
+        ):
             yield

@@ -14,7 +14,7 @@ from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import metrics_of
 
-__all__ = ["Choice", "PromotionSteps", "Report", "StepsOfOnePlace"]
+__all__ = ["Choice", "Progress", "PromotionSteps", "Report", "StepsOfOnePlace"]
 
 
 class Choice(NamedTuple):
@@ -42,6 +42,20 @@ class Report(NamedTuple):
 
     ended: Mapping[int, str]
     failure: CheckpointError | None
+
+
+class Progress(NamedTuple):
+    """How far the promotions of a place are.
+
+    Attributes:
+        awaited: The place, and what is in progress there; empty if nothing is.
+        done: The step in progress, and its bytes so far. While it changes, the promotion proceeds.
+        report: What the coordinator gets.
+    """
+
+    awaited: str
+    done: tuple[int, int] | None
+    report: Report
 
 
 class _State(enum.Enum):
@@ -277,10 +291,13 @@ class PromotionSteps:
         in_run = (step for step, each in self._steps.items() if each.is_in_run)
         return max(s for s in in_run if s == promoted or self._saved is None or s <= self._saved)
 
-    def base_in_run(self, step: int) -> int | None:
-        """Returns the newest other step of the run, which may have files of this one."""
-        others = (other for other, each in self._steps.items() if each.is_in_run and other != step)
-        return max(others, default=None)
+    def bases_in_run(self, step: int) -> list[int]:
+        """Returns the steps of the run that are most likely to have files of a step, at most three.
+
+        These are the newest of those that are older, and then the newest of the others.
+        """
+        others = [other for other, each in self._steps.items() if each.is_in_run and other != step]
+        return sorted(others, key=lambda other: (other > step, -other))[:3]
 
     # ---- Facts ----
 

@@ -1,4 +1,8 @@
-"""Promotions: waits of all ranks for the promotions of some of them, and their end."""
+"""Promotions: waits of all ranks for the promotions of some of them, and their end.
+
+The end of a run waits as long as bytes arrive: the last step may take hours to copy. It does not
+wait for a place that stands still.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.ladder.promotion import END_S, Promotion
-from torch_ckpt.ladder.promotion_steps import Choice, Report
+from torch_ckpt.ladder.promotion_steps import Choice, Progress
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.without_promotion import WithoutPromotion
 
@@ -23,11 +27,34 @@ _ROUND_S = 2.0
 _ACTIVITY = "waiting for promotion"
 
 
+class _Patience:
+    """The limits of a wait: ``timeout_s`` for all, and ``idle_s`` in which nothing is done."""
+
+    def __init__(self, timeout_s: float, idle_s: float) -> None:
+        self._timeout_s, self._idle_s = timeout_s, idle_s
+        self._began = self._changed = time.monotonic()
+        self._done: object = None
+
+    @property
+    def left_s(self) -> float:
+        return max(self._began + self._timeout_s - time.monotonic(), 0.0)
+
+    def over(self, done: object) -> str:
+        """Returns why the wait is over, given what is done now; empty if it is not."""
+        now = time.monotonic()
+        if done != self._done:
+            self._done, self._changed = done, now
+        if now - self._changed >= self._idle_s:
+            return f"and nothing was copied for {self._idle_s:g} s"
+        return "" if self.left_s else f"after a wait of {self._timeout_s:g} s"
+
+
 class Promotions:
     """The promotions of all ranks of a run. All ranks call the same methods.
 
     ``own`` is that of this rank. ``disks`` are the directories of the run, that to which it saves
-    first. If there is one, nothing is promoted. A rank waits ``timeout_s`` for the others.
+    first. If there is one, nothing is promoted. A rank waits ``timeout_s`` for the others, and for
+    more bytes of a promotion.
     """
 
     def __init__(
@@ -45,39 +72,39 @@ class Promotions:
         """Waits until no rank promotes steps; returns whether saves and promotions have ended.
 
         ``settle`` waits for the background save of this rank, and returns whether it has ended.
-        ``must_end`` says that it is an error if saves or promotions take longer than ``timeout_s``.
-        Raises CheckpointError on all ranks if so, or if a promotion or a save failed.
+        ``must_end`` says that it is an error if saves or promotions take longer than ``timeout_s``,
+        or if no bytes arrive. Raises CheckpointError on all ranks if so, or if a promotion or a
+        save failed.
         """
-        own, group, deadline = self._own, self._group, time.monotonic() + timeout_s
+        own, group = self._own, self._group
+        patience = _Patience(timeout_s, self._timeout_s)
 
         def limit_s() -> float:  # A process that is about to be killed has less than a call.
-            return min(max(deadline - time.monotonic(), 0.0) + _ROUND_S, self._timeout_s)
+            return min(patience.left_s + _ROUND_S, self._timeout_s)
 
         def choose(settled: list[bool]) -> Choice | None:
             return own.choice() if all(settled) else None
 
-        def progress() -> tuple[bool, Report] | None:
-            left_s = max(deadline - time.monotonic(), 0.0)
-            return own.progress(min(_ROUND_S, self._timeout_s / 3, left_s))
+        def progress() -> Progress | None:
+            return own.progress(min(_ROUND_S, self._timeout_s / 3, patience.left_s))
 
-        def go_on(answers: list[tuple[bool, Report] | None]) -> tuple[bool, bool, Choice]:
+        def go_on(answers: list[Progress | None]) -> tuple[bool, bool, Choice]:
             found = [answer for answer in answers if answer is not None]
             # The first of the answers is that of the coordinator.
-            own.heard_from([report for _, report in found[1:]])
-            for _, report in found:
-                if report.failure is not None:
-                    raise report.failure
-            is_busy = any(busy for busy, _ in found)
-            goes_on = is_busy and time.monotonic() < deadline
-            if is_busy and not goes_on and must_end:
+            own.heard_from([each.report for each in found[1:]])
+            for each in found:
+                if each.report.failure is not None:
+                    raise each.report.failure
+            busy = [each.awaited for each in found if each.awaited]
+            over = patience.over([each.done for each in found])
+            if busy and over and must_end:
                 raise CheckpointError(
-                    f"steps of {self._local} are still being promoted to {self._run} after a wait "
-                    f"of {timeout_s:g} s"
+                    f"steps of {self._local} are still being promoted to {self._run} {over}: "
+                    f"{'; '.join(busy)}"
                 )
             heard = own.choice(may_choose=False)
             # Other places then remove what is committed.
-            goes_on = goes_on or (bool(heard.committed) and time.monotonic() < deadline)
-            return is_busy, goes_on, heard
+            return bool(busy), not over and bool(busy or heard.committed), heard
 
         chosen = group.decide(_ACTIVITY, settle, choose, timeout_s=limit_s())
         if chosen is None:
@@ -92,7 +119,7 @@ class Promotions:
         return not is_busy
 
     def close(self, promote: Callable[[float], object], timeout_s: float = math.inf) -> None:
-        """Promotes what can be promoted in this time; the next process promotes the rest.
+        """Promotes what can be promoted while bytes arrive; the next process promotes the rest.
 
         ``promote`` waits for the background save and for promotions. Raises as that does.
         """
@@ -106,9 +133,24 @@ class Promotions:
             try:
                 with self._group.method("wait for promotion", self._timeout_s):
                     promote(timeout_s)
-            except RankTimeoutError:
-                own.end_alone(max(deadline - time.monotonic(), 0.0))
+            except RankTimeoutError as error:
+                if awaited := self._await_own(max(deadline - time.monotonic(), 0.0)):
+                    error.add_note(f"torch_ckpt: not promoted: {awaited}")
                 raise
+
+    def _await_own(self, timeout_s: float) -> str:
+        """Waits for the promotions of this rank after another one was lost, which has none.
+
+        Returns what is still in progress: after ``timeout_s``, or once no bytes arrive.
+        """
+        if not isinstance(self._own, Promotion) or not self._own.is_alone:
+            return ""
+        self._own.retry(Choice())
+        patience = _Patience(timeout_s, self._timeout_s)
+        while True:
+            now = self._own.progress(min(_ROUND_S, self._timeout_s / 3, patience.left_s))
+            if not now.awaited or patience.over(now.done):
+                return now.awaited
 
     def leave(self, error: BaseException) -> None:
         """Leaves the steps to the next process after an error. Called on one rank.

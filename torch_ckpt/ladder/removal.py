@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch_ckpt.agent.memory import discard_slots, folder_of, run_of
 from torch_ckpt.commits.hiding import HiddenCheckpoint, hide
+from torch_ckpt.commits.terms import newest_term, term_of
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -164,13 +165,13 @@ def steps_after(
     """Returns the newest whole step up to a step, and the steps after it, the newest first.
 
     ``directories`` are those of one run: its own, and a local one if it has that. ``check`` raises
-    if a step is not whole; see :func:`check_whole`. Raises CheckpointError if a lease protects one
-    of the newer steps, and CorruptionError or NotFoundError if no other step would remain that is
-    whole, or none at all.
+    if a step is not whole; see :func:`check_whole`. Of the steps up to a step, those that the run
+    has left do not count. Raises CheckpointError if a lease protects one of the newer steps, and
+    CorruptionError or NotFoundError if no other step would remain that is whole, or none at all.
     """
     what = f"cannot remove the steps of {directories[0]} after step {step}"
     steps = _listed(directories)
-    remaining, damage = None, None
+    lineage, remaining, damage, left = newest_term(directories[0]), None, None, ""
     for found, path in (each for each in steps if each[0] <= step):
         try:
             check(path)
@@ -179,17 +180,19 @@ def steps_after(
         except CheckpointError as error:
             damage = damage or error
         else:
-            remaining = found
-            break
+            if lineage.has(found, term_of(path)):
+                remaining = found
+                break
+            left = left or f", except step {found}, which the run has left"
     if remaining is None and damage is not None:
         raise CorruptionError(
-            f"{what}: one whole step must remain, and no step up to {step} is whole: {damage}. "
-            "Nothing was removed"
+            f"{what}: one whole step must remain, and no step up to {step} is whole{left}: "
+            f"{damage}. Nothing was removed"
         )
     if remaining is None:
         raise NotFoundError(
-            f"{what}: one step must remain, and no step up to {step} is committed. Nothing was "
-            "removed"
+            f"{what}: one step must remain, and no step up to {step} is committed{left}. "
+            "Nothing was removed"
         )
     newer = list(dict.fromkeys(found for found, _ in steps if found > step))
     for older, path in (each for each in steps if each[0] <= step):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import get_args
 
-from torch_ckpt.commits.terms import Term
+from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -62,33 +62,39 @@ class Retention:
         if self.keep_best is not None and self.monitor is None:
             raise ValueError(f"keep_best={self.keep_best} needs the name of a metric: pass monitor")
 
-    def best(self, disks: Sequence[StepDirectories], count: int = 1) -> list[int]:
-        """Returns the whole steps with the best values of the metric, the best one first.
+    def best(self, disks: Sequence[StepDirectories]) -> int | None:
+        """Returns the whole step with the best value of the metric; ``None`` if there is none.
 
-        Of equal values, that of the earlier step is better. A step without the metric, or with a
-        NaN, is never among the best. Empty if there is no metric.
+        ``disks`` are the directories of a run; the last has its terms. Of equal values, that of the
+        earlier step is better. Steps that the run has left do not count, nor do those without the
+        metric or with a NaN.
         """
         if (monitor := self.monitor) is None:
-            return []
+            return None
+        lineage = newest_term(disks[-1].directory)
 
         def scan() -> tuple[list[int], list[int]]:
             """Returns the best steps, and better ones that are not whole, or removed meanwhile."""
             values: dict[int, float] = {}
+            having: dict[int, list[StepDirectories]] = {}
             for disk in disks:
-                values |= disk.values(monitor)
+                for step, value in disk.values(monitor).items():
+                    if lineage.has(step, disk.term_of(step)):
+                        values[step] = value
+                        having.setdefault(step, []).append(disk)
             others: list[int] = []
 
             def is_whole(step: int) -> bool:
-                for disk in disks:
+                for disk in having[step]:
                     with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
                         disk.check_whole(disk.path(step))
                         return True
                 others.append(step)
                 return False
 
-            return self._best_of(values, count, is_whole), others
+            return self._best_of(values, 1, is_whole), others
 
-        return agreed(scan, lambda found: not found[1])[0]
+        return next(iter(agreed(scan, lambda found: not found[1])[0]), None)
 
     def choose(
         self,

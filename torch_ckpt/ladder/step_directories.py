@@ -16,11 +16,11 @@ from typing import Any, Literal
 from torch_ckpt.commits.hiding import removed_directories
 from torch_ckpt.commits.late_names import wait_on_all
 from torch_ckpt.commits.temporary import remove_abandoned
-from torch_ckpt.commits.terms import term_of
+from torch_ckpt.commits.terms import Term, term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, NotFoundError, warn_after_commit
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import has_checkpoint
+from torch_ckpt.formats.committed import committed_id, has_checkpoint
 from torch_ckpt.ladder.removal import leased_paths, remove_directories
 from torch_ckpt.ladder.step_files import (
     agreed,
@@ -79,17 +79,29 @@ class StepDirectories:
         """Returns whether a step is committed here, with the files of all ranks."""
         return has_checkpoint(self.path(step))
 
+    def save_of(self, step: int) -> str | None:
+        """Returns the id of the save of a committed step; ``None`` without one, or if unknown."""
+        with contextlib.suppress(CheckpointError):
+            return committed_id(self.path(step)) if has_checkpoint(self.path(step)) else None
+        return None
+
     def report(self) -> Any:
         """Returns ``None``: all ranks have the same disk."""
 
-    def steps(self, reports: Sequence[None] = ()) -> Iterator[int]:
+    def steps(self, reports: Sequence[None] = (), lineage: Term | None = None) -> Iterator[int]:
         """Yields the whole steps, the newest first; verifies each step as it is requested.
 
+        Of steps that are not on the ``lineage`` of a term, only the lengths of the files count.
         Warns of steps that were committed and are damaged, and of data files without metadata.
         """
         passed: set[int] = set()
         checked: set[int] = set()  # A full check reads all bytes: once.
         damaged: dict[int, CheckpointError] = {}
+
+        def is_left(step: int) -> bool:
+            if lineage is None or self.check is self.check_whole:
+                return False
+            return not lineage.has(step, self.term_of(step))
 
         def scan() -> tuple[int | None, list[int]]:
             """Returns the newest whole step, and newer directories without a checkpoint."""
@@ -97,7 +109,7 @@ class StepDirectories:
             for step in listed_steps(self.directory):
                 if step in passed or step in damaged:
                     continue
-                check = self.check_whole if step in checked else self.check
+                check = self.check_whole if step in checked or is_left(step) else self.check
                 try:
                     check(self.path(step))
                 except NotFoundError:  # Never committed, not yet, or removed meanwhile.

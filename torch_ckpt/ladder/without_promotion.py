@@ -32,7 +32,7 @@ class WithoutPromotion:
         """Does nothing."""
 
     start = report = heard_from = check = heard = retry = saving = not_saved = _ignore
-    progress = end_alone = cancel = _ignore
+    progress = cancel = _ignore
 
     def _nothing(self, *_: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -352,8 +352,8 @@ class Run(StepLoads):
     def best_step(self) -> int | None:
         """Returns the whole step with the best value of ``monitor``; ``None`` if there is none.
 
-        It first waits for the background save. Steps that the run has left count, those without the
-        metric or with a NaN do not. Of equal values, that of the earlier step is the best.
+        It first waits for the background save. Steps that the run has left, without the metric or
+        with a NaN do not count. Of equal values, that of the earlier step is the best.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
@@ -365,7 +365,7 @@ class Run(StepLoads):
             raise ValueError("best_step() needs the name of a metric: pass monitor to the run")
 
         def choose(_: list[None]) -> int | None:
-            return next(iter(self.retention.best(self._disks)), None)
+            return self.retention.best(self._disks)
 
         self._check_open()
         what, within = (
@@ -425,11 +425,11 @@ class Run(StepLoads):
         """Waits for the background save and ends the run; other methods then raise RuntimeError.
 
         The agent first writes a last step of ``persist=False``. With ``local``, all ranks wait for
-        promotions, without a limit. Leases last until their blocks end. Forked children do nothing.
+        promotions while bytes arrive. Leases last until their blocks end. In a forked child: no-op.
 
         Raises:
-            CheckpointError: The background save or a promotion failed, on all ranks; see
-                :meth:`wait`. Steps remain in ``local``, and the next run promotes them.
+            CheckpointError: The background save or a promotion failed, or no bytes arrived for
+                ``timeout_s``, on all ranks. The next run promotes the steps in ``local``.
             RankTimeoutError: With ``local``: a rank left its block by an error, is late or gone.
         """
         if self._exclusive.is_forked:

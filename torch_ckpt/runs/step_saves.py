@@ -186,23 +186,25 @@ class StepSaves:
                 raise refused
             if self._group.is_coordinator and metrics is not None:
                 files.update(metrics_file(step, metrics, self._monitor))
-            self._failed.replaced(step)
             return self._promotion.report()
 
         def begin(
             reports: list[Report | None],
-        ) -> tuple[dict[str, bytes], Choice, int | None, _SentTerm, CheckpointError | None]:
+        ) -> tuple[
+            dict[str, bytes], Choice, int | None, str | None, _SentTerm, CheckpointError | None
+        ]:
             self._promotion.heard_from([each for each in reports[1:] if each is not None])
             unpromoted = None if is_last else self._promotion.check()
             if unpromoted is not None:
-                return {}, Choice(), None, (0, {}), unpromoted
+                return {}, Choice(), None, None, (0, {}), unpromoted
             choice = self._promotion.choice(step)
             self._failed.sweep()
             files.update(self.lineage.saving(step))
             lineage = self.lineage.term.number, dict(self.lineage.term.lineage)
-            return files, choice, self._base(step) if self._reuses else None, lineage, None
+            base, former = self._base(step) if self._reuses else None, self._disk.save_of(step)
+            return files, choice, base, former, lineage, None
 
-        files, choice, base, lineage, unpromoted = self._group.decide(
+        files, choice, base, former, lineage, unpromoted = self._group.decide(
             *("beginning to save", own, begin),
             timeout_s=timeout_s,
             recorded="begin",
@@ -210,6 +212,7 @@ class StepSaves:
         )
         if unpromoted is not None:
             return unpromoted
+        self._failed.replaced(step, former)
         if not self._group.is_coordinator:
             self.lineage.adopt(*lineage)
         if base is not None:
@@ -303,7 +306,8 @@ class StepSaves:
     def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes what can be promoted in this time; the next process promotes the rest.
 
-        All ranks call it. Raises as :meth:`wait_for_promotion`, on all of them.
+        The wait goes on while bytes arrive. All ranks call it. Raises as
+        :meth:`wait_for_promotion`, on all of them.
         """
         self._promotions.close(self.wait_for_promotion, timeout_s)
 
@@ -323,7 +327,9 @@ class StepSaves:
                 if not is_again:
                     self.close_promotion()  # First, since the agent makes the copies.
             finally:
-                if backend is not None:
+                if backend is not None and self.is_busy:
+                    backend.leave()  # The agent goes on with the save, whenever that ends.
+                elif backend is not None:
                     backend.close()
 
     def leave(self, error: BaseException) -> None:

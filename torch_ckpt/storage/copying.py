@@ -97,7 +97,7 @@ class CheckpointCopy:
         base: Location | None = None,
     ) -> None:
         self.source, self.target, self.base = source, target, base
-        self._niceness = niceness
+        self._niceness, self._linked_nbytes = niceness, 0
         self._opened = self._open(nbytes_per_s)
         # After an error, the files that have arrived stay, with their mark, for another try.
         self._transaction = CheckpointTransaction(target, self._opened.save_id, keeps_files=True)
@@ -116,6 +116,11 @@ class CheckpointCopy:
     def read_nbytes(self) -> int:
         """Bytes that were read and verified so far."""
         return self._opened.job.copied_nbytes
+
+    @property
+    def done_nbytes(self) -> int:
+        """Bytes that were copied or linked so far."""
+        return self.read_nbytes + self._linked_nbytes
 
     def cancel(self) -> None:
         """Makes the copy fail with CancelledError. Any thread may call it."""
@@ -290,6 +295,7 @@ class CheckpointCopy:
             (self.base / found).link(self.target / name, sync=True)
         except CheckpointError:
             return False
+        self._linked_nbytes += opened.files[number][1]
         return True
 
     @functools.cached_property
