@@ -111,8 +111,7 @@ class Kind(enum.StrEnum):
     ``is_first`` (whether the rank asks for the first time), and ``is_cancelled``."""
     COPIED = "copied"
     """Answers ``COPY``: whether the copy ``has_ended``, the ``nbytes`` that were read so far, the
-    ``linked_nbytes``, and
-    the ``failure``, or none."""
+    ``linked_nbytes``, and the ``failure``, or none."""
 
 
 Message = dict[str, Any]

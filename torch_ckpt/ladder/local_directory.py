@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch_ckpt.agent.identity import id_in_directory, is_copy, new_id, own_id, write_id
-from torch_ckpt.commits.terms import Term, newest_term, term_of
+from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
@@ -132,8 +132,7 @@ def promotion_for(
 
 
 def _terms_of(disk: StepDirectories, steps: Sequence[int]) -> dict[int, int]:
-    """Returns the terms of steps by the files here; other machines have the same."""
-    return {step: term_of(disk.path(step)) for step in steps}
+    return {step: disk.term_of(step) for step in steps}
 
 
 def _passed_over(
@@ -156,7 +155,7 @@ def _passed_over(
     def is_older(step: int) -> bool:
         if not is_of_another_save(local.path(step), run.path(step)):
             return False
-        return not terms[step] or term_of(run.path(step)) > terms[step]
+        return not terms[step] or run.term_of(step) > terms[step]
 
     other = {s for s in here if not newest.has(s, terms[s]) or (s in in_run and is_older(s))}
     if other:

@@ -95,7 +95,8 @@ class MachineDirectories(StepDirectories):
 
     def term_of(self, step: int, reports: Sequence[Mapping[int, Part] | None] = ()) -> int:
         """Returns the term in which a step was saved; 0 if it has none."""
-        return max((each[step].term for each in reports if each and step in each), default=0)
+        terms = [each[step].term for each in reports if each and step in each]
+        return max(terms) if terms else super().term_of(step)  # All machines have the same.
 
     def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader by which machines pass on what others lack. Called on all ranks."""

@@ -65,8 +65,8 @@ class Attempt:
     def copy_files(self, open_copy: Callable[..., CheckpointCopy], bases: Iterable[int]) -> bool:
         """Copies the files of this place; returns whether the step was committed before.
 
-        It takes files from the first of the steps ``bases`` that the run has not left.
-        Raises CancelledError if the attempt is stopped, and SupersededError if a newer job of the
+        It takes files from the first of the steps ``bases`` that the run has not left. Raises
+        CancelledError if the attempt is stopped, and SupersededError if a newer job of the
         run does not go on from the step.
         """
         copy = open_copy(self._source, self._target, base=self._base_among(bases))
