@@ -101,7 +101,7 @@ UNSAVABLE: dict[str, Callable[[], Any]] = {
 
 
 MAY_BE_SAVED = {"quint4x2", "bits16"}
-"""Torch pickles them. A load names them: torch cannot copy them to a target."""
+"""Torch pickles them. A load names a ``quint4x2``, because torch cannot copy it to a target."""
 
 NOT_NAMED_BY_DCP = {
     "nested",
