@@ -156,6 +156,69 @@ MUTATIONS = {
             "if node.fqn == '':",
         )
     ],
+    "an object within a tuple is not restored": [
+        Mutation(
+            "torch_ckpt/coordination/statefuls.py",
+            "        values[key] = _restore(inner, values[key])",
+            "        if not isinstance(live, tuple):\n"
+            "            values[key] = _restore(inner, values[key])",
+        )
+    ],
+    "a rank has the state of the first one": [
+        Mutation(
+            "torch_ckpt/planning/rank_state.py",
+            "own = _key(self.rank, self.world_size)",
+            "own = _key(0, self.world_size)",
+        ),
+        Mutation(
+            "torch_ckpt/planning/rank_state.py",
+            "own = entries.get(_key(rank, world_size))",
+            "own = entries.get(_key(0, world_size), entries.get(_key(rank, world_size)))",
+        ),
+    ],
+    "an object below the top is pickled": [
+        Mutation("torch_ckpt/storage/rank_work.py", "refuse_statefuls(planner.state_dict)", "pass")
+    ],
+    "an object that takes no state is not named": [
+        Mutation(
+            "torch_ckpt/coordination/statefuls.py",
+            '        with naming("load", node.fqn):',
+            "        if True:",
+        )
+    ],
+    "a value that cannot be staged is not named": [
+        Mutation(
+            "torch_ckpt/staging/stager.py",
+            '            naming_first("stage", lambda: flat_values(state_dict), self._try),',
+            "            contextlib.nullcontext(),",
+        )
+    ],
+    "a state dict that cannot be made is not named": [
+        Mutation(
+            "torch_ckpt/coordination/statefuls.py",
+            "        with naming(action, fqn):",
+            "        if True:",
+        )
+    ],
+    "tensors in the same memory are loaded in any order of files": [
+        Mutation(
+            "torch_ckpt/storage/load_source.py",
+            "self.tensors.sort(key=lambda tensor: files[tensor[1][0]])",
+            "pass",
+        )
+    ],
+    "a tensor that torch reads comes after all others": [
+        Mutation(
+            "torch_ckpt/storage/loading.py",
+            "self._load_streams(remaining)  # A later",
+            "pass  # A later",
+        ),
+        Mutation(
+            "torch_ckpt/storage/loading.py",
+            "remaining = self._load_batch(batch, late, exchange)",
+            "remaining += self._load_batch(batch, late, exchange)",
+        ),
+    ],
     "two tensors in the same memory are loaded at once": [
         Mutation(
             "torch_ckpt/storage/loading.py",

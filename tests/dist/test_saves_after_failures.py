@@ -37,7 +37,6 @@ from torch_ckpt.storage.machine_writer import MachineWriter
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
 TIMES, FULL_TIMES = 40, 400
-STORE_TIMES = 100  # Each save is dozens of requests.
 WORLD = 3
 FAILING = 1
 TIMEOUT_S = 60
@@ -368,9 +367,9 @@ def test_a_save_right_after_a_failed_one_to_the_same_new_place_of_a_store_succee
     worlds: Worlds, store_server: StoreServer, store_url: str, way: str
 ) -> None:
     variables = store_server.environment()
-    arguments = (variables, store_url, way, STORE_TIMES)
+    arguments = (variables, store_url, way, FULL_TIMES)
     wrong = worlds.run(WORLD, save_to_a_store, *arguments, timeout_s=500)
     assert wrong == [[]] * WORLD
     if way != "SafetensorsWriter":
-        last = f"{store_url}/{STORE_TIMES - 1}/new"
-        assert loaded(FastReader(last)).eq(STORE_TIMES - 1).all()
+        last = f"{store_url}/{FULL_TIMES - 1}/new"
+        assert loaded(FastReader(last)).eq(FULL_TIMES - 1).all()

@@ -15,6 +15,7 @@ from support.states import State
 from torch_ckpt import RankState
 
 FAILURE = "the object takes no state"
+OLDER_DTYPES = torch.storage._dtype_to_storage_type_map()
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ def owned(state: State, like: State, seed: object, owners: Owners) -> State:
             pairs = enumerate(zip(source, like, strict=True))
             made = [within(one, other, (*path, at), in_tuple) for at, (one, other) in pairs]
         elif owners.of_ranks and path and not in_tuple and draws < owners.share / 2:
-            # Torch cannot unpickle a scalar of this dtype that requires a gradient.
-            is_complex32 = getattr(like, "dtype", None) == torch.complex32
-            return value if is_complex32 else OfRank(like, path)
+            # Torch cannot unpickle a tensor of a newer dtype that requires a gradient.
+            is_newer = isinstance(like, torch.Tensor) and like.dtype not in OLDER_DTYPES
+            return value if is_newer else OfRank(like, path)
         if made is None or (in_tuple and not is_chosen and not any(objects_in(made))):
             return value
         made = type(like)(made)

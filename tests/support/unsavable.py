@@ -91,6 +91,9 @@ UNSAVABLE: dict[str, Callable[[], Any]] = {
     ),
     "int4": lambda: torch.empty(2, dtype=torch.int4),
     "bits16": lambda: torch.empty(2, dtype=torch.bits16),
+    "a float8 that requires a gradient, in a tuple": lambda: (
+        torch.ones(2).to(torch.float8_e5m2).requires_grad_(),
+    ),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "meta": lambda: torch.ones(2, device="meta"),
     "a list that contains itself": lambda: endless(list),
@@ -101,7 +104,7 @@ UNSAVABLE: dict[str, Callable[[], Any]] = {
 
 
 MAY_BE_SAVED = {"quint4x2", "bits16"}
-"""Torch pickles them. A load names them: torch cannot copy them to a target."""
+"""Torch pickles them. A load names a ``quint4x2``, because torch cannot copy it to a target."""
 
 NOT_NAMED_BY_DCP = {
     "nested",

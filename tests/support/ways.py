@@ -229,6 +229,11 @@ def _save_staged(s: Saving, state: Any, path: Location) -> Wait:
     return save
 
 
+def _save_installed(save: Callable[..., Any], s: Saving, state: Any, path: Location) -> Any:
+    with torch_ckpt.installed():
+        return save(state, storage_writer=FileSystemWriter(path.checkpoint_id), **s.ranks)
+
+
 def _step(path: Location) -> int:
     return int(path.name.removeprefix("step-"))
 
@@ -260,6 +265,14 @@ CALLS = {
     "torch_ckpt.async_save": Call(_fast_async_save, STAGED),
     "async_save by process": Call(_save_by_process, f"{Call.uses} ends"),
     "stage": Call(_save_staged, f"{Call.uses} stager"),
+    "dcp.save, installed": Call(
+        lambda *args: _save_installed(dcp.save, *args) and None,
+        OWN_PLANNER.removeprefix("io files "),
+    ),
+    "dcp.async_save, installed": Call(
+        lambda *args: _save_installed(dcp.async_save, *args).result,
+        OWN_PLANNER.removeprefix("io files ") + " ends",
+    ),
     "run": Call(_save_by_run, OWN_PLANNER),
     "run, async": Call(lambda *args: _save_by_run(*args, asynchronous=True), f"{OWN_PLANNER} ends"),
     "run, promoted": Call(lambda *args: _save_by_run(*args, promoted=True), OWN_PLANNER),
@@ -447,13 +460,15 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
 def is_refused_by_name(way: Way) -> bool:
     """Whether a save has no value that cannot be saved, or names it."""
     fault, is_by_dcp = way["fault"], way["call"] in CALLED_BY_DCP
+    if way["planner"] == "cutting":  # It cuts plain tensors only.
+        return fault == NO_FAULT
     if fault in NOT_NAMED_BY_DCP:
         return not is_by_dcp and not is_planned_by_stock(way)
     # A planner with functions of its own may save an object itself.
-    is_plain = way["planner"] != "cutting" and "subclass" not in way["planner"]
+    is_subclass = "subclass" in way["planner"]
     if fault == BELOW_TOP:
-        return is_by_dcp and is_plain
-    return is_plain or not is_by_dcp or fault not in WITH_STATE
+        return is_by_dcp and not is_subclass
+    return not (fault in WITH_STATE and is_by_dcp and is_subclass)
 
 
 def is_planned_by_stock(way: Way) -> bool:

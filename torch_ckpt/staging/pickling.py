@@ -190,10 +190,20 @@ _WITH_COPIES = types.SimpleNamespace(__name__=__name__, Pickler=_WithCopies)
 
 
 def _reduced(value: Any) -> Any:
-    """Returns the reduced form of a tensor; ``NotImplemented`` for another value."""
+    """Returns the reduced form of a tensor; ``NotImplemented`` for another value.
+
+    Raises PicklingError for a tensor that torch could not unpickle: its function sets the memory
+    of a leaf that requires a gradient already.
+    """
     if not isinstance(value, torch.Tensor) or type(value) in copyreg.dispatch_table:
         return NotImplemented
-    return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    reduced = value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    if reduced[0] is torch._utils._rebuild_tensor_v3 and reduced[1][4]:
+        raise pickle.PicklingError(
+            f"torch cannot load a pickled tensor of {value.dtype} that requires a gradient; pass "
+            "its detach()"
+        )
+    return reduced
 
 
 def _inspected(value: Any, fqn: str) -> _Tensors:
