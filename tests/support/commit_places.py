@@ -188,6 +188,10 @@ class MachinePart(Checkpoint):
         )
 
 
+class MachineStep(Step, MachinePart):
+    """The part of such a machine in a step of a run."""
+
+
 class Copy(Checkpoint):
     """A copy of a checkpoint: it keeps its files after an error, and its next try finds them."""
 
@@ -410,6 +414,7 @@ PLACES = (
     Place("copy of a checkpoint", Copy, Checkpoint, keeps=True),
     Place("step of a run", Step, Step, options=_ANY),
     Place("first step of a run", Step, None, options=_ANY),
+    Place("part of a machine in a step of a run", MachineStep, MachineStep, options=_ANY),
     Place("step of a run on a store", Step, Step, on_store=True, options=_ANY),
     Place("checkpoint on a store", Checkpoint, Checkpoint, on_store=True, options=_ANY),
     Place("first checkpoint on a store", Checkpoint, None, on_store=True, options=_ANY),

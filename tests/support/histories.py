@@ -40,6 +40,7 @@ from support.history_model import (
 from torch.distributed.checkpoint import CheckpointException
 
 from torch_ckpt import CheckpointError, Run
+from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import has_agent
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import StorageError
@@ -108,6 +109,7 @@ class History:
             for name in CALLS:
                 stack.enter_context(self._watched(Location, name))
             stack.enter_context(self._watched(CheckpointTransaction, "_publish"))
+            stack.enter_context(mock.patch.object(_native, "MetadataFile", self._opened))
             self._begin()
             for _ in range(count):
                 self._step()
@@ -126,6 +128,12 @@ class History:
             return result
 
         return mock.patch.object(kind, name, call)
+
+    def _opened(
+        self, fs: Any, path: Path, real: Any = _native.MetadataFile
+    ) -> _native.MetadataFile:
+        self._at_call("open", str(path))
+        return real(fs, path)
 
     def _at_call(self, name: str, path: str) -> StorageError | None:
         """What happens at a file call; returns the error if it is made, and its answer is lost."""
