@@ -28,12 +28,13 @@ import cut_ranks
 from cut_ranks import A_LIFE, Job, Setup
 from forks import Forks
 from lives import Life, Pipes
-from machines import memory_of
 from namespaces import Network, Store, own_network
+from torch.distributed.checkpoint.api import CheckpointException
 from waits import until
 
+from torch_ckpt import CheckpointError
 from torch_ckpt.agent.memory import has_agent
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.errors import NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.ladder.step_files import committed_steps
@@ -44,6 +45,7 @@ START_S = 60.0  # For ranks to restore, on a machine that is busy.
 BUSY_S = 15.0  # What a call may take more than its waits, on such a machine.
 STORAGE_S = 30.0  # How long an agent tries again to read or write the directory of the run.
 END_S = 60.0  # For agents to end after a run was closed.
+LOG_LINES = 12
 SHORTEST_S = 0.2  # Of the cuts.
 
 # How a link is cut: of machine `a`, or between machines `a` and `b`.
@@ -96,10 +98,20 @@ class CutCampaign:
         memory: For the memory of all machines.
         seed: Of all moments and victims.
         longest_s: Of the cuts.
+        is_early: Whether ranks report saves as committed before they are: what must be noticed.
     """
 
-    def __init__(self, folder: Path, memory: Path, seed: int, *, longest_s: float = 20.0) -> None:
-        self.folder, self.memory, self.seed, self.longest_s = folder, memory, seed, longest_s
+    def __init__(
+        self,
+        folder: Path,
+        memory: Path,
+        seed: int,
+        *,
+        longest_s: float = 20.0,
+        is_early: bool = False,
+    ) -> None:
+        self.folder, self.memory, self.seed = folder, memory, seed
+        self.longest_s, self.is_early = longest_s, is_early
         self.tally: Counter[str] = Counter()
         self.longest: dict[str, float] = defaultdict(float)
         self.breaches: list[str] = []
@@ -150,9 +162,14 @@ class CutCampaign:
                 self._live(life + 1, is_last=is_last)
                 self._check_disks()
             except AssertionError as error:
-                raise AssertionError(f"life {life + 1} of {setup}: {error}") from error
+                text = f"life {life + 1} of {setup}: {error}\n{self._logs()}"
+                raise AssertionError(text) from error
         self._check_end()
-        for path in (self.folder / self.name, self.memory / self.name, self.folder / "local"):
+        for path in (
+            self.folder / self.name,
+            self.memory / self.name,
+            self.folder / f"local-{self.name}",
+        ):
             shutil.rmtree(path, ignore_errors=True)
 
     # ---- One life ----
@@ -163,13 +180,14 @@ class CutCampaign:
             number=number,
             setup=self.setup,
             url=self.url,
-            local=self.folder / "local",
+            local=self.folder / f"local-{self.name}",
             memory=self.memory / self.name,
             pids=self._network.pids,
             store=(self._forks.store.port, str(self._forks.next_number())),
             variables=self._store.variables(),
             steps=self.rng.randrange(3, 9),
             seed=self.rng.randrange(2**32),
+            is_early=self.is_early,
         )
         job.memory.mkdir(exist_ok=True)
         stacks = self.memory / "stacks"
@@ -309,9 +327,7 @@ class CutCampaign:
     def _check_disks(self) -> None:
         """What is committed anywhere is whole, and of one save."""
         run = Location(self.url)
-        numbers = [
-            cut_ranks.number_at(run / f"step-{step}", step) for step in committed_steps(run)
-        ]
+        numbers = [cut_ranks.number_at(run / f"step-{step}", step) for step in committed_steps(run)]
         newest = max(numbers, default=0)
         assert self._promoted <= newest, f"save {self._promoted} was promoted; newest is {newest}"
         self._least = max(self._least, newest)
@@ -321,7 +337,9 @@ class CutCampaign:
 
     @property
     def _locals(self) -> list[Path]:
-        return [self.folder / "local" / f"machine-{m}" for m in range(self.setup.machines)]
+        return [
+            self.folder / f"local-{self.name}" / f"machine-{m}" for m in range(self.setup.machines)
+        ]
 
     def _check_halves(self, step: int) -> None:
         """The machines have one save of a step, or the step does not count."""
@@ -339,9 +357,11 @@ class CutCampaign:
                 for half in halves:
                     shutil.copytree(half, whole, dirs_exist_ok=True)
                 number = cut_ranks.number_at(Location(whole), step)
-            except (OSError, shutil.Error, NotFoundError):  # An agent replaces the step.
+            except (OSError, CheckpointError, CheckpointException) as error:
+                # An agent may replace the step.
                 if ids == [committed_id(Location(half)) for half in halves]:
-                    raise
+                    names = [sorted(os.listdir(half)) for half in halves]
+                    raise AssertionError(f"{names} of step {step}: {error}"[-2000:]) from error
                 continue
             self._least = max(self._least, number)
             return
@@ -354,13 +374,23 @@ class CutCampaign:
         left = list(memory.glob("*/*/*"))
         assert not left, f"left in memory: {left}"
         places = [self.url, *map(str, self._locals if self.setup.has_local else [])]
-        for place in places:
-            names = [n for n in Location(place).names() if n.startswith(".") and n != ".agents"]
-            names += [f".agents/{n}" for n in _names(Location(place) / ".agents")]
-            for step in committed_steps(Location(place)):
-                inner = (Location(place) / f"step-{step}").names()
-                names += [f"{step}/{n}" for n in inner if n.endswith(".tmp") or ".agents" in n]
+        for place in map(Location, places):
+            steps = {f"step-{step}" for step in committed_steps(place)}
+            names = [n for n in place.names() if n.startswith(".") and n != ".agents"]
+            for name in place.names():
+                inner = _names(place / name)  # The store shows empty folders for a while.
+                if name.startswith("step-") and name not in steps:
+                    names += [f"{name}/{n}" for n in inner]
+                names += [f"{name}/{n}" for n in inner if n.endswith(".tmp")]
+            for save in _names(place / ".agents"):
+                names += [f"{save}/{n}" for n in _names(place / ".agents" / save)]
             assert not names, f"left in {place}: {names}"
+
+    def _logs(self) -> str:
+        """The ends of the logs of all agents, for people."""
+        logs = sorted((self.memory / self.name).glob("*/*/*/agent.log"))
+        tails = [(log, log.read_text().splitlines()[-LOG_LINES:]) for log in logs]
+        return "\n".join(f"{log}\n" + "\n".join(lines) for log, lines in tails)
 
     def _end_agents(self, machine: str = "machine-*") -> None:
         for lock in self.memory.glob(f"*/{machine}/*/*/agent.lock"):
@@ -370,7 +400,7 @@ class CutCampaign:
 
 
 def _names(directory: Location) -> list[str]:
-    with contextlib.suppress(NotFoundError):
+    with contextlib.suppress(NotFoundError, StorageError):  # It is a file.
         return directory.names()
     return []
 
@@ -382,6 +412,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run", type=int, default=0, help="the first run, to repeat a failure")
     parser.add_argument("--longest", type=float, default=20.0, help="seconds of a cut")
+    parser.add_argument("--early", action="store_true", help="with ranks that report too early")
     arguments = parser.parse_args()
     own_network()
     warnings.simplefilter("ignore")  # Of loads by a single process.
@@ -390,7 +421,9 @@ def main() -> int:
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
         began = time.monotonic()
         campaign = CutCampaign(
-            Path(folder), memory, arguments.seed, longest_s=arguments.longest
+            *(Path(folder), memory, arguments.seed),
+            longest_s=arguments.longest,
+            is_early=arguments.early,
         )
         stack.callback(campaign.close)
         campaign.run(arguments.lives, arguments.run)

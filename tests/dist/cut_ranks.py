@@ -98,6 +98,7 @@ class Job:
     variables: dict[str, str]
     steps: int
     seed: int
+    is_early: bool  # Whether saves are reported as committed before they are.
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,8 @@ def _save(
     state |= {"number": number, "step": step}
     waits, promotes = rng.random() < 0.5, rng.random() < 0.3
     say("begun", number)
+    if job.is_early:
+        say("returned", number)
     is_saved = call("save", run.save, step, state)
     if job.setup.saves == "direct" and is_saved:
         say("returned", number)

@@ -89,7 +89,8 @@ class Network:
             raise
 
     def _make_machine(self, number: int) -> None:
-        holder = subprocess.Popen(["unshare", "--net", "sleep", "36000"])
+        words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"]
+        holder = subprocess.Popen(words)
         self._stack.callback(holder.wait)
         self._stack.callback(holder.kill)
         own = os.readlink("/proc/self/ns/net")
