@@ -134,8 +134,9 @@ class CutCampaign:
         while self._lives < lives:
             try:
                 self._run(number, min(LIVES_OF_A_RUN, lives - self._lives))
-            except AssertionError as error:
-                self.breaches.append(f"--seed {self.seed} --run {number}, {error}")
+            except (Exception, CheckpointException) as error:
+                where = f"--seed {self.seed} --run {number}"
+                self.breaches.append(f"{where}, {type(error).__name__}: {error}")
                 self._end_agents()
             number += 1
 
@@ -161,8 +162,8 @@ class CutCampaign:
             try:
                 self._live(life + 1, is_last=is_last)
                 self._check_disks()
-            except AssertionError as error:
-                text = f"life {life + 1} of {setup}: {error}\n{self._logs()}"
+            except (Exception, CheckpointException) as error:
+                text = f"life {life + 1} of {setup}: {error!r}\n{self._logs()}"
                 raise AssertionError(text) from error
         self._check_end()
         for path in (
@@ -216,22 +217,7 @@ class CutCampaign:
     def _disturb(self, life: _Life, pipes: Pipes, ranks: Any, stacks: Path) -> None:
         """Cuts a link for some time, and kills meanwhile."""
         rng, setup = self.rng, self.setup
-        size = setup.world_size
-        is_early = rng.random() < 0.15
-        if not is_early:
-            deadline = time.monotonic() + START_S
-            while len(life.restored) < size and pipes and time.monotonic() < deadline:
-                self._receive(life, pipes, 0.2)
-        if not is_early and rng.random() < 0.7:  # In the middle of a save, often of its commit.
-            some = max(life.restored.values(), default=0) + rng.randrange(1, 4)
-            end = time.monotonic() + BUSY_S
-            while max(life.begun.values(), default=0) % A_LIFE < some % A_LIFE and pipes:
-                if time.monotonic() > end:
-                    break
-                self._receive(life, pipes, 0.01)
-            self._receive(life, pipes, rng.uniform(0, rng.choice([0.1, 0.3, 1.0])))
-        else:
-            self._receive(life, pipes, rng.uniform(0, 4))
+        self._await_moment(life, pipes)
         cuts = [cut for cut in CUTS if setup.place == "store" or not cut.startswith("store")]
         kind, seconds = rng.choice(cuts), self._duration()
         a, b = rng.sample(range(setup.machines), 2)
@@ -252,10 +238,28 @@ class CutCampaign:
             return
         self._receive(life, pipes, end_s)
         self.tally[f"killed: {end}"] += 1
-        for rank in rng.sample(range(size), size):
+        for rank in rng.sample(range(len(ranks)), len(ranks)):
             ranks[rank][0].kill()
         if end == "all ranks and agents":
             self._end_agents()
+
+    def _await_moment(self, life: _Life, pipes: Pipes) -> None:
+        """Waits until the moment of the cut: early, in a save, or whenever."""
+        rng = self.rng
+        if rng.random() < 0.15:
+            self._receive(life, pipes, rng.uniform(0, 4))
+            return
+        self._receive_until(
+            life, pipes, START_S, lambda: len(life.restored) == self.setup.world_size
+        )
+        if rng.random() < 0.3:
+            self._receive(life, pipes, rng.uniform(0, 4))
+            return
+        step = max(life.restored.values(), default=0) % A_LIFE + rng.randrange(1, 4)
+        self._receive_until(
+            life, pipes, BUSY_S, lambda: max(life.begun.values(), default=0) % A_LIFE >= step
+        )
+        self._receive(life, pipes, rng.uniform(0, rng.choice([0.1, 0.3, 1.0])))
 
     def _duration(self) -> float:
         """Of a cut: short ones are as likely as long ones."""
@@ -270,10 +274,7 @@ class CutCampaign:
 
     def _let_end(self, life: _Life, pipes: Pipes, ranks: Any, stacks: Path) -> None:
         """Waits until all ranks have ended by themselves."""
-        left_s = START_S + 2 * self._limit_s
-        end = time.monotonic() + left_s
-        while pipes and time.monotonic() < end:
-            self._receive(life, pipes, 1.0)
+        self._receive(life, pipes, START_S + 2 * self._limit_s)
         if pipes:
             for pipe in pipes:
                 with contextlib.suppress(ProcessLookupError):
@@ -282,6 +283,14 @@ class CutCampaign:
             text = stacks.read_text() if stacks.exists() else ""
             calls = {rank: life.calling.get(rank) for rank in pipes.values()}
             raise AssertionError(f"these calls hang: {calls}\n{text}")
+
+    def _receive_until(
+        self, life: _Life, pipes: Pipes, seconds: float, is_due: Callable[[], bool]
+    ) -> None:
+        """Receives reports until something holds, or for some time at most."""
+        end = time.monotonic() + seconds
+        while not is_due() and pipes and time.monotonic() < end:
+            self._receive(life, pipes, 0.02)
 
     @staticmethod
     def _receive(life: _Life, pipes: Pipes, seconds: float) -> None:

@@ -42,4 +42,4 @@ def test_100_lives_on_machines_that_are_cut_off_lose_no_save_that_had_returned(s
 
 
 def test_the_campaign_notices_saves_that_return_before_they_are_committed(seed: int) -> None:
-    assert campaign(12, seed, "--longest", "1", "--early") == 1
+    assert campaign(18, seed, "--longest", "1", "--early") == 1
