@@ -36,7 +36,7 @@ from torch_ckpt import CheckpointError
 from torch_ckpt.agent.memory import has_agent
 from torch_ckpt.errors import NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id
+from torch_ckpt.formats.committed import committed_id, files_in, open_committed
 from torch_ckpt.ladder.step_files import committed_steps
 
 MACHINES = 3
@@ -351,29 +351,45 @@ class CutCampaign:
         ]
 
     def _check_halves(self, step: int) -> None:
-        """The machines have one save of a step, or the step does not count."""
+        """Each machine has the files of what it has committed; one save on all is whole.
+
+        A step that some machines have not committed, or of which they have different saves, does
+        not count. An agent may commit meanwhile.
+        """
+        halves = [local / f"step-{step}" for local in self._locals]
         for _ in range(10):
-            halves = [local / f"step-{step}" for local in self._locals]
-            ids = [committed_id(Location(half)) if half.exists() else None for half in halves]
-            if len(set(ids)) > 1:
-                self.tally["steps that some machines lack"] += 1
-                return
-            whole = self.folder / "whole"
-            shutil.rmtree(whole, ignore_errors=True)
+            ids = _ids(halves)
             try:
-                metadata = {(half / ".metadata").read_bytes() for half in halves}
-                assert len(metadata) == 1, f"step {step} has two contents with one id, {ids}"
-                for half in halves:
-                    shutil.copytree(half, whole, dirs_exist_ok=True)
-                number = cut_ranks.number_at(Location(whole), step)
-            except (OSError, CheckpointError, CheckpointException) as error:
-                # An agent may replace the step.
-                if ids == [committed_id(Location(half)) for half in halves]:
-                    names = [sorted(os.listdir(half)) for half in halves]
+                number = self._number_in(halves, ids, step)
+            except (AssertionError, OSError, CheckpointError, CheckpointException) as error:
+                if ids == _ids(halves):
+                    names = [sorted(os.listdir(half)) for half in halves if half.exists()]
                     raise AssertionError(f"{names} of step {step}: {error}"[-2000:]) from error
                 continue
             self._least = max(self._least, number)
+            self.tally["steps that some machines lack"] += number == 0
             return
+
+    def _number_in(self, halves: list[Path], ids: list[str | None], step: int) -> int:
+        """Returns the number of the save that all machines have, or 0."""
+        for machine, half in enumerate(halves):
+            if ids[machine] is not None:
+                _, index = open_committed(Location(half), "")
+                assert index is not None
+                ranks = range(machine * self.setup.ranks, (machine + 1) * self.setup.ranks)
+                prefixes = tuple(f"__{rank}_" for rank in ranks)
+                own = [(name, n) for name, n in index.files if name.startswith(prefixes)]
+                lost = {name for name, _ in own} - files_in(Location(half), own)
+                assert not lost, f"{half} has lost {lost}"
+        if len(set(ids)) > 1:
+            return 0
+        metadata = {(half / ".metadata").read_bytes() for half in halves}
+        assert len(metadata) == 1, f"two contents with the id {ids[0]}"
+        whole = self.folder / "whole"
+        shutil.rmtree(whole, ignore_errors=True)
+        for half in halves:
+            shutil.copytree(half, whole, dirs_exist_ok=True)
+        return cut_ranks.number_at(Location(whole), step)
 
     def _check_end(self) -> None:
         """After the last job, nothing is left but the steps."""
@@ -406,6 +422,10 @@ class CutCampaign:
             with contextlib.suppress(OSError, ValueError):
                 if has_agent(lock.parent):
                     os.kill(int(lock.read_text()), signal.SIGKILL)
+
+
+def _ids(halves: list[Path]) -> list[str | None]:
+    return [committed_id(Location(half)) if half.exists() else None for half in halves]
 
 
 def _names(directory: Location) -> list[str]:

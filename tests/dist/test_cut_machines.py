@@ -34,7 +34,7 @@ def campaign(lives: int, seed: int, *options: str) -> int:
 
 
 def test_a_few_cuts_lose_no_save_that_had_returned(seed: int) -> None:
-    assert campaign(4, seed, "--longest", "3") == 0
+    assert campaign(4, seed, "--longest", "2") == 0
 
 
 def test_100_lives_on_machines_that_are_cut_off_lose_no_save_that_had_returned(seed: int) -> None:
