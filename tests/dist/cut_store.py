@@ -10,11 +10,9 @@ It is run in a network namespace of its own, by ``unshare --net``: nothing else 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,9 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from namespaces import Network, Store, enter, in_machine
 from ranks import Ranks
-from support.store_server import SeaweedFS
-from waits import until
 
 from torch_ckpt import Run
 from torch_ckpt.agent import AgentOptions
@@ -35,56 +32,8 @@ from torch_ckpt.ladder.step_files import committed_steps
 
 MACHINES = 3
 CUT = 2
-STORE = "10.3.0.1"
-CLONE_NEWNET = 0x40000000
 TIMEOUT_S = 300.0
 PACE_S = 4.0
-
-
-class Store(SeaweedFS):
-    """A store that other network namespaces reach, too."""
-
-    def _command(self) -> list[str]:
-        return [
-            part.replace("-ip.bind=127.0.0.1", "-ip.bind=0.0.0.0") for part in super()._command()
-        ]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=10)
-
-
-def in_machine(pid: int, *words: str) -> None:
-    command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words]
-    subprocess.run(command, check=True, timeout=10)
-
-
-def make_machine(number: int, stack: contextlib.ExitStack) -> int:
-    """Makes a network namespace with two links. Returns a process in it."""
-    holder = subprocess.Popen(["unshare", "--net", "sleep", "3600"])
-    stack.callback(holder.wait)
-    stack.callback(holder.kill)
-    own = os.readlink("/proc/self/ns/net")
-    until(lambda: os.readlink(f"/proc/{holder.pid}/ns/net") != own)
-    in_machine(holder.pid, "link", "set", "lo", "up")
-    for net, name in ((1, "ranks"), (2, "store")):
-        outer = f"{name}{number}"
-        ip("link", "add", outer, "type", "veth", "peer", "name", name, "netns", str(holder.pid))
-        ip("addr", "add", f"10.{net}.{number}.1/24", "dev", outer)
-        ip("link", "set", outer, "up")
-        in_machine(holder.pid, "addr", "add", f"10.{net}.{number}.2/24", "dev", name)
-        in_machine(holder.pid, "link", "set", name, "up")
-    in_machine(holder.pid, "route", "add", "10.1.0.0/16", "via", f"10.1.{number}.1")
-    in_machine(holder.pid, "route", "add", STORE, "via", f"10.2.{number}.1")
-    return holder.pid
-
-
-def enter(pid: int) -> None:
-    """Moves this thread, and all that it starts, to the network of a machine."""
-    with open(f"/proc/{pid}/ns/net") as namespace:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), "setns is refused")
 
 
 def set_link(own_pid: int, state: str) -> None:
@@ -159,18 +108,14 @@ def main(folder: Path, seconds: float, on_failure: str) -> None:
     outer = os.getpid()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with contextlib.ExitStack() as stack:
-        ip("link", "set", "lo", "up")
-        ip("addr", "add", f"{STORE}/32", "dev", "lo")
-        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-        pids = [make_machine(number, stack) for number in range(MACHINES)]
+        network = stack.enter_context(contextlib.closing(Network(MACHINES)))
         memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="torch_ckpt-cut-"))
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
         store = stack.enter_context(Store(folder / "store"))
-        variables = store.environment(f"http://{STORE}:{store.ports[0]}")
-        variables["NO_PROXY"] = f"127.0.0.1,{STORE}"
         url = f"s3://{store.bucket}/run"
         with Ranks(MACHINES) as ranks:
-            arguments = folder, memory, url, pids, outer, variables, seconds, on_failure
+            variables = store.variables()
+            arguments = folder, memory, url, network.pids, outer, variables, seconds, on_failure
             found = ranks.run(train, *arguments, timeout_s=TIMEOUT_S + 3 * seconds)
         os.environ.update(store.environment())
         print(json.dumps({"ranks": found, "steps": committed_steps(Location(url))}))

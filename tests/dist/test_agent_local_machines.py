@@ -346,6 +346,66 @@ def test_a_step_that_one_machine_has_not_committed_does_not_count(
         assert world.run(restore, tmp_path, MACHINES) == [1] * RANKS
 
 
+UNPUBLISHED = """
+import os, sys
+if "agent" in sys.orig_argv:
+    from torch_ckpt.agent import joint_save
+    from torch_ckpt.agent.manifests import Manifests
+    from torch_ckpt.errors import StorageError
+    joint_save.SHUTDOWN_WAIT_S = 0.5
+    put = Manifests.put
+    def put_unless_cut(self, kind, *args):
+        if kind == "commit" and os.path.exists("{folder}/cut"):
+            raise StorageError("the store does not answer", 110)
+        put(self, kind, *args)
+    Manifests.put = put_unless_cut
+"""
+"""Cuts machine 0 off between its commit and its message to the others, while ``cut`` exists."""
+
+
+def save_half_unpublished(folder: Path, memory: Path, goes_on: bool) -> None:
+    """Step 2 is committed on the first machine only, which cannot publish that."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    run = agents_run(folder, memory, on_failure="warn", keep_last=2)
+    run.save(1, state_of(1))
+    run.wait(promoted=True)
+    (folder / "cut").touch()
+    dist.barrier()
+    run.save(2, state_of(2))
+    with pytest.raises(StorageError, match=r"machine 0 .*the store does not answer"):
+        run.wait()
+    assert steps_in(folder / "machine-0")[0] == 2
+    assert steps_in(folder / "machine-1") == [1]
+    dist.barrier()
+    (folder / "cut").unlink(missing_ok=True)
+    if goes_on:
+        dist.barrier()
+        run.save(3, state_of(3))
+        run.close()
+
+
+def test_a_commit_that_machine_0_cannot_publish_is_replaced_by_the_next_step(
+    tmp_path: Path, memory: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(UNPUBLISHED.format(folder=tmp_path))
+    with Ranks(RANKS) as world:
+        world.run(save_half_unpublished, tmp_path, memory, True, timeout_s=LOST_S)
+        for place, steps in (("machine-0", [3]), ("machine-1", [3]), ("run", [3, 1])):
+            assert steps_in(tmp_path / place) == steps
+            assert len(list((tmp_path / place).glob("step-*"))) == len(steps)
+
+
+def test_a_commit_that_machine_0_cannot_publish_is_completed_if_the_ranks_die(
+    tmp_path: Path, memory: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(UNPUBLISHED.format(folder=tmp_path))
+    with Ranks(RANKS) as world:
+        world.run(save_half_unpublished, tmp_path, memory, False, timeout_s=LOST_S)
+        world.kill()
+    until_committed(tmp_path / "machine-1" / "step-2")
+    check_whole(tmp_path, 2)
+
+
 def save_at_other_places(folder: Path, memory: Path) -> str:
     """Ranks of one machine have local directories of their own."""
     on_machine(memory)
