@@ -52,6 +52,9 @@ _TERMS = "terms"
 _KEPT = 20
 """Former terms whose files stay, so that no number is given twice to jobs that begin together."""
 
+_LAST_S = 253_402_300_799.0
+"""The end of the year 9999, in seconds since 1970."""
+
 _MOST_TRIES = 100
 """Most terms that other jobs take before this one has taken one."""
 
@@ -88,7 +91,8 @@ class Term:
         return {**former, term: step}
 
     def __str__(self) -> str:
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.began_s))
+        began_s = min(max(0.0, self.began_s), _LAST_S)  # The clock, or the file, may be wrong.
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began_s))
         return f"term {self.number}, process {self.pid} on host {self.host} since {began} UTC"
 
 
@@ -98,7 +102,7 @@ def newest_term(run: Location) -> Term:
     Raises StorageError if the directory cannot be read.
     """
     for number in _numbers(run):
-        with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError, OverflowError):
             return _decoded(number, (run / f"term-{number}").read())
         # It is being written, or its process died within that.
     return Term()
