@@ -32,6 +32,7 @@ from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, messag
 from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.memory import (
     agent_lock,
+    discard_slots,
     folder_of,
     has_agent,
     open_folder,
@@ -42,6 +43,7 @@ from torch_ckpt.agent.memory import (
 from torch_ckpt.agent.messages import Kind, encode, receive, send
 from torch_ckpt.agent.persist import Writing, persist
 from torch_ckpt.agent.process import Agent
+from torch_ckpt.agent.slot_reports import machine_slots
 from torch_ckpt.agent.slots import Slots
 from torch_ckpt.errors import CancelledError, NotFoundError, StorageError
 
@@ -674,6 +676,27 @@ def test_memory_that_is_filled_now_is_not_a_day_old(
     until(lambda: not has_agent(folder))
     assert remove_abandoned(open_folder(run_of(tmp_path / "another"))) == []
     assert newest(agent) == 2
+
+
+def test_a_run_begins_while_the_agent_of_the_last_one_removes_its_folder(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    folder, ended = folder_of(run), threading.Event()
+
+    def remove() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    ending = threading.Thread(target=remove)
+    ending.start()
+    try:
+        for _ in range(2000):
+            assert open_folder(run) == folder
+            assert machine_slots(folder, run) == []
+            assert discard_slots(folder, run, lambda _: True) == set()
+    finally:
+        ended.set()
+        ending.join()
 
 
 def test_whoever_looks_for_an_agent_keeps_none_from_beginning(run: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from support.run_steps import state_of, steps_in
 
 from torch_ckpt import FastReader, FastWriter, Run, load
@@ -140,10 +141,13 @@ def test_each_step_of_slow_background_saves_has_its_own_metrics(
     assert metrics_of(Location(tmp_path / "step-30")) == {"loss": 2.5}
 
 
-def test_a_metric_that_is_no_number_is_an_error_before_the_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "value", ["low", None, 10**400, torch.ones(2)], ids=["text", "none", "huge", "several"]
+)
+def test_a_metric_that_is_no_number_is_an_error_before_the_save(value: Any, tmp_path: Path) -> None:
     run = save_all(Run(tmp_path), {10: 3.0})
-    with pytest.raises(ValueError, match="could not convert"):
-        run.save(10, state_of(11), metrics={"loss": "abc"})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="step 10 was not saved: metrics has no number as 'loss'"):
+        run.save(10, state_of(11), metrics={"loss": value})
     state = state_of(-1)
     run.restore(state)
     assert state["w"][0] == 10

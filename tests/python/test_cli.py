@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import data_files, random_tensor, save, xxh3
+from checkpoints import ROOT, data_files, random_tensor, save, xxh3
 from command import DAMAGED, FAILED, MODULE, SOUND, UNKNOWN, run_command
 from damage import BLOCK, slices_of
 from progress_bars import Terminal
@@ -332,6 +332,27 @@ def test_output_that_cannot_be_written_is_a_failure(saved: Path) -> None:
         done = subprocess.run([*MODULE, "verify", saved], stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == FAILED
     assert b"No space left" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "closed"),
+    [
+        ("verify saved", "2>&-"),
+        ("verify saved", ">&-"),
+        ("ls --json .", ">&-"),
+        ("ls .", "<&- >&- 2>&-"),
+    ],
+)
+def test_a_command_without_a_standard_stream_has_its_status(
+    words: str, closed: str, saved: Path
+) -> None:
+    (saved.parent / "step-1").symlink_to(saved)
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *MODULE, *words.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        shell, cwd=saved.parent, env=environment, capture_output=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (SOUND, b"")
 
 
 def test_trusted_pickles_are_inspected_and_verified(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import shutil
 import subprocess
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -593,6 +595,24 @@ def test_jobs_that_begin_at_the_same_time_take_different_terms(run: Path) -> Non
     assert sorted(taken) == list(range(1, 41))
     assert newest_term(Location(run)).number == 40
     assert len(list(run.iterdir())) <= 25, "older ones are removed"
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "restored"),
+    [("began_s", 1e18, 1), ("began_s", math.inf, 1), ("pid", math.inf, 2)],
+)
+def test_a_term_with_numbers_out_of_range_is_no_error(
+    entry: str, value: float, restored: int, run: Path
+) -> None:
+    state = {"n": 0}
+    for step in (1, 2):
+        Run(run).save(step, {"n": step})
+    facts = json.loads((run / "term-2").read_text()) | {"lineage": [[1, 1]], entry: value}
+    (run / "term-3").write_text(json.dumps(facts))  # The clock was wrong, or it is damaged.
+    with warnings.catch_warnings(record=True) as passed_over:
+        warnings.simplefilter("always")
+        assert Run(run).restore(state) == restored
+    assert (state["n"], len(passed_over)) == (restored, 2 - restored)
 
 
 @pytest.mark.parametrize("contents", [b"", b"{", b"[]", b'{"lineage": [[1]]}'])

@@ -17,7 +17,9 @@ from waits import until
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter, SnapshotStager
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage import progress
+from torch_ckpt.storage.verify import examine
 
 SOON_S = 20
 
@@ -188,3 +190,21 @@ def test_a_run_that_waits_for_its_background_save_shows_a_bar(
         run.close()
         if not agent:
             assert f"saving {tmp_path}/step-1: 100%" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("stream", ["missing", "closed", "without isatty"])
+def test_a_process_may_have_no_stderr(
+    stream: str, state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    streams = {"missing": None, "closed": closed, "without isatty": object()}
+    monkeypatch.setattr("sys.stderr", streams[stream])
+    expected = state["w"].clone()
+    with torch_ckpt.Run(tmp_path / "run", local=tmp_path / "local", asynchronous=True) as run:
+        run.save(1, state)
+        run.wait(promoted=True)
+        state["w"].zero_()
+        assert run.restore(state) == 1
+    assert torch.equal(state["w"], expected)
+    assert examine(Location(tmp_path / "run/step-1")).damage == []

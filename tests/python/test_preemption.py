@@ -189,9 +189,11 @@ def test_the_time_that_is_left_counts_once(
     [
         ({"grace_s": -5}, "grace_s=-5 is not a positive number"),
         ({"grace_s": float("nan")}, "grace_s=nan is not a positive number"),
+        ({"grace_s": 10**400}, "grace_s=10*[^ ]* is not a positive number"),
+        ({"grace_s": "60"}, "grace_s='60' is not a positive number"),
         ({"signals": [signal.SIGUSR1, signal.SIGKILL]}, "SIGKILL cannot be handled"),
     ],
-    ids=["negative", "nan", "signal"],
+    ids=["negative", "nan", "huge", "text", "signal"],
 )
 def test_options_are_checked(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)

@@ -40,6 +40,7 @@ __all__ = [
     "free",
     "has_agent",
     "is_stopped",
+    "names_in",
     "open_folder",
     "released",
     "remove_abandoned",
@@ -104,9 +105,7 @@ def open_folder(run: bytes) -> Path:
         )
     for path in (folder.parent, folder):
         try:
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            found = path.lstat()
+            found = _made(path)
         except OSError as error:
             raise StorageError(f"cannot create {path}: {error.strerror}", error.errno) from error
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
@@ -114,13 +113,24 @@ def open_folder(run: bytes) -> Path:
                 f"cannot share memory in {path}: it is not a private directory of this user",
                 errno.EPERM,
             )
-    if not _native.is_in_memory(folder):
+    if not _native.is_in_memory(folder.parent):  # An ending agent may remove the folder.
         raise StorageError(
             f"cannot share memory in {folder}: it is on a disk, whose files may be damaged by a "
             "power cut; set TORCH_CKPT_MEMORY to a directory of a tmpfs, such as /dev/shm",
             errno.EINVAL,
         )
     return folder
+
+
+def _made(path: Path) -> os.stat_result:
+    """Returns the status of a directory, which is created if it does not exist."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        try:
+            return path.lstat()
+        except FileNotFoundError:  # An ending agent has removed it in between.
+            continue
 
 
 @contextlib.contextmanager
@@ -144,10 +154,17 @@ def done_mark(folder: Path, save: Save) -> Path:
     return folder / f"done-{save[0].hex()}-{save[1]}"
 
 
+def names_in(folder: Path) -> list[str]:
+    """Returns the names in the folder of a run, sorted; none if an agent has removed it."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
 def found_slots(folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Yields the rank, number and file of every slot in a folder, in order."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    for name in names:
+    for name in names_in(folder):
         match = _SLOT.fullmatch(name)
         if match:
             yield int(match[1]), int(match[2]), folder / name
@@ -201,9 +218,11 @@ def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool])
     An agent that writes one of them does not commit it.
     """
     discarded = set()
-    for path in [path for _, _, path in found_slots(folder)] + list(folder.glob("replica-*")):
+    for name in names_in(folder):
+        if not (_SLOT.fullmatch(name) or name.startswith("replica-")):
+            continue
         with contextlib.suppress(CheckpointError):
-            slot = _native.Slot.open(os.fsencode(path), True)
+            slot = _native.Slot.open(os.fsencode(folder / name), True)
             header = slot.header()
             if header.run == run and is_discarded(header.step):
                 slot.clear()

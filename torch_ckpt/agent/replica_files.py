@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt._core import _native
-from torch_ckpt.agent.memory import Save, whole_saves
+from torch_ckpt.agent.memory import Save, names_in, whole_saves
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
 __all__ = [
@@ -59,8 +59,7 @@ def replica_path(folder: Path, node: int, rank: int, generation: int) -> Path:
 
 def found_replicas(folder: Path) -> list[tuple[int, int, Path]]:
     """Returns the rank, generation and file of every replica in a folder, complete or not."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    matches = filter(None, map(_NAME.fullmatch, names))
+    matches = filter(None, map(_NAME.fullmatch, names_in(folder)))
     return [(int(match[2]), int(match[3]), folder / match[0]) for match in matches]
 
 

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], int] = options.command
         status = command(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except CheckpointError as error:
         status = fail(error)

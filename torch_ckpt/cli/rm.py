@@ -16,6 +16,7 @@ from torch_ckpt.ladder.removal import (
     steps_in_memory,
 )
 from torch_ckpt.ladder.step_files import check_same_run, listed_steps, run_of_local
+from torch_ckpt.storage.progress import is_terminal
 from torch_ckpt.storage.verify import check_whole
 
 __all__ = ["add_to"]
@@ -78,7 +79,7 @@ def _listed(steps: list[int]) -> str:
 
 def _is_confirmed() -> bool:
     """Asks on the terminal whether to go on."""
-    if not sys.stdin.isatty():
+    if not is_terminal(sys.stdin):
         fail("there is no terminal to ask on; pass --yes to remove them. Nothing was removed")
         return False
     print("Remove them? [y/N] ", end="", flush=True)

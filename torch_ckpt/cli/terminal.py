@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from torch_ckpt.storage.progress import is_terminal
+
 __all__ = [
     "DAMAGED",
     "DIFFERENT",
@@ -43,8 +45,7 @@ def fail(error: object) -> int:
 
 
 def print_json(facts: Any) -> None:
-    json.dump(facts, sys.stdout, indent=1, allow_nan=False)
-    print()
+    print(json.dumps(facts, indent=1, allow_nan=False))
 
 
 def printable(name: str) -> str:
@@ -58,7 +59,7 @@ def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> 
     ``right`` are the numbers of the columns that align at the right.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty() and find_spec("rich") is not None:
+    if is_terminal(sys.stdout) and find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text

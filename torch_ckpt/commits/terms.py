@@ -49,6 +49,9 @@ _KEPT = 20
 So no number is given twice to jobs that begin together, and a job may go on from a left branch.
 """
 
+_LAST_S = 253_402_300_799.0
+"""The end of the year 9999, in seconds since 1970."""
+
 _MOST_TRIES = 100
 """Most terms that other jobs take before this one has taken one."""
 
@@ -87,7 +90,8 @@ class Term:
         return {**former, term: step}
 
     def __str__(self) -> str:
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.began_s))
+        began_s = min(max(0.0, self.began_s), _LAST_S)  # The clock, or the file, may be wrong.
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began_s))
         return f"term {self.number}, process {self.pid} on host {self.host} since {began} UTC"
 
 
@@ -106,7 +110,7 @@ def term_at(run: Location, number: int) -> Term | None:
     Then it is long over, or its file is being written, or the process died within that. Raises
     StorageError if the file cannot be read.
     """
-    with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError, OverflowError):
         return _decoded(number, (run / f"term-{number}").read())
     return None
 

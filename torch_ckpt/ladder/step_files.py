@@ -220,7 +220,14 @@ def metrics_file(step: int, metrics: Mapping[str, float], monitor: str | None) -
 
     Raises ValueError if a value is no number, or ``monitor`` is missing.
     """
-    numbers = {name: float(value) for name, value in metrics.items()}
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ValueError(
+                f"step {step} was not saved: metrics has no number as {name!r}: {error}"
+            ) from error
     if monitor is not None and monitor not in numbers:
         raise ValueError(f"step {step} was not saved: metrics has no {monitor!r}")
     return {METRICS: json.dumps(numbers, indent=1).encode()}

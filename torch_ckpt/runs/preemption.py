@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch_ckpt.coordination.group import Group
+from torch_ckpt.coordination.waiting import is_duration
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.runs.spacing import MOST_STEPS, Spacing
 
@@ -42,7 +43,7 @@ class Preemption:
         *,
         is_alone: bool,
     ) -> None:
-        if not (math.isfinite(grace_s) and grace_s > 0):
+        if not is_duration(grace_s):
             raise ValueError(f"{grace_s=} is not a positive number of seconds")
         self.state = state
         self._signals = signals

@@ -320,8 +320,8 @@ class Run(StepLoads):
             RankTimeoutError: A rank was late, stuck or gone.
             SupersededError: A newer job of the run saves. On all ranks.
             TypeError: ``step`` is no integer, such as 2.0 or ``True``. On all ranks.
-            ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, ``metrics``
-                lacks ``monitor``, or ``persist`` is ``False`` without an agent. On all ranks.
+            ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, a metric is
+                no number, ``monitor`` is missing, or ``persist=False`` without an agent. On all.
         """
         self._check_open()
         return self._saver.save(step, state, metrics, persist=persist, on_busy=self.on_busy)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["Phases", "is_first", "progress_bar", "readable_nbytes"]
+__all__ = ["Phases", "is_first", "is_terminal", "progress_bar", "readable_nbytes"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -71,6 +71,18 @@ class Phases:
             )
 
 
+def is_terminal(stream: object) -> bool:
+    """Returns whether a standard stream is a terminal.
+
+    A daemon has none, or a closed one, and a program may have replaced it by an object with
+    ``write`` alone.
+    """
+    try:
+        return bool(stream.isatty())  # type: ignore[attr-defined]
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
 @contextlib.contextmanager
 def progress_bar(
     doing: str,
@@ -84,7 +96,7 @@ def progress_bar(
     phase, such as ``"saving"`` or ``"reading"``. Another thread calls ``nbytes``, the bytes in all,
     and ``done_nbytes``. If ``nbytes`` returns 0, the number is unknown, and the time is shown.
     """
-    if not sys.stderr.isatty() or find_spec("tqdm") is None:
+    if not is_terminal(sys.stderr) or find_spec("tqdm") is None:
         yield
         return
     ended = threading.Event()
