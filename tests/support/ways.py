@@ -231,7 +231,7 @@ def _save_staged(s: Saving, state: Any, path: Location) -> Wait:
 
 def _save_installed(save: Callable[..., Any], s: Saving, state: Any, path: Location) -> Any:
     with torch_ckpt.installed():
-        return save(state, storage_writer=FileSystemWriter(path.checkpoint_id), **s.ranks)
+        return save(state, checkpoint_id=path.checkpoint_id, **s.ranks)
 
 
 def _step(path: Location) -> int:
