@@ -116,3 +116,6 @@ NOT_NAMED_BY_DCP = {
 
 WITH_STATE = {"a getter that raises", "a state that contains itself"}
 """Objects that only refuse the call of their ``state_dict()``."""
+
+PICKLED_BY_TORCH = {"a float8 that requires a gradient, in a tuple"}
+"""Torch itself pickles these, and cannot load them."""

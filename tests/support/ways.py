@@ -29,7 +29,14 @@ from support.owners import Owners, unowned
 from support.places import PLACES, Place, downloaded, upload
 from support.tensors import PACKED, Tagged
 from support.tight import TightStager
-from support.unsavable import MAY_BE_SAVED, NOT_NAMED_BY_DCP, UNSAVABLE, WITH_STATE, Setter
+from support.unsavable import (
+    MAY_BE_SAVED,
+    NOT_NAMED_BY_DCP,
+    PICKLED_BY_TORCH,
+    UNSAVABLE,
+    WITH_STATE,
+    Setter,
+)
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -229,9 +236,9 @@ def _save_staged(s: Saving, state: Any, path: Location) -> Wait:
     return save
 
 
-def _save_installed(save: Callable[..., Any], s: Saving, state: Any, path: Location) -> Any:
+def _save_installed(s: Saving, state: Any, path: Location) -> None:
     with torch_ckpt.installed():
-        return save(state, storage_writer=FileSystemWriter(path.checkpoint_id), **s.ranks)
+        dcp.save(state, checkpoint_id=path.checkpoint_id, **s.ranks)
 
 
 def _step(path: Location) -> int:
@@ -265,14 +272,7 @@ CALLS = {
     "torch_ckpt.async_save": Call(_fast_async_save, STAGED),
     "async_save by process": Call(_save_by_process, f"{Call.uses} ends"),
     "stage": Call(_save_staged, f"{Call.uses} stager"),
-    "dcp.save, installed": Call(
-        lambda *args: _save_installed(dcp.save, *args) and None,
-        OWN_PLANNER.removeprefix("io files "),
-    ),
-    "dcp.async_save, installed": Call(
-        lambda *args: _save_installed(dcp.async_save, *args).result,
-        OWN_PLANNER.removeprefix("io files ") + " ends",
-    ),
+    "dcp.save, installed": Call(_save_installed, OWN_PLANNER.removeprefix("io files ")),
     "run": Call(_save_by_run, OWN_PLANNER),
     "run, async": Call(lambda *args: _save_by_run(*args, asynchronous=True), f"{OWN_PLANNER} ends"),
     "run, promoted": Call(lambda *args: _save_by_run(*args, promoted=True), OWN_PLANNER),
@@ -468,6 +468,8 @@ def is_refused_by_name(way: Way) -> bool:
     is_subclass = "subclass" in way["planner"]
     if fault == BELOW_TOP:
         return is_by_dcp and not is_subclass
+    if fault in PICKLED_BY_TORCH:
+        return not is_subclass
     return not (fault in WITH_STATE and is_by_dcp and is_subclass)
 
 
