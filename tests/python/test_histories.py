@@ -11,7 +11,6 @@ from support.histories import AGENTS_EVERY, run_history
 
 import torch_ckpt.ladder.promotion
 import torch_ckpt.ladder.step_directories
-from torch_ckpt._core import _native
 from torch_ckpt.commits.terms import Term, term_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
@@ -70,7 +69,6 @@ PROTECTIONS: dict[str, tuple[object, str, Any]] = {
         "term_of",
         term_or_none,
     ),
-    "a commit has its term": (_native, "with_term", lambda metadata, term: metadata),
 }
 
 
