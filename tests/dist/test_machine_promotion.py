@@ -25,7 +25,7 @@ from torch_ckpt import CheckpointError, Run
 from torch_ckpt.commits import late_names
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
-from torch_ckpt.runs import step_saves
+from torch_ckpt.ladder import promotion_wait
 from torch_ckpt.storage.copying import CheckpointCopy
 
 pytestmark = pytest.mark.timeout(240)
@@ -240,7 +240,7 @@ def _closes_while_one_machine_stands_still(folder: Path, machines: Sequence[int]
             goes_on.wait(15)
         copy_files(copy)
 
-    step_saves.END_S, end_s = 0.1, step_saves.END_S
+    promotion_wait.END_S, end_s = 0.1, promotion_wait.END_S
     CheckpointCopy.copy_files = gated  # type: ignore[method-assign]
     try:
         local = folder / f"machine-{machines[dist.get_rank()]}"
@@ -252,7 +252,7 @@ def _closes_while_one_machine_stands_still(folder: Path, machines: Sequence[int]
     finally:
         goes_on.set()
         CheckpointCopy.copy_files = copy_files  # type: ignore[method-assign]
-        step_saves.END_S = end_s
+        promotion_wait.END_S = end_s
 
 
 def test_the_end_of_a_run_names_the_machine_whose_storage_stands_still(

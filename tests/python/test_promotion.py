@@ -112,7 +112,7 @@ def test_the_end_of_a_run_does_not_wait_for_storage_that_stands_still(
         copy_files(copy)
 
     monkeypatch.setattr(CheckpointCopy, "copy_files", gated)
-    monkeypatch.setattr("torch_ckpt.runs.step_saves.END_S", 0.1)
+    monkeypatch.setattr("torch_ckpt.ladder.promotion_wait.END_S", 0.1)
     run = Run(tmp_path / "run", local=tmp_path / "local", timeout_s=0.5)
     run.save(1, _state(1))
     where = re.escape(f"machine {socket.gethostname()}, {tmp_path}/local: the promotion of step 1")
