@@ -1,4 +1,4 @@
-"""Saver: a call of ``Run.save``: what the ranks agree on, and whether training goes on after it."""
+"""Saver: one call of ``Run.save``: what the ranks agree on, and which failures end training."""
 
 from __future__ import annotations
 
