@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from support.histories import AGENTS_EVERY, run_history
 
-import torch_ckpt.ladder.promotion
+import torch_ckpt.ladder.promotion_attempt
 import torch_ckpt.ladder.step_directories
 from torch_ckpt.commits.terms import Term, term_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.promotion_attempt import Attempt
 from torch_ckpt.ladder.retention import Retention
 
 pytestmark = pytest.mark.timeout(900)
@@ -60,12 +60,12 @@ def term_or_none(step: Location) -> int:
 
 
 PROTECTIONS: dict[str, tuple[object, str, Any]] = {
-    "a promotion looks for a newer job before it commits": (Promotion, "_check_lineage", nothing),
+    "a promotion looks for a newer job before it commits": (Attempt, "_check_lineage", nothing),
     "a save and a discard look for a newer job": (Lineage, "check", nothing),
     "a restore passes over the steps of other lineages": (Term, "has", lambda *_: True),
     "retention counts the steps of the lineage": (Retention, "apply", apply_to_all),
     "a term that cannot be read is an error": (
-        torch_ckpt.ladder.promotion,
+        torch_ckpt.ladder.promotion_attempt,
         "term_of",
         term_or_none,
     ),

@@ -1,4 +1,4 @@
-"""Saver: one call of ``Run.save``: what the ranks agree on, and which failures end training."""
+"""Saver: what the ranks agree on in ``Run.save``, and which failures end training."""
 
 from __future__ import annotations
 
