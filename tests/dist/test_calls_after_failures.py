@@ -6,6 +6,7 @@ Every call is followed by every other one, so each must leave as many exchanges 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,14 @@ OF_FIRST_RANK = ["finish", "create_global_plan"]
 AGENT_FAULTS = [(Model, "state_dict"), (AgentClient, "acquire")]
 
 
+class Stored:
+    """Stores functions of DCP where a search of the modules does not find them."""
+
+    save = staticmethod(dcp.save)
+    async_save = staticmethod(dcp.async_save)
+    load = staticmethod(functools.partial(dcp.load, planner=None))
+
+
 class Calls:
     """The calls of one rank, each of which saves or loads the model."""
 
@@ -154,6 +163,19 @@ class Calls:
         with torch_ckpt.installed(timeout_s=TIMEOUT_S):
             self.loads(lambda state: imported_load(state, checkpoint_id=self.path / "saved"))
 
+    def stored_save(self) -> None:
+        with torch_ckpt.installed(timeout_s=TIMEOUT_S):
+            Stored.save(self.filled(0), **self.at())
+
+    def stored_async_save(self) -> None:
+        with torch_ckpt.installed(timeout_s=TIMEOUT_S):
+            future: Any = Stored.async_save(self.filled(0), **self.at())
+        future.result(TIMEOUT_S)
+
+    def stored_load(self) -> None:
+        with torch_ckpt.installed(timeout_s=TIMEOUT_S):
+            self.loads(lambda state: Stored.load(state, checkpoint_id=self.path / "saved"))
+
     def stage(self) -> None:
         number = next(self.numbers)
         staged = self.agent.stage(self.filled(0), self.path / f"staged-{number}", step=number)
@@ -180,6 +202,9 @@ CALLS: dict[str, tuple[Callable[[Calls], None], list[tuple[type, str]]]] = {
     "dcp.load": (Calls.dcp_load, LOAD_FAULTS),
     "dcp.save, imported by name": (Calls.imported_save, SAVE_FAULTS),
     "dcp.load, imported by name": (Calls.imported_load, LOAD_FAULTS),
+    "dcp.save, stored in a class": (Calls.stored_save, SAVE_FAULTS),
+    "dcp.async_save, stored in a class": (Calls.stored_async_save, SAVE_FAULTS),
+    "dcp.load, stored in a partial": (Calls.stored_load, LOAD_FAULTS),
     "stage": (Calls.stage, AGENT_FAULTS),
     "Run.save": (lambda calls: calls.run_save("now"), SAVE_FAULTS),
     "Run.save by a thread": (lambda calls: calls.run_save("thread"), SAVE_FAULTS),

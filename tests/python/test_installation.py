@@ -488,7 +488,11 @@ def test_install_lasts_wherever_it_is_called(install: str, tmp_path: Path) -> No
 def test_after_the_block_dcp_has_its_own_functions_again() -> None:
     def functions() -> list[Any]:
         owners = (state_dict_saver, state_dict_loader, format_utils, _storage_utils)
-        return [*(vars(owner).copy() for owner in owners), FileSystemWriter.stage]
+        bodies = [
+            inspect.getclosurevars(function).nonlocals["func"]
+            for function in (dcp.save, dcp.async_save, dcp.load)
+        ]
+        return [*(vars(owner).copy() for owner in owners), FileSystemWriter.stage, *bodies]
 
     before = functions()
     with torch_ckpt.installed(), torch_ckpt.installed():

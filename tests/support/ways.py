@@ -236,9 +236,10 @@ def _save_staged(s: Saving, state: Any, path: Location) -> Wait:
     return save
 
 
-def _save_installed(s: Saving, state: Any, path: Location) -> None:
-    with torch_ckpt.installed():
-        dcp.save(state, checkpoint_id=path.checkpoint_id, **s.ranks)
+def _save_installed(save: Callable[..., Any], s: Saving, state: Any, path: Location) -> Any:
+    """Saves by a function that the program has stored before the block."""
+    with torch_ckpt.installed(timeout_s=SAVE_TIMEOUT_S):
+        return save(state, checkpoint_id=path.checkpoint_id, **s.ranks)
 
 
 def _step(path: Location) -> int:
@@ -272,7 +273,14 @@ CALLS = {
     "torch_ckpt.async_save": Call(_fast_async_save, STAGED),
     "async_save by process": Call(_save_by_process, f"{Call.uses} ends"),
     "stage": Call(_save_staged, f"{Call.uses} stager"),
-    "dcp.save, installed": Call(_save_installed, OWN_PLANNER.removeprefix("io files ")),
+    "dcp.save, installed": Call(
+        lambda *args: _save_installed(dcp.save, *args) and None,
+        OWN_PLANNER.removeprefix("io files "),
+    ),
+    "dcp.async_save, installed": Call(
+        lambda *args: _save_installed(dcp.async_save, *args).result,
+        OWN_PLANNER.removeprefix("io files ") + " ends",
+    ),
     "run": Call(_save_by_run, OWN_PLANNER),
     "run, async": Call(lambda *args: _save_by_run(*args, asynchronous=True), f"{OWN_PLANNER} ends"),
     "run, promoted": Call(lambda *args: _save_by_run(*args, promoted=True), OWN_PLANNER),

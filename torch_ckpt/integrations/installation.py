@@ -40,7 +40,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.after_import import after_import
 from torch_ckpt.integrations.hugging_face_storage import ModelReader, model_writer
-from torch_ckpt.integrations.replacing import first_value, has_only, places_of, replacing
+from torch_ckpt.integrations.replacing import Callee, first_value, has_only, replacing
 from torch_ckpt.known_frameworks import FRAMEWORKS, Framework, Switch
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.load_planner import FastLoadPlanner
@@ -83,6 +83,12 @@ _ARGUMENTS: dict[type, frozenset[str]] = {
     ),
 }
 """The arguments of DCP's classes that are known. A class that has others is not replaced."""
+
+_CALLS = [
+    Callee(function)
+    for function in (state_dict_saver.save, state_dict_saver.async_save, state_dict_loader.load)
+]
+"""The bodies of DCP's functions, which DCP's logger calls."""
 
 # What DCP's own objects have after a call, which programs read.
 _FOUND_BY_SAVE_PLANNER = (
@@ -156,13 +162,12 @@ def installed(
     group_of(None, no_dist=is_duration(timeout_s)).call(timeout_s)  # Raises unless it is one.
     replaced = _Replaced(timeout_s, io or IoOptions(), verify, trust_pickle)
     with contextlib.ExitStack() as stack:
-        stack.callback(replaced.end)
         for owner, name, replacement in (
             (_storage_utils, "FileSystemWriter", _Chosen(replaced.new_writer)),
             (_storage_utils, "FileSystemReader", _Chosen(replaced.new_reader)),
             (FileSystemWriter, "stage", replaced.stage),
             (state_dict_saver, "DefaultStager", _ProcessStager),
-            *replaced.whole_calls(),
+            *((call, "function", replaced.whole(first_value(call, "function"))) for call in _CALLS),
             (state_dict_saver, "_save_state_dict", replaced.save),
             (state_dict_loader, "_load_state_dict", replaced.load),
             (format_utils, "_save_state_dict", replaced.save),
@@ -239,7 +244,6 @@ class _Replaced:
         self, timeout_s: float, io: IoOptions, verify: Verification, trust_pickle: bool
     ) -> None:
         self.timeout_s = timeout_s
-        self._has_ended = False
         self._io, self._verify, self._trust_pickle = io, verify, trust_pickle
         self._stage = first_value(FileSystemWriter, "stage")
         self._save: Callable[..., Metadata] = first_value(state_dict_saver, "_save_state_dict")
@@ -327,7 +331,7 @@ class _Replaced:
     # ---- Functions ----
 
     def whole(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``dcp.save``, ``dcp.async_save`` or ``dcp.load`` within one call of the ranks.
+        """Returns the body of one of DCP's functions within one call of the ranks.
 
         DCP calls the first ``state_dict()`` before the functions that are replaced below, and the
         last ``load_state_dict()`` after them.
@@ -335,8 +339,6 @@ class _Replaced:
 
         @functools.wraps(stock)
         def function(*arguments: Any, **options: Any) -> Any:
-            if self._has_ended:  # A module was imported within the block, and has the function.
-                return stock(*arguments, **options)
             group = group_of(
                 options.get("process_group"), no_dist=bool(options.get("no_dist", False))
             )
@@ -348,17 +350,6 @@ class _Replaced:
                     _begun.reset(token)
 
         return function
-
-    def whole_calls(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        """Returns where ``dcp.save``, ``async_save`` and ``load`` are, and their replacements."""
-        saver, loader = state_dict_saver, state_dict_loader
-        names = (saver, "save"), (saver, "async_save"), (loader, "load")
-        found = places_of([first_value(*name) for name in names])
-        return [(owner, name, self.whole(stock)) for owner, name, stock in found]
-
-    def end(self) -> None:
-        """Makes the functions of :meth:`whole` DCP's own, after the block."""
-        self._has_ended = True
 
     @contextlib.contextmanager
     def call(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[Call]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from types import ModuleType
+from types import CellType
 from typing import Any
 
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["first_value", "has_only", "places_of", "replacing"]
+__all__ = ["Callee", "first_value", "has_only", "replacing"]
 
 # Threads begin and end blocks at the same time. A signal handler may do so within another block.
 _LOCK = threading.RLock()
@@ -27,23 +26,30 @@ def has_only(kind: type, arguments: Collection[str]) -> bool:
     return set(inspect.signature(kind).parameters) <= set(arguments)
 
 
+class Callee:
+    """The function that a decorated function calls, as an attribute that can be replaced.
+
+    The replacement applies wherever a program has stored the decorated function, such as in another
+    module, a class or a ``functools.partial``.
+    """
+
+    def __init__(self, decorated: Any) -> None:
+        variables = zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True)
+        self._cell: CellType = dict(variables)["func"]
+
+    @property
+    def function(self) -> Any:
+        """The function that is called."""
+        return self._cell.cell_contents
+
+    @function.setter
+    def function(self, replacement: Any) -> None:
+        self._cell.cell_contents = replacement
+
+
 def first_value(owner: Any, name: str) -> Any:
     """Returns an attribute without the replacements that apply."""
     return PROCESS.replaced.get((owner, name), [getattr(owner, name)])[0]
-
-
-def places_of(functions: Sequence[Any]) -> list[tuple[Any, str, Any]]:
-    """Returns the modules and names of functions, and which each is, also where it is replaced.
-
-    A program may have imported it by name, so that a replacement in its own module has no effect.
-    """
-    own = set(map(id, functions))
-    replaced = list(PROCESS.replaced.items())  # Other threads may begin and end blocks.
-    found = [(*at, values[0]) for at, values in replaced if id(values[0]) in own]
-    for module in list(sys.modules.values()):
-        names = vars(module) if isinstance(module, ModuleType) else {}
-        found += [(module, n, value) for n, value in list(names.items()) if id(value) in own]
-    return found
 
 
 @contextlib.contextmanager
