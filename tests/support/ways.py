@@ -758,6 +758,8 @@ def fits_out(out: Way, way: Way, ranks: int) -> bool:
         and (loads_objects or out["owners"] in CALLED_BY_DCP["dcp.save"])
         and (reader.gives is None or out["owners"] == "none")
         and (out["owners"] == OF_RANKS) == (way["owners"] == OF_RANKS)
+        # A tensor of several ranks is in several files, so none needs to be last as a whole.
+        and (out["memory"] == "of each" or ranks == 0 or is_read_by_stock(way, out))
         # Only FastLoadPlanner finds the states of another number of ranks.
         and (out["owners"] != OF_RANKS or count in (None, 0) or "fast" in out["planner"])
         and (out["fault"] == NO_FAULT or (loads_objects and out["owners"] != "none"))

@@ -84,12 +84,6 @@ _ARGUMENTS: dict[type, frozenset[str]] = {
 }
 """The arguments of DCP's classes that are known. A class that has others is not replaced."""
 
-_CALLS = [
-    Callee(function)
-    for function in (state_dict_saver.save, state_dict_saver.async_save, state_dict_loader.load)
-]
-"""The bodies of DCP's functions, which DCP's logger calls."""
-
 # What DCP's own objects have after a call, which programs read.
 _FOUND_BY_SAVE_PLANNER = (
     *("state_dict", "mappings", "is_coordinator", "plan", "global_plan", "metadata"),
@@ -99,6 +93,13 @@ _FOUND_BY_LOAD_PLANNER = (
 )
 _FOUND_BY_READER = ("storage_data", "load_id")
 _FOUND_BY_WRITER = ("rank", "use_collectives")
+
+
+@functools.cache  # A nested block replaces the same ones.
+def _calls() -> list[Callee]:
+    """Returns the bodies of DCP's functions, which DCP's logger calls."""
+    functions = state_dict_saver.save, state_dict_saver.async_save, state_dict_loader.load
+    return [Callee(function) for function in functions]
 
 
 @contextlib.contextmanager
@@ -167,7 +168,10 @@ def installed(
             (_storage_utils, "FileSystemReader", _Chosen(replaced.new_reader)),
             (FileSystemWriter, "stage", replaced.stage),
             (state_dict_saver, "DefaultStager", _ProcessStager),
-            *((call, "function", replaced.whole(first_value(call, "function"))) for call in _CALLS),
+            *(
+                (call, "function", replaced.whole(first_value(call, "function")))
+                for call in _calls()
+            ),
             (state_dict_saver, "_save_state_dict", replaced.save),
             (state_dict_loader, "_load_state_dict", replaced.load),
             (format_utils, "_save_state_dict", replaced.save),

@@ -10,6 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 from types import CellType
 from typing import Any
 
+import torch
+
+from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.process_state import PROCESS
 
 __all__ = ["Callee", "first_value", "has_only", "replacing"]
@@ -34,8 +37,12 @@ class Callee:
     """
 
     def __init__(self, decorated: Any) -> None:
-        variables = zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True)
-        self._cell: CellType = dict(variables)["func"]
+        cells: Sequence[CellType] = decorated.__closure__ or ()
+        inner = getattr(decorated, "__wrapped__", decorated)
+        found = [cell for cell in cells if cell.cell_contents is inner]
+        if not found:
+            raise UnsupportedError(f"cannot replace {decorated} of torch {torch.__version__}")
+        self._cell = found[0]
 
     @property
     def function(self) -> Any:

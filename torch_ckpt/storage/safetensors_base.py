@@ -173,7 +173,8 @@ def _pieces(
     """
     for item in items:
         fqn = item.index.fqn
-        tensor = planner.resolve_data(item)
+        # The planner would pickle an object.
+        tensor = None if item.tensor_data is None else planner.resolve_data(item)
         if not isinstance(tensor, torch.Tensor) or not _may_be_equal(stored, item, tensor):
             changes.add(fqn)
             continue
