@@ -131,6 +131,31 @@ def test_a_copy_that_only_garbage_refers_to_is_freed_before_a_wait(
     assert stager.waited == 0
 
 
+class Finalized:
+    """Is alive again in the first collection, as what a finalizer has used may be."""
+
+    def __init__(self, staged: Any, alive: list[Any]) -> None:
+        self.itself, self.staged, self.alive = self, staged, alive
+
+    def __del__(self) -> None:
+        self.alive.append(self)
+
+
+def test_a_copy_that_garbage_with_a_finalizer_refers_to_is_freed_before_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive: list[Any] = []
+    monkeypatch.setattr(staging, "time_limit_s", lambda: 0.1)
+    gc.callbacks.append(end := lambda phase, _: alive.clear() if phase == "stop" else None)
+    try:
+        stager = SnapshotStager()
+        for _ in range(3):
+            Finalized(stager.stage({"w": torch.ones(5000)}), alive)
+        assert stager.waited == 0
+    finally:
+        gc.callbacks.remove(end)
+
+
 def test_a_wait_that_lasts_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "time_limit_s", lambda: 0.1)
     stager = SnapshotStager()

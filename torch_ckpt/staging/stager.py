@@ -46,6 +46,9 @@ _SMALLEST_NBYTES = 4096
 _SLACK_NBYTES = 64 << 20
 """A snapshot is reused if it is at most twice the required size, plus this slack, in bytes."""
 
+_COLLECTIONS = 3
+"""Most collections of garbage for a snapshot that is in use."""
+
 _LOG = logging.getLogger("torch_ckpt")
 
 _THREADS = min(4, os.cpu_count() or 1)
@@ -350,8 +353,11 @@ class SnapshotStager:
         waiting = LongWait(
             lambda: f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
         )
-        if self.is_busy:  # Perhaps only by garbage: copies with methods, or frames of an error.
-            gc.collect()
+        # Perhaps only by garbage: copies with methods, or frames of an error. A finalizer may have
+        # used some of it in the first collection, which leaves it then.
+        for _ in range(_COLLECTIONS):
+            if self.is_busy:
+                gc.collect()
         with self._changed:
             self._reclaim()
             self.waited += not self._free
