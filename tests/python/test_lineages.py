@@ -266,6 +266,7 @@ def test_a_job_is_not_superseded_by_a_term_that_it_has_failed_to_take(
     if not is_first:
         restored(job)
         save(job, 115, 2)
+        job.wait(promoted=True)  # Its promotion is not to fail.
     assert restored(job, step=100) == (100, 1)
     with monkeypatch.context() as broken:
         broken.setattr(Location, "sync", refuse)
