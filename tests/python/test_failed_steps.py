@@ -119,10 +119,8 @@ def test_a_step_that_the_agent_commits_after_a_failed_save_has_its_metrics(
     assert Run(run, keep_best=1, monitor="loss").best_step() == 7
 
 
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_a_save_whose_outcome_is_unknown_is_settled_later(
-    is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def late_save(is_committed: bool) -> Callable[..., None]:
+    """Returns a function that saves, or does nothing, and then fails as a late rank makes it."""
     save = step_saves.save
 
     def save_and_be_late(*args: Any, **options: Any) -> None:
@@ -130,10 +128,17 @@ def test_a_save_whose_outcome_is_unknown_is_settled_later(
             save(*args, **options)
         raise RankTimeoutError("rank 1 is late", [1], "committing", 1.0, True)
 
+    return save_and_be_late
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_save_whose_outcome_is_unknown_is_settled_later(
+    is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Run(tmp_path / "run", keep_last=1) as run:
         run.save(1, {"w": torch.ones(3)}, metrics={"loss": 1.0})
         with monkeypatch.context() as patched:
-            patched.setattr(step_saves, "save", save_and_be_late)
+            patched.setattr(step_saves, "save", late_save(is_committed))
             with pytest.raises(RankTimeoutError):
                 run.save(2, {"w": torch.ones(3)}, metrics={"loss": 2.0})
         run.wait()
@@ -147,17 +152,10 @@ def test_a_save_whose_outcome_is_unknown_is_settled_later(
 def test_an_older_checkpoint_of_a_step_does_not_count_as_a_save_whose_outcome_was_unknown(
     is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = step_saves.save
-
-    def save_and_be_late(*args: Any, **options: Any) -> None:
-        if is_committed:
-            save(*args, **options)
-        raise RankTimeoutError("rank 1 is late", [1], "committing", 1.0, True)
-
     with Run(tmp_path / "run") as run:
         run.save(1, {"w": torch.ones(3)})
         with monkeypatch.context() as patched:
-            patched.setattr(step_saves, "save", save_and_be_late)
+            patched.setattr(step_saves, "save", late_save(is_committed))
             with pytest.raises(RankTimeoutError):
                 run.save(1, {"w": torch.ones(3)})
         run.wait()

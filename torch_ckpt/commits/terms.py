@@ -67,7 +67,7 @@ class Term:
         pid: Process of its job.
         directory: The directory of the run, as its job has called it.
         began_s: When it began, in seconds since 1970, by the clock of the host.
-        job: What no other job has in its terms; empty before version 0.3.0.
+        job: An id that no other job has; empty in files of development versions.
     """
 
     number: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
@@ -13,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.ladder.removal import remove_unfinished
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import whole_number
@@ -174,6 +174,12 @@ class FailedSaves:
             self._failed.add(step)
             remove_unfinished(self._disk.path(step), of_agents=False)
 
+    def former(self, step: int) -> str | None:
+        """Returns the id of the save that a new one of the step would replace, if it is known."""
+        with contextlib.suppress(CheckpointError):  # The new save may fail for it, or not.
+            return self._disk.save_of(step)
+        return None
+
     def replaced(self, step: int, former: str | None) -> None:
         """Forgets a save whose outcome is unknown: another one of the step replaces ``former``."""
         self._unknown.pop(step, None)
@@ -185,7 +191,7 @@ class FailedSaves:
         for step, then in list(self._unknown.items()):
             try:
                 # With several places it is not: these may learn of the commit at different times.
-                found = committed_id(self._disk.path(step)) if self._disk.has_whole(step) else None
+                found = self._disk.save_of(step)
             except CheckpointError:  # Storage does not answer now.
                 continue
             if found not in (None, self._former.get(step)):

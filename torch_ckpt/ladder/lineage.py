@@ -41,7 +41,7 @@ class Lineage:
 
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
-        self._job = secrets.token_hex(8)  # Its terms name it.
+        self._job = secrets.token_hex(8)  # The files of its terms have it.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
         self._seen: int | None = None  # The newest term when this process restored.

@@ -80,10 +80,11 @@ class StepDirectories:
         return has_checkpoint(self.path(step))
 
     def save_of(self, step: int) -> str | None:
-        """Returns the id of the save of a committed step; ``None`` without one, or if unknown."""
-        with contextlib.suppress(CheckpointError):
-            return committed_id(self.path(step)) if has_checkpoint(self.path(step)) else None
-        return None
+        """Returns the id of the save of a step, or ``None`` unless :meth:`has_whole`.
+
+        Raises StorageError if that cannot be read.
+        """
+        return committed_id(self.path(step)) if self.has_whole(step) else None
 
     def report(self) -> Any:
         """Returns ``None``: all ranks have the same disk."""

@@ -201,7 +201,7 @@ class StepSaves:
             self._failed.sweep()
             files.update(self.lineage.saving(step))
             lineage = self.lineage.term.number, dict(self.lineage.term.lineage)
-            base, former = self._base(step) if self._reuses else None, self._disk.save_of(step)
+            base, former = self._base(step) if self._reuses else None, self._failed.former(step)
             return files, choice, base, former, lineage, None
 
         files, choice, base, former, lineage, unpromoted = self._group.decide(

@@ -353,8 +353,8 @@ class SnapshotStager:
         waiting = LongWait(
             lambda: f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
         )
-        # Perhaps only by garbage: copies with methods, or frames of an error. A finalizer may have
-        # used some of it in the first collection, which leaves it then.
+        # Perhaps only by garbage: copies with methods, or frames of an error. A collection leaves
+        # what a finalizer has used meanwhile, and the next one frees it.
         for _ in range(_COLLECTIONS):
             if self.is_busy:
                 gc.collect()
