@@ -329,6 +329,8 @@ def test_a_step_that_is_gone_from_memory_before_it_is_loaded_is_restored_from_di
 
 @on_ranks(2)
 def test_a_long_wait_is_logged_with_what_it_is_for(path: Path) -> None:
+    if dist.get_rank() == 0:
+        os.mkfifo(path / "logged")
     group = group_of(dist.new_group(backend="gloo"))
     group.call(AMPLE_S).barrier("beginning")
     records: list[str] = []
@@ -336,16 +338,19 @@ def test_a_long_wait_is_logged_with_what_it_is_for(path: Path) -> None:
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             records.append(f"{record.levelname} {record.getMessage()}")
+            if len(records) == 1:
+                release(path / "logged")
 
     logger, recorder = logging.getLogger("torch_ckpt"), Recorder()
     logger.addHandler(recorder)
     try:
         if dist.get_rank() == 1:
-            time.sleep(3)
+            hold(path / "logged")
         with mock.patch.object(waiting, "LOG_S", 1.0):
             group.call(AMPLE_S).barrier("planning")
     finally:
         logger.removeHandler(recorder)
     if dist.get_rank() == 0:
         (record,) = records
-        assert record.startswith("WARNING waiting for ranks: rank 1 is still planning (1")
+        expected = r"WARNING waiting for ranks: rank 1 is still planning \(\d+(\.\d)? s so far\)"
+        assert re.fullmatch(expected, record), record
