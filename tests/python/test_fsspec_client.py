@@ -82,3 +82,18 @@ def test_the_next_save_removes_what_a_killed_write_has_left(
     torch_ckpt.save({"w": torch.zeros(5)}, storage_writer=writer, use_collectives=use_collectives)
     left = [] if use_collectives else names[1:]
     assert sorted(set(step.names()).intersection(names)) == sorted(left)
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///"])
+def test_a_run_may_be_the_root_of_a_store(url: str) -> None:
+    run = torch_ckpt.Run(url, keep_last=2)
+    try:
+        for step in (1, 2, 3):
+            run.save(step, {"w": torch.full((3,), float(step))})
+        loaded = {"w": torch.zeros(3)}
+        assert torch_ckpt.Run(url).restore(loaded) == 3
+        assert torch.equal(loaded["w"], torch.full((3,), 3.0))
+        assert not (Location(url) / "step-1").names()
+    finally:
+        run.close()
+        Location(url).remove_all()

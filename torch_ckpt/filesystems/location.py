@@ -24,7 +24,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.object_store import OBSTORE_SCHEMES, file_system_of
 from torch_ckpt.filesystems.passwords import refuse_password
-from torch_ckpt.filesystems.store_client import PENDING
+from torch_ckpt.filesystems.store_client import PENDING, url_of
 from torch_ckpt.process_state import PROCESS
 
 __all__ = [
@@ -90,7 +90,7 @@ def name_of(path: str | os.PathLike[str]) -> str:
     if url := _FILE_URL.fullmatch(text):
         return resolved_path(url[1])
     if url := _URL.fullmatch(text):
-        return f"{url[1]}://{PurePosixPath(url[2])}"
+        return url_of(url[1], PurePosixPath(url[2]))
     return resolved_path(text)
 
 
@@ -100,6 +100,8 @@ def _refuse(text: str) -> None:
     if not _FILE_URL.fullmatch(text) and (url := _ANY_URL.fullmatch(text)):
         has_bucket = url[1] in OBSTORE_SCHEMES  # Then there is no port, and no default host.
         rest = url[2].lstrip("/") if has_bucket else url[2]
+        if has_bucket and not rest:
+            raise UnsupportedError(f"cannot reach {text}: the URL names no bucket")
         refuse_password(url[1], rest, may_have_port=not has_bucket)
 
 
@@ -229,7 +231,7 @@ class Location:
         return str(self) if self._scheme else self.path
 
     def __str__(self) -> str:
-        return f"{self._scheme}://{self.path}" if self._scheme else str(self.path)
+        return url_of(self._scheme, self.path) if self._scheme else str(self.path)
 
     def __repr__(self) -> str:
         return f"Location({str(self)!r})"

@@ -10,12 +10,21 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Any
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.passwords import cause_of, without_secrets
 
-__all__ = ["METADATA", "MOST_PARTS", "PENDING", "StoreClient", "grown_part_nbytes", "pending_path"]
+__all__ = [
+    "METADATA",
+    "MOST_PARTS",
+    "PENDING",
+    "StoreClient",
+    "grown_part_nbytes",
+    "pending_path",
+    "url_of",
+]
 
 PENDING = ".pending-"
 """Begin of the names of files that have not been renamed yet to the name that readers know."""
@@ -28,6 +37,12 @@ MOST_PARTS = 10_000
 
 _FAILED_S = 1.0
 """For how long a bucket that was not reached is not tried again."""
+
+
+def url_of(scheme: str, path: str | PurePath) -> str:
+    """Returns the URL of a path on a store; ``.`` is the root of a store without buckets."""
+    path = str(path)
+    return f"{scheme}://{'' if path == '.' else path}"
 
 
 def pending_path(path: str) -> str:
@@ -93,7 +108,7 @@ class StoreClient:
             raise
 
     def _url(self, path: str) -> str:
-        return f"{self._scheme}://{path}"
+        return url_of(self._scheme, path)
 
     @contextlib.contextmanager
     def _naming(self, what: str, path: str) -> Iterator[None]:
