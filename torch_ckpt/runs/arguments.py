@@ -9,10 +9,11 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.waiting import is_duration
 from torch_ckpt.ladder.failures import OnFailure
 from torch_ckpt.ladder.step_directories import Verify
+from torch_ckpt.ladder.step_files import whole_number
 from torch_ckpt.options import OnBusy
 from torch_ckpt.runs.step_saves import Reuse
 
-__all__ = ["check_arguments"]
+__all__ = ["check_arguments", "check_local"]
 
 _CHOICES = {"on_busy": OnBusy, "verify": Verify, "on_failure": OnFailure, "reuse": Reuse}
 
@@ -37,3 +38,11 @@ def check_arguments(
         timeout_s=timeout_s,
         equal={**choices, **others},
     )
+
+
+def check_local(keep_local: int, promote_bytes_per_s: int | None) -> None:
+    """Raises TypeError if a number for a local directory is no integer, ValueError if below 1."""
+    rate = 1 if promote_bytes_per_s is None else promote_bytes_per_s
+    for name, value in {"keep_local": keep_local, "promote_bytes_per_s": rate}.items():
+        if whole_number(name, value) < 1:
+            raise ValueError(f"{name}={value} is not positive")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.failures import Failures, OnFailure
+from torch_ckpt.ladder.failures import Failures, OnFailure, PromotionFailures
 from torch_ckpt.ladder.ladder import Ladder, Rung
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.local_directory import directories_of, promotion_for
@@ -25,7 +26,7 @@ from torch_ckpt.options import OnBusy
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 from torch_ckpt.records.record import Recorder
-from torch_ckpt.runs.arguments import check_arguments
+from torch_ckpt.runs.arguments import check_arguments, check_local
 from torch_ckpt.runs.background.agent import backend_for
 from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.preemption import Preemption
@@ -160,6 +161,8 @@ class Run(StepLoads):
                 | {"asynchronous": asynchronous, "agent is given": bool(agent)}
                 | {"local is given": local is not None, "keep_local": keep_local},
             )
+            if local is not None:
+                check_local(keep_local, promote_bytes_per_s)
             how: dict[str, Any] = {"reader": reader, "timeout_s": timeout_s}
             self._disks, places = directories_of(
                 self._group, self._location, local, verify=verify, **how
@@ -168,11 +171,8 @@ class Run(StepLoads):
             lineage = Lineage(self._disks, self.retention)
             self._promotion = promotion_for(
                 *(self._group, places, self._disks, lineage, self.retention),
+                PromotionFailures(self._location, on_failure, max_failures),
                 keep=keep_local,
-                nbytes_per_s=promote_bytes_per_s,
-                niceness=writes.io.background_nice,
-                on_failure=on_failure,
-                most=max_failures,
                 timeout_s=timeout_s,
             )
             backend = backend_for(
@@ -208,7 +208,11 @@ class Run(StepLoads):
                 asynchronous=asynchronous,
                 has_agent=bool(agent),
             )
-            open_copy = CheckpointCopy if backend is None else backend.copy
+            open_copy = functools.partial(
+                CheckpointCopy if backend is None else backend.copy,
+                nbytes_per_s=promote_bytes_per_s or 0,
+                niceness=writes.io.background_nice,
+            )
             self._promotion.start(open_copy, self._recorder)
             undo.pop_all()
             ends = self._boundary, self._group, self._disks[0].directory, timeout_s
