@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +15,12 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.failures import PromotionFailures
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.machine_directories import MachineDirectories, parts_in, whole_steps
+from torch_ckpt.ladder.machine_directories import (
+    MachineDirectories,
+    Part,
+    parts_in,
+    whole_steps,
+)
 from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.promotion import OldSteps, Promotion
 from torch_ckpt.ladder.promotion_steps import PromotionSteps, StepsOfOnePlace
@@ -25,7 +31,7 @@ from torch_ckpt.ladder.step_files import (
     run_of_local,
     tie_directories,
 )
-from torch_ckpt.ladder.without_promotion import WithoutPromotion, removal_of_old
+from torch_ckpt.ladder.without_promotion import WithoutPromotion, remove_old
 from torch_ckpt.storage.copying import is_of_another_save
 
 __all__ = ["directories_of", "promotion_for"]
@@ -48,11 +54,9 @@ def directories_of(
         return [steps], Places()
     path = Location(local).resolved()
     places = Places.find(group, path, run, timeout_s)
-    first = StepDirectories(path, verify=verify, reader=reader)
     if places.others:
-        options: dict[str, Any] = {"timeout_s": timeout_s, "reader": reader}
-        first = MachineDirectories(path, group=group, places=places, **options)
-    return [first, steps], places
+        return [MachineDirectories(path, places, reader=reader), steps], places
+    return [StepDirectories(path, verify=verify, reader=reader), steps], places
 
 
 def promotion_for(
@@ -74,7 +78,7 @@ def promotion_for(
     """
     local, run = disks[0], disks[-1]
     if len(disks) == 1 and group.is_coordinator:
-        return WithoutPromotion(removal_of_old(run, retention, lineage))
+        return WithoutPromotion(functools.partial(remove_old, run, retention, lineage))
     if len(disks) == 1:
         return WithoutPromotion()
     activity, run_id = "opening the local directory", ""
@@ -85,15 +89,13 @@ def promotion_for(
             run_id = _claim_local(local.directory, run.directory)
             tie_directories(local.directory, run.directory, is_part=places.others > 0)
 
+    def parts() -> dict[int, Part] | None:
+        claim()
+        return parts_in(local.directory) if places.is_first else None
+
     # The coordinator first: it may write the id of the run.
     group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
-    group.decide(activity, claim, lambda _: None, timeout_s=timeout_s)
-    whole = group.decide(
-        activity,
-        lambda: parts_in(local.directory) if places.is_first else None,
-        whole_steps,
-        timeout_s=timeout_s,
-    )
+    whole = group.decide(activity, parts, whole_steps, timeout_s=timeout_s)
     if not places.is_first:
         return WithoutPromotion()
     in_run, newest = committed_steps(run.directory), newest_term(run.directory)

@@ -44,7 +44,7 @@ from torch_ckpt.records.record import Recorder, note, phase
 from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
 from torch_ckpt.storage.progress import progress_bar
 
-__all__ = ["END_S", "OldSteps", "Promotion"]
+__all__ = ["END_S", "Attempt", "OldSteps", "Promotion"]
 
 END_S = 5.0
 """Time for a promotion to end that was cancelled."""
