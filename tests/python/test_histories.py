@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from support.histories import AGENTS_EVERY, run_history
 
-import torch_ckpt.ladder.promotion_attempt
+import torch_ckpt.ladder.promotion
 import torch_ckpt.ladder.step_directories
 from torch_ckpt.commits.terms import Term, term_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.promotion_attempt import Attempt
+from torch_ckpt.ladder.promotion import Attempt
 from torch_ckpt.ladder.retention import Retention
 
 pytestmark = pytest.mark.timeout(900)
@@ -65,7 +65,7 @@ PROTECTIONS: dict[str, tuple[object, str, Any]] = {
     "a restore passes over the steps of other lineages": (Term, "has", lambda *_: True),
     "retention counts the steps of the lineage": (Retention, "apply", apply_to_all),
     "a term that cannot be read is an error": (
-        torch_ckpt.ladder.promotion_attempt,
+        torch_ckpt.ladder.promotion,
         "term_of",
         term_or_none,
     ),

@@ -227,6 +227,31 @@ def test_no_lease_waits_for_a_removal_that_was_killed(
     assert time.monotonic() - began < step_files._REMOVAL_S / 2
 
 
+KILLED_WHILE_IT_ASKS_THE_TIME = """
+import os, sys
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder import step_files
+Location.modified_s = lambda _: os._exit(0)
+step_files._now_s(Location(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("program", [KILLED, KILLED_WHILE_IT_ASKS_THE_TIME])
+def test_a_retention_deletes_at_once_what_a_killed_one_has_left(
+    program: str, saved: Path, tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    """Only the owner of a file that is not of this machine may still live."""
+    shutil.copytree(saved, tmp_path / "run")
+    run_python(program, tmp_path / "run")
+    (left,) = (tmp_path / "run").glob(".pending-*")
+    of_another = left.with_name(f".pending-0123456789abcdef.{'0' * 8}-12-3")
+    of_another.touch()
+    with step_files.announced_removal(Location(tmp_path / "run"), ["step-2"]):
+        (own,) = (tmp_path / "run").glob(f".pending-removal-*.{this_process()}")
+        step_files.remove_expired_leases(Location(tmp_path / "run"))
+        assert set((tmp_path / "run").glob(".pending-*")) == {of_another, own}
+
+
 @pytest.mark.parametrize(
     "process", ["", "x", "host-a.b-12-3", "{machine}-12", "{machine}-x-3", f"{{machine}}-{9**25}-3"]
 )

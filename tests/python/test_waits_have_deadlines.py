@@ -192,8 +192,10 @@ PYTHON = {
     "runs/background/save.py BackgroundSave.settle self._ended.result": Wait(
         "at once: it is done", "the step"
     ),
+    "ladder/promotion.py Attempt with self._changed": Wait(BRIEF, "no rank waits"),
+    "ladder/promotion.py OldSteps with self._changed": Wait(BRIEF, "the save"),
     "ladder/promotion.py Promotion with self._changed": Wait(BRIEF, "the save"),
-    "ladder/old_steps.py OldSteps with self._removing": Wait(
+    "ladder/promotion.py OldSteps with self._removing": Wait(
         "a removal of local steps: as long as the local disk takes", "the save"
     ),
     "ladder/promotion.py Promotion._work self._changed.wait": Wait(
@@ -270,7 +272,7 @@ TIMED = {
     "filesystems/obstore_client.py _repeated time.sleep": CLIENT,
     "records/event_log.py EventLog._work self._waiting.get": NOBODY,
     "records/event_log.py EventLog.close self._thread.join": SHORT,
-    "ladder/promotion_attempt.py Attempt._check_goes_on self._changed.wait_for": SHORT,
+    "ladder/promotion.py Attempt._check_goes_on self._changed.wait_for": SHORT,
     "ladder/step_files.py lease.renew ended.wait": NOBODY,
     "storage/exchange.py _Connection._wait_for_ready time.sleep": AWAITED,
     "storage/exchange.py _swapped work.wait": AWAITED,

@@ -1,14 +1,20 @@
 """Ladder: the rungs of a run's steps, such as memory and disk, combined.
 
-The coordinator chooses the newest whole step of the lineage, and all ranks load it from the same
-rung. If the step is damaged, all ranks fall back to the same older step.
+What a restore chooses: the newest step that is whole on some rung and on the lineage of the run's
+newest term, from the first rung that has it. The coordinator chooses, and all ranks load the step
+from the same rung. If it proves damaged, all ranks load the next older one. A step that the run has
+left is loaded by its number only.
+
+To add a rung, write a class with the methods of :class:`Rung`, and add it to ``rungs`` in
+``Run.__init__``, before those that restores prefer less. The last one is the directory of the run.
+If the rung may have steps that no directory has, let ``StepSaves.discard_after`` discard these.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import heapq
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -29,7 +35,8 @@ from torch_ckpt.errors import (
     StorageError,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.step_files import listed_steps
+from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.step_files import listed_steps, step_number
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 
 __all__ = ["Ladder", "Rung"]
@@ -81,12 +88,13 @@ class Ladder:
     """Several rungs of one run. All ranks call its methods together.
 
     If several rungs have the same step, the first counts. ``directory`` is that of the run, which
-    has its terms. ``process_group`` has the ranks of ``group``, for DCP; all if ``None``.
+    has its terms, and ``lineage`` records what is restored. ``settle`` waits for the background
+    save on each rank first. ``process_group`` has the ranks of ``group``, for DCP; all if ``None``.
 
     Example::
 
-        ladder = Ladder([StepDirectories(path)], group_of(None), None, 600, path)
-        start = ladder.restore(state, first=lambda: None)
+        ladder = Ladder([disk], group, None, 600, path, Lineage([disk], Retention()), saves.settle)
+        start = ladder.restore(state)
     """
 
     def __init__(
@@ -96,52 +104,40 @@ class Ladder:
         process_group: dist.ProcessGroup | None,
         timeout_s: float,
         directory: Location,
+        lineage: Lineage,
+        settle: Callable[[], None],
     ) -> None:
         self._rungs, self._group, self._process_group = rungs, group, process_group
         self._timeout_s, self._directory = timeout_s, directory
+        self._lineage, self._settle = lineage, settle
         # On the coordinator, of the last choice: the newest term, and steps that are not on it.
-        self._lineage, self._left = Term(), list[int]()
+        self._term, self._left = Term(), list[int]()
 
-    def latest(self, *, first: Callable[[], None]) -> int | None:
+    def latest(self) -> int | None:
         """Returns the newest whole step, equal on all ranks; ``None`` if none was committed.
 
-        ``first`` is called on each rank before. Raises CorruptionError if none is whole.
+        Raises CorruptionError if none is whole.
         """
-        found = self._choose((), first, {})
+        found = self._choose((), {})
         return None if found is None else found.step
 
-    def restore(
-        self,
-        state: dict[str, Any],
-        strict: bool | None = None,
-        *,
-        first: Callable[[], None],
-        then: Callable[[int, int, int, int], None] = lambda *_: None,
-    ) -> int | None:
-        """Loads the newest sound step and returns it; ``None`` if no step was committed.
-
-        ``first`` is called on each rank before. ``then`` is called on the coordinator with the
-        loaded step, twice, its term, and the newest term when it was chosen. If it raises, all
-        ranks do.
-        """
+    def restore(self, state: dict[str, Any], strict: bool | None = None) -> int | None:
+        """Loads the newest sound step and returns it; ``None`` if no step was committed."""
         given: dict[str, object] = {"step": None, "strict": strict}
         tried: list[_Found] = []
         failure: CheckpointException | None = None
         try:
-            while len(tried) < _MOST_TRIES and (found := self._choose(tried, first, given)):
+            while len(tried) < _MOST_TRIES and (found := self._choose(tried, given)):
                 tried.append(found)
-                step = found.step
                 try:
-                    seen = self._lineage.number
-                    then_found = functools.partial(then, step, step, found.term, seen)
-                    self._load(self._rungs[found.rung], step, state, strict, then_found)
+                    self._load(found, state, strict, newest=found.step, is_given=False)
                 except CheckpointException as error:
                     if not _is_damage(error):
                         raise
-                    warnings.warn(f"step {step} is passed over: {why(error)}", stacklevel=3)
+                    warnings.warn(f"step {found.step} is passed over: {why(error)}", stacklevel=3)
                     failure = failure or error
                 else:
-                    return step
+                    return found.step
             if failure is not None:
                 rest = "the others were not tried" if len(tried) == _MOST_TRIES else "none is whole"
                 failure.add_note(
@@ -152,63 +148,64 @@ class Ladder:
         finally:
             del failure  # Its traceback refers to this frame, and so to the state.
 
-    def restore_step(
-        self,
-        state: dict[str, Any],
-        step: object,
-        strict: bool | None = None,
-        *,
-        first: Callable[[], int],
-        then: Callable[[int, int, int, int], None],
-    ) -> int:
+    def restore_step(self, state: dict[str, Any], step: object, strict: bool | None = None) -> int:
         """Loads a step from the first rung that has the whole step, or else from the last.
 
         A step of the lineage comes before others of the same number. Returns the step as an
-        ``int``, as ``first`` does, which is called on each rank before. ``then`` is called on the
-        coordinator with the step, the newest step of all rungs but the last, which is the disk, the
-        term of the loaded step, and the newest term. The newest step is the step again if that is
-        newer. If ``then`` raises, all ranks do.
+        ``int``. Raises TypeError if it is none.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[list[_Found], int]:
+            """Returns the step, and the newest one of all rungs but the last, which is the disk."""
             step = answers[0][0]
             by_rung = [[reports[n] for _, reports in answers] for n in range(len(self._rungs))]
             *former, last = enumerate(self._rungs)
-            self._lineage = newest_term(self._directory)
-            memory = {n: list(rung.steps(by_rung[n], self._lineage)) for n, rung in former}
+            self._term = newest_term(self._directory)
+            memory = {n: list(rung.steps(by_rung[n], self._term)) for n, rung in former}
             with_step = [n for n, steps in memory.items() if step in steps] + [last[0]]
             found = [_Found(step, n, self._rungs[n].term_of(step, by_rung[n])) for n in with_step]
-            found.sort(key=lambda each: not self._lineage.has(step, each.term))
+            found.sort(key=lambda each: not self._term.has(step, each.term))
             return found, max([step, *(max(steps, default=step) for steps in memory.values())])
 
-        found, newest = self._group.decide(
-            "choosing a step",
-            lambda: self._own_reports(first),
-            self.reading("cannot choose a step", choose),
-            timeout_s=self._timeout_s,
-            recorded="choose",
-            equal={"step": step, "strict": strict},
-        )
-        for step, number, term in found:
+        given = {"step": step, "strict": strict}
+        found, newest = self._decide(lambda: step_number(step), choose, given)
+        for each in found:
             try:
-                then_newest = functools.partial(then, step, newest, term, self._lineage.number)
-                self._load(self._rungs[number], step, state, strict, then_newest)
+                self._load(each, state, strict, newest=newest, is_given=True)
             except CheckpointException as error:
-                if number == found[-1].rung or not _is_damage(error):
+                if each is found[-1] or not _is_damage(error):
                     raise
             else:
                 break
         return found[0].step
 
-    def reading(self, activity: str, choose: Callable[[T], R]) -> Callable[[T], R]:
+    def reading(self, choose: Callable[[T], R]) -> Callable[[T], R]:
         """Returns a function that chooses from what the directory has, within the deadline."""
+        what, directory = "cannot choose a step", self._directory
         return lambda answers: answered_within(
-            *(self._timeout_s, lambda: choose(answers), activity, self._directory)
+            self._timeout_s, lambda: choose(answers), what, directory
         )
 
-    def _own_reports(self, first: Callable[[], T]) -> tuple[T, list[Any]]:
-        """Returns the result of ``first``, and this rank's report for each rung."""
-        return first(), [rung.report() for rung in self._rungs]
+    def _decide(
+        self,
+        own: Callable[[], T],
+        choose: Callable[[list[tuple[T, list[Any]]]], R],
+        given: Mapping[str, object],
+    ) -> R:
+        """Returns what the coordinator chooses from the values of ``own``, and all reports."""
+
+        def report() -> tuple[T, list[Any]]:
+            self._settle()
+            return own(), [rung.report() for rung in self._rungs]
+
+        return self._group.decide(
+            "choosing a step",
+            report,
+            self.reading(choose),
+            timeout_s=self._timeout_s,
+            recorded="choose",
+            equal=given,
+        )
 
     def _newest(self, tried: Sequence[_Found], reports: Sequence[list[Any]]) -> _Found | None:
         """Returns the newest whole step of the lineage that was not tried.
@@ -216,40 +213,36 @@ class Ladder:
         Of the same step, that of the latest term is first, and then that of the first rung. Warns
         of each newer step that is not on the lineage.
         """
-        rungs = [
-            _in_rung(
-                rung, number, [rank_reports[number] for rank_reports in reports], self._lineage
-            )
-            for number, rung in enumerate(self._rungs)
-        ]
+
+        def whole(rung: Rung, number: int) -> Iterator[_Found]:
+            of_rung = [rank_reports[number] for rank_reports in reports]
+            for step in rung.steps(of_rung, self._term):
+                yield _Found(step, number, rung.term_of(step, of_rung))
+
+        rungs = map(whole, self._rungs, itertools.count())
         for found in heapq.merge(*rungs, key=lambda found: (-found.step, -found.term)):
             if found in tried:
                 continue
-            if self._lineage.has(found.step, found.term):
+            if self._term.has(found.step, found.term):
                 return found
             if found.step not in self._left:
                 self._left.append(found.step)
                 warnings.warn(
                     f"step {found.step} is passed over: {self._directory} has left it. Its newest "
-                    f"job ({self._lineage}) has not gone on from that step. To load it, call "
+                    f"job ({self._term}) has not gone on from that step. To load it, call "
                     f"restore(state, step={found.step})",
                     stacklevel=2,
                 )
         return None
 
-    def _choose(
-        self,
-        tried: Sequence[_Found],
-        first: Callable[[], None],
-        given: Mapping[str, object],
-    ) -> _Found | None:
+    def _choose(self, tried: Sequence[_Found], given: Mapping[str, object]) -> _Found | None:
         def choose(answers: list[tuple[None, list[Any]]]) -> _Found | None:
-            self._lineage, self._left = newest_term(self._directory), []
+            self._term, self._left = newest_term(self._directory), []
             found = self._newest(tried, [reports for _, reports in answers])
             if found is None and not tried and self._left:
                 raise CorruptionError(
                     f"cannot restore from {self._directory}: no step of its newest job "
-                    f"({self._lineage}), or from which that has gone on, is whole. To go on from "
+                    f"({self._term}), or from which that has gone on, is whole. To go on from "
                     f"step {self._left[0]}, which the run has left, call "
                     f"restore(state, step={self._left[0]})"
                 )
@@ -271,39 +264,34 @@ class Ladder:
                     )
             return found
 
-        return self._group.decide(
-            "choosing a step",
-            lambda: self._own_reports(first),
-            self.reading("cannot choose a step", choose),
-            timeout_s=self._timeout_s,
-            recorded="choose",
-            equal=given,
-        )
+        return self._decide(lambda: None, choose, given)
 
     def _load(
         self,
-        rung: Rung,
-        step: int,
+        found: _Found,
         state: dict[str, Any],
         strict: bool | None,
-        then: Callable[[], None],
+        *,
+        newest: int,
+        is_given: bool,
     ) -> None:
+        """Loads a step, and records on the coordinator that the process goes on from there."""
+        rung, (step, _, term), timeout_s = self._rungs[found.rung], found, self._timeout_s
         planner = FastLoadPlanner(strict=strict)
         planner.is_whole = True
         load(  # If it raises on one rank, it raises on all.
             state,
-            storage_reader=rung.reader_of(step, self._group, self._timeout_s),
+            storage_reader=rung.reader_of(step, self._group, timeout_s),
             planner=planner,
             process_group=self._process_group,
             no_dist=self._group.size == 1,
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s,
         )
-        self._group.decide("restoring", lambda: None, lambda _: then(), timeout_s=self._timeout_s)
 
+        def record(_: object) -> None:
+            self._lineage.restored(step, newest, term, self._term.number, is_given=is_given)
 
-def _in_rung(rung: Rung, number: int, reports: Sequence[Any], lineage: Term) -> Iterator[_Found]:
-    for step in rung.steps(reports, lineage):
-        yield _Found(step, number, rung.term_of(step, reports))
+        self._group.decide("restoring", lambda: None, record, timeout_s=timeout_s)
 
 
 def _is_damage(error: CheckpointException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -12,11 +13,16 @@ from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.failures import OnFailure
+from torch_ckpt.ladder.failures import PromotionFailures
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.machine_directories import MachineDirectories, parts_in, whole_steps
+from torch_ckpt.ladder.machine_directories import (
+    MachineDirectories,
+    Part,
+    parts_in,
+    whole_steps,
+)
 from torch_ckpt.ladder.places import Places
-from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.promotion import OldSteps, Promotion
 from torch_ckpt.ladder.promotion_steps import PromotionSteps, StepsOfOnePlace
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories, Verify
@@ -24,9 +30,8 @@ from torch_ckpt.ladder.step_files import (
     committed_steps,
     run_of_local,
     tie_directories,
-    whole_number,
 )
-from torch_ckpt.ladder.without_promotion import WithoutPromotion, removal_of_old
+from torch_ckpt.ladder.without_promotion import WithoutPromotion, remove_old
 from torch_ckpt.storage.copying import is_of_another_save
 
 __all__ = ["directories_of", "promotion_for"]
@@ -49,11 +54,9 @@ def directories_of(
         return [steps], Places()
     path = Location(local).resolved()
     places = Places.find(group, path, run, timeout_s)
-    first = StepDirectories(path, verify=verify, reader=reader)
     if places.others:
-        options: dict[str, Any] = {"timeout_s": timeout_s, "reader": reader}
-        first = MachineDirectories(path, group=group, places=places, **options)
-    return [first, steps], places
+        return [MachineDirectories(path, places, reader=reader), steps], places
+    return [StepDirectories(path, verify=verify, reader=reader), steps], places
 
 
 def promotion_for(
@@ -62,33 +65,23 @@ def promotion_for(
     disks: Sequence[StepDirectories],
     lineage: Lineage,
     retention: Retention,
+    failures: PromotionFailures,
     *,
     keep: int,
-    nbytes_per_s: int | None,
-    niceness: int,
-    on_failure: OnFailure,
-    most: int,
     timeout_s: float,
 ) -> Promotion | WithoutPromotion:
     """Returns the promotion of the steps at the place of this rank, if it is the first there.
 
     All ranks call it. ``disks`` are the local directory, if there is one, and that of the run.
     Without a local directory, the coordinator removes old steps after each save. Raises
-    CheckpointError on all ranks if the local directory has steps of another run, TypeError if a
-    number is no integer, and ValueError if it is out of range.
+    CheckpointError on all ranks if the local directory has steps of another run.
     """
     local, run = disks[0], disks[-1]
     if len(disks) == 1 and group.is_coordinator:
-        return WithoutPromotion(removal_of_old(run, retention, lineage))
+        return WithoutPromotion(functools.partial(remove_old, run, retention, lineage))
     if len(disks) == 1:
         return WithoutPromotion()
-    if whole_number("keep_local", keep) < 1:
-        raise ValueError(f"keep_local={keep} is not positive")
-    if nbytes_per_s is not None and whole_number("promote_bytes_per_s", nbytes_per_s) < 1:
-        raise ValueError(f"promote_bytes_per_s={nbytes_per_s} is not positive")
-    activity = "opening the local directory"
-
-    run_id: str | None = None
+    activity, run_id = "opening the local directory", ""
 
     def claim() -> None:
         nonlocal run_id
@@ -96,15 +89,13 @@ def promotion_for(
             run_id = _claim_local(local.directory, run.directory)
             tie_directories(local.directory, run.directory, is_part=places.others > 0)
 
+    def parts() -> dict[int, Part] | None:
+        claim()
+        return parts_in(local.directory) if places.is_first else None
+
     # The coordinator first: it may write the id of the run.
     group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
-    group.decide(activity, claim, lambda _: None, timeout_s=timeout_s)
-    whole = group.decide(
-        activity,
-        lambda: parts_in(local.directory) if places.is_first else None,
-        whole_steps,
-        timeout_s=timeout_s,
-    )
+    whole = group.decide(activity, parts, whole_steps, timeout_s=timeout_s)
     if not places.is_first:
         return WithoutPromotion()
     in_run, newest = committed_steps(run.directory), newest_term(run.directory)
@@ -118,17 +109,10 @@ def promotion_for(
     steps.found(in_run, values, terms)
     steps.pass_over(passed_over)
     steps.set_lineage(newest)
-    return Promotion(  # It starts when the run is complete.
-        *(local, run, lineage, retention, steps),
-        keep=keep,
-        nbytes_per_s=nbytes_per_s or 0,
-        niceness=niceness,
-        on_failure=on_failure,
-        most=most,
-        commits=group.is_coordinator,
-        others=places.others,
-        run_id=run_id,
-    )
+    old = OldSteps(local, run, lineage, retention, steps, keep=keep, run_id=run_id)
+    commits, others = group.is_coordinator, places.others
+    # It starts when the run is complete.
+    return Promotion(local, run, lineage, steps, old, failures, commits=commits, others=others)
 
 
 def _terms_of(disk: StepDirectories, steps: Sequence[int]) -> dict[int, int]:

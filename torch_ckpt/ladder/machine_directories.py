@@ -7,7 +7,6 @@ the machines have all data files that the index names, together.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,29 +43,19 @@ class MachineDirectories(StepDirectories):
     """The steps of a run in directories of the same path on several machines.
 
     :meth:`report` and :meth:`reader_of` are called on all ranks, and every other method on the
-    coordinator, or on one rank of a machine for its own directory. ``group`` has the ranks of the
-    run.
+    coordinator, or on one rank of a machine for its own directory.
     """
 
     def __init__(
-        self,
-        directory: Location,
-        *,
-        group: Group,
-        places: Places,
-        timeout_s: float,
-        reader: dict[str, Any] | None = None,
+        self, directory: Location, places: Places, *, reader: dict[str, Any] | None = None
     ) -> None:
         super().__init__(directory, reader=reader)
-        self._group, self._places, self._timeout_s = group, places, timeout_s
-        self.check = self.check_whole = functools.partial(check_here)
+        self._places = places
+        self.check = self.check_whole = check_here
 
     def writer(self, options: Mapping[str, Any]) -> FastWriter:
         is_first = self._places.is_first
         return MachineWriter(self.directory.checkpoint_id, is_first=is_first, **options)
-
-    def shared(self, run: Location) -> Location:
-        return run
 
     def has_whole(self, step: int) -> bool:
         """Returns ``False``: this machine has the files of its own ranks."""
@@ -100,10 +89,10 @@ class MachineDirectories(StepDirectories):
 
     def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
         """Returns a reader by which machines pass on what others lack. Called on all ranks."""
-        self._spread(step)
+        self._spread(step, group, timeout_s)
         return MachineReader(self.path(step).checkpoint_id, **self._reader)
 
-    def _spread(self, step: int) -> None:
+    def _spread(self, step: int, group: Group, timeout_s: float) -> None:
         """Writes metadata, index and small files to machines that lack them, such as new ones."""
         path = self.path(step)
 
@@ -114,21 +103,19 @@ class MachineDirectories(StepDirectories):
             firsts = set(self._places.of_ranks)
             return None if all(answers) else min(r for r in firsts if answers[r])
 
-        what, timeout_s = "spreading the metadata of a step", self._timeout_s
-        source = self._group.decide(what, has_step, find_source, timeout_s=timeout_s)
+        what = "spreading the metadata of a step"
+        source = group.decide(what, has_step, find_source, timeout_s=timeout_s)
         if source is None:
             return
 
         def read() -> list[tuple[str, bytes]]:
-            if self._group.rank != source:
+            if group.rank != source:
                 return []
             small = sorted(SMALL_FILES.intersection(path.names()))
             names = [*small, index_name(_step_in(path).save_id), ".metadata"]
             return [(name, (path / name).read()) for name in names]
 
-        files = self._group.decide(
-            what, read, lambda each: next(filter(None, each)), timeout_s=timeout_s
-        )
+        files = group.decide(what, read, lambda each: next(filter(None, each)), timeout_s=timeout_s)
 
         def write() -> None:
             if has_step():
@@ -137,7 +124,7 @@ class MachineDirectories(StepDirectories):
             for name, contents in files:
                 (path / name).replace(contents, sync=False)
 
-        self._group.decide(what, write, lambda _: None, timeout_s=timeout_s)
+        group.decide(what, write, lambda _: None, timeout_s=timeout_s)
 
 
 def parts_in(directory: Location) -> dict[int, Part]:

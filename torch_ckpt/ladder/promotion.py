@@ -3,6 +3,9 @@
 A save of such a run commits in the local directory, such as a local disk, and training goes on.
 Each step is then copied to the directory of the run, such as a store, by the agent or else by a
 thread. A step counts in either directory when it is whole there.
+
+``Promotion._promote_next`` promotes one step. ``OldSteps.remove_local`` alone removes local steps:
+after each save, and before each promotion.
 """
 
 from __future__ import annotations
@@ -14,55 +17,135 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from torch_ckpt.agent.identity import id_in_directory
+from torch_ckpt.commits.terms import Term, newest_term, superseded, term_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
+    CancelledError,
     CheckpointError,
     CorruptionError,
     NotFoundError,
+    StorageError,
     SupersededError,
 )
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
-from torch_ckpt.ladder.failures import OnFailure, PromotionFailures
+from torch_ckpt.ladder.failures import PromotionFailures
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.old_steps import OldSteps
-from torch_ckpt.ladder.promotion_attempt import Attempt
 from torch_ckpt.ladder.promotion_steps import Choice, Progress, PromotionSteps, Report
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import committed_steps, listed_steps
-from torch_ckpt.records.record import Recorder
-from torch_ckpt.storage.copying import CheckpointCopy
+from torch_ckpt.records.figures import nbytes_text
+from torch_ckpt.records.record import Recorder, note, phase
+from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
+from torch_ckpt.storage.progress import progress_bar
 
-__all__ = ["END_S", "Promotion"]
+__all__ = ["END_S", "Attempt", "OldSteps", "Promotion"]
 
 END_S = 5.0
 """Time for a promotion to end that was cancelled."""
 
+_POLL_S = 0.5
+"""Interval at which the coordinator asks whether the files of other places have arrived."""
+
 _LOG = logging.getLogger("torch_ckpt")
 
 
-class Promotion:
-    """Promotes the steps of a local directory, and removes them there.
+class Attempt:
+    """The promotion of a step that is in progress, from a local directory to that of the run.
 
-    The newest step is first. A step that the retention of the run would remove is skipped. A local
-    step is removed if ``keep`` newer ones are there, and the run has it whole or would not retain
-    it. So the last whole copy of a retained step is never removed.
+    It is stopped if the step was saved again, the run ends, or another place cannot send its files,
+    for the reason ``failure``. The caller of :meth:`stop` holds ``changed``, and notifies it.
+    """
 
-    The first rank at each place has a promotion of the files there. The coordinator's commits when
-    those of all ``others`` have arrived, and chooses the steps for all: the next one that is saved
-    when no promotion is in progress, and those that have waited. A step of which the others have
-    sent all, and files are missing, is passed over. ``steps`` are those of this place.
+    def __init__(
+        self,
+        step: int,
+        local: StepDirectories,
+        run: StepDirectories,
+        changed: threading.Condition,
+    ) -> None:
+        self.step, self._run, self._changed = step, run, changed
+        self._source, self._target = local.path(step), run.path(step)
+        self.copy: CheckpointCopy | None = None
+        self.is_stopped = False
+        self.failure: CheckpointError | None = None
 
-    If storage makes a promotion fail, the next one is tried after the next save. With ``"raise"``,
-    or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``, :meth:`check` returns why.
+    def stop(self, failure: CheckpointError | None = None, *, leaves: bool = False) -> None:
+        """Stops it; with ``leaves``, an agent may go on to copy files for a later attempt."""
+        if not self.is_stopped:
+            self.is_stopped, self.failure = True, failure
+        if self.copy is not None:
+            (self.copy.leave if leaves else self.copy.cancel)()
 
-    Steps that the newest job of the run has not gone on from (``lineage``) are not promoted.
+    def copy_files(self, open_copy: Callable[..., CheckpointCopy], bases: Iterable[int]) -> bool:
+        """Copies the files of this place; returns whether the step was committed before.
+
+        It takes files from the first of the steps ``bases`` that the run has not left. Raises
+        CancelledError if the attempt is stopped, and SupersededError if a newer job of the
+        run does not go on from the step.
+        """
+        newest = newest_term(self._run.directory)
+        copy = open_copy(self._source, self._target, base=self._base_among(bases, newest))
+        with self._changed:
+            self.copy = copy
+        self._check_goes_on()
+        if copy.is_done:
+            return True
+        self._check_lineage(newest)
+        copy.copy_files()
+        note(bytes=copy.read_nbytes)
+        return False
+
+    def commit(self, ended_elsewhere: Callable[[], Sequence[str] | None]) -> None:
+        """Commits the step, once the files of all places have arrived.
+
+        ``ended_elsewhere`` returns why each other place sends no more files; ``None`` if one may
+        send some. Raises as :meth:`copy_files`.
+        """
+        copy = self.copy
+        assert copy is not None
+        copy.await_others(ended_elsewhere, functools.partial(self._check_goes_on, _POLL_S))
+
+        def check() -> None:
+            self._check_lineage(newest_term(self._run.directory))
+            copy.copy_small_files()
+
+        copy.commit(check)
+
+    def _base_among(self, steps: Iterable[int], newest: Term) -> Location | None:
+        """Returns the first step that the run has not left: a restore has found none damaged."""
+        for step in steps:
+            with contextlib.suppress(StorageError):
+                if newest.has(step, self._run.term_of(step)):
+                    return self._run.path(step)
+        return None
+
+    def _check_lineage(self, newest: Term) -> None:
+        """Raises SupersededError if the newest job of the run does not go on from the step."""
+        term = term_of(self._source)
+        if not newest.has(self.step, term) or term_of(self._target) > term:
+            raise superseded(self._run.directory, newest)
+
+    def _check_goes_on(self, wait_s: float = 0.0) -> None:
+        """Raises CancelledError if the attempt is stopped, or is so within a while."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self.is_stopped, wait_s):
+                raise CancelledError(f"the promotion of step {self.step} was stopped")
+
+
+class OldSteps:
+    """Removes local steps, and those of the run, while others are promoted. Thread-safe.
+
+    A local step is removed if ``keep`` newer ones are there, and the run has it whole or would not
+    retain it. So the last whole copy of a retained step is never removed.
 
     ``run_id`` is the id that both directories have. A directory that another run has taken over is
-    neither read nor written. All methods are thread-safe.
+    neither read nor written. Whoever uses the ``steps`` holds ``changed``.
     """
 
     def __init__(
@@ -74,30 +157,124 @@ class Promotion:
         steps: PromotionSteps,
         *,
         keep: int,
-        nbytes_per_s: int,
-        niceness: int,
-        on_failure: OnFailure,
-        most: int,
-        commits: bool = True,
-        others: int = 0,
-        run_id: str | None = None,
+        run_id: str,
     ) -> None:
         self._local, self._run, self._lineage = local, run, lineage
-        self._here = f"machine {socket.gethostname()}, {local.directory}"
+        self._retention, self._steps = retention, steps
+        self._keep, self._run_id = keep, run_id
+        self.changed = self._changed = threading.Condition()
+        self._removing = threading.Lock()
+
+    def check_ids(self, *disks: StepDirectories) -> None:
+        """Raises CheckpointError if one of the directories is not of this run any more."""
+        for disk in disks:
+            if (found := id_in_directory(disk.directory)) != self._run_id:
+                now = "was removed or moved" if found is None else f"belongs to run {found} now"
+                raise CheckpointError(
+                    f"cannot use {disk.directory}: it {now}, and this run has the id {self._run_id}"
+                )
+
+    def whole_in_run(self) -> set[int]:
+        """Returns which promoted steps of those that need not remain the run has whole.
+
+        The others are promoted again. Called by the thread: the storage of the run may not answer.
+        """
+        with self._changed:
+            local = committed_steps(self._local.directory)
+            promoted = self._steps.promoted_beyond(local, self._keep)
+        whole = set()
+        for step in promoted:
+            source, target = self._local.path(step), self._run.path(step)
+            try:
+                self.check_ids(self._local, self._run)
+                if is_whole_copy(source, target):
+                    whole.add(step)
+                    continue
+                is_other = is_of_another_save(source, target)
+            except CheckpointError:  # It is unknown now.
+                continue
+            what = "is of another save now" if is_other else "has lost files, which are sent again"
+            _LOG.warning("%s %s: %s remains", target, what, source)
+            with self._changed:
+                self._steps.lost_in_run(step, is_other=is_other)
+        return whole
+
+    def remove_local(self, whole: Collection[int] = ()) -> None:
+        """Removes local steps that need not remain, of promoted ones those ``whole`` in the run."""
+        with self._removing:
+            directory = self._local.directory
+            try:
+                self._lineage.check_here()
+                with self._changed:
+                    removable = self._steps.removable(
+                        *(committed_steps(directory), listed_steps(directory)),
+                        keep=self._keep,
+                        whole=whole,
+                    )
+                self._local.sweep()
+                self._local.remove(removable)
+            except CheckpointError as error:
+                _LOG.warning("old steps were not removed from %s: %s", directory, error)
+
+    def remove_in_run(self, newest: int, wanted: Collection[int]) -> None:
+        """Removes the steps of the run that are not to be retained.
+
+        Some files of the ``wanted`` steps, which are to be promoted, may have arrived.
+        """
+        directory = self._run.directory
+        try:
+            lineage = self._lineage.newest()
+            self._retention.apply(self._run, newest, wanted, lineage=lineage)
+            steps = listed_steps(directory)
+        except CheckpointError as error:
+            _LOG.warning("old steps were not removed from %s: %s", directory, error)
+        else:
+            with self._changed:
+                self._steps.remain_in_run(steps)
+
+
+class Promotion:
+    """Promotes the steps of a local directory, and removes them there.
+
+    The newest step is first. A step that the retention of the run would remove is skipped.
+
+    The first rank at each place has a promotion of the files there. The coordinator's commits when
+    those of all ``others`` have arrived, and chooses the steps for all: the next one that is saved
+    when no promotion is in progress, and those that have waited. A step of which the others have
+    sent all, and files are missing, is passed over. ``steps`` are those of this place.
+
+    If storage makes a promotion fail, the next one is tried after the next save. ``failures`` says
+    when training must not go on: :meth:`check` then returns why.
+
+    Steps that the newest job of the run has not gone on from (``lineage``) are not promoted.
+    All methods are thread-safe.
+    """
+
+    def __init__(
+        self,
+        local: StepDirectories,
+        run: StepDirectories,
+        lineage: Lineage,
+        steps: PromotionSteps,
+        old: OldSteps,
+        failures: PromotionFailures,
+        *,
+        commits: bool = True,
+        others: int = 0,
+    ) -> None:
+        self._local, self._run, self._lineage = local, run, lineage
+        self._steps, self._old, self._failures = steps, old, failures
         self._commits, self._others = commits, others
-        self._rate = {"nbytes_per_s": nbytes_per_s, "niceness": niceness}
+        self.is_alone = not others
+        """Whether the ranks of no other place have a part in the promotions."""
+        self._here = f"machine {socket.gethostname()}, {local.directory}"
         self._open_copy: Callable[..., CheckpointCopy]
         self._recorder: Recorder | None = None
-        self._changed = threading.Condition()
-        self._steps = steps
+        self._changed = old.changed
         self._is_requested = False
         self._is_ended = False
         self._thread: threading.Thread | None = None
         self._attempt: Attempt | None = None  # The one in progress.
-        self._failures = PromotionFailures(run.directory, on_failure, most)
-        self._old = OldSteps(
-            local, run, lineage, retention, steps, self._changed, keep=keep, run_id=run_id
-        )
         self._reports: Sequence[Report] = ()  # Those of the other places since the last choice.
 
     @property
@@ -112,16 +289,12 @@ class Promotion:
 
     # ---- Called by the run ----
 
-    def start(
-        self,
-        open_copy: Callable[..., CheckpointCopy] = CheckpointCopy,
-        recorder: Recorder | None = None,
-    ) -> None:
+    def start(self, open_copy: Callable[..., CheckpointCopy], recorder: Recorder | None) -> None:
         """Promotes the steps that a former process has left in the local directory.
 
-        ``open_copy`` returns the copy of a step, with the arguments of :class:`CheckpointCopy`.
+        ``open_copy`` returns the copy of a step: of its directory to another one, from a ``base``.
         """
-        self._open_copy, self._recorder = functools.partial(open_copy, **self._rate), recorder
+        self._open_copy, self._recorder = open_copy, recorder
         with self._changed:
             if self._steps.next(committed_steps(self._local.directory)) is not None:
                 self._request()
@@ -187,7 +360,7 @@ class Promotion:
             if self._attempt is not None and self._attempt.step == step:
                 self._attempt.stop()  # The new checkpoint of the step is next.
                 self._changed.notify_all()
-        self._remove_old()
+        self._old.remove_local()
         if is_chosen or not self._commits:
             self._request()
 
@@ -218,19 +391,27 @@ class Promotion:
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
                     break
             attempt = self._attempt
-            done = None if attempt is None else (attempt.step, attempt.done_nbytes)
+            copy = None if attempt is None else attempt.copy
+            nbytes = 0 if copy is None else copy.done_nbytes
+            done = None if attempt is None else (attempt.step, nbytes)
             awaited = f"{self._here}: {self.awaited()}" if self._is_busy else ""
             return Progress(awaited, done, self.report())
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the ranks of no other place have a part in the promotions."""
-        return not self._others
 
     def awaited(self) -> str:
         """Returns what the promotion in progress does, for the log of those who wait for it."""
         attempt, directory = self._attempt, self._run.directory
-        return f"the promotion of steps to {directory}" if attempt is None else attempt.awaited()
+        if attempt is None:
+            return f"the promotion of steps to {directory}"
+        copied = "" if attempt.copy is None else f", {nbytes_text(attempt.copy.done_nbytes)} copied"
+        return f"the promotion of step {attempt.step} to {directory}{copied}"
+
+    def bar(self) -> contextlib.AbstractContextManager[None]:
+        """Shows how far the promotion in progress is, while the block waits for it."""
+        copy = None if self._attempt is None else self._attempt.copy
+        if copy is None:
+            return contextlib.nullcontext()
+        nbytes, done = (lambda: copy.nbytes), (lambda: copy.done_nbytes)
+        return progress_bar("promoting", self._run.directory, nbytes, done)
 
     def cancel(self, wait_s: float = END_S, *, leaves: bool = True) -> bool:
         """Ends the promotion in progress. Its step remains in the local directory.
@@ -306,7 +487,7 @@ class Promotion:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._attempt = None
+                self._attempt = self._steps.in_progress = None
                 self._changed.notify_all()
                 while not self._is_requested and not self._is_ended:
                     self._changed.wait()
@@ -320,9 +501,20 @@ class Promotion:
                 elif self._attempt.failure is not None:  # It caused `error`.
                     self._failed(self._attempt.failure)
 
+    def _failed(self, error: Exception) -> None:
+        """Records a failure. The next request tries again."""
+        with self._changed:
+            self._is_requested = False
+            step = None if self._attempt is None else self._attempt.step
+            message = self._failures.add(step, error)
+        if message is not None:
+            _LOG.warning("%s; it is promoted after the next save", message)
+
+    # ---- One step ----
+
     def _promote_next(self) -> None:
         """Promotes one step; if there is none, ends the request."""
-        self._remove_old(self._old.whole_in_run())
+        self._old.remove_local(self._old.whole_in_run())
         with self._changed:
             local = committed_steps(self._local.directory)
             if lost := self._steps.lost(local):
@@ -335,12 +527,12 @@ class Promotion:
                 self._is_requested = False
                 return
             attempt = self._attempt = Attempt(step, self._local, self._run, self._changed)
+            self._steps.in_progress = step
         self._old.check_ids(self._local, self._run)
         try:
-            with attempt.recorded(self._recorder):
-                is_committed = self._copy(attempt)
-            if not is_committed:
-                return
+            with self._recorded(step):
+                if not self._copy(attempt):
+                    return
         except SupersededError:
             self._lineage.check()  # Otherwise only the step is of a job that was superseded.
             with self._changed:
@@ -369,9 +561,18 @@ class Promotion:
         if self._commits:
             self._old.remove_in_run(newest, wanted)
 
-    def _remove_old(self, whole: Collection[int] = ()) -> None:
-        """Removes local steps that need not remain, of promoted ones those ``whole`` in the run."""
-        self._old.remove_here(lambda: None if self._attempt is None else self._attempt.step, whole)
+    @contextlib.contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
+        """Records the block as the promotion of a step."""
+        if self._recorder is None:
+            yield
+            return
+        record = self._recorder.save_of(step)
+        try:
+            with record.current(), phase("promote"):
+                yield
+        finally:
+            record.end()
 
     def _copy(self, attempt: Attempt) -> bool:
         """Copies a step; returns whether it is committed in the directory of the run.
@@ -397,17 +598,3 @@ class Promotion:
             if not has_all or not all(step in each.ended for each in self._reports):
                 return None
             return [each.ended[step] for each in self._reports]
-
-    def _failed(self, error: Exception) -> None:
-        """Records a failure. The next request tries again."""
-        with self._changed:
-            self._is_requested = False
-            step = None if self._attempt is None else self._attempt.step
-            message = self._failures.add(step, error)
-        if message is not None:
-            _LOG.warning("%s; it is promoted after the next save", message)
-
-    def bar(self) -> contextlib.AbstractContextManager[None]:
-        """Shows how far the promotion in progress is, while the block waits for it."""
-        attempt = self._attempt
-        return contextlib.nullcontext() if attempt is None else attempt.bar()

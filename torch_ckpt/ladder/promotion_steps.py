@@ -115,6 +115,7 @@ class PromotionSteps:
         self._here: set[int] = set()  # The local steps when they were last listed.
         self._unreported: set[int] = set()  # Steps that have ended, and other places do not know.
         self._lineage = Term()  # The steps that it lacks are not retained.
+        self.in_progress: int | None = None  # The step that is being promoted.
         self.skipped = 0
 
     # ---- What happens ----
@@ -262,19 +263,18 @@ class PromotionSteps:
         listed: Sequence[int],
         *,
         keep: int,
-        in_use: int | None,
         whole: Collection[int],
     ) -> list[int]:
         """Returns which of the ``listed`` local directories of steps need not remain.
 
         The ``keep`` newest steps remain, those that retention keeps and the run does not have
-        ``whole``, and the one ``in_use``. Steps that go without a promotion are skipped.
+        ``whole``, and the one that is being promoted. Steps that go without one are skipped.
         """
         saved = self._saved
         if saved is None:
             return []
         committed = [step for step in local if step <= saved]
-        needed = {*self.wanted(committed).difference(whole), *committed[:keep], in_use}
+        needed = {*self.wanted(committed).difference(whole), *committed[:keep], self.in_progress}
         for step in committed:
             if step not in needed:
                 self._skip(step)

@@ -59,6 +59,7 @@ class StepDirectories:
         self._warned: set[str] = set()  # Names of what could not be removed.
         self._reader = dict(reader or {})
         trust_pickle = self._reader.get("trust_pickle", False)
+        self.check_whole: Callable[[Location], int]
         self.check_whole = functools.partial(check_whole, trust_pickle=trust_pickle)
         self.check: Callable[[Location], object] = self.check_whole
         if verify == "full":
@@ -70,10 +71,6 @@ class StepDirectories:
     def writer(self, options: Mapping[str, Any]) -> FastWriter:
         """Returns the writer of all saves to this directory."""
         return FastWriter(self.directory.checkpoint_id, **options)
-
-    def shared(self, run: Location) -> Location:
-        """Returns the directory that all machines share: this one, or else that of the ``run``."""
-        return self.directory
 
     def has_whole(self, step: int) -> bool:
         """Returns whether a step is committed here, with the files of all ranks."""

@@ -359,12 +359,15 @@ def _has_died(removal: Location, now_s: float | None) -> bool:
     """
     if any(file == removal and has_ended(by) for file, by in list(PROCESS.removals)):
         return True
-    process = removal.name.removeprefix(_REMOVAL).partition(".")[2]
-    found = is_dead(process) if process else None
-    if found is not None:
+    if (found := is_dead(_owner_of(removal))) is not None:
         return found
     written_s = removal.modified_s()
     return now_s is not None and written_s is not None and now_s - written_s > _REMOVAL_S
+
+
+def _owner_of(pending: Location) -> str:
+    """Returns the process of a pending file; empty if its name has none."""
+    return pending.name.removeprefix(PENDING).partition(".")[2]
 
 
 def leased_steps(directory: Location) -> set[int]:
@@ -374,13 +377,18 @@ def leased_steps(directory: Location) -> set[int]:
 
 
 def remove_expired_leases(directory: Location) -> None:
-    """Deletes the leases of processes that have died, and the files of unfinished renewals."""
+    """Deletes the leases of processes that have died, and what they have left unfinished."""
     for _, file, is_valid in _leases(directory):
         if not is_valid:
             file.discard()
-    pending = [directory / name for name in directory.names() if name.startswith(PENDING)]
-    now = _now_s(directory) if pending else None
-    for file in pending:
+    others = []  # Perhaps of another machine, or of a process that lives.
+    for file in (directory / name for name in directory.names() if name.startswith(PENDING)):
+        if is_dead(_owner_of(file)):
+            file.discard()
+        else:
+            others.append(file)
+    now = _now_s(directory) if others else None
+    for file in others:
         written = file.modified_s()
         if now is not None and written is not None and now - written > LEASE_S:
             file.discard()
@@ -407,7 +415,7 @@ def _now_s(directory: Location) -> float | None:
 
     A server and this machine may have different clocks. ``None`` if no file can be written.
     """
-    file = directory / f"{PENDING}{secrets.token_hex(8)}"
+    file = directory / f"{PENDING}{secrets.token_hex(8)}.{this_process()}"
     written = None
     with contextlib.suppress(CheckpointError):
         file.write(b"", sync=False)

@@ -13,7 +13,7 @@ from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.records.record import phase
 
-__all__ = ["WithoutPromotion", "removal_of_old"]
+__all__ = ["WithoutPromotion", "remove_old"]
 
 
 class WithoutPromotion:
@@ -49,16 +49,10 @@ class WithoutPromotion:
         return "waiting for promotion"
 
 
-def removal_of_old(
-    disk: StepDirectories, retention: Retention, lineage: Lineage
-) -> Callable[[int], None]:
-    """Returns what removes the steps that are not to be retained after one was saved."""
-
-    def remove(saved: int) -> None:
-        try:
-            with phase("retain"):
-                retention.apply(disk, saved, lineage=lineage.newest())
-        except (CheckpointError, OSError) as error:
-            warn_after_commit(f"old steps were not removed: {error}", stacklevel=2)
-
-    return remove
+def remove_old(disk: StepDirectories, retention: Retention, lineage: Lineage, saved: int) -> None:
+    """Removes the steps that are not to be retained after one was saved."""
+    try:
+        with phase("retain"):
+            retention.apply(disk, saved, lineage=lineage.newest())
+    except (CheckpointError, OSError) as error:
+        warn_after_commit(f"old steps were not removed: {error}", stacklevel=2)

@@ -9,31 +9,33 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.waiting import is_duration
 from torch_ckpt.ladder.failures import OnFailure
 from torch_ckpt.ladder.step_directories import Verify
+from torch_ckpt.ladder.step_files import whole_number
 from torch_ckpt.options import OnBusy
 from torch_ckpt.runs.step_saves import Reuse
 
-__all__ = ["check_arguments"]
+__all__ = ["check_arguments", "check_local"]
 
 _CHOICES = {"on_busy": OnBusy, "verify": Verify, "on_failure": OnFailure, "reuse": Reuse}
 
 
-def check_arguments(
-    group: Group, timeout_s: float, choices: Mapping[str, str], others: Mapping[str, object]
-) -> None:
+def check_arguments(group: Group, timeout_s: float, given: Mapping[str, object]) -> None:
     """Checks arguments of all ranks. All ranks call it.
 
-    Raises ValueError if one of ``choices`` is unknown, ``timeout_s`` is no duration, or the choices
-    or the ``others`` differ between ranks.
+    Raises ValueError if one of ``_CHOICES`` is unknown, ``timeout_s`` is no duration, or what is
+    ``given`` differs between ranks.
     """
-    for name, value in choices.items():
-        if value not in (known := get_args(_CHOICES[name])):
+    for name, choices in _CHOICES.items():
+        if (value := given[name]) not in (known := get_args(choices)):
             raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
     if not is_duration(timeout_s):
         raise ValueError(f"{timeout_s=} is not a positive number of seconds")
-    group.decide(
-        "opening the run",
-        lambda: None,
-        lambda _: None,
-        timeout_s=timeout_s,
-        equal={**choices, **others},
-    )
+    what = "opening the run"
+    group.decide(what, lambda: None, lambda _: None, timeout_s=timeout_s, equal=given)
+
+
+def check_local(keep_local: int, promote_bytes_per_s: int | None) -> None:
+    """Raises TypeError if a number for a local directory is no integer, ValueError if below 1."""
+    rate = 1 if promote_bytes_per_s is None else promote_bytes_per_s
+    for name, value in {"keep_local": keep_local, "promote_bytes_per_s": rate}.items():
+        if whole_number(name, value) < 1:
+            raise ValueError(f"{name}={value} is not positive")

@@ -1,16 +1,21 @@
-"""Ending: the last save of a training, after an error or before a signal ends the process."""
+"""Ending: the methods of a run that save the last step when training ends early.
+
+After an error of training, or before a signal ends the process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_saves import StepSaves
@@ -21,23 +26,117 @@ _LOG = logging.getLogger("torch_ckpt")
 
 
 class Ending:
-    """How a run ends early. All ranks call the same methods.
+    """The part of :class:`~torch_ckpt.runs.run.Run` that saves after an error or a signal."""
 
-    ``saves`` saves the step that ``boundary`` names. ``directory`` is for messages.
-    """
+    timeout_s: float
+    _group: Group
+    _exclusive: Exclusive
+    _disks: Sequence[StepDirectories]
+    _boundary: StepBoundary
+    _saves: StepSaves
+    _closed: bool
+    _preemption: Preemption | None  # Within a block of saving_on_signal.
 
-    def __init__(
+    @contextlib.contextmanager
+    def saving_on_exception(
+        self, state: Callable[[], dict[str, Any]], *, timeout_s: float = 30.0
+    ) -> Iterator[None]:
+        """Saves the last completed step if the block raises.
+
+        The last completed step is that of the last call of :meth:`should_save` or :meth:`save`.
+        Nothing is saved if that step is already saved, if the error is from a save or load, or if
+        an optimizer of this process has begun another step: the parameters may then be partly
+        updated. State that changes before the optimizer does (random states, data position, running
+        means) is saved as it is when the block raises.
+
+        All ranks must raise, as they do when a collective of training fails. If another rank does
+        not raise within ``timeout_s``, nothing is saved. The exception of the block is always
+        raised, with a note about the outcome. ``SystemExit`` and ``GeneratorExit`` save nothing,
+        nor does an exception in a forked child.
+
+        Args:
+            state: Returns the state to save.
+            timeout_s: Seconds that this rank waits for the others.
+
+        Example::
+
+            with run.saving_on_exception(lambda: training.state_dict()):
+                train()
+        """
+        self._check_open()
+        try:
+            with self._boundary.watching_optimizers():
+                yield
+        except (SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            if not self._exclusive.is_forked:
+                error.add_note(f"torch_ckpt: {self._save_after(error, state, timeout_s)}")
+            raise
+
+    @contextlib.contextmanager
+    def saving_on_signal(
         self,
-        saves: StepSaves,
-        boundary: StepBoundary,
-        group: Group,
-        directory: Location,
-        timeout_s: float,
-    ) -> None:
-        self._saves, self._boundary, self._group = saves, boundary, group
-        self._directory, self._timeout_s = directory, timeout_s
+        state: Callable[[], dict[str, Any]],
+        *,
+        grace_s: float = 30.0,
+        signals: Sequence[int] = (signal.SIGTERM,),
+    ) -> Iterator[None]:
+        """Saves the step that ends next when a signal arrives, and then ends the process.
 
-    def save_after(
+        Schedulers send a signal before they kill a job: SIGTERM by default in Slurm, Kubernetes and
+        ``torchrun``. The signal may arrive at one rank only. Within the block,
+        :meth:`should_save` lets the ranks agree on the step: after each step, or after at most 16
+        steps if these take less than a second. So does the end of the block. The step is then saved
+        to disk, on all ranks, and ``SystemExit`` is raised with the status of a process that the
+        signal ended, such as 143. If the step cannot be saved in time, the reason is logged.
+
+        All ranks enter the block at the same step, in their main threads, call :meth:`should_save`
+        after every step, and leave the block at the same step. If the block raises something else
+        after a signal, the background save is waited for, and the signal is sent again. Child
+        processes that are forked within the block get the signal as before.
+
+        Args:
+            state: Returns the state to save.
+            grace_s: Seconds from the signal until the scheduler kills the process; 30 by default in
+                Slurm (``KillWait``), Kubernetes and ``torchrun``.
+            signals: The signals, such as ``signal.SIGUSR1`` for ``sbatch --signal=USR1@60``.
+
+        Raises:
+            RuntimeError: This run, or another one of this process, is within such a block.
+            SystemExit: A signal has arrived.
+            ValueError: This is not the main thread, ``grace_s`` is not positive, or a signal cannot
+                be handled.
+
+        Example::
+
+            with run.saving_on_signal(lambda: state, grace_s=60):
+                for step in range(start + 1, steps + 1):
+                    train_step()
+                    if run.should_save(step) or step == steps:
+                        run.save(step, state)
+        """
+        self._check_open()
+        preemption = Preemption(signals, grace_s, state, is_alone=self._group.size == 1)
+        with preemption.catching():
+            self._preemption = preemption
+            try:
+                yield
+                if not (self._closed or self._exclusive.is_forked):
+                    with self._exclusive.use("check for a signal", self.timeout_s):
+                        self._end_if_signalled(preemption, is_last=True)
+            except BaseException as error:
+                if not self._exclusive.is_forked:
+                    self._end_after_error(preemption, error)
+                raise
+            finally:
+                self._preemption = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this run is closed")
+
+    def _save_after(
         self, error: BaseException, state: Callable[[], dict[str, Any]], timeout_s: float
     ) -> str:
         """Saves the last completed step after an error of training, if possible.
@@ -49,11 +148,11 @@ class Ending:
         reason, step = self._boundary.reason_not_to_save(error), self._boundary.step
         if reason is not None or step is None:
             return reason or "nothing was saved after this error"
-        failure = self._save(step, state, lambda: timeout_s)
+        failure = self._save_last(step, state, lambda: timeout_s)
         done = f"step {step} was {'not ' if failure else ''}saved after this error"
         return f"{done}: {failure}" if failure else done
 
-    def end_if_signalled(self, preemption: Preemption, *, is_last: bool = False) -> None:
+    def _end_if_signalled(self, preemption: Preemption, *, is_last: bool = False) -> None:
         """Saves the last step and ends the process (SystemExit), if any rank has received a signal.
 
         With ``is_last``, the ranks exchange in any case, as their block ends.
@@ -70,12 +169,12 @@ class Ending:
             return step is None or (self._boundary.stored == step and self._boundary.is_on_disk)
 
         try:
-            with self._group.method("check for a signal", self._timeout_s):
-                if not preemption.check(step, self._group, self._timeout_s):
+            with self._group.method("check for a signal", self.timeout_s):
+                if not preemption.check(step, self._group, self.timeout_s):
                     return
                 is_saved = self._group.decide("ending", own, all, timeout_s=preemption.left_s)
             if step is not None and not is_saved:
-                failure = self._save(step, preemption.state, lambda: preemption.left_s)
+                failure = self._save_last(step, preemption.state, lambda: preemption.left_s)
         except CheckpointError as error:
             if preemption.received is None:
                 raise
@@ -88,14 +187,16 @@ class Ending:
             )
             if failure:
                 outcome = f"step {step} was not saved: {failure}"
-            _LOG.warning("%s ends the training of %s: %s", preemption, self._directory, outcome)
+            _LOG.warning(
+                "%s ends the training of %s: %s", preemption, self._disks[0].directory, outcome
+            )
         try:
             self._saves.close_promotion(preemption.left_s)
         except CheckpointError as error:
             _LOG.warning("%s", error)
         preemption.end()
 
-    def end_after_error(self, preemption: Preemption, error: BaseException) -> None:
+    def _end_after_error(self, preemption: Preemption, error: BaseException) -> None:
         """Waits for the background save after an error of training, if a signal ends the process.
 
         The ranks have no common step to save. The error is logged: nobody may report it later.
@@ -105,9 +206,9 @@ class Ending:
         with contextlib.suppress(CheckpointError):
             self._saves.settle(preemption.left_s)
         message = "%s ends the training of %s after an error; no further step was saved"
-        _LOG.warning(message, preemption, self._directory, exc_info=error)
+        _LOG.warning(message, preemption, self._disks[0].directory, exc_info=error)
 
-    def _save(
+    def _save_last(
         self, step: int, state: Callable[[], dict[str, Any]], left_s: Callable[[], float]
     ) -> str | None:
         """Saves the last step of this process; returns the reason if that fails."""

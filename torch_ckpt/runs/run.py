@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.failures import Failures, OnFailure
+from torch_ckpt.ladder.failures import Failures, OnFailure, PromotionFailures
 from torch_ckpt.ladder.ladder import Ladder, Rung
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.local_directory import directories_of, promotion_for
@@ -25,21 +26,19 @@ from torch_ckpt.options import OnBusy
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EventLog
 from torch_ckpt.records.record import Recorder
-from torch_ckpt.runs.arguments import check_arguments
+from torch_ckpt.runs.arguments import check_arguments, check_local
 from torch_ckpt.runs.background.agent import backend_for
-from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.preemption import Preemption
 from torch_ckpt.runs.save_interval import SaveSchedule
 from torch_ckpt.runs.saver import Saver
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_loads import StepLoads
 from torch_ckpt.runs.step_saves import Reuse, StepSaves
-from torch_ckpt.storage.copying import CheckpointCopy
 
 __all__ = ["Run"]
 
 
-class Run(StepLoads):
+class Run(Saver, StepLoads):
     """A directory of checkpoints, one for each saved step of a training run.
 
     Step 100 is the checkpoint ``<directory>/step-100``, which ``dcp.load`` can load too. Names have
@@ -145,6 +144,7 @@ class Run(StepLoads):
         """Which steps remain after a save."""
         self.asynchronous = asynchronous
         self.on_busy: OnBusy = on_busy
+        self.skipped, self._has_agent = 0, bool(agent)
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
         self._boundary = StepBoundary()
         with self._group.method("open the run", timeout_s), contextlib.ExitStack() as undo:
@@ -154,12 +154,14 @@ class Run(StepLoads):
             self._failures = Failures(on_failure, max_failures)
             check_arguments(
                 *(self._group, timeout_s),
-                {"on_busy": on_busy, "verify": verify, "on_failure": on_failure, "reuse": reuse},
                 vars(self.retention)
+                | {"on_busy": on_busy, "verify": verify, "on_failure": on_failure, "reuse": reuse}
                 | {"every": every, "max_overhead": max_overhead, "max_failures": max_failures}
                 | {"asynchronous": asynchronous, "agent is given": bool(agent)}
                 | {"local is given": local is not None, "keep_local": keep_local},
             )
+            if local is not None:
+                check_local(keep_local, promote_bytes_per_s)
             how: dict[str, Any] = {"reader": reader, "timeout_s": timeout_s}
             self._disks, places = directories_of(
                 self._group, self._location, local, verify=verify, **how
@@ -168,27 +170,21 @@ class Run(StepLoads):
             lineage = Lineage(self._disks, self.retention)
             self._promotion = promotion_for(
                 *(self._group, places, self._disks, lineage, self.retention),
+                PromotionFailures(self._location, on_failure, max_failures),
                 keep=keep_local,
-                nbytes_per_s=promote_bytes_per_s,
-                niceness=writes.io.background_nice,
-                on_failure=on_failure,
-                most=max_failures,
                 timeout_s=timeout_s,
             )
-            backend = backend_for(
+            backend = self._backend = backend_for(
                 *(self._group, process_group, writes),
                 asynchronous=asynchronous,
                 agent=agent,
-                shared=self._disks[0].shared(self._location),
+                run=self._location,
                 places=places,
                 reuses=reuse == "auto",
                 **how,
             )
-            if backend is not None:
-                undo.callback(backend.leave)
+            undo.callback(backend.leave)
             undo.callback(self._promotion.cancel)
-            rungs: list[Rung] = [*(() if backend is None else backend.rungs), *self._disks]
-            self._ladder = Ladder(rungs, self._group, process_group, timeout_s, self._location)
             self._log = EventLog(self._location) if record and self._group.is_coordinator else None
             rank = self._group.names[self._group.rank]
             self._recorder = Recorder(rank, self._log) if record else None
@@ -202,17 +198,16 @@ class Run(StepLoads):
                 reuses=reuse == "auto",
                 recorder=self._recorder,
             )
-            self._saver = Saver(
-                *(self._saves, self._schedule, self._boundary, self._failures),
-                *(self._group, timeout_s),
-                asynchronous=asynchronous,
-                has_agent=bool(agent),
+            rungs: list[Rung] = [*backend.rungs, *self._disks]
+            ranks = self._group, process_group, timeout_s
+            self._ladder = Ladder(rungs, *ranks, self._location, lineage, self._saves.settle)
+            open_copy = functools.partial(
+                backend.copy,
+                nbytes_per_s=promote_bytes_per_s or 0,
+                niceness=writes.io.background_nice,
             )
-            open_copy = CheckpointCopy if backend is None else backend.copy
             self._promotion.start(open_copy, self._recorder)
             undo.pop_all()
-            ends = self._boundary, self._group, self._disks[0].directory, timeout_s
-            self._ending = Ending(self._saves, *ends)
 
     @property
     def directory(self) -> str | os.PathLike[str]:
@@ -240,11 +235,6 @@ class Run(StepLoads):
         """
         return self._promotion.skipped
 
-    @property
-    def skipped(self) -> int:
-        """Number of steps that were skipped because the previous save was in progress."""
-        return self._saver.skipped
-
     # ---- Saving ----
 
     def should_save(self, step: int) -> bool:
@@ -271,7 +261,7 @@ class Run(StepLoads):
         if self._preemption is not None:
             with self._exclusive.use("check for a signal", self.timeout_s):
                 self._check_open()
-                self._ending.end_if_signalled(self._preemption)
+                self._end_if_signalled(self._preemption)
         return self._schedule.is_due(step, during_save=self._saves.is_busy)
 
     @exclusive("reserve memory")
@@ -286,45 +276,7 @@ class Run(StepLoads):
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
-        self._saves.reserve(state)
-
-    @exclusive("save a step")
-    def save(
-        self,
-        step: int,
-        state: dict[str, Any],
-        *,
-        metrics: Mapping[str, float] | None = None,
-        persist: bool = True,
-    ) -> bool:
-        """Saves a step, and removes the steps that are not to be retained.
-
-        Args:
-            step: Number of completed steps: an integer, also one of NumPy or a tensor. An earlier
-                checkpoint of the same step is replaced once the new one is complete.
-            state: State dict, as for :func:`torch_ckpt.save`.
-            metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
-                and :meth:`best_step`. Those of the first rank count.
-            persist: Whether to write the step to disk. With ``False``, the agent retains the step
-                in memory. It writes the newest step to disk when the ranks end or die, or when the
-                run falls back to saving without the agent.
-
-        Returns:
-            ``True`` if the step was saved, or its save began in the background; ``False`` if the
-            step was skipped, or if its save failed and ``on_failure`` is ``"warn"``.
-
-        Raises:
-            CheckpointError: The previous save or a promotion failed; the message names its step. A
-                StorageError if storage was the reason. Or a save is in progress (``on_busy``).
-            CheckpointException: A rank raised. It does not derive from ``Exception``.
-            RankTimeoutError: A rank was late, stuck or gone.
-            SupersededError: A newer job of the run saves. On all ranks.
-            TypeError: ``step`` is no integer, such as 2.0 or ``True``. On all ranks.
-            ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, a metric is
-                no number, ``monitor`` is missing, or ``persist=False`` without an agent. On all.
-        """
-        self._check_open()
-        return self._saver.save(step, state, metrics, persist=persist, on_busy=self.on_busy)
+        self._backend.reserve(state)
 
     def wait(self, *, promoted: bool = False) -> None:
         """Waits for the background save.
@@ -363,16 +315,10 @@ class Run(StepLoads):
         """
         if self.retention.monitor is None:
             raise ValueError("best_step() needs the name of a metric: pass monitor to the run")
-
-        def choose(_: list[None]) -> int | None:
-            return self.retention.best(self._disks)
-
         self._check_open()
-        what, within = (
-            "choosing the best step",
-            self._ladder.reading("cannot choose a step", choose),
-        )
-        return self._group.decide(what, self._saves.settle, within, timeout_s=self.timeout_s)
+        what, settle, timeout_s = "choosing the best step", self._saves.settle, self.timeout_s
+        choose = self._ladder.reading(lambda _: self.retention.best(self._disks))
+        return self._group.decide(what, settle, choose, timeout_s=timeout_s)
 
     @exclusive("discard steps")
     def discard_after(self, step: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Saver: what the ranks agree on in ``Run.save``, and which failures end training."""
+"""Saver: the method of a run that saves a step: what the ranks agree on, and what ends training."""
 
 from __future__ import annotations
 
@@ -10,77 +10,88 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.coordination.group import Group
+from torch_ckpt.coordination.exclusive import exclusive
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.ladder.failures import Failures
 from torch_ckpt.ladder.step_files import refusal, step_number
 from torch_ckpt.options import OnBusy
+from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.save_interval import SaveSchedule
-from torch_ckpt.runs.step_boundary import StepBoundary
-from torch_ckpt.runs.step_saves import StepSaves
 
 __all__ = ["Saver"]
 
 
-class Saver:
-    """Saves steps by ``saves``, now or in the background. All ranks call the same methods.
+class Saver(Ending):
+    """The part of :class:`~torch_ckpt.runs.run.Run` that saves steps."""
 
-    ``schedule`` and ``boundary`` record each attempt, and ``failures`` decide whether training goes
-    on. With ``has_agent``, memory alone can retain a step. ``skipped`` is the number of steps
-    that were skipped because the previous save was in progress.
-    """
+    asynchronous: bool
+    on_busy: OnBusy
+    skipped: int
+    """Number of steps that were skipped because the previous save was in progress."""
+    _schedule: SaveSchedule
+    _failures: Failures
+    _has_agent: bool  # Memory alone can retain a step.
 
-    def __init__(
-        self,
-        saves: StepSaves,
-        schedule: SaveSchedule,
-        boundary: StepBoundary,
-        failures: Failures,
-        group: Group,
-        timeout_s: float,
-        *,
-        asynchronous: bool,
-        has_agent: bool,
-    ) -> None:
-        self._saves, self._schedule, self._boundary = saves, schedule, boundary
-        self._failures, self._group, self._timeout_s = failures, group, timeout_s
-        self._asynchronous, self._has_agent = asynchronous, has_agent
-        self.skipped = 0
-
+    @exclusive("save a step")
     def save(
         self,
         step: int,
         state: dict[str, Any],
-        metrics: Mapping[str, float] | None,
         *,
-        persist: bool,
-        on_busy: OnBusy,
+        metrics: Mapping[str, float] | None = None,
+        persist: bool = True,
     ) -> bool:
-        """Saves a step; see :meth:`Run.save`."""
+        """Saves a step, and removes the steps that are not to be retained.
+
+        Args:
+            step: Number of completed steps: an integer, also one of NumPy or a tensor. An earlier
+                checkpoint of the same step is replaced once the new one is complete.
+            state: State dict, as for :func:`torch_ckpt.save`.
+            metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
+                and :meth:`best_step`. Those of the first rank count.
+            persist: Whether to write the step to disk. With ``False``, the agent retains the step
+                in memory. It writes the newest step to disk when the ranks end or die, or when the
+                run falls back to saving without the agent.
+
+        Returns:
+            ``True`` if the step was saved, or its save began in the background; ``False`` if the
+            step was skipped, or if its save failed and ``on_failure`` is ``"warn"``.
+
+        Raises:
+            CheckpointError: The previous save or a promotion failed; the message names its step. A
+                StorageError if storage was the reason. Or a save is in progress (``on_busy``).
+            CheckpointException: A rank raised. It does not derive from ``Exception``.
+            RankTimeoutError: A rank was late, stuck or gone.
+            SupersededError: A newer job of the run saves. On all ranks.
+            TypeError: ``step`` is no integer, such as 2.0 or ``True``. On all ranks.
+            ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, a metric is
+                no number, ``monitor`` is missing, or ``persist=False`` without an agent. On all.
+        """
+        self._check_open()
         begin = time.monotonic()
         refused = refusal(step, is_kept=persist or self._has_agent)  # All ranks will raise it.
         if refused is None:
             self._boundary.step_ended(step := step_number(step))
         self._schedule.attempted(step if refused is None else None)
         with self._schedule.unless_refused():
-            may_skip = self._asynchronous and on_busy != "wait"
+            may_skip = self.asynchronous and self.on_busy != "wait"
             is_busy = may_skip and self._is_coordinator_busy(step, refused)
         if is_busy:
-            if on_busy == "error":
+            if self.on_busy == "error":
                 raise CheckpointError(f"step {step} was not saved: another save is in progress")
             self.skipped += 1
             return False
         with self._saves.recording("save", None if isinstance(refused, TypeError) else step):
             with self._schedule.unless_refused():
-                if not self._begin(step, metrics, persist, refused):
+                if not self._begin_save(step, metrics, persist, refused):
                     return False
             # An error that only this rank knows so far, and whether all ranks raise the next error.
-            failure, is_common = None, self._asynchronous
+            failure, is_common = None, self.asynchronous
             try:
-                if self._asynchronous:
+                if self.asynchronous:
                     failure = self._saves.save_in_background(step, state, persist=persist)
                 else:
-                    failure = self._saves.save_now(step, state, self._timeout_s)
+                    failure = self._saves.save_now(step, state, self.timeout_s)
                 own, is_common = self._schedule.own_interval(step, time.monotonic() - begin), True
                 self._schedule.agreed(step, self._agreed_interval(own, failure))
             except (CheckpointError, CheckpointException) as error:
@@ -90,7 +101,7 @@ class Saver:
                 raise
             finally:
                 failure = None  # Its traceback refers to this frame, and so to the state.
-            self._failures.ended(in_background=self._asynchronous)
+            self._failures.ended(in_background=self.asynchronous)
             return True
 
     def _is_coordinator_busy(self, step: int, refused: Exception | None) -> bool:
@@ -101,10 +112,10 @@ class Saver:
                 raise refused
             return self._saves.is_busy
 
-        what, given, limit_s = "checking the last save", {"step": step}, self._timeout_s
+        what, given, limit_s = "checking the last save", {"step": step}, self.timeout_s
         return self._group.decide(what, own, lambda busy: busy[0], timeout_s=limit_s, equal=given)
 
-    def _begin(
+    def _begin_save(
         self,
         step: int,
         metrics: Mapping[str, float] | None,
@@ -115,7 +126,7 @@ class Saver:
 
         Returns ``False`` if this one fails as well, and training goes on.
         """
-        timeout_s = self._timeout_s
+        timeout_s = self.timeout_s
         if self._failures.is_open:  # Then its failure is not one of this save.
             end, settle = "ending the last save", functools.partial(self._saves.settle, timeout_s)
             try:
@@ -155,7 +166,7 @@ class Saver:
 
         what = "agreeing on the next save"
         try:
-            return self._group.decide(what, own, lambda each: max(each), timeout_s=self._timeout_s)
+            return self._group.decide(what, own, lambda each: max(each), timeout_s=self.timeout_s)
         except BaseException:
             with contextlib.suppress(CheckpointError):  # It failed for the same reason.
                 self._saves.settle()

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch_ckpt.coordination.exclusive import exclusive
 from torch_ckpt.ladder.ladder import Ladder
-from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import lease, step_number
-from torch_ckpt.runs.last_saves import LastSaves
+from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.save_interval import SaveSchedule
-from torch_ckpt.runs.step_saves import StepSaves
 
 __all__ = ["StepLoads"]
 
 
-class StepLoads(LastSaves):
+class StepLoads(Ending):
     """The part of :class:`~torch_ckpt.runs.run.Run` that reads its steps."""
 
-    _disks: Sequence[StepDirectories]
     _ladder: Ladder
-    _saves: StepSaves
     _schedule: SaveSchedule
 
     @exclusive("choose a step")
@@ -41,7 +36,7 @@ class StepLoads(LastSaves):
             RankTimeoutError: A rank was late, stuck or gone.
         """
         self._check_open()
-        return self._ladder.latest(first=self._saves.settle)
+        return self._ladder.latest()
 
     @contextlib.contextmanager
     def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
@@ -103,14 +98,12 @@ class StepLoads(LastSaves):
         """
         self._check_open()
         self._saves.set_base(None)  # Until a step has proved sound.
-        then = functools.partial(self._saves.lineage.restored, is_given=step is not None)
         found: int | None
         with self._saves.recording("load", step if type(step) is int else None) as record:
             if step is None:
-                found = self._ladder.restore(state, strict, first=self._saves.settle, then=then)
+                found = self._ladder.restore(state, strict)
             else:
-                first = functools.partial(self._saves.settled, step)
-                found = self._ladder.restore_step(state, step, strict, first=first, then=then)
+                found = self._ladder.restore_step(state, step, strict)
             if record is not None:
                 record.step = found
         self._saves.set_base(found)

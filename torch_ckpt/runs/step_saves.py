@@ -23,7 +23,7 @@ from torch_ckpt.ladder.step_directories import StepDirectories, check_of
 from torch_ckpt.ladder.step_files import committed_steps, metrics_file, step_number
 from torch_ckpt.ladder.without_promotion import WithoutPromotion
 from torch_ckpt.records.record import Record, Recorder, current_record
-from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY, AgentBackend
+from torch_ckpt.runs.background.agent import ONLY_IN_MEMORY
 from torch_ckpt.runs.background.save import BackgroundSave
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.save_interval import CostClock
@@ -35,8 +35,8 @@ __all__ = ["Reuse", "StepSaves"]
 
 Reuse = Literal["auto", "off"]
 
-_SentTerm = tuple[int, dict[int, int]]
-"""Number and lineage of a term, as the coordinator sends them."""
+_Begun = tuple[dict[str, bytes], Choice, int | None, str | None, tuple[int, dict[int, int]]]
+"""Small files of a step, steps to promote, the base, the save that is replaced, and the term."""
 
 
 class StepSaves:
@@ -57,7 +57,7 @@ class StepSaves:
         group: Group,
         process_group: dist.ProcessGroup | None,
         writer: FastWriter,
-        backend: ThreadBackend | AgentBackend | None,
+        backend: ThreadBackend,
         *,
         monitor: str | None,
         lineage: Lineage,
@@ -78,8 +78,7 @@ class StepSaves:
         self._knows_last = False
         self.lineage = lineage
         self._pending: BackgroundSave | None = None
-        may_commit = (lambda _: False) if backend is None else backend.may_commit
-        self._failed = FailedSaves(disks[0], may_commit, removes=group.is_coordinator)
+        self._failed = FailedSaves(disks[0], backend.may_commit, removes=group.is_coordinator)
 
     @property
     def is_busy(self) -> bool:
@@ -139,7 +138,7 @@ class StepSaves:
 
         Raises CheckpointError if that fails: nobody would report it once the ranks have ended.
         """
-        newest = self._backend.write_newest() if isinstance(self._backend, AgentBackend) else None
+        newest = self._backend.write_newest()
         if newest is None:
             return
         then = functools.partial(self._committed, newest[0], None)
@@ -188,30 +187,26 @@ class StepSaves:
                 files.update(metrics_file(step, metrics, self._monitor))
             return self._promotion.report()
 
-        def begin(
-            reports: list[Report | None],
-        ) -> tuple[
-            dict[str, bytes], Choice, int | None, str | None, _SentTerm, CheckpointError | None
-        ]:
+        def begin(reports: list[Report | None]) -> _Begun | CheckpointError:
             self._promotion.heard_from([each for each in reports[1:] if each is not None])
-            unpromoted = None if is_last else self._promotion.check()
-            if unpromoted is not None:
-                return {}, Choice(), None, None, (0, {}), unpromoted
+            if not is_last and (unpromoted := self._promotion.check()) is not None:
+                return unpromoted
             choice = self._promotion.choice(step)
             self._failed.sweep()
             files.update(self.lineage.saving(step))
             lineage = self.lineage.term.number, dict(self.lineage.term.lineage)
             base, former = self._base(step) if self._reuses else None, self._failed.former(step)
-            return files, choice, base, former, lineage, None
+            return files, choice, base, former, lineage
 
-        files, choice, base, former, lineage, unpromoted = self._group.decide(
+        begun = self._group.decide(
             *("beginning to save", own, begin),
             timeout_s=timeout_s,
             recorded="begin",
             equal={"step": step, "persist": persist},
         )
-        if unpromoted is not None:
-            return unpromoted
+        if isinstance(begun, CheckpointError):
+            return begun
+        files, choice, base, former, lineage = begun
         self._failed.replaced(step, former)
         if not self._group.is_coordinator:
             self.lineage.adopt(*lineage)
@@ -268,7 +263,6 @@ class StepSaves:
 
         Returns the error if it does not begin, which the other ranks do not know yet.
         """
-        assert self._backend is not None
         path = self._disk.path(step).checkpoint_id
         try:
             future = self._backend.save(step, state, path, persist=persist)
@@ -311,37 +305,25 @@ class StepSaves:
         """
         self._promotions.close(self.wait_for_promotion, timeout_s)
 
-    def reserve(self, state: dict[str, Any]) -> None:
-        """Allocates the memory of an agent for states like this."""
-        if self._backend is not None:
-            self._backend.reserve(state)
-
     def close(self, *, is_again: bool = False) -> None:
         """Waits for the last save and for promotions, and ends the background saves."""
         try:
             self.settle()
             self.write_newest()
         finally:
-            backend, self._backend = self._backend, None
             try:
                 if not is_again:
                     self.close_promotion()  # First, since the agent makes the copies.
             finally:
-                if backend is not None and self.is_busy:
-                    backend.leave()  # The agent goes on with the save, whenever that ends.
-                elif backend is not None:
-                    backend.close()
+                if self.is_busy:
+                    self._backend.leave()  # The agent goes on with the save, whenever that ends.
+                else:
+                    self._backend.close()
 
     def leave(self, error: BaseException) -> None:
         """Leaves the steps in memory, and the promotion, to the next process after an error."""
-        if self._backend is not None:
-            self._backend.leave()
+        self._backend.leave()
         self._promotions.leave(error)
-
-    def settled(self, step: int) -> int:
-        """Waits for the background save, and returns the step as an ``int``."""
-        self.settle()
-        return step_number(step)
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
@@ -349,7 +331,8 @@ class StepSaves:
         directories = [disk.directory for disk in reversed(self._disks)]
 
         def own() -> tuple[int, Any]:
-            return self.settled(step), self._disk.report()
+            self.settle()
+            return step_number(step), self._disk.report()
 
         def check(answers: list[tuple[int, Any]]) -> int:
             self.lineage.check_since_restore()
@@ -382,8 +365,7 @@ class StepSaves:
         """Discards steps from the memory of this machine, whichever directory names it."""
         for disk in self._disks:
             discard_from_memory(disk.directory, is_discarded)
-        if self._backend is not None:
-            self._backend.forget()
+        self._backend.forget()
 
     def _committed(self, step: int, record: Record | None) -> None:
         """Counts a committed step. Then it is promoted, or old steps are removed."""

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
@@ -36,18 +35,6 @@ from torch_ckpt.formats.committed import (
 )
 
 __all__ = ["CheckpointCopy", "is_of_another_save", "is_whole_copy"]
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """The metadata and the index of the source, and the data files that the index names."""
-
-    save_id: str
-    metadata: bytes
-    encoded_index: bytes
-    files: Sequence[tuple[str, int]]
-    job: _native.CopyJob
-    index: _native.Index
 
 
 _Identity = tuple[int, int, bytes]
@@ -98,24 +85,23 @@ class CheckpointCopy:
     ) -> None:
         self.source, self.target, self.base = source, target, base
         self._niceness, self._linked_nbytes = niceness, 0
-        self._opened = self._open(nbytes_per_s)
-        # After an error, the files that have arrived stay, with their mark, for another try.
-        self._transaction = CheckpointTransaction(target, self._opened.save_id, keeps_files=True)
-
-    @property
-    def save_id(self) -> str:
+        self._index, self._metadata, self._encoded_index = _opened(source)
+        self.save_id: str = self._index.save_id
         """Save id of the checkpoint."""
-        return self._opened.save_id
+        self._files: Sequence[tuple[str, int]] = self._index.files
+        self._job = _native.CopyJob(self._index, nbytes_per_s)
+        # After an error, the files that have arrived stay, with their mark, for another try.
+        self._transaction = CheckpointTransaction(target, self.save_id, keeps_files=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all data files."""
-        return sum(nbytes for _, nbytes in self._opened.files)
+        return sum(nbytes for _, nbytes in self._files)
 
     @property
     def read_nbytes(self) -> int:
         """Bytes that were read and verified so far."""
-        return self._opened.job.copied_nbytes
+        return self._job.copied_nbytes
 
     @property
     def done_nbytes(self) -> int:
@@ -124,7 +110,7 @@ class CheckpointCopy:
 
     def cancel(self) -> None:
         """Makes the copy fail with CancelledError. Any thread may call it."""
-        self._opened.job.cancel()
+        self._job.cancel()
 
     def leave(self) -> None:
         """Cancels the part of this process in the copy. An agent may go on with its own."""
@@ -138,12 +124,12 @@ class CheckpointCopy:
     @property
     def _is_committed(self) -> bool:
         """Whether the checkpoint is committed at the target. Files of it may be lost."""
-        return committed_id(self.target) == self._opened.save_id
+        return committed_id(self.target) == self.save_id
 
     @property
     def is_of_source(self) -> bool:
         """Whether the source still has this checkpoint, and not that of a later save."""
-        return committed_id(self.source) == self._opened.save_id
+        return committed_id(self.source) == self.save_id
 
     def copy_files(self) -> None:
         """Copies the data files that the source has, and the target does not have yet.
@@ -159,9 +145,9 @@ class CheckpointCopy:
         if not self._is_committed:
             self._transaction.create_pending()  # Other saves and garbage collection know it by it.
         here = set(self.source.names())
-        ours = [entry for entry in self._opened.files if entry[0] in here]  # Not of other machines.
+        ours = [entry for entry in self._files if entry[0] in here]  # Not of other machines.
         arrived = files_in(self.target, ours)
-        for number, (name, _) in enumerate(self._opened.files):
+        for number, (name, _) in enumerate(self._files):
             if name in here and name not in arrived and not self._link(number, name):
                 self._copy(number, name)
         self.target.sync()
@@ -178,7 +164,7 @@ class CheckpointCopy:
 
     def missing_files(self) -> list[str]:
         """Returns the names of the data files that the target does not have with their lengths."""
-        files, arrived = self._opened.files, set(self.target.names())
+        files, arrived = self._files, set(self.target.names())
         # Usual while other machines send theirs: then no lengths are read.
         if absent := [name for name, _ in files if name not in arrived]:
             return absent
@@ -220,7 +206,7 @@ class CheckpointCopy:
 
     def _still_missing(self, names: Collection[str]) -> list[str]:
         """Waits for files that this machine may find late; returns those that do not appear."""
-        lengths = {self.target / n: nbytes for n, nbytes in self._opened.files if n in names}
+        lengths = {self.target / n: nbytes for n, nbytes in self._files if n in names}
 
         def is_found(file: Location) -> bool:
             with contextlib.suppress(NotFoundError):
@@ -250,52 +236,27 @@ class CheckpointCopy:
             )
         if is_committed:
             return
-        opened = self._opened
-        names = [name for name, _ in opened.files]
-        self._transaction.commit(opened.metadata, opened.encoded_index, names)
-
-    def _open(self, nbytes_per_s: int) -> _Opened:
-        opened, index = open_committed(self.source, "")
-        if index is None:
-            raise UnsupportedError(
-                f"cannot copy {self.source}: it has no index, since stock DCP wrote it; use "
-                "torch-ckpt convert"
-            )
-        pickled = opened.read_pickle()  # Verified. The copy has the same bytes, or it is none.
-        index.check()
-        metadata = (self.source / ".metadata").read()
-        encoded = (self.source / index_name(index.save_id)).read()
-        if committed_id(self.source) != index.save_id:
-            raise NotFoundError(
-                f"cannot copy {self.source}: another save has replaced it meanwhile"
-            )
-        if not metadata.startswith(pickled):
-            raise CorruptionError(
-                f"cannot copy {self.source}: .metadata differs between two reads; its disk or "
-                "memory is damaged"
-            )
-        job = _native.CopyJob(index, nbytes_per_s)
-        return _Opened(index.save_id, metadata, encoded, index.files, job, index)
+        names = [name for name, _ in self._files]
+        self._transaction.commit(self._metadata, self._encoded_index, names)
 
     def _link(self, number: int, name: str) -> bool:
         """Takes a file from the base, if both are links to one file; returns whether it did.
 
         Both have been written by one save, and have the same length and checksums.
         """
-        opened = self._opened
         found = None
-        if opened.index.origin(number):
-            found = self._in_base.get(_identity(opened.index, number))
+        if self._index.origin(number):
+            found = self._in_base.get(_identity(self._index, number))
         if self.base is None or found is None:
             return False
         try:
             (self.target / name).discard()  # What is there is incomplete.
-            if (self.base / found).nbytes() != opened.files[number][1]:
+            if (self.base / found).nbytes() != self._files[number][1]:
                 return False
             (self.base / found).link(self.target / name, sync=True)
         except CheckpointError:
             return False
-        self._linked_nbytes += opened.files[number][1]
+        self._linked_nbytes += self._files[number][1]
         return True
 
     @functools.cached_property
@@ -316,7 +277,7 @@ class CheckpointCopy:
             partial = target.with_name(f"{UNPUBLISHED}{secrets.token_hex(8)}-{name}")
         source = self.source / name
         try:
-            self._opened.job.copy(
+            self._job.copy(
                 *(number, source.file_system, source.path),
                 *(partial.file_system, partial.path, self._niceness),
             )
@@ -325,6 +286,28 @@ class CheckpointCopy:
         except BaseException:
             partial.discard()
             raise
+
+
+def _opened(source: Location) -> tuple[_native.Index, bytes, bytes]:
+    """Returns the index of a checkpoint, and the contents of its ``.metadata`` and index files."""
+    opened, index = open_committed(source, "")
+    if index is None:
+        raise UnsupportedError(
+            f"cannot copy {source}: it has no index, since stock DCP wrote it; use "
+            "torch-ckpt convert"
+        )
+    pickled = opened.read_pickle()  # Verified. The copy has the same bytes, or it is none.
+    index.check()
+    metadata = (source / ".metadata").read()
+    encoded = (source / index_name(index.save_id)).read()
+    if committed_id(source) != index.save_id:
+        raise NotFoundError(f"cannot copy {source}: another save has replaced it meanwhile")
+    if not metadata.startswith(pickled):
+        raise CorruptionError(
+            f"cannot copy {source}: .metadata differs between two reads; its disk or "
+            "memory is damaged"
+        )
+    return index, metadata, encoded
 
 
 def is_whole_copy(source: Location, target: Location) -> bool:

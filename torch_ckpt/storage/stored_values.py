@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -127,7 +128,7 @@ class StoredValues:
             for item in create_read_items_for_chunk_list(self.names[name], entry, [chunk]):
                 # The planner finds the target by its number.
                 index = MetadataIndex(item.dest_index.fqn, item.dest_index.offset, number)
-                items.append(_with_destination(item, index))
+                items.append(dataclasses.replace(item, dest_index=index))
         self._read(items, _Pieces(targets))
         return targets
 
@@ -174,17 +175,6 @@ def in_batches(pieces: Iterable[tuple[T, int]], max_nbytes: int) -> Iterator[lis
         batch_nbytes += nbytes
     if batch:
         yield batch
-
-
-def _with_destination(item: ReadItem, index: MetadataIndex) -> ReadItem:
-    return ReadItem(
-        item.type,
-        index,
-        item.dest_offsets,
-        item.storage_index,
-        item.storage_offsets,
-        item.lengths,
-    )
 
 
 class _Pieces(DefaultLoadPlanner):

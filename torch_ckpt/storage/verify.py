@@ -187,7 +187,7 @@ def _check_files(path: Location, trust_pickle: bool) -> int:
     return metadata.term
 
 
-def check_here(path: Location, *, trust_pickle: bool = False) -> int:
+def check_here(path: Location) -> int:
     """Checks a checkpoint of which this machine has some of the data files, by their lengths.
 
     Returns the term as :func:`check_whole`. Raises NotFoundError if none is committed, and

@@ -19,8 +19,9 @@ from support.store_server import StoreServer
 
 import torch_ckpt
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.failures import PromotionFailures
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.promotion import Promotion
+from torch_ckpt.ladder.promotion import OldSteps, Promotion
 from torch_ckpt.ladder.promotion_steps import StepsOfOnePlace
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
@@ -206,10 +207,11 @@ def test_a_step_waits_for_the_promotion_of_older_ones(tmp_path: Path) -> None:
     run._disks = [StepDirectories(Location(path)) for path in paths]
     run._saves = SimpleNamespace(is_busy=False)
     run._unreported, run._last = {2, 4, 6, 8}, 8
-    options = {"keep": 1, "nbytes_per_s": 0, "niceness": 0, "on_failure": "raise", "most": 3}
+    failures = PromotionFailures(run._disks[1].directory, "raise", 3)
     steps = StepsOfOnePlace(run._disks[0], Retention())
     lineage = Lineage(run._disks, Retention())
-    run._promotion = Promotion(*run._disks, lineage, Retention(), steps, **options)
+    old = OldSteps(*run._disks, lineage, Retention(), steps, keep=1, run_id="")
+    run._promotion = Promotion(*run._disks, lineage, steps, old, failures)
 
     def commit(step: Path) -> None:
         step.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,7 +20,6 @@ from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.ladder import Rung
 from torch_ckpt.ladder.places import Places
 from torch_ckpt.records.record import current_record, phase
 from torch_ckpt.runs.background.thread import ThreadBackend
@@ -37,36 +37,23 @@ ONLY_IN_MEMORY = (
 """What becomes of a last step that the agent cannot write."""
 
 
-class AgentBackend:
+class AgentBackend(ThreadBackend):
     """Saves through the agent of this machine. All ranks call the same methods.
 
     If the agent of any rank has too little memory, or cannot save the rank's state, all ranks save
-    without the agent from then on. All ranks then call ``make_fallback`` at the same time. Of
-    ``writer``, the agent uses ``sync_files`` and the ``small_files`` of the step.
+    without the agent from then on. Of the writer, the agent uses ``sync_files`` and the
+    ``small_files`` of the step.
     """
 
     def __init__(
-        self,
-        agent: SnapshotAgent,
-        group: Group,
-        *,
-        writer: FastWriter,
-        reader: dict[str, Any] | None,
-        make_fallback: Callable[[], ThreadBackend],
+        self, agent: SnapshotAgent, group: Group, *, reader: dict[str, Any] | None, **options: Any
     ) -> None:
-        self._agent = agent
-        self._group = group
-        self._writer = writer
-        self._make_fallback = make_fallback
-        self._fallback: ThreadBackend | None = None
+        super().__init__(**options)
+        self._agent, self._group = agent, group
         self._warned: set[str] = set()
         self._memory = SnapshotRung(agent, reader=reader)
-        self.rungs: Sequence[Rung] = [self._memory]
-
-    @property
-    def can_stay_in_memory(self) -> bool:
-        """Whether the backend can retain a step in memory without writing it to disk."""
-        return self._fallback is None
+        self.rungs = [self._memory]
+        self.can_stay_in_memory = True  # Until the ranks save without the agent.
 
     def save(
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
@@ -92,54 +79,47 @@ class AgentBackend:
                 )
             return future
 
-        if self._fallback is None:
+        if self.can_stay_in_memory:
             future = self._run_or_fall_back(begin_save, self._agent.withdraw)
             if future is not None:
                 return future
-        assert self._fallback is not None
-        return self._fallback.save(step, state, path, persist=True)
+        return super().save(step, state, path, persist=True)
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Allocates memory for states like this."""
-        if self._fallback is None:
+        if self.can_stay_in_memory:
             self._run_or_fall_back(lambda: self._agent.reserve(state), lambda: None)
 
     def may_commit(self, step: int) -> bool:
-        """Returns whether an agent may still commit a step whose save has not succeeded."""
         return self._agent.has_in_memory(step)
 
     def copy(self, source: Location, target: Location, **options: Any) -> CheckpointCopy:
         """Returns a copy of a checkpoint, whose files the agent sends."""
-        if self._fallback is None:
+        if self.can_stay_in_memory:
             return self._agent.copy(source, target, warned=self._warned, **options)
-        return self._fallback.copy(source, target, **options)
+        return super().copy(source, target, **options)
 
     def write_newest(self) -> tuple[int, Future[Any]] | None:
-        """Begins to write the last step, if it is in memory alone: its number, and its future."""
-        return self._agent.write_newest() if self._fallback is None else None
+        return self._agent.write_newest() if self.can_stay_in_memory else None
 
     def forget(self) -> None:
-        """Forgets the step that was saved last, after steps were discarded from memory."""
-        if self._fallback is None:
+        if self.can_stay_in_memory:
             self._agent.forget()
 
     def leave(self) -> None:
-        """Leaves the snapshots in memory for the next process."""
-        if self._fallback is None:
+        if self.can_stay_in_memory:
             self._agent.leave()
 
     def close(self) -> None:
-        """Ends the backend in good order."""
-        if self._fallback is None:
+        if self.can_stay_in_memory:
+            self.can_stay_in_memory = False
             self._agent.close()
-        else:
-            self._fallback.close()
 
     def _run_or_fall_back(self, work: Callable[[], T], undo: Callable[[], None]) -> T | None:
-        """Calls ``work`` on all ranks; if the agent fails on any rank, all ranks fall back.
+        """Calls ``work`` on all ranks; if the agent fails on any rank, all save without it.
 
-        Each rank then calls ``undo``, and the result is ``None``. If the fallback would fail too,
-        the error of a rank is raised on all ranks.
+        Each rank then calls ``undo``, and the result is ``None``. If a save without it would fail
+        too, the error of a rank is raised on all ranks.
         """
         result, failure = None, None
         try:
@@ -164,16 +144,13 @@ class AgentBackend:
         if not reason:
             return result
         undo()
-        self._fall_back(reason)
-        return None
-
-    def _fall_back(self, reason: str) -> None:
-        self._fallback = self._make_fallback()
+        self.can_stay_in_memory = False
         self._memory.end()
         self._agent.forget()
         self._agent.close()  # The agent writes its snapshots to disk.
         if self._group.is_coordinator:
             _warn_of(reason)
+        return None
 
 
 def _fallback_reason(failure: BaseException | None) -> str:
@@ -217,83 +194,61 @@ def backend_for(
     agent: bool | AgentOptions,
     timeout_s: float,
     reader: dict[str, Any] | None,
-    shared: Location,
+    run: Location,
     places: Places,
     reuses: bool = False,
-) -> ThreadBackend | AgentBackend | None:
-    """Returns the backend of a run's background saves; ``None`` if saves are synchronous.
+) -> ThreadBackend:
+    """Returns the backend of a run's background saves, if it has any.
 
-    The path of ``writer`` is where the run saves, at these ``places``, and ``shared`` a directory
-    that all machines share: the same, or else that of the run.
-    ``reuses`` says that a save takes what has not changed from the last one.
-    ``timeout_s`` is how long a rank waits for another rank, or a save for a slot. Raises ValueError
-    if ``agent`` is given, and saves are not asynchronous.
+    The path of ``writer`` is where the run saves. If it has several ``places``, their agents
+    coordinate in the directory of the ``run``. ``reuses`` says that a save takes what has not
+    changed from the last one. ``timeout_s`` is how long a rank waits for another rank, or a save
+    for a slot. Raises ValueError if ``agent`` is given, and saves are not asynchronous.
     """
-    if not asynchronous:
-        if agent:
-            raise ValueError(
-                "agent=True requires asynchronous=True: an agent saves in the background"
-            )
-        return None
-
-    def make_thread_backend() -> ThreadBackend:
-        return ThreadBackend(process_group, timeout_s=timeout_s, writer=writer)
-
+    if agent and not asynchronous:
+        raise ValueError("agent=True requires asynchronous=True: an agent saves in the background")
+    how: dict[str, Any] = {"process_group": process_group, "timeout_s": timeout_s, "writer": writer}
     if not agent:
-        return make_thread_backend()
-    started, reason = _start_agent(
-        group,
-        process_group,
-        shared.checkpoint_id,
-        None if shared == Location(writer.path) else writer.path,
-        places=places,
-        timeout_s=timeout_s,
-        options=replace(
-            agent
-            if isinstance(agent, AgentOptions)
-            else AgentOptions(check_replicas=writer.check_replicas),
-            reuse=reuses,
+        return ThreadBackend(**how)
+    is_apart = places.others > 0
+    options = (
+        agent
+        if isinstance(agent, AgentOptions)
+        else AgentOptions(check_replicas=writer.check_replicas)
+    )
+    started, reason = _started(
+        functools.partial(
+            SnapshotAgent,
+            run.checkpoint_id if is_apart else writer.path,
+            process_group=process_group,
+            options=replace(options, reuse=reuses),
+            timeout_s=timeout_s,
+            has_directory=True,
+            local=writer.path if is_apart else None,
+            group=group,
         ),
-    )
-    if started is None:
-        fallback = make_thread_backend()
-        if group.is_coordinator:
-            _warn_of(reason)
-        return fallback
-    return AgentBackend(
-        started,
         group,
-        writer=writer,
-        reader=reader,
-        make_fallback=make_thread_backend,
+        places if is_apart else None,
+        timeout_s,
     )
+    if started is not None:
+        return AgentBackend(started, group, reader=reader, **how)
+    if group.is_coordinator:
+        _warn_of(reason)
+    return ThreadBackend(**how)
 
 
-def _start_agent(
-    group: Group,
-    process_group: dist.ProcessGroup | None,
-    directory: str | os.PathLike[str],
-    local: str | os.PathLike[str] | None,
-    *,
-    places: Places,
-    timeout_s: float,
-    options: AgentOptions,
+def _started(
+    start: Callable[[], SnapshotAgent], group: Group, places: Places | None, timeout_s: float
 ) -> tuple[SnapshotAgent | None, str]:
     """Returns the agent of a run, or ``None`` and the reason if any rank cannot have it.
 
-    Any other error of a rank is raised on all ranks.
+    ``places`` are those of a local directory that has the files of its own ranks alone. Any other
+    error of a rank is raised on all ranks.
     """
     agent, failure = None, None
     try:
-        agent = SnapshotAgent(
-            directory,
-            process_group=process_group,
-            options=options,
-            timeout_s=timeout_s,
-            has_directory=True,
-            local=local,
-            group=group,
-        )
+        agent = start()
     except BaseException as error:  # Reported to the other ranks below.
         failure = error
 
@@ -302,7 +257,7 @@ def _start_agent(
             raise failure
         if failure is not None:
             return _with_rank(failure)
-        if agent is not None and local is not None and places.here != list(agent.ranks_here):
+        if agent is not None and places is not None and places.here != list(agent.ranks_here):
             return (
                 f"ranks {places.here} share a local directory, and ranks {list(agent.ranks_here)} "
                 "a machine; the agent of each machine needs a local directory of its own"

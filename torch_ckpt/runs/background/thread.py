@@ -19,10 +19,10 @@ __all__ = ["ThreadBackend"]
 
 
 class ThreadBackend:
-    """Saves with :func:`torch_ckpt.async_save`."""
+    """Saves with :func:`torch_ckpt.async_save`. Nothing of it stays in memory after a save."""
 
     rungs: Sequence[Rung] = ()
-    """Tiers with steps of this backend, other than the disk."""
+    """Rungs with steps of this backend, other than the disk."""
     can_stay_in_memory = False
     """Whether the backend can retain a step in memory without writing it to disk."""
 
@@ -48,21 +48,25 @@ class ThreadBackend:
         return future
 
     def may_commit(self, step: int) -> bool:
-        """Returns false: a save of this process has ended with its future."""
+        """Returns whether an agent may still commit a step whose save has not succeeded."""
         return False
 
     def copy(self, source: Location, target: Location, **options: Any) -> CheckpointCopy:
         """Returns a copy of a checkpoint, whose files this process sends."""
         return CheckpointCopy(source, target, **options)
 
+    def write_newest(self) -> tuple[int, Future[Any]] | None:
+        """Begins to write the last step, if it is in memory alone: its number, and its future."""
+        return None
+
     def reserve(self, state: dict[str, Any]) -> None:
-        """Does nothing: there is no memory to reserve."""
+        """Allocates memory for states like this, if there is any to reserve."""
 
     def forget(self) -> None:
-        """Does nothing: there are no steps in memory."""
+        """Forgets the step that was saved last, after steps were discarded from memory."""
 
     def leave(self) -> None:
-        """Does nothing: there are no snapshots to leave in memory."""
+        """Leaves the snapshots in memory for the next process."""
 
     def close(self) -> None:
-        """Does nothing: there is no connection to close."""
+        """Ends the backend in good order, if it has neither ended nor been left."""
