@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_json
+from torch_ckpt.cli.arguments import add_json, path_of
 from torch_ckpt.cli.terminal import SOUND, fail, print_columns, print_json, printable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
@@ -44,15 +44,15 @@ def add_to(commands: Any) -> None:
         "stood still, 'durable' the time until the commit. Exit status: 0; 3 if the run has no "
         "record, or no such step.",
     )
-    parser.add_argument("run", type=Location, help="directory of the run")
+    parser.add_argument("run", type=path_of, help="directory of the run")
     parser.add_argument("--step", type=int, help="report on this step; a save rather than a load")
-    parser.add_argument("--html", type=Location, metavar="FILE", help="write a page for a browser")
+    parser.add_argument("--html", type=path_of, metavar="FILE", help="write a page for a browser")
     parser.add_argument(
-        "--trace", type=Location, metavar="FILE", help="write a trace for Perfetto or Chrome"
+        "--trace", type=path_of, metavar="FILE", help="write a trace for Perfetto or Chrome"
     )
     parser.add_argument(
         "--prometheus",
-        type=Location,
+        type=path_of,
         metavar="FILE",
         help="write gauges of the newest save and load for node_exporter",
     )
