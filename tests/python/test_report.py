@@ -16,6 +16,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
 from torch_ckpt.records.event import PHASES
 from torch_ckpt.records.reading import read_events
+from torch_ckpt.records.summary import trend
 
 
 def test_the_record_is_read_from_both_files_without_torn_and_foreign_lines(tmp_path: Path) -> None:
@@ -112,6 +113,14 @@ def test_a_save_is_durable_only_if_it_was_committed_without_an_error() -> None:
     assert Call([*save(), event(1, "write", 2, 1, error="no")]).durable_s is None
     assert Call([*save(), event(1, "persist", 2, 9)]).durable_s == 11
     assert Call([event(0, "read", 0, 1, kind="load")]).durable_s is None
+
+
+def test_a_save_without_a_commit_is_not_called_ok() -> None:
+    killed, sound, failed = save(), save(number=2), [event(0, "write", 0, 1, call="3", error="no")]
+    load = [event(0, "read", 0, 1, call="4", kind="load")]
+    calls = [Call(events) for events in (killed[:-1], sound, failed, load)]
+    assert [call.result for call in calls] == ["not durable", "ok", "failed", "ok"]
+    assert [line["durable_s"] is None for line in trend(calls)] == [True, False, True, False]
 
 
 def test_phases_that_this_version_does_not_know_are_shown_last(tmp_path: Path) -> None:

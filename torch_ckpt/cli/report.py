@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch_ckpt
 from torch_ckpt.cli.arguments import add_json, path_of
 from torch_ckpt.cli.terminal import SOUND, fail, print_columns, print_json, printable
 from torch_ckpt.filesystems.location import Location
@@ -80,11 +81,12 @@ def _report(options: argparse.Namespace) -> int:
             for line in textwrap.wrap(printable(f"Warning: {unreplicated}."), _WIDTH):
                 print(line)
     if options.html is not None:
-        _write(options.html, page(call, calls))
+        run, version = str(options.run), torch_ckpt.__version__
+        _write(options.html, page(call, calls, run=run, version=version))
     if options.trace is not None:
         _write(options.trace, chrome_trace(call))
     if options.prometheus is not None:
-        _write(options.prometheus, prometheus_text(calls, str(options.run.absolute())))
+        _write(options.prometheus, prometheus_text(calls, str(options.run)))
     return SOUND
 
 
