@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -149,9 +150,24 @@ def test_the_report_fits_into_80_columns_whatever_its_names_and_numbers(tmp_path
         "report", write_record(tmp_path, [*events, *save(number=2, start=-9)])
     )
     assert status == 0
-    assert "..  " in printed
+    assert "0 ip-10-..-long-name  " in printed
     assert max(map(len, printed.splitlines())) <= 80
     assert "\x1b" not in printed
+
+
+def test_a_wide_terminal_gets_whole_names_and_longer_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = "training-worker-of-a-long-name-0017.us-west-2.compute.internal"
+    events = [dataclasses.replace(each, host=host) for each in save(write_3=9.0)]
+    run = write_record(tmp_path, events)
+    for columns in (80, 120, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        printed = run_command("report", run)[1]
+        lines = printed.partition("phase")[0].splitlines()
+        assert columns - 25 < max(map(len, lines)) <= columns
+        assert ("3 training-worker-of-a-long-name-0017 " in printed) == (columns == 120)
+        assert "-0017  " in printed
 
 
 def test_no_text_of_a_record_controls_the_terminal(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch_ckpt
 from torch_ckpt.cli.arguments import add_json, path_of
-from torch_ckpt.cli.terminal import SOUND, fail, print_columns, print_json, printable
+from torch_ckpt.cli.terminal import SOUND, fail, print_columns, print_json, printable, width
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
 from torch_ckpt.records.diagnosis import first_sentence
@@ -28,8 +28,8 @@ from torch_ckpt.records.summary import (
 
 __all__ = ["add_to"]
 
-_WIDTH = 80
-_HOST_WIDTH = 18
+_NARROW = 80  # Columns.
+_HOST_WIDTH = 18  # In so many columns.
 _PHASE_WIDTH = 12
 _TREND = 10  # Calls.
 
@@ -78,7 +78,7 @@ def _report(options: argparse.Namespace) -> int:
         _print_report(call, calls)
         if unreplicated:
             print()
-            for line in textwrap.wrap(printable(f"Warning: {unreplicated}."), _WIDTH):
+            for line in textwrap.wrap(printable(f"Warning: {unreplicated}."), width()):
                 print(line)
     if options.html is not None:
         run, version = str(options.run), torch_ckpt.__version__
@@ -105,15 +105,18 @@ def _chosen(calls: Sequence[Call], step: int | None) -> Call | None:
 
 def _print_report(call: Call, calls: Sequence[Call]) -> None:
     sentence = printable(first_sentence(call))
-    for line in textwrap.wrap(f"{sentence[:1].upper()}{sentence[1:]}.", _WIDTH):
+    for line in textwrap.wrap(f"{sentence[:1].upper()}{sentence[1:]}.", width()):
         print(line)
     print()
-    for line in textwrap.wrap(printable(heading(call)), _WIDTH):
+    for line in textwrap.wrap(printable(heading(call)), width()):
         print(line)
     header, *rows = phase_table(call)
     for row in rows:
         rank, host = row[4].split(" ", 1)
-        row[0], row[4] = row[0][:_PHASE_WIDTH], f"{rank} {_short(host)}"
+        row[0], row[4] = (
+            row[0][:_PHASE_WIDTH],
+            f"{rank} {_short(host, _HOST_WIDTH + max(width() - _NARROW, 0))}",
+        )
     print_columns([header, *rows], right=(1, 2, 3, 5, 6))
     print()
     lines = trend(calls)
@@ -139,8 +142,11 @@ def _trend_row(line: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _short(host: str) -> str:
-    """Returns the name of a machine without its domain, and not longer than a column."""
+def _short(host: str, most: int) -> str:
+    """Returns the name of a machine without its domain, and not longer than a column.
+
+    A long one loses its middle: its end has the number.
+    """
     first = host.partition(".")[0]
     name = host if first.isdigit() else first  # An address has no domain.
-    return name if len(name) <= _HOST_WIDTH else f"{name[: _HOST_WIDTH - 2]}.."
+    return name if len(name) <= most else f"{name[: most // 3]}..{name[most // 3 + 2 - most :]}"
