@@ -55,7 +55,7 @@ def _rm(options: argparse.Namespace) -> int:
     # The local directory last: otherwise its steps would be promoted again.
     directories = [run] if promoted_to is None else [promoted_to, run]
     alone = options.step is not None
-    step = options.step if alone else options.after
+    step: int = options.step if alone else options.after
 
     def is_removed(found: int) -> bool:
         return found == step if alone else found > step

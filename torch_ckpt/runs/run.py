@@ -214,6 +214,11 @@ class Run(StepLoads):
             ends = self._boundary, self._group, self._disks[0].directory, timeout_s
             self._ending = Ending(self._saves, *ends)
 
+    def __repr__(self) -> str:
+        local = f", local={str(self._disks[0].directory)!r}" if len(self._disks) > 1 else ""
+        closed = " (closed)" if self._closed else ""
+        return f"{type(self).__name__}({str(self._location)!r}{local}){closed}"
+
     @property
     def directory(self) -> str | os.PathLike[str]:
         """The directory of the steps: an absolute path on this machine, or a URL."""
