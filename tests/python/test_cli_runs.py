@@ -118,6 +118,43 @@ def test_rm_removes_one_step_of_both_directories_of_a_run(tmp_path: Path) -> Non
     assert (steps_in(path), steps_in(local)) == ([1], [1])
 
 
+@pytest.mark.filterwarnings("ignore:step .* is newer")
+def test_rm_of_the_only_step_of_the_lineage_removes_nothing(run: Path) -> None:
+    with Run(run) as going_back:
+        assert going_back.restore({"w": torch.zeros(1000)}, step=1) == 1
+        going_back.save(5, {"w": torch.ones(1000)})
+    assert run_command("rm", run, "--step", 1, "--yes")[0] == SOUND
+    status, printed = run_command("rm", run, "--step", 5, "--yes")
+    assert (status, steps_in(run)) == (FAILED, [2, 3, 5])
+    assert "no other step is committed, except step 3, which the run has left" in printed
+
+
+def test_rm_removes_one_step_from_the_memory_of_an_agent(tmp_path: Path) -> None:
+    training = Run(tmp_path, asynchronous=True, agent=True)
+    for step in (1, 2):
+        training.save(step, {"w": torch.full((10,), float(step))})
+        training.wait()
+    training._saves._backend.leave()  # type: ignore[union-attr]
+    status, printed = run_command("rm", tmp_path, "--step", 2, "--yes")
+    assert (status, "removed steps: 1 on disk, 1 in memory" in printed) == (SOUND, True)
+    with Run(tmp_path, asynchronous=True, agent=True) as again:
+        assert again.restore({"w": torch.zeros(10)}) == 1
+
+
+def test_commands_on_whole_runs_work_on_a_store(store_url: str) -> None:
+    url = f"{store_url}/run"
+    with Run(url) as saving:
+        for step in (1, 2, 3):
+            saving.save(step, {"w": torch.full((1000,), float(step))})
+    pending = Location(url) / "step-0" / ".metadata.0123456789abcdef.tmp"
+    pending.write(b"", sync=False)
+    assert run_command("verify", "--quiet", "--all", url)[0] == SOUND
+    assert run_command("gc", url)[0] == SOUND
+    assert not pending.exists()
+    assert run_command("rm", url, "--step", 2, "--yes")[0] == SOUND
+    assert step_files.committed_steps(Location(url)) == [3, 1]
+
+
 # gc
 
 
@@ -138,7 +175,7 @@ def test_gc_removes_what_killed_processes_have_left_and_nothing_else(run: Path) 
     assert status == SOUND
     assert printed.splitlines() == [f"removed {run / name}" for name in sorted(left)]
     assert newer.exists()
-    assert run_command("gc", run) == (SOUND, "")
+    assert run_command("gc", run) == (SOUND, "nothing to remove\n")
 
 
 def test_gc_leaves_a_save_in_progress_after_a_run_has_gone_back(tmp_path: Path) -> None:

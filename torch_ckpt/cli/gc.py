@@ -47,8 +47,11 @@ def _gc(options: argparse.Namespace) -> int:
         warnings.simplefilter("always")
         disk.sweep()
         disk.remove(_unfinished(disk))
-    for name in sorted(before.difference(run.names())):
+    removed = sorted(before.difference(run.names()))
+    for name in removed:
         print(printable(f"removed {run / name}"))
+    if not removed and not problems:
+        print("nothing to remove")
     for problem in problems:
         print(printable(f"torch-ckpt: {problem.message}"), file=sys.stderr)
     return FAILED if problems else SOUND
