@@ -41,7 +41,7 @@ DIRECTORIES = {
 
 # Packages of torch_ckpt from the ground up: each imports only from rows above its own.
 PACKAGES = [
-    {"errors", "known_frameworks", "process_state"},
+    {"errors", "known_frameworks", "process_state", "stored_json"},
     {"_core"},
     {"options"},
     {"filesystems"},

@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_ckpt.agent.options import AgentOptions
     from torch_ckpt.api import async_save, load, save
     from torch_ckpt.errors import CheckpointError
+    from torch_ckpt.filesystems.location import register
     from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
     from torch_ckpt.integrations.installation import install, installed
     from torch_ckpt.options import IoOptions
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 _HOMES = {
+    "AgentOptions": "agent.options",
     "CheckpointError": "errors",
     "FastLoadPlanner": "planning.load_planner",
     "FastReader": "storage.reader",
@@ -44,10 +47,12 @@ _HOMES = {
     "installed": "integrations.installation",
     "load": "api",
     "load_fsdp1_state_dict": "integrations.fsdp1",
+    "register": "filesystems.location",
     "save": "api",
 }
 
 __all__ = [
+    "AgentOptions",
     "CheckpointError",
     "FastLoadPlanner",
     "FastReader",
@@ -65,6 +70,7 @@ __all__ = [
     "installed",
     "load",
     "load_fsdp1_state_dict",
+    "register",
     "save",
 ]
 

@@ -323,7 +323,7 @@ def test_an_empty_directory_is_no_step(
             made.save(step, state_of(step))
         assert made.restore(state) == 8
     assert main(["ls", run]) == 0
-    assert re.findall(r"step (\d+)", capsys.readouterr().out) == ["8"]
+    assert re.findall(r"^ +(\d+) ", capsys.readouterr().out, re.M) == ["8"]
     assert Location(run).names() == ["step-8"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -26,6 +27,8 @@ from torch_ckpt import FastWriter
 from torch_ckpt.cli.main import main
 from torch_ckpt.storage import progress
 from torch_ckpt.storage import verify as verifying
+
+USAGE = 2
 
 
 class Own:
@@ -107,6 +110,33 @@ def test_every_damaged_range_is_listed_with_its_fqns(saved: Path) -> None:
     assert lines == expected
     fqns = {fqn for line in expected for fqn in line.split("): ")[1].split(", ")}
     assert f"{len(fqns)} FQNs are damaged\n" in printed
+
+
+def test_a_damaged_range_names_its_first_tensors_and_counts_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "many"
+    save({f"layer.{n:03}": torch.full((100,), float(n)) for n in range(192)}, FastWriter(path))
+    (file,) = data_files(path)
+    os.truncate(file, 10)
+    (line,), printed = verify_damaged(path)
+    named = ", ".join(f"layer.{n:03}" for n in range(8))
+    assert line.endswith(f": {named} and 184 more")
+    assert "192 FQNs are damaged\n" in printed
+    facts = json.loads(run_command("verify", "--json", path)[1])
+    assert facts["fqns"] == [f"layer.{n:03}" for n in range(192)]
+
+
+def test_metadata_of_other_bytes_is_called_damaged(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, FileSystemWriter(tmp_path))
+    whole = (tmp_path / ".metadata").read_bytes()
+    for contents in (bytes(len(whole)), whole[:100], b"notes of a user\n", b"", b"{}"):
+        (tmp_path / ".metadata").write_bytes(contents)
+        (line,), _ = verify_damaged(tmp_path)
+        said = f"cannot read {tmp_path}/.metadata: it is damaged, or not metadata of DCP: "
+        assert line.startswith(f"damaged: {said}")
+        assert run_command("inspect", tmp_path)[1].startswith(f"torch-ckpt: {said}")
+    flipped_name = whole.replace(b"torch.distributed", b"torch.distributee", 1)
+    (tmp_path / ".metadata").write_bytes(flipped_name)
+    assert "If it is not damaged and you trust its author" in run_command("verify", tmp_path)[1]
 
 
 def test_damage_in_neighbouring_blocks_is_one_range(saved: Path) -> None:
@@ -258,18 +288,9 @@ def test_verify_names_tensors_that_a_former_writer_may_have_stored_wrongly(tmp_p
         (["inspect", "{empty}"], "no checkpoint is committed in {empty}"),
         (["verify", "{empty}/nowhere"], "{empty}/nowhere"),
         (["ls", "nowhere://bucket/run"], "no file system is registered for nowhere://"),
-        (["run", "--timeout", "-5", "script.py"], "--timeout: invalid seconds value: '-5'"),
-        (["run", "--no-verify"], "a script is missing"),
-        (["diff", "--atol", "-1", "a", "b"], "--atol: invalid tolerance value: '-1'"),
-        (["watch", "{empty}", "--exec", " "], "--exec: invalid command value: ' '"),
         (["watch", "{empty}", "--once", "--exec", "true"], "{empty} is not a run"),
         (["ls", "{empty}"], "{empty} is not a run: it has no directory step-<n>"),
         (["verify", "{empty}/file"], "{empty}/file"),
-        (["verify"], "path"),
-        (["verify", "--fast", "{empty}"], "--fast"),
-        (["inspect", "--jsn", "{empty}"], "--jsn"),
-        (["repair", "{empty}"], "repair"),
-        ([], "COMMAND"),
     ],
 )
 def test_what_cannot_be_done_exits_3_and_says_why(
@@ -282,6 +303,30 @@ def test_what_cannot_be_done_exits_3_and_says_why(
 
     assert status == FAILED
     assert said.format(empty=tmp_path) in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "--timeout", "-5", "script.py"], "--timeout: invalid seconds value: '-5'"),
+        (["run", "--no-verify"], "a script is missing"),
+        (["diff", "--atol", "-1", "a", "b"], "--atol: invalid tolerance value: '-1'"),
+        (["watch", "{empty}", "--exec", " "], "--exec: invalid command value: ' '"),
+        (["verify"], "path"),
+        (["verify", "--fast", "{empty}"], "--fast"),
+        (["inspect", "--jsn", "{empty}"], "--jsn"),
+        (["repair", "{empty}"], "repair"),
+        ([], "COMMAND"),
+        (["ls", "--jsn", "run"], "--jsn"),
+        (["rm", "run"], "one of the arguments --after --step is required"),
+    ],
+)
+def test_a_wrong_usage_exits_2_as_that_of_other_commands(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    status, printed = run_command(*(argument.format(empty=tmp_path) for argument in arguments))
+    assert (status, said in printed) == (USAGE, True)
+    assert printed.startswith("usage: torch-ckpt")
 
 
 def test_checkpoints_of_single_ranks_are_checked_one_by_one(

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import ROOT
 
 from torch_ckpt._core import _native
-from torch_ckpt.agent.memory import agent_lock, folder_of, open_folder, run_of
+from torch_ckpt.agent.memory import agent_lock, open_folder, run_of
 from torch_ckpt.cli import directory_probes, doctor
 from torch_ckpt.cli.main import main
 
@@ -118,21 +118,24 @@ def test_torch_is_not_needed(run_new_python: Callable[..., str], tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_agent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_of(tmp_path)
-    folder = open_folder(run)
-    try:
-        with agent_lock(folder) as is_ours:
-            assert is_ours
-            # Other runs may be there, so not by their name.
-            assert main(["doctor", str(tmp_path)]) == 0
-            printed = capsys.readouterr().out
-        assert f"run {run.hex()} (this directory): an agent is running as process" in printed
-        assert str(os.getpid()) in printed
-    finally:
-        for path in folder_of(run).iterdir():
-            path.unlink()
-        folder.rmdir()
+def test_the_agent_of_the_directory_is_named_and_other_runs_are_counted(
+    tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = open_folder(run_of(tmp_path / "mine"))
+    for other in ("secret-project", "another"):
+        (open_folder(run_of(tmp_path / other)) / "slot").write_bytes(bytes(1 << 20))
+    with agent_lock(folder) as is_ours:
+        assert is_ours
+        printed = facts_of(capsys, tmp_path / "mine")
+    assert printed["agent"].startswith(f"running as process {os.getpid()}, ")
+    assert (
+        printed["other runs"] == "2 other runs of this user on this machine, 2.00 MiB of memory; "
+    )
+    assert not any("secret" in text or "another" in text for text in printed.values())
+    assert run_of(tmp_path / "secret-project").hex() not in str(printed)
+    printed = facts_of(capsys, tmp_path)
+    assert printed["agent"].startswith("none is running for this directory")
+    assert printed["other runs"].startswith("3 other runs")
 
 
 def test_a_probe_that_hangs_or_fails_ends_nothing() -> None:

@@ -147,6 +147,11 @@ def test_the_table_has_a_line_for_everything(state: dict[str, Any], tmp_path: Pa
         ("object", "object"),
     } <= rows
     assert "[300, 50]" in printed
+    lines = printed.splitlines()
+    assert lines[0] == f"{tmp_path}/.metadata: checkpoint of torch_ckpt"
+    assert lines[1].split() == ["dtype", "shape", "boxes", "size", "name"]
+    (scalar,) = (line for line in lines if line.endswith("model.scalar"))
+    assert scalar.split() == ["float32", "[]", "1", "4", "B", "model.scalar"]
     assert "5 tensors, 2 objects" in printed
 
 

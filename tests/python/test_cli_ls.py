@@ -43,8 +43,10 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(tmp_path: Path) ->
 
     status, printed = run_command("ls", tmp_path)
     assert status == 1
-    lines = printed.splitlines()
-    assert [line.split()[1] for line in lines] == ["130", "120", "16", "8"]
+    header, *lines = printed.splitlines()
+    assert header.split() == ["step", "size", "age", "state", "metrics"]
+    assert [line.split()[0] for line in lines] == ["130", "120", "16", "8"]
+    assert header.index("state") == lines[0].index("unfinished") == lines[1].index("damaged")
     assert "unfinished" in lines[0]
     assert "damaged" in lines[1]
     assert "has 100 bytes instead of" in lines[1]
@@ -56,7 +58,12 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(tmp_path: Path) ->
     facts = json.loads(printed, parse_constant=pytest.fail)
     assert facts["newest"] == 16
     assert facts["steps"][2]["metrics"] == {"loss": 0.0625, "other": "nan"}
-    assert [step["state"] for step in facts["steps"]] == ["unfinished", "damaged", "whole", "whole"]
+    assert [step["state"] for step in facts["steps"]] == [
+        "unfinished",
+        "damaged",
+        "files present",
+        "files present",
+    ]
     assert facts["steps"][2]["nbytes"] > 4000
 
 
@@ -88,7 +95,7 @@ def test_inspect_and_verify_of_a_run_are_of_its_newest_step(tmp_path: Path) -> N
     assert printed.startswith(f"the newest step is {tmp_path}/step-16\nsound (")
     status, printed = run_command("inspect", tmp_path)
     assert status == 0
-    assert printed.startswith(f"{tmp_path}/step-16/.metadata: with an index")
+    assert printed.startswith(f"{tmp_path}/step-16/.metadata: checkpoint of torch_ckpt\n")
 
 
 def nested() -> dict[str, Any]:
@@ -101,8 +108,8 @@ def test_inspect_and_verify_of_a_file_of_torch_save(tmp_path: Path) -> None:
     status, printed = run_command("inspect", file)
     assert status == 0
     assert printed.startswith(f"{file}: torch.save\n")
-    assert re.search(r"^  float32 +\[5000\] +1 box +\S+ KiB  model\.w$", printed, re.M)
-    assert "2 tensors, 1 objects" in printed
+    assert re.search(r"^  float32 +\[5000\] +1 +\S+ KiB  model\.w$", printed, re.M)
+    assert "2 tensors, 1 object\n" in printed
     status, printed = run_command("verify", "--json", file)
     assert status == 0
     assert json.loads(printed)["outcome"] == "sound"

@@ -122,6 +122,36 @@ def test_texts_of_clients_lose_their_secrets(name: str, kind: type[Exception]) -
         assert "SECRET" not in "".join(traceback.format_exception(error.value))
 
 
+def test_an_answer_in_xml_is_quoted_whole() -> None:
+    answer = '403 Forbidden: <?xml version="1.0" encoding="UTF-8"?>\n<Error>AccessDenied</Error>'
+    assert without_secrets(answer) == answer
+
+
+@pytest.mark.parametrize(
+    ("scheme", "variable"),
+    [("s3", "AWS_ALLOW_HTTP"), ("gs", "GOOGLE_ALLOW_HTTP"), ("az", "AZURE_ALLOW_HTTP")],
+)
+def test_an_endpoint_of_http_names_the_variable_that_permits_it(scheme: str, variable: str) -> None:
+    exceptions = pytest.importorskip("obstore.exceptions")
+    client = client_of("obstore")
+    client._scheme = scheme
+    with pytest.raises(CheckpointError, match=f"set {variable}=true"), client._naming("reach", "b"):
+        raise exceptions.GenericError(
+            "Error performing GET http://host/b in 1ms - HTTP error: builder error"
+        )
+
+
+def test_s3_by_http_without_permission_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    if file_system_of("s3") is None:
+        pytest.skip("no client of S3")
+    variables = {"ENDPOINT_URL": "http://127.0.0.1:9", "SECRET_ACCESS_KEY": "b", "REGION": "here"}
+    for name, value in {**variables, "ACCESS_KEY_ID": "a"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    with pytest.raises(CheckpointError, match="set AWS_ALLOW_HTTP=true"):
+        Location("s3://bucket-by-http/run").names()
+
+
 def test_an_endpoint_with_a_password_is_in_no_error_and_no_line_of_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

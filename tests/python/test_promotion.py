@@ -527,7 +527,7 @@ def test_ls_of_the_local_directory_shows_where_each_step_is(tmp_path: Path) -> N
     Location(tmp_path / "run" / "step-2").remove_all()
     status, printed = run_command("ls", tmp_path / "local")
     assert status == 0
-    newest, older = printed.splitlines()
+    _, newest, older = printed.splitlines()
     assert "files present (local), newest" in newest
     assert "files present (run)" in older
     _, printed = run_command("ls", "--json", tmp_path / "local")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
 from torch_ckpt.records.event import PHASES
 from torch_ckpt.records.reading import read_events
+from torch_ckpt.records.summary import trend
 
 
 def test_the_record_is_read_from_both_files_without_torn_and_foreign_lines(tmp_path: Path) -> None:
@@ -114,6 +116,14 @@ def test_a_save_is_durable_only_if_it_was_committed_without_an_error() -> None:
     assert Call([event(0, "read", 0, 1, kind="load")]).durable_s is None
 
 
+def test_a_save_without_a_commit_is_not_called_ok() -> None:
+    killed, sound, failed = save(), save(number=2), [event(0, "write", 0, 1, call="3", error="no")]
+    load = [event(0, "read", 0, 1, call="4", kind="load")]
+    calls = [Call(events) for events in (killed[:-1], sound, failed, load)]
+    assert [call.result for call in calls] == ["not durable", "ok", "failed", "ok"]
+    assert [line["durable_s"] is None for line in trend(calls)] == [True, False, True, False]
+
+
 def test_phases_that_this_version_does_not_know_are_shown_last(tmp_path: Path) -> None:
     events = [event(0, "compress", 0, 0.5, novel=[1]), *save()]
     assert list(Call(events).parts)[-1] == "compress"
@@ -140,9 +150,24 @@ def test_the_report_fits_into_80_columns_whatever_its_names_and_numbers(tmp_path
         "report", write_record(tmp_path, [*events, *save(number=2, start=-9)])
     )
     assert status == 0
-    assert "..  " in printed
+    assert "0 ip-10-..-long-name  " in printed
     assert max(map(len, printed.splitlines())) <= 80
     assert "\x1b" not in printed
+
+
+def test_a_wide_terminal_gets_whole_names_and_longer_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = "training-worker-of-a-long-name-0017.us-west-2.compute.internal"
+    events = [dataclasses.replace(each, host=host) for each in save(write_3=9.0)]
+    run = write_record(tmp_path, events)
+    for columns in (80, 120, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        printed = run_command("report", run)[1]
+        lines = printed.partition("phase")[0].splitlines()
+        assert columns - 25 < max(map(len, lines)) <= columns
+        assert ("3 training-worker-of-a-long-name-0017 " in printed) == (columns == 120)
+        assert "-0017  " in printed
 
 
 def test_no_text_of_a_record_controls_the_terminal(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -14,7 +15,9 @@ import pytest
 from command import run_command
 from events import event, save, write_record
 
+import torch_ckpt
 from torch_ckpt.records.calls import calls_of
+from torch_ckpt.records.event import Event
 from torch_ckpt.records.page import page
 
 CHROMIUM = shutil.which("chromium")
@@ -69,6 +72,17 @@ found.rows = at("phases").rows.length;
 const begin = performance.now();
 for (let n = 0; n < 5; n++) { drawTimeline(); colorsOf(at("timeline")); }
 found.draw_ms = (performance.now() - begin) / 5;
+const names = [], paint = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (words, x, y) {
+  const end = x + this.measureText(words).width;
+  if (x < LABELS && this.textAlign === "left") names.push([words, end]);
+  paint.call(this, words, x, y);
+};
+drawTimeline();
+found.names = names.map(([words]) => words);
+found.over_the_axis = names.filter(([, end]) => end > LABELS).length;
+found.legend = [...at("legend").children].map(entry =>
+  [entry.textContent, Number(getComputedStyle(entry.firstChild).opacity)]);
 found.faults = faults;
 document.body.append(Object.assign(document.createElement("pre"),
   {id: "found", textContent: JSON.stringify(found)}));
@@ -166,6 +180,71 @@ def test_a_browser_draws_the_page_without_errors(ranks: int, dark: bool, tmp_pat
     assert found["sentence"].endswith(".")
     assert found["rows"] == len(calls[0].parts) + 1
     assert found["draw_ms"] < 1000
+
+
+LONG = "training-worker-{:04d}.cluster-prod-eu.compute.internal.example.com"
+
+
+def on_long_hosts(events: list[Event]) -> list[Event]:
+    return [dataclasses.replace(each, host=LONG.format(each.rank // 8)) for each in events]
+
+
+def test_the_page_names_the_run_the_version_and_machines_without_their_domain(
+    tmp_path: Path,
+) -> None:
+    run = write_record(tmp_path / "gpt-17", on_long_hosts(save(16, write_11=9.0)))
+    assert run_command("report", run, "--html", tmp_path / "page.html")[0] == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "<title>Save of step 400, gpt-17</title>" in text
+    data = embedded(text)
+    assert (data["run"], data["version"]) == (str(run), torch_ckpt.__version__)
+    assert data["short_hosts"] == ["training-worker-0000", "training-worker-0001"]
+    assert data["hosts"] == [LONG.format(0), LONG.format(1)]
+    assert data["sentence"].startswith("Rank 11 on training-worker-0001 wrote at ")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "short"),
+    [
+        (["a.x.org", "b.x.org"], ["a", "b"]),
+        (["a.eu.x.org", "b.us.x.org"], ["a.eu", "b.us"]),
+        (["a.x.org"], ["a"]),
+        (["a", "b"], ["a", "b"]),
+        (["10.0.0.1", "10.1.0.1"], ["10.0.0.1", "10.1.0.1"]),
+        (["x.org", "a.x.org"], ["x", "a.x"]),
+        (["", "a.x"], ["", "a.x"]),
+    ],
+)
+def test_machines_lose_the_domain_that_all_have(hosts: list[str], short: list[str]) -> None:
+    events = [event(rank, "write", 0, 1, host=host) for rank, host in enumerate(hosts)]
+    data = embedded(page(calls_of(events)[0], []))
+    assert [data["hosts"], data["short_hosts"]] == [hosts, short]
+
+
+def test_the_text_of_an_error_is_below_the_headline_and_whole() -> None:
+    text = "cannot write /a/long/path: No space left on device (ENOSPC) " * 10
+    call = calls_of([event(0, "plan", 0, 1), event(1, "plan", 0, 1, error=text)])[0]
+    data = embedded(page(call, []))
+    assert data["sentence"] == "Rank 1 on host-0 failed while planning."
+    assert data["error"] == text.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is missing: apt-get install chromium")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_names_of_machines_keep_their_number_and_end_before_the_axis(
+    width: int, tmp_path: Path
+) -> None:
+    events = on_long_hosts(save(16))
+    events.append(dataclasses.replace(events[0], phase="persist", details={"background": True}))
+    found = in_browser(page(calls_of(events)[0], calls_of(events)), tmp_path, width=width)
+    assert found["faults"] == []
+    assert found["over_the_axis"] == 0
+    hosts = [name for name in found["names"] if "work" in name or "\N{HORIZONTAL ELLIPSIS}" in name]
+    assert {host[-4:] for host in hosts} == {"0000", "0001"}
+    assert found["legend"][-1] == ["paler: in the background, while training continues", 0.5]
+    shown = {text.partition(":")[0]: opacity for text, opacity in found["legend"]}
+    assert (shown["persist"], shown["write"]) == (0.5, 1)
 
 
 @pytest.mark.slow

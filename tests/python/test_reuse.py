@@ -328,7 +328,8 @@ def test_ls_and_inspect_tell_what_older_saves_have_written(tmp_path: Path) -> No
             run.save(step, state)
             _tune(state)
     listed = run_command("ls", tmp_path)[1].splitlines()
-    assert [" new " in line for line in listed] == [True, True, False]
+    assert listed[0].split() == ["step", "size", "new", "age", "state"]
+    assert [line.count("iB ") for line in listed[1:]] == [2, 2, 1]
     printed = run_command("inspect", tmp_path / "step-3")[1]
     first = open_committed(Location(tmp_path / "step-1"), "")[1]
     assert first is not None

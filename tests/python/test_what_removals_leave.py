@@ -43,7 +43,7 @@ def test_ls_and_rm_of_a_local_directory_leave_another_run_under_the_path_of_its_
 
     status, printed = run_command("ls", local)
     assert status == SOUND
-    assert [line.split()[1] for line in printed.splitlines() if " KiB" in line] == ["2", "1"]
+    assert [line.split()[0] for line in printed.splitlines() if " KiB" in line] == ["2", "1"]
     assert f"only the local steps are listed: {run}, which" in printed
 
     status, printed = run_command("rm", local, "--after", 1, "--yes")

@@ -12,6 +12,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.commits.small_files import SMALL_FILES
 from torch_ckpt.errors import CorruptionError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.stored_json import from_json
 
 __all__ = ["Destination", "directory_name"]
 
@@ -100,8 +101,8 @@ def _decoded(text: str) -> tuple[str, str | None, dict[str, bytes] | None]:
     """Returns the directory, the shared directory and the small files."""
     directory, _, rest = text.partition("\0")  # Earlier versions wrote one or two paths.
     facts: object = {"directory": directory, "shared": rest or None, "small_files": None}
-    with contextlib.suppress(ValueError, RecursionError):  # Not JSON, or not UTF-8.
-        match json.loads(text) if text.startswith("{") else facts:
+    with contextlib.suppress(ValueError):  # Not JSON, or not UTF-8.
+        match from_json(text, dict) if text.startswith("{") else facts:
             case {"directory": str(name), "shared": shared, "small_files": files} if (
                 isinstance(shared, str | None)
                 and "\0" not in f"{name}{shared}"

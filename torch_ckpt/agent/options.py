@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from torch_ckpt.options import IoOptions
 from torch_ckpt.planning.replica_check import CheckReplicas, as_mode
+from torch_ckpt.stored_json import from_json
 
 __all__ = ["AgentOptions"]
 
@@ -81,7 +82,8 @@ class AgentOptions:
             ValueError: The text is not an object of options.
         """
         try:
-            fields = json.loads(text)
-            return AgentOptions(**{**fields, "io": IoOptions(**fields.get("io", {}))})
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"{text} is not an object of options: {error}") from error
+            return from_json(
+                text, lambda o: AgentOptions(**{**o, "io": IoOptions(**o.get("io", {}))})
+            )
+        except ValueError as error:
+            raise ValueError(f"{text[:200]} is not an object of options: {error}") from error

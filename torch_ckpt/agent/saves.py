@@ -28,6 +28,7 @@ from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.replica_check import Difference
+from torch_ckpt.stored_json import from_json
 
 __all__ = ["Saves"]
 
@@ -114,10 +115,9 @@ class Saves:
     def failure_of(self, save: Save) -> Failure | None:
         """Returns the failure of a save; ``None`` if the save has not failed."""
         try:
-            kind, text, number = json.loads(self._failure(save).read_text())
+            return from_json(self._failure(save).read_text(), _failure)
         except (OSError, ValueError):
             return self._failures.get(save)
-        return kind, text, number
 
     def request(self, save: Save) -> None:
         """Requests that a save is persisted; retries a failed save."""
@@ -347,6 +347,13 @@ class Saves:
         for old in sorted(self._done)[:-_MAX_MARKS]:
             self._done.discard(old)
             done_mark(self._folder, old).unlink(missing_ok=True)
+
+
+def _failure(facts: list[object]) -> Failure:
+    match facts:
+        case [str(kind), str(text), int(number)]:
+            return kind, text, number
+    raise ValueError(f"{facts!r} is not a failure")
 
 
 def _newest_beside(directory: Location) -> Location | None:

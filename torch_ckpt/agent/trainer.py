@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import logging
 import os
 import sys
@@ -58,6 +57,7 @@ from torch_ckpt.options import OnBusy
 from torch_ckpt.planning.replica_check import warn_of
 from torch_ckpt.records.record import note
 from torch_ckpt.storage.progress import Phases, is_first
+from torch_ckpt.stored_json import from_json
 
 __all__ = ["SnapshotAgent", "StagedSave"]
 
@@ -399,7 +399,7 @@ class SnapshotAgent:
                 raise
         if self._group.is_coordinator:
             with contextlib.suppress(OSError, ValueError):  # The agent removes old marks.
-                warn_of(json.loads(done_mark(client.folder, staged.header.save).read_text()))
+                from_json(done_mark(client.folder, staged.header.save).read_text(), warn_of)
 
     def async_save(
         self,

@@ -17,6 +17,7 @@ __all__ = [
     "add_trust_pickle",
     "checkpoint_at",
     "command",
+    "path_of",
     "rules_of",
     "seconds",
     "tolerance",
@@ -24,6 +25,11 @@ __all__ = [
 
 
 _WITH_RULES = " or ".join(row.title for row in FRAMEWORKS if row.rules)
+
+
+def path_of(text: str) -> Location:
+    """Returns the location of an argument. It is absolute, as the paths in errors are."""
+    return Location(text).absolute()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +48,7 @@ def add_rules(parser: argparse.ArgumentParser, of: str = "a checkpoint") -> None
     """Adds ``--rules``, for one of the checkpoints of the command."""
     parser.add_argument(
         "--rules",
-        type=Location,
+        type=path_of,
         help="file with rules: how the shards of model-parallel ranks make parameters, if "
         f"{of} is of {_WITH_RULES}",
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
+from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, path_of, rules_of
 from torch_ckpt.cli.terminal import SOUND, printable
-from torch_ckpt.filesystems.location import Location
 from torch_ckpt.known_frameworks import FRAMEWORKS
 
 __all__ = ["add_to"]
@@ -30,8 +29,8 @@ def add_to(commands: Any) -> None:
         "complete. A conversion is not needed to load a checkpoint. Exit status: 0 if the target "
         "is complete; 1 if the source is damaged; 3 for other errors.",
     )
-    parser.add_argument("source", type=Location, help="checkpoint, or a run for its newest step")
-    parser.add_argument("target", type=Location, help="checkpoint to write")
+    parser.add_argument("source", type=path_of, help="checkpoint, or a run for its newest step")
+    parser.add_argument("target", type=path_of, help="checkpoint to write")
     parser.add_argument(
         "--to",
         required=True,

@@ -10,12 +10,12 @@ from torch_ckpt.cli.arguments import (
     add_rules,
     add_trust_pickle,
     checkpoint_at,
+    path_of,
     rules_of,
     tolerance,
 )
 from torch_ckpt.cli.terminal import DIFFERENT, SOUND, UNKNOWN, fail, print_json, print_table
 from torch_ckpt.errors import CorruptionError
-from torch_ckpt.filesystems.location import Location
 
 __all__ = ["add_to"]
 
@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
         "equal, but not every value can be compared; 3 if one cannot be read.",
     )
     for name in ("a", "b"):
-        parser.add_argument(name, type=Location, help="checkpoint, or a run for its newest step")
+        parser.add_argument(name, type=path_of, help="checkpoint, or a run for its newest step")
     parser.add_argument("--atol", type=tolerance, default=0.0, help="absolute tolerance")
     parser.add_argument("--rtol", type=tolerance, default=0.0, help="tolerance relative to B")
     parser.add_argument(

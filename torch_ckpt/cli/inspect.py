@@ -10,10 +10,9 @@ from collections import defaultdict
 from typing import Any
 
 from torch_ckpt._core import _native
-from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, rules_of
+from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, path_of, rules_of
 from torch_ckpt.cli.terminal import SOUND, print_json, print_table, printable
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.formats.expansion import allowed_nbytes
 from torch_ckpt.ladder.step_files import committed_steps
@@ -37,7 +36,7 @@ def add_to(commands: Any) -> None:
         "files, sizes, and the bytes that each rank has written. Accepts every format that "
         "FastReader loads, and a run, whose newest step it lists.",
     )
-    parser.add_argument("path", type=Location, help="directory or file of the checkpoint, or a run")
+    parser.add_argument("path", type=path_of, help="directory or file of the checkpoint, or a run")
     add_rules(parser)
     add_trust_pickle(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with every box")
@@ -134,7 +133,8 @@ def _first_saved(checkpoint: Checkpoint) -> list[str | None]:
 def _format_of(checkpoint: Checkpoint) -> str:
     if checkpoint.format is not None:
         return checkpoint.format
-    return "with an index" if checkpoint.index is not None else "without an index (stock DCP's)"
+    by = "torch_ckpt" if checkpoint.index is not None else "stock DCP"
+    return f"checkpoint of {by}"
 
 
 def _rank_of(file: str) -> int | None:
@@ -149,31 +149,36 @@ def _extents(boxes: list[dict[str, Any]]) -> set[tuple[str, int, int]]:
 def _row(tensor: dict[str, Any]) -> tuple[str, ...]:
     """Returns the cells of a tensor, its name last: a long one then moves no other cell.
 
-    They state its size if it is far from what is stored.
+    They state the stored size as well if it does not justify that of the tensor.
     """
-    boxes = tensor["boxes"]
-    stored = sum(nbytes for *_, nbytes in _extents(boxes))
-    shape = str(tensor["shape"])
-    if tensor.get("nbytes", 0) > allowed_nbytes(stored):
-        shape += f": {readable_nbytes(tensor['nbytes'])}"
-    count = f"{len(boxes)} box{'es' if len(boxes) > 1 else ''}"
-    return tensor["dtype"], shape, count, readable_nbytes(stored), tensor["fqn"]
+    stored = sum(nbytes for *_, nbytes in _extents(tensor["boxes"]))
+    nbytes = tensor.get("nbytes", stored)
+    size = readable_nbytes(nbytes)
+    if nbytes > allowed_nbytes(stored):
+        size += f" (stored in {readable_nbytes(stored)})"
+    shape, count = str(tensor["shape"]), str(len(tensor["boxes"]))
+    return tensor["dtype"], shape, count, size, tensor["fqn"]
+
+
+def _counted(noun: str, listed: list[Any]) -> str:
+    return f"{len(listed)} {noun}{'' if len(listed) == 1 else 's'}"
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
     nbytes = sum(file["nbytes"] for file in summary["files"])
-    save_id = "" if summary["save_id"] is None else f", save id {summary['save_id']}"
-    print(f"{printable(summary['metadata'])}: {summary['format']}{save_id}")
+    print(printable(f"{summary['metadata']}: {summary['format']}"))
     rows = [_row(tensor) for tensor in summary["tensors"]]
     rows += [("object", "", "", readable_nbytes(o["nbytes"]), o["fqn"]) for o in summary["objects"]]
-    print_table(rows, right=(3,))
-    print(f"{len(summary['tensors'])} tensors, {len(summary['objects'])} objects")
+    print_table(rows, header=("dtype", "shape", "boxes", "size", "name"), right=(2, 3))
+    print(f"{_counted('tensor', summary['tensors'])}, {_counted('object', summary['objects'])}")
     if unreadable := summary["unreadable"]:
         print("values that cannot be loaded")
         print_table([(one["fqn"], one["reason"]) for one in unreadable])
     if rules := summary["rules"]:
         print("parameters, and the rules that unite their shards")
         print_table([(one["fqn"], one["rule"]) for one in rules])
+    if summary["save_id"] is not None:
+        print(f"save id {summary['save_id']}")
     print_table(
         [
             (
@@ -185,7 +190,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
         ],
         right=(1,),
     )
-    print(f"{len(summary['files'])} files, {readable_nbytes(nbytes)}")
+    print(f"{_counted('file', summary['files'])}, {readable_nbytes(nbytes)}")
     per_rank = [rank["nbytes"] for rank in summary["ranks"]]
     for rank in summary["ranks"]:
         name = "?" if rank["rank"] is None else rank["rank"]

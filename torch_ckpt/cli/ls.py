@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_json
+from torch_ckpt.cli.arguments import add_json, path_of
 from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_table, printable
 from torch_ckpt.commits.terms import Term, newest_term, term_of
 from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
@@ -33,8 +33,10 @@ from torch_ckpt.storage.verify import check_here, check_whole
 __all__ = ["add_to"]
 
 
-_SHOWN = {"whole": "files present"}
-"""State -> what is printed, if that is another word: ``ls`` does not read what is in the files."""
+_PRESENT = "files present"
+"""State of a step that opens, and whose files have the right lengths: ``ls`` does not read them."""
+
+_HEADER = ("step", "size", "new", "age", "state", "metrics", "")
 
 
 def add_to(commands: Any) -> None:
@@ -46,12 +48,13 @@ def add_to(commands: Any) -> None:
         "torch-ckpt verify reads all bytes. In a local directory, from which steps are promoted, "
         "the list has the steps of the run as well, and where the files of each are, unless the "
         "directory of the run is of another run now; 'part' means "
-        "that other machines have the other files. 'New' are the bytes that no older step has. "
+        "that other machines have the other files. 'New' are the bytes that no older step has, if "
+        "a save has reused some. "
         "A step that was saved after the run had gone back to "
         "step 300 is marked 'from step 300'. Exit status: 0; 1 if a committed step is damaged; "
         "3 if there is no run.",
     )
-    parser.add_argument("run", type=Location, help="directory of the run")
+    parser.add_argument("run", type=path_of, help="directory of the run")
     add_json(parser)
     parser.set_defaults(command=_ls)
 
@@ -93,7 +96,7 @@ def _ls(options: argparse.Namespace) -> int:
     for step in steps:
         term = step.pop("term")
         step["left"] = term is not None and not lineage.has(step["step"], term)
-    live = (step["step"] for step in steps if step["state"] == "whole" and not step["left"])
+    live = (step["step"] for step in steps if step["state"] == _PRESENT and not step["left"])
     newest = next(live, None)
     unreplicated = ""
     with contextlib.suppress(CheckpointError):  # The record is unreadable.
@@ -107,7 +110,7 @@ def _ls(options: argparse.Namespace) -> int:
     else:
         if unreplicated:
             print(printable(f"warning: {unreplicated}"), file=sys.stderr)
-        print_table([_row(step, newest) for step in steps], right=(0, 1, 2, 3))
+        print_table([_row(step, newest) for step in steps], header=_HEADER, right=range(4))
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
 
 
@@ -145,13 +148,13 @@ def _facts_of(paths: Mapping[str, Location], number: int, *, is_part: bool) -> d
         tier: _facts(path, number, is_part=is_part and tier == "local")
         for tier, path in paths.items()
     }
-    sound = [tier for tier, found in facts.items() if found["state"] in ("whole", "part")]
-    whole = [tier for tier in sound if facts[tier]["state"] == "whole"]
+    sound = [tier for tier, found in facts.items() if found["state"] in (_PRESENT, "part")]
+    whole = [tier for tier in sound if facts[tier]["state"] == _PRESENT]
     return facts[(whole or sound or list(facts))[0]] | {"tiers": [tier for tier in sound if tier]}
 
 
 def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
-    state, reason = "whole", None
+    state, reason = _PRESENT, None
     try:
         if is_part:
             state = "part"
@@ -202,19 +205,16 @@ def _linked_nbytes(path: Location) -> int:
 def _row(step: dict[str, Any], newest: int | None) -> list[str]:
     is_newest = step["step"] == newest
     tiers = " and ".join(step["tiers"])
-    state = _SHOWN.get(step["state"], step["state"])
     marks = [
-        f"{state} ({tiers})" if tiers else state,
+        f"{step['state']} ({tiers})" if tiers else step["state"],
         "newest" if is_newest else "",
         "left by the run" if step["left"] else "",
         _branch(step["branch"]),
     ]
     return [
-        f"step {step['step']}",
+        str(step["step"]),
         readable_nbytes(step["nbytes"]),
-        f"{readable_nbytes(step['nbytes'] - linked)} new"
-        if (linked := step["linked_nbytes"])
-        else "",
+        readable_nbytes(step["nbytes"] - linked) if (linked := step["linked_nbytes"]) else "",
         _age(step["age_s"]),
         ", ".join(filter(None, marks)),
         " ".join(f"{name}={value:g}" for name, value in step["metrics"].items()),

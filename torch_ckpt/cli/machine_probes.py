@@ -14,10 +14,8 @@ from pathlib import Path
 
 import torch_ckpt
 from torch_ckpt._core import _native
-from torch_ckpt.agent.destination import directory_name
 from torch_ckpt.agent.memory import LOCK_NAME, complete_slots, folder_of, has_agent, run_of
 from torch_ckpt.cli.directory_probes import Fact, mount_of
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.cgroups import memory_limit
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.options import IoMode
@@ -140,41 +138,45 @@ def cuda() -> Generator[Fact]:
 
 
 def agents(directory: str) -> Generator[Fact]:
-    """The runs of this user with memory on this machine."""
-    base = folder_of(bytes(16)).parent
-    own = run_of(directory)
-    folders = sorted(base.iterdir()) if base.is_dir() else []
-    shown = 0
-    for folder in folders:
-        try:
-            run = bytes.fromhex(folder.name)
-        except ValueError:
-            continue
-        yield _agent(folder, run, " (this directory)" if run == own else "")
-        shown += 1
-    if not shown:
-        yield "agent", "none is running, and no run has memory on this machine", ""
+    """The agent and the memory of the run in a directory. Other runs are counted, not named."""
+    own = folder_of(run_of(directory))
+    base = own.parent
+    folders = [each for each in base.iterdir() if _is_of_run(each)] if base.is_dir() else []
+    others = [each for each in folders if each != own]
+    if own in folders:
+        yield _agent(own, run_of(directory))
+    else:
+        yield "agent", "none is running for this directory, and its run has no memory", ""
+    if others:
+        number = f"{len(others)} other run{'s' if len(others) > 1 else ''} of this user"
+        nbytes = readable_nbytes(sum(map(_nbytes, others)))
+        yield "other runs", f"{number} on this machine, {nbytes} of memory", ""
 
 
-def _agent(folder: Path, run: bytes, note: str) -> Fact:
-    state = "no agent"
+def _is_of_run(folder: Path) -> bool:
+    try:
+        return bool(bytes.fromhex(folder.name))
+    except ValueError:
+        return False
+
+
+def _agent(folder: Path, run: bytes) -> Fact:
+    state = "no agent is running"
     if has_agent(folder):
-        state = "an agent is running"
+        state = "running"
         with contextlib.suppress(OSError):
-            state = f"an agent is running as process {(folder / LOCK_NAME).read_text().strip()}"
-    steps, names = set(), set()
-    for header, path in complete_slots(folder, run):
-        steps.add(header.step)
-        with contextlib.suppress(CheckpointError):
-            snapshot = _native.Slot.open(os.fsencode(path), False).read()
-            names.add(os.path.dirname(directory_name(snapshot)))
-    nbytes = 0
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):
-            nbytes += path.stat().st_blocks * 512
-    saved = f", snapshots of steps {', '.join(map(str, sorted(steps)))}" if steps else ""
-    where = f" of {', '.join(sorted(names))}" if names else f" {folder.name}"
-    return "agent", f"run{where}{note}: {state}, {readable_nbytes(nbytes)} of memory{saved}", ""
+            state = f"running as process {(folder / LOCK_NAME).read_text().strip()}"
+    steps = sorted({header.step for header, _ in complete_slots(folder, run)})
+    saved = f", snapshots of steps {', '.join(map(str, steps))}" if steps else ""
+    return "agent", f"{state}, {readable_nbytes(_nbytes(folder))} of memory{saved}", ""
+
+
+def _nbytes(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(OSError):  # Its agent may end meanwhile.
+        for path in folder.iterdir():
+            total += path.stat().st_blocks * 512
+    return total
 
 
 PROBES = (versions, memory, cgroup, huge_pages, shared_memory, pidfd, io_uring, cuda)

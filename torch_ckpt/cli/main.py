@@ -10,11 +10,23 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch_ckpt
-from torch_ckpt.cli import agent, convert, diff, doctor, inspect, ls, report, rm, run, verify, watch
-from torch_ckpt.cli.terminal import DAMAGED, FAILED, INTERRUPTED, PIPE_CLOSED, fail
+from torch_ckpt.cli import (
+    agent,
+    convert,
+    diff,
+    doctor,
+    gc,
+    inspect,
+    ls,
+    report,
+    rm,
+    run,
+    verify,
+    watch,
+)
+from torch_ckpt.cli.terminal import DAMAGED, INTERRUPTED, PIPE_CLOSED, fail
 from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
@@ -45,21 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(f"{type(error).__name__}: {error}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(FAILED, f"torch-ckpt: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="torch-ckpt",
         description="Lists, verifies, compares and converts checkpoints, and serves training runs.",
     )
     version = f"torch-ckpt {torch_ckpt.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (ls, report, inspect, verify, diff, convert, rm, watch, run, agent, doctor):
+    for command in (ls, report, inspect, verify, diff, convert, rm, gc, watch, run, agent, doctor):
         command.add_to(commands)
     return parser
 

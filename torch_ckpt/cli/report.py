@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_json
-from torch_ckpt.cli.terminal import SOUND, fail, print_columns, print_json, printable
+import torch_ckpt
+from torch_ckpt.cli.arguments import add_json, path_of
+from torch_ckpt.cli.terminal import SOUND, fail, print_columns, print_json, printable, width
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
 from torch_ckpt.records.diagnosis import first_sentence
@@ -27,8 +28,8 @@ from torch_ckpt.records.summary import (
 
 __all__ = ["add_to"]
 
-_WIDTH = 80
-_HOST_WIDTH = 18
+_NARROW = 80  # Columns.
+_HOST_WIDTH = 18  # In so many columns.
 _PHASE_WIDTH = 12
 _TREND = 10  # Calls.
 
@@ -44,15 +45,15 @@ def add_to(commands: Any) -> None:
         "stood still, 'durable' the time until the commit. Exit status: 0; 3 if the run has no "
         "record, or no such step.",
     )
-    parser.add_argument("run", type=Location, help="directory of the run")
+    parser.add_argument("run", type=path_of, help="directory of the run")
     parser.add_argument("--step", type=int, help="report on this step; a save rather than a load")
-    parser.add_argument("--html", type=Location, metavar="FILE", help="write a page for a browser")
+    parser.add_argument("--html", type=path_of, metavar="FILE", help="write a page for a browser")
     parser.add_argument(
-        "--trace", type=Location, metavar="FILE", help="write a trace for Perfetto or Chrome"
+        "--trace", type=path_of, metavar="FILE", help="write a trace for Perfetto or Chrome"
     )
     parser.add_argument(
         "--prometheus",
-        type=Location,
+        type=path_of,
         metavar="FILE",
         help="write gauges of the newest save and load for node_exporter",
     )
@@ -77,14 +78,15 @@ def _report(options: argparse.Namespace) -> int:
         _print_report(call, calls)
         if unreplicated:
             print()
-            for line in textwrap.wrap(printable(f"Warning: {unreplicated}."), _WIDTH):
+            for line in textwrap.wrap(printable(f"Warning: {unreplicated}."), width()):
                 print(line)
     if options.html is not None:
-        _write(options.html, page(call, calls))
+        run, version = str(options.run), torch_ckpt.__version__
+        _write(options.html, page(call, calls, run=run, version=version))
     if options.trace is not None:
         _write(options.trace, chrome_trace(call))
     if options.prometheus is not None:
-        _write(options.prometheus, prometheus_text(calls, str(options.run.absolute())))
+        _write(options.prometheus, prometheus_text(calls, str(options.run)))
     return SOUND
 
 
@@ -103,15 +105,18 @@ def _chosen(calls: Sequence[Call], step: int | None) -> Call | None:
 
 def _print_report(call: Call, calls: Sequence[Call]) -> None:
     sentence = printable(first_sentence(call))
-    for line in textwrap.wrap(f"{sentence[:1].upper()}{sentence[1:]}.", _WIDTH):
+    for line in textwrap.wrap(f"{sentence[:1].upper()}{sentence[1:]}.", width()):
         print(line)
     print()
-    for line in textwrap.wrap(printable(heading(call)), _WIDTH):
+    for line in textwrap.wrap(printable(heading(call)), width()):
         print(line)
     header, *rows = phase_table(call)
     for row in rows:
         rank, host = row[4].split(" ", 1)
-        row[0], row[4] = row[0][:_PHASE_WIDTH], f"{rank} {_short(host)}"
+        row[0], row[4] = (
+            row[0][:_PHASE_WIDTH],
+            f"{rank} {_short(host, _HOST_WIDTH + max(width() - _NARROW, 0))}",
+        )
     print_columns([header, *rows], right=(1, 2, 3, 5, 6))
     print()
     lines = trend(calls)
@@ -137,8 +142,11 @@ def _trend_row(line: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _short(host: str) -> str:
-    """Returns the name of a machine without its domain, and not longer than a column."""
+def _short(host: str, most: int) -> str:
+    """Returns the name of a machine without its domain, and not longer than a column.
+
+    A long one loses its middle: its end has the number.
+    """
     first = host.partition(".")[0]
     name = host if first.isdigit() else first  # An address has no domain.
-    return name if len(name) <= _HOST_WIDTH else f"{name[: _HOST_WIDTH - 2]}.."
+    return name if len(name) <= most else f"{name[: most // 3]}..{name[most // 3 + 2 - most :]}"

@@ -1,4 +1,4 @@
-"""``torch-ckpt rm``: removes the steps of a run that are newer than a step."""
+"""``torch-ckpt rm``: removes a step of a run, or the steps that are newer than a step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from torch_ckpt.cli.arguments import path_of
 from torch_ckpt.cli.terminal import FAILED, SOUND, fail
-from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.ladder.removal import (
     discard_after,
@@ -15,7 +15,7 @@ from torch_ckpt.ladder.removal import (
     steps_after,
     steps_in_memory,
 )
-from torch_ckpt.ladder.step_files import check_same_run, listed_steps, run_of_local
+from torch_ckpt.ladder.step_files import check_same_run, listed_steps, run_of_local, what_is_missing
 from torch_ckpt.storage.progress import is_terminal
 from torch_ckpt.storage.verify import check_whole
 
@@ -27,19 +27,20 @@ _MOST_LISTED = 10
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "rm",
-        help="remove the steps of a run that are newer than a step",
-        description="Removes the steps of a run that are newer than a step, on disk and in "
-        "the memory of the run's agent on this machine. For a run that goes back to an older "
-        "step: until it has saved again, the next restore loads the newest step. No training of "
-        "the run may be in progress. The command lists the steps, and asks before it removes "
+        help="remove a step of a run, or all steps after a step",
+        description="Removes one step of a run, or all steps after a step, on disk and in "
+        "the memory of the run's agent on this machine. --after is for a run that goes back to an "
+        "older step: until it has saved again, the next restore loads the newest step. One whole "
+        "step must remain, and no removed step may be leased. No training of the run may be in "
+        "progress. The command lists the steps, and asks before it removes "
         "them. Exit status: 0; 1 if no step that would remain is whole; 3 if nothing was removed, "
         "or not all of the steps, or if the local directory of a run names the directory of "
         "another run.",
     )
-    parser.add_argument("run", type=Location, help="directory of the run")
-    parser.add_argument(
-        "--after", type=int, required=True, metavar="STEP", help="the newest step to retain"
-    )
+    parser.add_argument("run", type=path_of, help="directory of the run")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--after", type=int, metavar="STEP", help="the newest step to retain")
+    which.add_argument("--step", type=int, help="the only step to remove")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.set_defaults(command=_rm)
 
@@ -53,21 +54,27 @@ def _rm(options: argparse.Namespace) -> int:
         check_same_run(run, promoted_to)
     # The local directory last: otherwise its steps would be promoted again.
     directories = [run] if promoted_to is None else [promoted_to, run]
-    newest, newer = steps_after(directories, options.after, check_whole)
-    print(f"the newest step of {run} that remains: {newest}")
+    alone = options.step is not None
+    step: int = options.step if alone else options.after
+
+    def is_removed(found: int) -> bool:
+        return found == step if alone else found > step
+
+    newest, newer = steps_after(directories, step, check_whole, alone=alone)
     in_memory = set().union(*map(steps_in_memory, directories))
-    doomed = sorted((step for step in in_memory if step > options.after), reverse=True)
+    doomed = sorted(filter(is_removed, in_memory), reverse=True)
+    if not newer and not doomed:
+        missing = what_is_missing(run / f"step-{step}") if alone else ""
+        found = f"has no step {step}" if alone else f"has no steps after step {step}"
+        return fail(f"{missing or f'{run} {found}'}. Nothing was removed")
+    print(f"the newest step of {run} that remains: {newest}")
     print(f"steps to remove: {_listed(newer) or 'none on disk'}")
     if doomed:
         print(f"steps to remove from memory: {_listed(doomed)}")
-    if not newer and not doomed:
-        return fail("there are no newer steps. Nothing was removed")
     if not options.yes and not _is_confirmed():
         return FAILED
-    discarded = set().union(
-        *(discard_from_memory(each, lambda step: step > options.after) for each in directories)
-    )
-    removed = discard_after(directories, options.after)
+    discarded = set().union(*(discard_from_memory(each, is_removed) for each in directories))
+    removed = discard_after(directories, step, alone=alone)
     print(f"removed steps: {len(removed)} on disk, {len(discarded)} in memory")
     return SOUND
 

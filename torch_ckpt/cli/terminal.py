@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -23,10 +25,11 @@ __all__ = [
     "print_json",
     "print_table",
     "printable",
+    "width",
 ]
 
 SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
-"""Exit statuses."""
+"""Exit statuses. That of a wrong usage is 2 as well, as of most commands."""
 
 DIFFERENT = 1
 """Exit status of a comparison that found a difference."""
@@ -53,12 +56,32 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
-def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+def width() -> int:
+    """Returns the columns of the terminal; 80 if the output is no terminal.
+
+    ``COLUMNS`` overrides both.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # No file, or a closed one.
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    return 80
+
+
+def print_table(
+    rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), right: Sequence[int] = ()
+) -> None:
     """Prints rows in aligned columns; with rich on a terminal, if it is installed.
 
-    ``right`` are the numbers of the columns that align at the right.
+    ``right`` are the numbers of the columns that align at the right. With a ``header``, columns
+    without any text are left out.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
+    if header and rows:
+        used = [number for number in range(len(header)) if any(row[number] for row in rows)]
+        rows = [[row[number] for number in used] for row in (header, *rows)]
+        right = [place for place, number in enumerate(used) if number in right]
     if is_terminal(sys.stdout) and find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table
@@ -69,7 +92,7 @@ def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> 
             table.add_column(justify="right" if number in right else "left", overflow="fold")
         for row in rows:
             table.add_row(*map(Text, row))
-        Console().print(table)
+        Console(width=width()).print(table)
         return
     print_columns(rows, right=right)
 

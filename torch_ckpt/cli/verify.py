@@ -7,9 +7,19 @@ import contextlib
 import time
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_json, add_rules, add_trust_pickle, checkpoint_at, rules_of
+from torch_ckpt.cli.arguments import (
+    add_json,
+    add_rules,
+    add_trust_pickle,
+    checkpoint_at,
+    path_of,
+    rules_of,
+)
 from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, print_json, printable
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.absent import no_checkpoint
+from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.verify import examine
 
@@ -21,22 +31,60 @@ def add_to(commands: Any) -> None:
         "verify",
         help="check every byte of a checkpoint",
         description="Checks every byte of a checkpoint against its index and lists damaged ranges. "
-        "Accepts every format that FastReader loads, and a run, whose newest step it checks. "
+        "Accepts every format that FastReader loads, and a run, whose newest step it checks; "
+        "with --all, every step. A damaged range "
+        "lists the first tensors in it, and --json all of them. "
         "Exit status: 0 if all bytes are sound; 1 if some are damaged; 2 if not all bytes can be "
         "verified, because a checkpoint of stock DCP has only the CRCs of its zip archives, and "
         "these match, or because safetensors have no checksums; 3 if there is no checkpoint or it "
         "cannot be read.",
     )
-    parser.add_argument("path", type=Location, help="directory or file of the checkpoint, or a run")
+    parser.add_argument("path", type=path_of, help="directory or file of the checkpoint, or a run")
     add_rules(parser)
     add_trust_pickle(parser)
     add_json(parser)
+    parser.add_argument("--all", action="store_true", help="check all steps of a run")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(command=_verify)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    path = checkpoint_at(options.path)
+    rules = rules_of(options)
+    if not options.all:
+        path = checkpoint_at(options.path)
+        facts, status = _verified(path, options, rules)
+        if options.json:
+            print_json(facts)
+            return status
+        if str(path) != str(options.path):
+            print(f"the newest step is {printable(str(path))}")
+        _print(facts)
+        return status
+    statuses, of_steps = [], []
+    for step in committed_steps(options.path):
+        path = options.path / f"step-{step}"
+        try:
+            facts, status = _verified(path, options, rules)
+        except NotFoundError:
+            continue
+        if status == DAMAGED and path.is_missing():  # A training has removed it meanwhile.
+            continue
+        statuses.append(status)
+        of_steps.append(facts)
+        if not options.json:
+            print(printable(str(path)))
+            _print(facts)
+    if not statuses:
+        raise no_checkpoint(options.path)
+    if options.json:
+        print_json(of_steps)
+    return next((each for each in (DAMAGED, UNKNOWN) if each in statuses), SOUND)
+
+
+def _verified(
+    path: Location, options: argparse.Namespace, rules: str | None
+) -> tuple[dict[str, Any], int]:
+    """Verifies one checkpoint; returns its facts and the exit status."""
     begin = 0.0  # Set when the checkpoint is open: modules that load first take longer.
     progress = [0, 0]  # Checked bytes, all bytes.
 
@@ -47,33 +95,29 @@ def _verify(options: argparse.Namespace) -> int:
 
     bar = progress_bar("verifying", path, lambda: progress[1], lambda: progress[0])
     with contextlib.nullcontext() if options.quiet else bar:
-        rules = rules_of(options)
         report = examine(path, watch=watch, trust_pickle=options.trust_pickle, rules=rules)
     seconds = max(time.monotonic() - begin, 1e-9) if begin else 0.0
     status = DAMAGED if report.damage else UNKNOWN if report.doubts else SOUND
-    outcome = {DAMAGED: "damaged", UNKNOWN: "no damage found", SOUND: "sound"}[status]
-    if options.json:
-        facts = {
-            "path": str(path),
-            "outcome": outcome,
-            "damage": report.damage,
-            "fqns": sorted(report.fqns),
-            "unverified": report.doubts,
-            "nbytes": report.nbytes,
-            "seconds": seconds,
-        }
-        print_json(facts)
-        return status
-    if str(path) != str(options.path):
-        print(f"the newest step is {printable(str(path))}")
-    for line in report.damage:
+    facts = {
+        "path": str(path),
+        "outcome": {DAMAGED: "damaged", UNKNOWN: "no damage found", SOUND: "sound"}[status],
+        "damage": report.damage,
+        "fqns": sorted(report.fqns),
+        "unverified": report.doubts,
+        "nbytes": report.nbytes,
+        "seconds": seconds,
+    }
+    return facts, status
+
+
+def _print(facts: dict[str, Any]) -> None:
+    for line in facts["damage"]:
         print(printable(f"damaged: {line}"))
-    if report.fqns:
-        count = len(report.fqns)
+    if count := len(facts["fqns"]):
         print("1 FQN is damaged" if count == 1 else f"{count} FQNs are damaged")
-    if not report.damage:
-        for line in report.doubts:
+    if not facts["damage"]:
+        for line in facts["unverified"]:
             print(printable(f"cannot verify: {line}"))
-    speed = f", {report.nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
-    print(f"{outcome} ({report.nbytes} bytes in {seconds:.2f} s{speed})")
-    return status
+    nbytes, seconds = facts["nbytes"], facts["seconds"]
+    speed = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
+    print(f"{facts['outcome']} ({nbytes} bytes in {seconds:.2f} s{speed})")

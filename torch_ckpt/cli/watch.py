@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from torch_ckpt.cli.arguments import command, seconds
+from torch_ckpt.cli.arguments import command, path_of, seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
         "meanwhile. If several steps appear during a command, only the newest of them is next. "
         "Exit status: 0 if all commands succeeded, else 3.",
     )
-    parser.add_argument("run", type=Location, help="directory of the run")
+    parser.add_argument("run", type=path_of, help="directory of the run")
     parser.add_argument(
         "--exec",
         dest="words",
@@ -100,6 +100,9 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
     """
     if options.once and not listed_steps(options.run):
         raise NotFoundError(f"{options.run} is not a run: it has no directory step-<n>")
+    if not listed_steps(options.run):
+        found = "does not exist" if _is_missing(options.run) else "has no step"
+        print(f"torch-ckpt: {options.run} {found} yet; waiting for its first step", file=sys.stderr)
     known: set[int] = set()
     if options.all:
         known.update(committed_steps(options.run))
@@ -115,6 +118,14 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
             return
         else:
             time.sleep(options.interval)
+
+
+def _is_missing(run: Location) -> bool:
+    try:
+        run.names()
+    except NotFoundError:
+        return True
+    return False
 
 
 def _succeeds(words: list[str], step: int, path: str) -> bool:

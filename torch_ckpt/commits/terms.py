@@ -23,12 +23,14 @@ import socket
 import time
 from collections.abc import Mapping
 from errno import EEXIST
+from typing import Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.probe import created
 from torch_ckpt.commits.small_files import BRANCH, STEP_NAME
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.stored_json import from_json
 
 __all__ = [
     "Term",
@@ -110,8 +112,9 @@ def term_at(run: Location, number: int) -> Term | None:
     Then it is long over, or its file is being written, or the process died within that. Raises
     StorageError if the file cannot be read.
     """
-    with contextlib.suppress(NotFoundError, ValueError, TypeError, KeyError, OverflowError):
-        return _decoded(number, (run / f"term-{number}").read())
+    with contextlib.suppress(NotFoundError, ValueError):
+        contents = (run / f"term-{number}").read()
+        return from_json(contents, lambda facts: _term_of(number, facts))
     return None
 
 
@@ -194,8 +197,8 @@ def term_of(step: Location) -> int:
 
 def term_in(small_files: Mapping[str, bytes] | None) -> int:
     """Returns the term of a step with these small files; 0 if it has none."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        number = json.loads((small_files or {})[BRANCH])["term"]
+    with contextlib.suppress(ValueError, KeyError):
+        number = from_json((small_files or {})[BRANCH], lambda record: record["term"])
         if type(number) is int and 0 < number < 1 << 64:
             return number
     return 0
@@ -230,8 +233,7 @@ def _encoded(term: Term) -> bytes:
     return json.dumps(facts).encode()
 
 
-def _decoded(number: int, contents: bytes) -> Term:
-    facts = json.loads(contents)
+def _term_of(number: int, facts: dict[str, Any]) -> Term:
     lineage = {int(term): int(step) for term, step in facts["lineage"]}
     host, directory, job = str(facts["host"]), str(facts["directory"]), str(facts.get("job", ""))
     return Term(number, lineage, host, int(facts["pid"]), directory, float(facts["began_s"]), job)

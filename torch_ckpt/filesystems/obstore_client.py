@@ -372,6 +372,8 @@ class ObstoreClient(StoreClient):
             hint = ""
             if isinstance(error, exceptions.GenericError) and _NO_CREDENTIALS.search(message):
                 hint = f"no credentials in {_CREDENTIALS[_prefix(self._scheme)]}; "
+            elif "builder error" in message and "http://" in message:
+                hint = f"for an endpoint of http://, set {_prefix(self._scheme)}ALLOW_HTTP=true; "
             raise StorageError(
                 f"cannot {what} {self._url(path)}: {hint}{message}", _errno_of(error, message)
             ) from None

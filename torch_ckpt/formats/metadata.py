@@ -117,11 +117,14 @@ def load_committed(pickled: bytes, *, where: str, trust_pickle: bool = False) ->
     """
     try:
         with reading(where):
-            return load_metadata(pickled, trust_pickle=trust_pickle)
+            try:
+                return load_metadata(pickled, trust_pickle=trust_pickle)
+            except ValueError as error:
+                raise ValueError(f"it is damaged, or not metadata of DCP: {error}") from error
     except ForbiddenPickleError as error:
         raise UnsupportedError(
-            f"cannot read {where}: {error}. If you trust its author, FastReader(trust_pickle=True) "
-            "allows it"
+            f"cannot read {where}: {error}. If it is not damaged and you trust its author, "
+            "FastReader(trust_pickle=True) allows it"
         ) from error
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import Any
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.stored_json import from_json
 
 __all__ = ["model_config"]
 
@@ -21,9 +21,9 @@ def model_config(path: Location) -> dict[str, Any]:
     Ignores a file that is longer than 1 MiB, or that is not a JSON object.
     """
     for folder in (path, path.parent):
-        with contextlib.suppress(CheckpointError, ValueError, RecursionError):
+        with contextlib.suppress(CheckpointError, ValueError):
             nbytes, data = (folder / _NAME).read_range(0, _MAX_NBYTES)
-            config = json.loads(data) if nbytes == len(data) else None
+            config = from_json(data, lambda value: value) if nbytes == len(data) else None
             if isinstance(config, dict):
                 return config
     return {}

@@ -160,7 +160,11 @@ def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
 
 
 def steps_after(
-    directories: Sequence[Location], step: int, check: Callable[[Location], object]
+    directories: Sequence[Location],
+    step: int,
+    check: Callable[[Location], object],
+    *,
+    alone: bool = False,
 ) -> tuple[int, list[int]]:
     """Returns the newest whole step up to a step, and the steps after it, the newest first.
 
@@ -168,11 +172,15 @@ def steps_after(
     if a step is not whole; see :func:`check_whole`. Of the steps up to a step, those that the run
     has left do not count. Raises CheckpointError if a lease protects one of the newer steps, and
     CorruptionError or NotFoundError if no other step would remain that is whole, or none at all.
+
+    ``alone``: the step itself is removed, and no other. The result is the newest whole step of the
+    others, and the step if there is one.
     """
-    what = f"cannot remove the steps of {directories[0]} after step {step}"
+    what, others = _removal_of(directories[0], step, alone=alone)
     steps = _listed(directories)
+    remain = [each for each in steps if not _is_removed(each[0], step, alone=alone)]
     lineage, remaining, damage, left = newest_term(directories[0]), None, None, ""
-    for found, path in (each for each in steps if each[0] <= step):
+    for found, path in remain:
         try:
             check(path)
         except NotFoundError:
@@ -186,16 +194,16 @@ def steps_after(
             left = left or f", except step {found}, which the run has left"
     if remaining is None and damage is not None:
         raise CorruptionError(
-            f"{what}: one whole step must remain, and no step up to {step} is whole{left}: "
+            f"{what}: one whole step must remain, and {others} is whole{left}: "
             f"{damage}. Nothing was removed"
         )
     if remaining is None:
         raise NotFoundError(
-            f"{what}: one step must remain, and no step up to {step} is committed{left}. "
-            "Nothing was removed"
+            f"{what}: one step must remain, and {others} is committed{left}. Nothing was removed"
         )
-    newer = list(dict.fromkeys(found for found, _ in steps if found > step))
-    for older, path in (each for each in steps if each[0] <= step):
+    doomed = (each for each in steps if _is_removed(each[0], step, alone=alone))
+    newer = list(dict.fromkeys(found for found, path in doomed if not what_is_missing(path)))
+    for older, path in remain:
         if linked := linked_steps(path.parent, [older]).intersection(newer):
             raise CheckpointError(
                 f"{what}: step {older} is a link to step {max(linked)}. Nothing was removed"
@@ -227,14 +235,28 @@ def steps_in_memory(directory: Location) -> set[int]:
     return found
 
 
-def discard_after(directories: Sequence[Location], step: int) -> list[int]:
+def _is_removed(found: int, step: int, *, alone: bool) -> bool:
+    return found == step if alone else found > step
+
+
+def _removal_of(run: Location, step: int, *, alone: bool) -> tuple[str, str]:
+    """Returns how errors name a removal, and the steps that remain."""
+    if alone:
+        return f"cannot remove step {step} of {run}", "no other step"
+    return f"cannot remove the steps of {run} after step {step}", f"no step up to {step}"
+
+
+def discard_after(directories: Sequence[Location], step: int, *, alone: bool = False) -> list[int]:
     """Removes from the directories of a run all steps that are newer, and returns these.
 
-    The newest is removed first. :func:`steps_after` has found that a step remains. Directories that
-    are neither a checkpoint nor the remains of a save stay. Raises CheckpointError if a lease
-    protects a step, or a step cannot be removed. All others were.
+    ``alone``: removes the step itself, and no other. The newest is removed first.
+    :func:`steps_after` has found that a step remains. Directories that are neither a checkpoint nor
+    the remains of a save stay. Raises CheckpointError if a lease protects a step, or a step cannot
+    be removed. All others were.
     """
-    steps = {path: found for found, path in _listed(directories) if found > step}
+    steps = {
+        path: found for found, path in _listed(directories) if _is_removed(found, step, alone=alone)
+    }
     outcome = remove_directories(
         [path for path in steps if not what_is_missing(path)],
         leased=lambda: set().union(*map(leased_paths, directories)),
@@ -244,8 +266,8 @@ def discard_after(directories: Sequence[Location], step: int) -> list[int]:
     removed = list(dict.fromkeys(steps[path] for path in outcome.removed))
     if failures:
         raise CheckpointError(
-            f"cannot remove all steps of {directories[0]} after step {step}: {len(failures)} "
-            f"remain, {len(removed)} were removed. The first that remains: {failures[0]}"
+            f"{_removal_of(directories[0], step, alone=alone)[0]}: {len(failures)} remain, "
+            f"{len(removed)} were removed. The first that remains: {failures[0]}"
         )
     return removed
 

@@ -28,6 +28,7 @@ from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.committed import has_checkpoint, index_name, prefixes_among
 from torch_ckpt.process_state import PROCESS
+from torch_ckpt.stored_json import from_json
 
 __all__ = [
     "LEASE_S",
@@ -193,7 +194,7 @@ def run_of_local(local: Location) -> tuple[Location | None, bool]:
     with contextlib.suppress(CheckpointError, ValueError):
         run, _, part = (local / _LOCAL_OF).read().decode().partition("\n")
         # A path is absolute, and a URL begins with its scheme.
-        return Location(json.loads(run) if run.startswith('"') else run), part == _PART
+        return Location(from_json(run, str) if run.startswith('"') else run), part == _PART
     return None, False
 
 
@@ -240,8 +241,8 @@ def branch_of(step: Location) -> dict[str, int | None] | None:
     if it begins with a new training.
     """
     try:
-        root = json.loads((step / BRANCH).read())["continued_from"]
-    except (CheckpointError, ValueError, TypeError, KeyError):
+        root = from_json((step / BRANCH).read(), operator.itemgetter("continued_from"))
+    except (CheckpointError, ValueError):
         return None
     is_step = isinstance(root, int) and not isinstance(root, bool)
     return {"continued_from": root} if root is None or is_step else None
@@ -250,16 +251,13 @@ def branch_of(step: Location) -> dict[str, int | None] | None:
 def metrics_of(step: Location) -> dict[str, float]:
     """Returns the metrics of a step; empty if there are none."""
     try:
-        stored = json.loads((step / METRICS).read())
+        return from_json((step / METRICS).read(), _numbers_of)
     except (CheckpointError, ValueError):
         return {}
-    if not isinstance(stored, dict):
-        return {}
-    numbers = {name: value for name, value in stored.items() if isinstance(value, int | float)}
-    try:
-        return {name: float(value) for name, value in numbers.items()}
-    except OverflowError:  # An integer of hundreds of digits.
-        return {}
+
+
+def _numbers_of(stored: dict[str, object]) -> dict[str, float]:
+    return {name: float(value) for name, value in stored.items() if isinstance(value, int | float)}
 
 
 # ---- Leases ----
@@ -345,7 +343,7 @@ def _wait_for_removals(directory: Location, name: str, lease: Location) -> None:
 
 def _announces(file: Location, name: str) -> bool:
     try:
-        return name in json.loads(file.read())
+        return from_json(file.read(), lambda names: name in names)
     except NotFoundError:
         return False
     except ValueError:  # It is being written.
@@ -435,15 +433,15 @@ def _renew(file: Location) -> None:
 
 def _lives(lease: Location) -> bool:
     """Returns whether the process of a lease certainly lives: it is one of this machine."""
-    with contextlib.suppress(CheckpointError, ValueError, TypeError, KeyError):
-        return is_dead(json.loads(lease.read())["process"]) is False
+    with contextlib.suppress(CheckpointError, ValueError):
+        return from_json(lease.read(), lambda owner: is_dead(owner["process"])) is False
     return False
 
 
 def _renewed_s(file: Location) -> float | None:
     """Returns when a lease was written by the clock of its process; ``None`` if it is unknown."""
-    with contextlib.suppress(CheckpointError, ValueError, TypeError, KeyError):
-        return float(json.loads(file.read())["renewed_s"])
+    with contextlib.suppress(CheckpointError, ValueError):
+        return from_json(file.read(), lambda owner: float(owner["renewed_s"]))
     return None
 
 

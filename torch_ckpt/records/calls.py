@@ -184,8 +184,14 @@ class Call:
 
     @property
     def result(self) -> str:
-        """``"ok"``, ``"failed"`` or ``"unfinished"``."""
-        return "failed" if self.error else "unfinished" if self.unfinished else "ok"
+        """``"ok"``, ``"failed"``, ``"unfinished"`` or ``"not durable"``.
+
+        The last is that of a save that its record does not see committed: its process was killed,
+        it is in progress, or only memory has it.
+        """
+        if self.error or self.unfinished:
+            return "failed" if self.error else "unfinished"
+        return "ok" if self.kind != "save" or self.durable_s is not None else "not durable"
 
     def of(self, phase: str) -> list[Part]:
         """Returns what each rank did in a phase, in the order of ranks."""

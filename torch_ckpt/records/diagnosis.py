@@ -9,7 +9,7 @@ from statistics import median
 from torch_ckpt.records.calls import AFTERWARDS, Call, Part
 from torch_ckpt.records.figures import nbytes_text, pair_of_rates, percent, rate_text, seconds_text
 
-__all__ = ["first_sentence", "gerund"]
+__all__ = ["first_sentence", "gerund", "headline"]
 
 MIN_S = 0.05
 """What costs less is left out: the scheduler of a busy machine can delay a process by as much."""
@@ -67,7 +67,20 @@ def first_sentence(call: Call) -> str:
     much slower than the others, and a rank that began late; storage, if all ranks waited for it;
     and otherwise the longest phase.
     """
-    return _unfinished(call) or _failed(call) or _slowest(call) or _same_for_all(call)
+    sentence, error = headline(call)
+    if not error:
+        return sentence
+    return f"{sentence}: {error if len(error) <= MAX_ERROR else f'{error[:MAX_ERROR]}...'}"
+
+
+def headline(call: Call) -> tuple[str, str]:
+    """Returns the sentence of :func:`first_sentence` without the text of an error, and that text.
+
+    The text is empty if the sentence is about something else than an error.
+    """
+    if unfinished := _unfinished(call):
+        return unfinished, ""
+    return _failed(call) or (_slowest(call) or _same_for_all(call), "")
 
 
 def gerund(phase: str) -> str:
@@ -137,7 +150,7 @@ def _unfinished(call: Call) -> str | None:
     return text
 
 
-def _failed(call: Call) -> str | None:
+def _failed(call: Call) -> tuple[str, str] | None:
     failed = [
         (part.end, rank, phase, part.error)
         for phase, ranks in call.parts.items()
@@ -147,8 +160,7 @@ def _failed(call: Call) -> str | None:
     if not failed:
         return None
     _, rank, phase, error = min(failed)  # Others fail because of it.
-    quoted = error if len(error) <= MAX_ERROR else f"{error[:MAX_ERROR]}..."
-    return f"{_who([rank], call)} failed while {gerund(phase)}: {quoted}"
+    return f"{_who([rank], call)} failed while {gerund(phase)}", error
 
 
 # ---- Ranks that are slower than others ----

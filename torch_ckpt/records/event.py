@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ckpt.stored_json import from_json
+
 __all__ = ["PHASES", "Event"]
 
 PHASES = {
@@ -79,10 +81,13 @@ class Event:
     def of_line(cls, line: str | bytes) -> Event:
         """Returns the event of a line. Raises ValueError if it is none."""
         try:
-            values = json.loads(line)
-            named = {name: values.pop(name) for name in _NAMES}
-        except (KeyError, AttributeError, TypeError) as error:
+            return from_json(line, cls._of)
+        except ValueError as error:
             raise ValueError(f"not the line of an event: {error}") from None
+
+    @classmethod
+    def _of(cls, values: dict[str, Any]) -> Event:
+        named = {name: values.pop(name) for name in _NAMES}
         return cls(**named, details=values)
 
 

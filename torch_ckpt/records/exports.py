@@ -124,7 +124,11 @@ _GAUGES = (
     ("blocked_seconds", "Seconds in which training stood still.", lambda call: call.blocked_s),
     ("durable_seconds", "Seconds until the commit.", lambda call: call.durable_s),
     ("bytes", "Bytes that all ranks wrote or read.", lambda call: call.nbytes),
-    ("ok", "1 if it ended without an error, else 0.", lambda call: float(call.result == "ok")),
+    (
+        "ok",
+        "1 if it ended without an error, else 0.",
+        lambda call: float(not (call.error or call.unfinished)),
+    ),
     ("step", "Step that was saved or loaded.", lambda call: call.step),
     ("start_time_seconds", "When it began, since 1970.", lambda call: call.start),
 )

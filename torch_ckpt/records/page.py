@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from torch_ckpt.records.calls import Call, number_of
-from torch_ckpt.records.diagnosis import first_sentence
+from torch_ckpt.records.diagnosis import headline
 from torch_ckpt.records.event import PHASES
 from torch_ckpt.records.summary import heading, phase_table, trend
 
@@ -25,30 +25,40 @@ _SHOWN_ELSEWHERE = ("bytes", "background", "unfinished")
 _MAX_TREND = 1000  # Calls.
 
 
-def page(call: Call, calls: Sequence[Call]) -> str:
-    """Returns the page on a call of a run. It has all events of this call, and sums of others."""
+def page(call: Call, calls: Sequence[Call], *, run: str = "", version: str = "") -> str:
+    """Returns the page on a call of a run. It has all events of this call, and sums of others.
+
+    It names the ``run`` and the ``version`` of the package, if they are given.
+    """
     template = files("torch_ckpt.records").joinpath("page.html").read_text(encoding="utf-8")
     step = "" if call.step is None else f" of step {call.step}"
     # No text within the script ends it.
-    data = json.dumps(_data(call, calls), separators=(",", ":")).replace("<", "\\u003c")
-    title = html.escape(f"{call.kind.capitalize()}{step}")
+    facts = {**_data(call, calls), "run": run, "version": version}
+    data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
+    of_run = f", {run.rstrip('/').rpartition('/')[2]}" if run else ""
+    title = html.escape(f"{call.kind.capitalize()}{step}{of_run}")
     return template.replace("@TITLE@", title).replace("@DATA@", data)
 
 
 def _data(call: Call, calls: Sequence[Call]) -> dict[str, Any]:
-    sentence = first_sentence(call)
+    sentence, error = headline(call)
     ranks = list(call.hosts)
     hosts = list(dict.fromkeys(call.hosts.values()))
     number_of_host = {host: number for number, host in enumerate(hosts)}
     phases = list(call.parts)
     spans, details = _spans(call, ranks, phases)
+    short_hosts = _without_domain(hosts)
+    for host, short in zip(hosts, short_hosts, strict=True):
+        sentence = sentence.replace(host, short) if short != host else sentence
     return {
         "sentence": f"{sentence[:1].upper()}{sentence[1:]}.",
+        "error": error,
         "heading": heading(call),
         "kind": call.kind,
         "seconds": call.seconds,
         "ranks": ranks,
         "hosts": hosts,
+        "short_hosts": short_hosts,
         "host_of": [number_of_host[host] for host in call.hosts.values()],
         "phases": phases,
         "texts": {name: f"{name}: {PHASES[name]}" for name in phases if name in PHASES},
@@ -88,6 +98,19 @@ def _spans(
         if rest:
             details[number] = rest
     return spans, details
+
+
+def _without_domain(hosts: list[str]) -> list[str]:
+    """Returns the names of machines without the end that all have in common, from a dot on."""
+    names = [host.split(".") for host in hosts]
+    common = 0
+    while all(len(name) > common + 1 for name in names) and (
+        len({name[-1 - common] for name in names}) == 1
+    ):
+        common += 1
+    if not common or any(host.replace(".", "").isdigit() for host in hosts):  # Addresses.
+        return hosts
+    return [".".join(name[:-common]) for name in names]
 
 
 def _text(value: Any) -> str:

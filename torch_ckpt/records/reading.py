@@ -62,7 +62,7 @@ def _event_of(line: bytes) -> Event | None:
         return None
     try:
         event = Event.of_line(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     is_sound = (
         isinstance(event.rank, int)

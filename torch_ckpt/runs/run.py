@@ -209,6 +209,11 @@ class Run(Saver, StepLoads):
             self._promotion.start(open_copy, self._recorder)
             undo.pop_all()
 
+    def __repr__(self) -> str:
+        local = f", local={str(self._disks[0].directory)!r}" if len(self._disks) > 1 else ""
+        closed = " (closed)" if self._closed else ""
+        return f"{type(self).__name__}({str(self._location)!r}{local}){closed}"
+
     @property
     def directory(self) -> str | os.PathLike[str]:
         """The directory of the steps: an absolute path on this machine, or a URL."""

@@ -183,6 +183,9 @@ class FastReader(StorageReader):
     def _not_open(self) -> Opened:
         return Opened(Metadata({}), self.location, None)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Returns whether this reader can open the path or URL."""

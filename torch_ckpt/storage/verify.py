@@ -274,7 +274,8 @@ def _check_blocks(
 
 
 def _named(fqns: Sequence[str]) -> str:
-    return ", ".join(fqns) if fqns else "no tensor or object"
+    more = f" and {len(fqns) - _MOST_NAMES} more" if len(fqns) > _MOST_NAMES else ""
+    return ", ".join(fqns[:_MOST_NAMES]) + more if fqns else "no tensor or object"
 
 
 def _check_digests(index: _native.Index, job: _native.VerifyJob, report: Report) -> None:
@@ -317,12 +318,10 @@ def _check_writer(checkpoint: Checkpoint, index: _native.Index, report: Report) 
             if nbytes >= _IN_PLACE_NBYTES:
                 phases |= {nbytes % 64} - {0}
     if affected:
-        names = ", ".join(list(affected)[:_MOST_NAMES])
-        more = f" and {len(affected) - _MOST_NAMES} more" if len(affected) > _MOST_NAMES else ""
         report.doubts.append(
-            f"{checkpoint.path.parent}: a version before 0.3.0 wrote {names}{more}. If it wrote "
-            "without O_DIRECT, and these tensors were not contiguous, their values may be wrong "
-            "(CHANGELOG.md, 0.3.0)"
+            f"{checkpoint.path.parent}: a version before 0.3.0 wrote {_named(list(affected))}. If "
+            "it wrote without O_DIRECT, and these tensors were not contiguous, their values may be "
+            "wrong (CHANGELOG.md, 0.3.0)"
         )
 
 

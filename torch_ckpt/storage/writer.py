@@ -195,13 +195,15 @@ class FastWriter(StorageWriter):
         self._save = self._new_save()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process that saves in the background gets a copy.
-        return {**self.__dict__, "_writing": None, "_save": None}
+        return {**self.__dict__, "_writing": None, "_save": None}  # For a process that saves.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new id gives the copy's data files names that no other writer uses.
         self.__dict__.update(state, _writing=threading.Lock(), file_id=secrets.token_hex(8))
         self._save = self._new_save()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

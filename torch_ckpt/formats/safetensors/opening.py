@@ -14,7 +14,6 @@ and this package record the other names: each of them -> the stored name.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from torch_ckpt.formats.safetensors.layout import (
     SHARDING,
     VERSION,
 )
+from torch_ckpt.stored_json import from_json
 
 __all__ = ["is_safetensors", "open_safetensors", "open_safetensors_directory", "read_tensors"]
 
@@ -343,8 +343,8 @@ def _parse_json(data: bytes, where: str) -> object:
         return out
 
     try:
-        return json.loads(data.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        return from_json(data.decode(), lambda value: value, object_pairs_hook=unique)
+    except ValueError as error:
         raise CorruptionError(f"cannot read {where}: invalid JSON: {error}") from error
 
 

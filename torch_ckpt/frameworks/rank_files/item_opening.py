@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -60,6 +59,7 @@ from torch_ckpt.frameworks.rank_files.items import (
 )
 from torch_ckpt.frameworks.rank_files.sharded_tensors import ShardedParts
 from torch_ckpt.options import Verification
+from torch_ckpt.stored_json import from_json
 
 __all__ = ["open_items"]
 
@@ -221,8 +221,8 @@ class _Reader:
         data = path.read()
         number = self.files.add(name, len(data), hashlib.sha256(data).digest())
         try:
-            value = json.loads(data) if serialization == JSON else data
-        except (ValueError, RecursionError) as error:
+            value = from_json(data, lambda parsed: parsed) if serialization == JSON else data
+        except ValueError as error:
             raise CorruptionError(f"cannot read {path}: invalid JSON: {error}") from None
         return {(): Loaded(value, number, len(data))}
 

@@ -1,0 +1,254 @@
+"""Commands on whole runs: ``rm --step``, ``gc``, ``verify --all`` and ``watch``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ROOT
+from command import DAMAGED, FAILED, SOUND, run_command
+
+from torch_ckpt import Run
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder import step_files
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memory")]
+
+
+def save_steps(run: Path, *steps: int) -> None:
+    with Run(run) as saving:
+        for step in steps:
+            saving.save(step, {"w": torch.full((1000,), float(step))})
+
+
+def steps_in(run: Path) -> list[int]:
+    return sorted(step_files.listed_steps(Location(run)))
+
+
+def leave_unfinished(run: Path, step: int) -> Path:
+    """The remains of a save to a directory that was there."""
+    path = run / f"step-{step}"
+    path.mkdir()
+    (path / "__0_0_0123456789abcdef.distcp").write_bytes(b"half")
+    (path / ".metadata.0123456789abcdef.tmp").write_bytes(b"")
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    save_steps(tmp_path / "run", 1, 2, 3)
+    return tmp_path / "run"
+
+
+# rm --step
+
+
+@pytest.mark.parametrize(("step", "left"), [(1, [2, 3]), (2, [1, 3]), (3, [1, 2])])
+def test_rm_removes_one_step(step: int, left: list[int], run: Path) -> None:
+    status, printed = run_command("rm", run, "--step", step, "--yes")
+    assert (status, steps_in(run)) == (SOUND, left)
+    assert printed == (
+        f"the newest step of {run} that remains: {left[-1]}\n"
+        f"steps to remove: {step}\n"
+        "removed steps: 1 on disk, 0 in memory\n"
+    )
+    assert Run(run).restore({"w": torch.zeros(1000)}) == left[-1]
+
+
+def test_rm_of_a_step_asks_first(run: Path) -> None:
+    status, printed = run_command("rm", run, "--step", 2)
+    assert (status, "pass --yes" in printed, steps_in(run)) == (FAILED, True, [1, 2, 3])
+
+
+def test_rm_of_a_leased_step_removes_nothing(run: Path) -> None:
+    with step_files.lease(Location(run), 2):
+        status, printed = run_command("rm", run, "--step", 2, "--yes")
+        assert (status, steps_in(run)) == (FAILED, [1, 2, 3])
+        assert printed.startswith(
+            f"torch-ckpt: cannot remove step 2 of {run}: another process reads step 2 under a lease"
+        )
+        assert run_command("rm", run, "--step", 1, "--yes")[0] == SOUND
+    assert steps_in(run) == [2, 3]
+
+
+def test_rm_of_the_only_whole_step_removes_nothing(run: Path) -> None:
+    for step in (1, 2):
+        (data,) = (run / f"step-{step}").glob("*.distcp")
+        os.truncate(data, 10)
+    status, printed = run_command("rm", run, "--step", 3, "--yes")
+    assert (status, steps_in(run)) == (DAMAGED, [1, 2, 3])
+    assert "one whole step must remain, and no other step is whole" in printed
+
+
+def test_rm_of_a_step_to_which_a_link_leads_removes_nothing(run: Path) -> None:
+    (run / "step-9").symlink_to("step-2")
+    status, printed = run_command("rm", run, "--step", 2, "--yes")
+    assert (status, steps_in(run)) == (FAILED, [1, 2, 3, 9])
+    assert "step 9 is a link to step 2" in printed
+
+
+def test_rm_of_what_is_no_step_asks_nothing(run: Path) -> None:
+    assert run_command("rm", run, "--step", 7) == (
+        FAILED,
+        f"torch-ckpt: {run} has no step 7. Nothing was removed\n",
+    )
+    for file in (run / "step-3").glob(".*"):  # As `cp step-3/*` leaves it.
+        file.unlink()
+    for options in (["--step", 3], ["--after", 2]):
+        status, printed = run_command("rm", run, *options)
+        assert (status, "Nothing was removed" in printed) == (FAILED, True)
+        assert "pass --yes" not in printed
+    assert steps_in(run) == [1, 2, 3]
+
+
+def test_rm_removes_one_step_of_both_directories_of_a_run(tmp_path: Path) -> None:
+    path, local = tmp_path / "run", tmp_path / "local"
+    with Run(path, local=local, keep_local=2) as saving:
+        for step in (1, 2):
+            saving.save(step, {"w": torch.ones(10)})
+    assert (steps_in(path), steps_in(local)) == ([1, 2], [1, 2])
+    assert run_command("rm", local, "--step", 2, "--yes")[0] == SOUND
+    assert (steps_in(path), steps_in(local)) == ([1], [1])
+
+
+@pytest.mark.filterwarnings("ignore:step .* is newer")
+def test_rm_of_the_only_step_of_the_lineage_removes_nothing(run: Path) -> None:
+    with Run(run) as going_back:
+        assert going_back.restore({"w": torch.zeros(1000)}, step=1) == 1
+        going_back.save(5, {"w": torch.ones(1000)})
+    assert run_command("rm", run, "--step", 1, "--yes")[0] == SOUND
+    status, printed = run_command("rm", run, "--step", 5, "--yes")
+    assert (status, steps_in(run)) == (FAILED, [2, 3, 5])
+    assert "no other step is committed, except step 3, which the run has left" in printed
+
+
+def test_rm_removes_one_step_from_the_memory_of_an_agent(tmp_path: Path) -> None:
+    training = Run(tmp_path, asynchronous=True, agent=True)
+    for step in (1, 2):
+        training.save(step, {"w": torch.full((10,), float(step))})
+        training.wait()
+    training._saves._backend.leave()  # type: ignore[union-attr]
+    status, printed = run_command("rm", tmp_path, "--step", 2, "--yes")
+    assert (status, "removed steps: 1 on disk, 1 in memory" in printed) == (SOUND, True)
+    with Run(tmp_path, asynchronous=True, agent=True) as again:
+        assert again.restore({"w": torch.zeros(10)}) == 1
+
+
+def test_commands_on_whole_runs_work_on_a_store(store_url: str) -> None:
+    url = f"{store_url}/run"
+    with Run(url) as saving:
+        for step in (1, 2, 3):
+            saving.save(step, {"w": torch.full((1000,), float(step))})
+    pending = Location(url) / "step-0" / ".metadata.0123456789abcdef.tmp"
+    pending.write(b"", sync=False)
+    assert run_command("verify", "--quiet", "--all", url)[0] == SOUND
+    assert run_command("gc", url)[0] == SOUND
+    assert not pending.exists()
+    assert run_command("rm", url, "--step", 2, "--yes")[0] == SOUND
+    assert step_files.committed_steps(Location(url)) == [3, 1]
+
+
+# gc
+
+
+def test_gc_removes_what_killed_processes_have_left_and_nothing_else(run: Path) -> None:
+    old = leave_unfinished(run, 0)
+    newer = leave_unfinished(run, 4)  # A save may be in progress.
+    shutil.copytree(run / "step-1", run / ".removed-step-7-0123abcd")
+    (data,) = (run / "step-1").glob("*.distcp")
+    os.truncate(data, 10)
+    lease = run / ".lease-1-0123456789abcdef"
+    lease.write_text("{}")
+    os.utime(lease, (0, 0))
+    with step_files.lease(Location(run), 2):
+        before = set(os.listdir(run))
+        status, printed = run_command("gc", run)
+        left = {lease.name, ".removed-step-7-0123abcd", old.name}
+        assert set(os.listdir(run)) == before - left
+    assert status == SOUND
+    assert printed.splitlines() == [f"removed {run / name}" for name in sorted(left)]
+    assert newer.exists()
+    assert run_command("gc", run) == (SOUND, "nothing to remove\n")
+
+
+def test_gc_leaves_a_save_in_progress_after_a_run_has_gone_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_steps(run, 1, 20, 30)
+    with Run(run) as going_back:
+        with pytest.warns(UserWarning, match="step 30"):
+            assert going_back.restore({"w": torch.zeros(1000)}, step=1) == 1
+        going_back.save(5, {"w": torch.ones(1000)})
+    shutil.rmtree(run / "step-5")
+    leave_unfinished(run, 0)
+    leave_unfinished(run, 10)  # Older than steps that the run has left.
+    assert run_command("gc", run) == (SOUND, f"removed {run}/step-0\n")
+    assert steps_in(run) == [1, 10, 20, 30]
+
+
+def test_gc_of_no_run_says_so(tmp_path: Path) -> None:
+    status, printed = run_command("gc", tmp_path / "absent")
+    assert (status, "the directory does not exist" in printed) == (FAILED, True)
+
+
+# verify --all, watch, paths, usage
+
+
+def test_verify_checks_all_steps_of_a_run(run: Path) -> None:
+    status, printed = run_command("verify", "--quiet", "--all", run)
+    assert status == SOUND
+    lines = printed.splitlines()
+    assert lines[::2] == [f"{run}/step-{step}" for step in (3, 2, 1)]
+    assert all(line.startswith("sound (") for line in lines[1::2])
+
+    (data,) = (run / "step-2").glob("*.distcp")
+    os.truncate(data, 10)
+    status, printed = run_command("verify", "--quiet", "--all", "--json", run)
+    assert status == DAMAGED
+    facts = json.loads(printed)
+    assert [each["outcome"] for each in facts] == ["sound", "damaged", "sound"]
+    assert [each["path"] for each in facts] == [f"{run}/step-{step}" for step in (3, 2, 1)]
+    status, printed = run_command("verify", "--all", run / "step-2")
+    assert (status, "torch-ckpt: " in printed) == (FAILED, True)
+
+
+def test_watch_of_a_directory_that_does_not_exist_says_what_it_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, found in (("mistyped", "does not exist"), ("empty", "has no step")):
+        words = ["watch", str(tmp_path / name), "--exec", "true"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "torch_ckpt", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as watching:
+            assert watching.stderr is not None
+            said = next(line for line in watching.stderr if line.startswith("torch-ckpt: "))
+            watching.kill()
+        assert said == f"torch-ckpt: {tmp_path / name} {found} yet; waiting for its first step\n"
+
+
+def test_every_path_that_a_command_prints_is_absolute(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    (data,) = (run / "step-2").glob("*.distcp")
+    os.truncate(data, 10)
+    for words in (
+        ["ls", "run"],
+        ["ls", "--json", "run"],
+        ["verify", "run"],
+        ["inspect", "run"],
+        ["rm", "run", "--after", "3"],
+        ["convert", "run", "out.pt", "--to", "torch"],
+        ["ls", "run/step-1"],
+    ):
+        _, printed = run_command(*words)
+        assert str(run.parent) in printed
+        assert not re.search(r"(?<![/\w-])run/", printed)

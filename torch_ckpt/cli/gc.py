@@ -1,0 +1,75 @@
+"""``torch-ckpt gc``: removes the leftovers of killed processes from a run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch_ckpt.cli.arguments import path_of
+from torch_ckpt.cli.terminal import FAILED, SOUND, printable
+from torch_ckpt.commits.terms import newest_term
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.formats.absent import no_checkpoint
+from torch_ckpt.formats.committed import metadata_prefixes
+from torch_ckpt.ladder.step_files import listed_steps, run_of_local
+
+if TYPE_CHECKING:
+    from torch_ckpt.ladder.step_directories import StepDirectories
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "gc",
+        help="remove the leftovers of killed processes from a run",
+        description="Removes what killed processes have left in the directory of a run: "
+        "interrupted removals, unfinished saves that are older than the newest step, hidden "
+        "directories, and expired leases. Steps with a checkpoint remain, whole or damaged, and so "
+        "does what a live process uses. The next save with keep_last removes the same. "
+        "Exit status: 0; 3 if something cannot be removed.",
+    )
+    parser.add_argument("run", type=path_of, help="directory of the run")
+    parser.set_defaults(command=_gc)
+
+
+def _gc(options: argparse.Namespace) -> int:
+    from torch_ckpt.ladder.step_directories import StepDirectories  # Imports torch.
+
+    run = options.run.resolved()
+    if not listed_steps(run):
+        raise no_checkpoint(run)
+    disk, before = StepDirectories(run), set(run.names())
+    with warnings.catch_warnings(record=True) as problems:
+        warnings.simplefilter("always")
+        disk.sweep()
+        disk.remove(_unfinished(disk))
+    removed = sorted(before.difference(run.names()))
+    for name in removed:
+        print(printable(f"removed {run / name}"))
+    if not removed and not problems:
+        print("nothing to remove")
+    for problem in problems:
+        print(printable(f"torch-ckpt: {problem.message}"), file=sys.stderr)
+    return FAILED if problems else SOUND
+
+
+def _unfinished(disk: StepDirectories) -> list[int]:
+    """Returns the steps without a checkpoint that are older than the newest whole step.
+
+    Steps that the run has left do not count: after going back, a save in progress is older.
+    """
+    run, newest, unfinished = disk.directory, None, []
+    lineage = newest_term(run_of_local(run)[0] or run)
+    for step in listed_steps(run):
+        path = disk.path(step)
+        if newest is not None and not metadata_prefixes(path):
+            unfinished.append(step)
+        elif newest is None:
+            with contextlib.suppress(CheckpointError):
+                disk.check_whole(path)
+                newest = step if lineage.has(step, disk.term_of(step)) else None
+    return unfinished
