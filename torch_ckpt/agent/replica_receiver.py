@@ -30,10 +30,10 @@ from torch_ckpt.agent.replica_wire import (
     HEAD,
     IO_TIMEOUT_S,
     POLL_S,
-    prepared,
     receive_into,
     wait_readable,
 )
+from torch_ckpt.coordination.handshake import keep_alive
 from torch_ckpt.coordination.listeners import Listeners
 from torch_ckpt.errors import CheckpointError, CorruptionError, StorageError
 from torch_ckpt.filesystems.cgroups import memory_limit
@@ -82,7 +82,7 @@ class ReplicaReceiver:
         with contextlib.closing(self._listeners):
             while not self._is_closed:
                 for connection in self._listeners.accepted([self._source], POLL_S).values():
-                    self._replace(prepared(connection))
+                    self._replace(keep_alive(connection))
         self._replace(None)
 
     def _replace(self, connection: socket.socket | None) -> None:
