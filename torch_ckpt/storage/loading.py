@@ -279,8 +279,7 @@ class _LoadByItem:
         while waiting or exchange is not None:
             self._load_streams(remaining)  # A later target may be in the same memory.
             batch, waiting = self._next_batch(waiting, skip_conflicts=exchange is not None)
-            # The exchange ends with the first batch.
-            count = 0 if exchange is None else self._end_of_away(waiting)
+            count = 0 if exchange is None else self._end_of_away(waiting)  # In the first batch.
             late, waiting = waiting[:count], waiting[count:]
             remaining = self._load_batch(batch, late, exchange)
             exchange = None
@@ -306,14 +305,8 @@ class _LoadByItem:
             exchange = None
 
     def _end_of_away(self, waiting: Sequence[StoredTensor]) -> int:
-        """Returns how many tensors to load up to the last one whose file this rank cannot read.
-
-        The others among them are loaded with it: a target of theirs may be in the same memory.
-        """
-        away = [
-            number for number, (_, stored, _) in enumerate(waiting) if self.source.is_away(stored)
-        ]
-        return away[-1] + 1 if away else 0
+        """Returns how many tensors come with the exchange, in DCP's order: to the last away one."""
+        return max((n for n, t in enumerate(waiting, 1) if self.source.is_away(t[1])), default=0)
 
     def _next_batch(
         self, waiting: list[StoredTensor], *, skip_conflicts: bool
