@@ -715,7 +715,7 @@ def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(run: Path)
     folder = open_folder(run_of(run))
     for rank in (0, 5, 6):
         fill_slot(folder, 0, header_of(run_of(run), sequence=rank, rank=rank, world_size=7))
-    slots = Slots(folder, run_of(run), threading.Condition())
+    slots = Slots(folder, run_of(run), threading.Condition(), lambda *_: False)
     assert not slots.release([0], lambda save: False)
     assert slots.release([0], lambda save: save == (b"s" * 16, 5))
     assert {path.name for path in folder.iterdir()} == {"rank-0.0", "rank-6.0"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import Save, free
-from torch_ckpt.agent.messages import Kind, Message, failure_of, receive, send
+from torch_ckpt.agent.messages import Kind, Message, decoded_save, failure_of, receive, send
 from torch_ckpt.agent.replica_files import (
     GENERATIONS,
     ReplicaFile,
@@ -117,7 +117,7 @@ class ReplicaReceiver:
     def _answer(self, connection: socket.socket, message: Message) -> None:
         try:
             slots, save = self._checked(message)
-            keep = _save_of(message.get("keep"))
+            keep = decoded_save(message.get("keep"))
             files = self._begin(connection, slots, save, keep)
         except ConnectionAbortedError:
             raise
@@ -293,9 +293,3 @@ def check_memory(folder: Path, missing: int) -> None:
 def remove_replicas(folder: Path) -> list[_native.Slot]:
     """Removes all replicas, and returns their memory, which is freed with the last reference."""
     return list(chain.from_iterable(remove_replica(path) for _, _, path in found_replicas(folder)))
-
-
-def _save_of(value: object) -> Save | None:
-    if not isinstance(value, list) or len(value) != 2:
-        return None
-    return bytes.fromhex(str(value[0])), int(value[1])

@@ -119,16 +119,14 @@ class Saves:
             return self._failures.get(save)
         return kind, text, number
 
-    def request(self, save: Save) -> None:
-        """Requests that a save is persisted; retries a failed save."""
-        self._requested.add(save)
-        self._forget_failure(save)
-        self.begin_next()
+    def request(self, save: Save, *, is_offer: bool = False) -> None:
+        """Requests that a save is persisted; retries a failed save.
 
-    def offer(self, save: Save) -> None:
-        """Requests that a save is persisted, unless a newer save reaches the disk first."""
-        self._offered.add(save)
-        self._forget_failure(save)
+        With ``is_offer``, it need not be if a newer save reaches the disk first.
+        """
+        (self._offered if is_offer else self._requested).add(save)
+        self._failures.pop(save, None)
+        self._failure(save).unlink(missing_ok=True)
         self.begin_next()
 
     def lose(self, saves: Iterable[Save]) -> None:
@@ -333,10 +331,6 @@ class Saves:
         if base is not None and str(base) == str(directory):
             base = None
         return Writing(options.io, options.reuse, base)
-
-    def _forget_failure(self, save: Save) -> None:
-        self._failures.pop(save, None)
-        self._failure(save).unlink(missing_ok=True)
 
     def _failure(self, save: Save) -> Path:
         return self._folder / f"failed-{save[0].hex()}-{save[1]}"

@@ -35,6 +35,7 @@ from torch_ckpt.agent.memory import (
     done_mark,
     slot_path,
 )
+from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.reader import MemoryCheckpoint
 from torch_ckpt.agent.slot_contents import SlotContents
@@ -197,9 +198,7 @@ class SnapshotAgent:
             UnsupportedError: The state dict has no columnar form.
         """
         contents = SlotContents.of(state_dict)
-        self._client.reserve(
-            _native.slot_nbytes(len(contents.table("", sync=True)), contents.nbytes)
-        )
+        self._client.request(Kind.RESERVE, nbytes=_slot_nbytes("", contents, sync=True))
         for number in range(SLOTS_PER_RANK):
             slot = self._slot(slot_path(self._client.folder, self._member.rank, number))
             slot.pin_for(contents.batch, self._devices)
@@ -269,7 +268,7 @@ class SnapshotAgent:
                     self._client.abort(sequence, target)
                 return None
             self._newest = filled
-            self._client.filled(self._newest, sequence)
+            self._client.request(Kind.FILLED, path=os.fspath(filled), sequence=sequence)
             return StagedSave(header, target.directory)
 
     def _fill(
@@ -295,11 +294,12 @@ class SnapshotAgent:
                 return None
             self.refused += self.on_busy == "error"
             raise CheckpointError(f"cannot save {directory}: earlier saves occupy all slots")
-        self.waited += acquired.has_waited
+        path, has_waited = acquired
+        self.waited += has_waited
         if is_shared:
             contents = self._share.select(contents)
             table = contents.table(where, sync=sync)
-        slot = self._slot(acquired.path)
+        slot = self._slot(path)
         header.tensors_id, header.share = self._share.tensors, self._share.sharing
         slot.begin(header, table, contents.nbytes)
         copying = time.monotonic()
@@ -310,7 +310,7 @@ class SnapshotAgent:
         slot.complete()
         if not is_shared:
             self._share.set_copied_all(header.save)
-        return acquired.path
+        return path
 
     def _decide_shares(
         self,
@@ -387,7 +387,7 @@ class SnapshotAgent:
                     contextlib.suppress(CheckpointError),
                     contextlib.closing(self._client.clone()) as other,
                 ):
-                    other.fail(sequence, failure)
+                    other.request(Kind.FAIL, sequence=sequence, failure=failure)
 
         with contextlib.closing(self._client.clone()) as client:
             client.while_waiting = pass_on
@@ -442,10 +442,15 @@ class SnapshotAgent:
 
     def _written(self, staged: StagedSave, phases: Phases) -> Future[None]:
         phases.begin("persisting")
-        awaited, named = self._client.to_commit(staged.directory), self._member.is_first_here
+        client, named = self._client, self._member.is_first_here
         self._in_memory, work = None, (self._waiting, self._persist, staged, phases)
         failure = f"step {staged.header.step} was not saved"
-        return submitted(*work, future=SaveFuture(failure, awaited, is_named=named))
+        return submitted(
+            *work,
+            future=SaveFuture(
+                failure, lambda: f"{client.name} to commit {staged.directory}", is_named=named
+            ),
+        )
 
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
         """Waits until the agent has committed a save. The first rank logs it."""
