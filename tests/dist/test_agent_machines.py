@@ -411,7 +411,7 @@ def killed(owner, name):
     setattr(owner, name, wrapped)
 
 def killed_within_publish():
-    real = joint_save.publish
+    real = machine_part.publish
     def publish(files, written, save_id, first, before):
         if is_at("within publish"):  # As the commit, just before its rename.
             for name, content in zip((f".metadata.{save_id}.tmp", f".index.{save_id}"), files):
@@ -419,7 +419,7 @@ def killed_within_publish():
                     file.write(content)
         die("within publish")
         return real(files, written, save_id, first, before)
-    joint_save.publish = publish
+    machine_part.publish = publish
 
 KILL = os.path.join(os.environ["TORCH_CKPT_MEMORY"], "kill")
 
@@ -432,12 +432,12 @@ def die(moment):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if "agent" in sys.orig_argv:
-    from torch_ckpt.agent import joint_save, manifests, persist, saves
+    from torch_ckpt.agent import machine_part, manifests, persist, saves
     killed(manifests.Manifests, "put")
     killed(manifests.Manifests, "clear")
     killed(manifests.Manifests, "remove")
-    killed(joint_save, "write_shares")
-    killed(joint_save, "publish")
+    killed(machine_part, "write_shares")
+    killed(machine_part, "publish")
     killed(persist, "collect_garbage")
     killed_within_publish()
     killed(saves.Saves, "_mark_done")
