@@ -206,7 +206,12 @@ from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
 run = sys.argv[1]
 agent = SnapshotAgent(run, options=AgentOptions(persist_on_failure=False))
-AgentClient.filled = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+request = AgentClient.request
+def killed(client, kind, *args, **fields):
+    if kind == "filled":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return request(client, kind, *args, **fields)
+AgentClient.request = killed
 agent.stage({"a": torch.ones(1 << 18)}, run + "/1", step=1)
 """
 

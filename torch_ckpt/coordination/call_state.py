@@ -7,10 +7,21 @@ from concurrent.futures import Future
 
 from torch_ckpt.coordination.contributions import ExchangeState
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
+from torch_ckpt.coordination.loop import settle
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.records.record import Heard
 
-__all__ = ["METHOD_CALLS", "PARTS_OF_SERIES", "SERIES_CALLS", "CallState"]
+__all__ = [
+    "COMMITTING",
+    "METHOD_CALLS",
+    "PARTS_OF_SERIES",
+    "SERIES_CALLS",
+    "WRITING",
+    "CallState",
+]
+
+WRITING, COMMITTING = "writing", "committing"
+"""The phases in which all ranks write, and in which they wait for the coordinator's commit."""
 
 METHOD_CALLS = 1 << 20
 """Numbers of the calls of one method. A wait for promotion makes a call every two seconds."""
@@ -45,6 +56,16 @@ class CallState:
         if self.jobs is not None:
             with contextlib.suppress(Exception):  # An error here would end all calls of the group.
                 self.jobs.cancel()
+
+    def end(self, error: Exception) -> None:
+        """Ends the call on this rank with an error, unless it has one."""
+        if self.error is None:
+            self.error = error
+            for exchange in self.exchanges.values():
+                settle(exchange.future, error=error)
+            settle(self.claim, error=error)
+            self.exchanges, self.claim = {}, None
+            self.cancel_jobs()
 
     def exchange(self, number: int) -> ExchangeState:
         """Returns the state of an exchange, which begins here if it has not yet."""

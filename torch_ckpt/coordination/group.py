@@ -26,7 +26,13 @@ from torch.distributed.checkpoint.api import (
 from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.coordination.arguments import comparing
-from torch_ckpt.coordination.call_state import METHOD_CALLS, PARTS_OF_SERIES, SERIES_CALLS
+from torch_ckpt.coordination.call_state import (
+    COMMITTING,
+    METHOD_CALLS,
+    PARTS_OF_SERIES,
+    SERIES_CALLS,
+    WRITING,
+)
 from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
 from torch_ckpt.coordination.current_call import CURRENT, current_call
@@ -45,7 +51,6 @@ from torch_ckpt.coordination.portable import (
     value_of,
     why,
 )
-from torch_ckpt.coordination.relay import COMMITTING, WRITING
 from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.coordination.waiting import GRACE_S, is_duration, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError

@@ -13,7 +13,6 @@ even while the rank itself is busy. So the group distinguishes three failures:
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from torch_ckpt.coordination.call_state import METHOD_CALLS, CallState
+from torch_ckpt.coordination.call_state import COMMITTING, METHOD_CALLS, CallState
 from torch_ckpt.coordination.connect import Deadline, Neighbours, connect
 from torch_ckpt.coordination.contributions import (
     Contribution,
@@ -40,23 +39,19 @@ from torch_ckpt.coordination.contributions import (
     unpacked_contributions,
 )
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
+from torch_ckpt.coordination.lateness import FORWARD_S, Lateness
 from torch_ckpt.coordination.loop import Loop, settle
 from torch_ckpt.coordination.peer import Message, Peer
-from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.records.record import Heard
 
-__all__ = ["COMMITTING", "WRITING", "Relay"]
-
-WRITING, COMMITTING = "writing", "committing"
-"""The phases in which all ranks write, and in which they wait for the coordinator's commit."""
+__all__ = ["Relay"]
 
 _CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG, _RAISED, _LEFT = range(
     10
 )
 
 _PING_S = 1.0  # Interval of pings.
-_FORWARD_S = 0.05  # Longest time that contributions wait for those of other ranks below.
 _CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
 
 
@@ -152,18 +147,19 @@ class Relay(Loop):
         except BaseException as error:
             self.lost = CheckpointError(f"the communication thread failed: {error!r}")
             for call in self.calls.values():
-                self._end(call, self.lost)
+                call.end(self.lost)
             raise
         finally:
             self.close()
 
     def join(self, neighbours: Neighbours) -> None:
         """Starts to serve the connections."""
-        self._tree, self._below = neighbours.tree, neighbours.below
+        self._below = neighbours.below
         self._size_below = 1 + sum(map(len, neighbours.below.values()))
         if neighbours.parent is not None:
             self._parent = Peer(*neighbours.parent)
         self._children = {r: Peer(r, c) for r, c in neighbours.children.items()}
+        self._late = Lateness(self.names, neighbours, self._parent, self._children)
         for peer in (self._parent, *self._children.values()):
             if peer is not None:
                 self.add(peer)
@@ -189,14 +185,20 @@ class Relay(Loop):
                     if now >= state.raised_until:
                         self._raise_on_all(call, state)
                 elif self._parent is None:
-                    self._log_late(call, state)
-                    due = min(due, self._fail_if_late(call, state, now))
+                    self._late.log(call, state)
+                    deadline = self._late.deadline(state)
+                    due = min(due, deadline)
+                    if now >= deadline:
+                        self.fail(call, self._late.error_of_late(call, state, now))
                 else:
-                    if state.contributions and now - state.forwarded >= _FORWARD_S:
+                    if state.contributions and now - state.forwarded >= FORWARD_S:
                         self._pass_up(call, state)
                     if state.contributions:
-                        due = min(due, state.forwarded + _FORWARD_S)
-                    self._fail_if_silent(call, state, now)
+                        due = min(due, state.forwarded + FORWARD_S)
+                    if state.future is not None:
+                        self._late.log(call, state)
+                        if error := self._late.error_of_silent(call, state, now):
+                            self.fail(call, error)
         return max(due - time.monotonic(), 0.0)
 
     def receive(self, peer: Peer, message: Message) -> None:
@@ -245,7 +247,7 @@ class Relay(Loop):
                 if peer is not source:
                     self.send(peer, _GONE, 0, 0, encoded_error(error).encode())
             for call in self.calls.values():
-                self._end(call, call.error_of_lost(error))
+                call.end(call.error_of_lost(error))
 
     # ---- Calls ----
 
@@ -429,7 +431,7 @@ class Relay(Loop):
         for peer in self.peers:
             if peer is not source:
                 self.send(peer, _FAILED, call.number, 0, encoded_error(error).encode())
-        self._end(call, error)
+        call.end(error)
 
     def fail_here(self, number: int, reason: str, future: Future[RankTimeoutError]) -> None:
         """Fails a call on all ranks because of this one, unless it has failed already.
@@ -464,7 +466,7 @@ class Relay(Loop):
                 self.send(peer, _LEFT, first, 0, encoded_error(error).encode())
         for call in list(self.calls.values()):
             if call.number >= first and call.number // METHOD_CALLS == method:
-                self._end(call, error)
+                call.end(error)
 
     def _raise_on_all(self, call: CallState, state: ExchangeState) -> None:
         """Sends the errors that have arrived to all ranks. Called on the coordinator."""
@@ -479,102 +481,4 @@ class Relay(Loop):
             if child is not source:
                 self.send(child, _RAISED, call.number, 0, body)
         phase, raised = unpacked_contributions(body, 0.0)
-        self._end(call, RaisedError(phase, {rank: own.data for rank, own in raised.items()}))
-
-    def _end(self, call: CallState, error: Exception) -> None:
-        if call.error is None:
-            call.error = error
-            for exchange in call.exchanges.values():
-                settle(exchange.future, error=error)
-            settle(call.claim, error=error)
-            call.exchanges, call.claim = {}, None
-            call.cancel_jobs()
-
-    def _fail_if_late(self, call: CallState, state: ExchangeState, now: float) -> float:
-        """Fails a call after its deadline, on the coordinator.
-
-        Returns the time of the next check.
-        """
-        assert self._tree is not None
-        # Contributions sent before the deadline arrive by then.
-        deadline = state.deadline + self._tree.height * _FORWARD_S
-        if now < deadline:
-            return deadline
-        phase, names = self._missing(call, state, now)
-        if state.complete:
-            first = next((rank for rank in state.contributions if rank), 0)
-            since, timeout_s = state.complete, state.contributions[first].timeout_s
-        else:
-            first = min(state.contributions, key=lambda rank: sum(state.contributions[rank][:2]))
-            timeout_s, since, *_ = state.contributions[first]
-        message = (
-            f"{listed_ranks(names)} slow, stuck or gone: {phase} not finished {now - since:.1f} s "
-            f"after rank {self.names[first]}, whose timeout is {timeout_s:g} s"
-        )
-        self.fail(call, call.timeout_error(message, names, now - since, phase))
-        return deadline
-
-    def _log_late(self, call: CallState, state: ExchangeState) -> None:
-        """Logs which ranks the others have waited for long, on the coordinator: itself, too."""
-
-        def awaited() -> str:
-            phase, names = self._missing(call, state, time.monotonic())
-            return f"ranks: {listed_ranks(names)} still {phase}"
-
-        state.wait = state.wait or LongWait(awaited)
-        state.wait.log()
-
-    def _missing(self, call: CallState, state: ExchangeState, now: float) -> tuple[str, list[int]]:
-        """Returns the phase that ranks have not finished, and these ranks, on the coordinator."""
-        phase, late = state.phase, self._late(state, now)
-        if state.complete:
-            phase = COMMITTING if phase == WRITING else phase
-            late = [0] if call.claim is None else self._without_promise(call, now)
-        return phase, [self.names[rank] for rank in late]
-
-    def _late(self, state: ExchangeState, now: float) -> list[int]:
-        """Returns the ranks without a contribution, except those below a silent rank."""
-        silent: set[int] = set()
-        for child in self._children.values():
-            silent.update(child.silent(now))
-        assert self._tree is not None
-        parents, late = self._tree.parents, []
-        for rank in range(len(self.names)):
-            if rank in state.contributions:
-                continue
-            above = parents[rank]
-            while above > 0 and above not in silent:
-                above = parents[above]
-            if above not in silent:
-                late.append(rank)
-        return late or sorted(silent)
-
-    def _without_promise(self, call: CallState, now: float) -> list[int]:
-        """Returns the ranks for whose promises the coordinator waits: silent ones, if there are."""
-        silent = [rank for child in call.awaited for rank in self._children[child].silent(now)]
-        return sorted(silent or call.awaited) or [0]
-
-    def _silent_parent(self, call: CallState) -> str:
-        """Returns the line about the rank above this one, if that is frozen."""
-        assert self._parent is not None
-        if self._parent.rank not in self._parent.silent(time.monotonic()):
-            return ""
-        return f"rank {self.names[self._parent.rank]}, which does not answer, while {call.phase}"
-
-    def _fail_if_silent(self, call: CallState, state: ExchangeState, now: float) -> None:
-        """Fails a call if a rank above this one is frozen, so that no answer can arrive."""
-        if state.future is None or self._parent is None:
-            return
-        if state.wait is None:
-            state.wait = LongWait(functools.partial(self._silent_parent, call))
-        state.wait.log()
-        for rank, silent_s in self._parent.silent(now).items():
-            waited = min(silent_s, now - state.began)
-            if waited >= state.timeout_s:
-                name = self.names[rank]
-                message = (
-                    f"rank {name} is stuck or gone: no message from it for {waited:.1f} s while "
-                    f"{call.phase}"
-                )
-                self.fail(call, call.timeout_error(message, [name], waited))
-                return
+        call.end(RaisedError(phase, {rank: own.data for rank, own in raised.items()}))
