@@ -27,7 +27,7 @@ from waits import SOON_S, until
 from torch_ckpt import FastReader
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, client, messages
 from torch_ckpt.agent.memory import agent_lock, open_folder, run_of
-from torch_ckpt.agent.messages import Kind
+from torch_ckpt.agent.messages import Kind, Message
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.replica_receiver import ReplicaReceiver

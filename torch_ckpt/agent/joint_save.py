@@ -158,11 +158,6 @@ class JointSave:
         self._failing_since: float | None = None  # First of the last failures to read or publish.
 
     @property
-    def tag(self) -> str:
-        """Identifies the save in names of files."""
-        return self._files.tag
-
-    @property
     def has_written(self) -> bool:
         """Whether this machine has written its share, and waits for the manifests of the others."""
         return self._part.reports is not None
@@ -274,14 +269,12 @@ class JointSave:
                 return False
         has_all_manifests = len(published["manifest"]) == files.node_count
         if self._is_coordinator and self.has_written and has_all_manifests:
-            reports = self._all_reports()
+            reports = files.reports(self._epoch, range(files.node_count))
             if reports is not None:
                 self._commit(reports)
                 return self._end_commit(published)
         awaited = "manifest" if self.has_written else "lists"
-        if self._deadline.has_passed():
-            missing = sorted(set(files.others) - published[awaited]) or [0]
-            raise self._timeout_error(missing)
+        self._raise_if_late(sorted(set(files.others) - published[awaited]) or [0])
         self._publish(published)
         return False
 
@@ -329,7 +322,7 @@ class JointSave:
         self._plan = joint_plan(files, part.facts(), part.headers[0].world_size, self.directory)
         if self._plan is None:
             return
-        reports = self._reports_of(files.node)  # An earlier agent may have written them.
+        reports = files.reports(self._epoch, [files.node])
         if part.transaction is None and self._commits:
             transaction = self._open()
             if reports is not None or transaction.has_pending:
@@ -343,34 +336,14 @@ class JointSave:
         part.set_written(reports)  # Before the manifest is published: a failed write may arrive.
         self._deadline.begin()
 
-    def _all_reports(self) -> list[FileReport] | None:
-        """Returns the reports of all machines in this epoch; ``None`` if any is missing."""
-        found: list[FileReport] = []
-        for node in range(self._files.node_count):
-            reports = self._reports_of(node)
-            if reports is None:
-                return None
-            found += reports
-        return found
-
-    def _reports_of(self, node: int) -> list[FileReport] | None:
-        """Returns the reports in a machine's manifest of this epoch; ``None`` if it has none."""
-        found, reports = self._files.manifest(node) or ("", [])
-        return reports if found == self._epoch else None
-
     # ---- Commit ----
 
     def _commit(self, reports: list[FileReport]) -> None:
         """Commits the save; called on machine 0."""
-        assert self._plan is not None
+        plan, save_id = self._plan, self._files.save_id(self._epoch)
+        assert plan is not None
         self._part.check_slots()
-        files = snapshot_commit_files(
-            self._plan.plan,
-            reports,
-            self._files.save_id(self._epoch),
-            self._part.first,
-            self._plan.paths,
-        )
+        files = snapshot_commit_files(plan.plan, reports, save_id, self._part.first, plan.paths)
         # If other machines commit, they have their files.
         are_several = len(self._files.committers) > 1
         named = lengths_of(reports)
@@ -436,8 +409,7 @@ class JointSave:
             contents = [(self.directory / n).read() for n in (".metadata", index_name(save_id))]
             files.put("commit", {"save_id": save_id, "files": committed.files}, contents)
             self._deadline.begin()
-        if self._deadline.has_passed():
-            raise self._timeout_error(sorted(missing))
+        self._raise_if_late(sorted(missing))
         return False
 
     def _end_epoch(self, failure: Failure | None, *, retain_files: bool) -> None:
@@ -447,22 +419,18 @@ class JointSave:
         """
         # After the commit of machine 0, nobody waits for a machine that may only retain its files.
         if failure is not None and (not self._is_bound or self._files.has_files()):
-            self._publish_failure(failure)
+            epoch = self._epoch or None  # Without an epoch, all machines give the save up.
+            facts = {"epoch": epoch, "failure": failure, "unsure": self._part.may_be_committed}
+            try:
+                self._files.put("failed", facts)
+            except StorageError:
+                self._publish_later(self._files, facts)
+            except CheckpointError:  # The directory is gone. The caller raises the first failure.
+                pass
         self._files.remove("epoch", "lists")
         if not (retain_files or self._part.may_be_committed):
             self._files.remove("manifest")
             self._part.discard()
-
-    def _publish_failure(self, failure: Failure) -> None:
-        """Publishes a failure of the epoch, later if that is impossible now."""
-        epoch = self._epoch or None  # Without an epoch, all machines give the save up.
-        facts = {"epoch": epoch, "failure": failure, "unsure": self._part.may_be_committed}
-        try:
-            self._files.put("failed", facts)
-        except StorageError:
-            self._publish_later(self._files, facts)
-        except CheckpointError:  # The directory is gone. The caller raises the first failure.
-            pass
 
     # ---- Published files ----
 
@@ -499,9 +467,11 @@ class JointSave:
                 files.put_manifest(self._epoch, reports)
             self._failing_since = None
 
-    def _timeout_error(self, nodes: Sequence[int]) -> CheckpointError:
-        machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
-        return CheckpointError(
-            f"cannot save {self.directory}: no response from {machines} of "
-            f"{self._files.node_count} for {self._deadline.waited_s:.0f} s"
-        )
+    def _raise_if_late(self, nodes: Sequence[int]) -> None:
+        """Raises CheckpointError if the deadline has passed; ``nodes`` are awaited."""
+        if self._deadline.has_passed():
+            machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
+            raise CheckpointError(
+                f"cannot save {self.directory}: no response from {machines} of "
+                f"{self._files.node_count} for {self._deadline.waited_s:.0f} s"
+            )

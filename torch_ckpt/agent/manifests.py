@@ -174,6 +174,16 @@ class Manifests:
             )
         ]
 
+    def reports(self, epoch: str, nodes: Iterable[int]) -> list[FileReport] | None:
+        """Returns what these machines have written in an epoch; ``None`` if a manifest lacks."""
+        found: list[FileReport] = []
+        for node in nodes:
+            got = self.manifest(node)
+            if got is None or got[0] != epoch:
+                return None
+            found += got[1]
+        return found
+
     def published(self) -> dict[str, set[int]]:
         """Returns, for each kind of file, the machines that have published one.
 

@@ -61,6 +61,42 @@ _MAX_ADMITTED = 64  # Retained decisions; ranks are never this many saves apart.
 T = TypeVar("T")
 
 
+class _Listener:
+    """The socket of an agent. Each connection is served in a thread."""
+
+    def __init__(self, folder: Path, serve: Callable[[socket.socket], None]) -> None:
+        self._socket = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._path, self._serve, self._is_closed = folder / "agent.socket", serve, False
+        self._path.unlink(missing_ok=True)
+        with short_path(folder) as short:
+            self._socket.bind(f"{short}/{self._path.name}")
+        self._path.chmod(0o600)
+        self._socket.listen(4096)  # Ranks ping an agent that is busy or frozen meanwhile.
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._socket.shutdown(socket.SHUT_RDWR)  # A close alone wakes no thread that accepts.
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = PROCESS.own(self._socket.accept()[0])
+            except OSError as error:
+                if self._is_closed:
+                    return
+                _log.warning("cannot accept a trainer: %s", error)
+                time.sleep(_POLL_S)  # A descriptor may become free.
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError as error:  # Too many threads; the trainer connects again.
+                _log.warning("cannot serve a trainer: %s", error)
+                connection.close()
+
+
 class Agent:
     """The server of one run, which 16 bytes identify, on this machine.
 
@@ -79,9 +115,7 @@ class Agent:
         first_within_s: float | None = None,
         signals: Sequence[int] = (),
     ) -> None:
-        self.run = run
-        self.folder = folder
-        self.options = options
+        self.run, self.folder, self.options = run, folder, options
         self._signals = signals  # Polled: a signal handler cannot acquire the condition.
         self._changed = threading.Condition()
         self._ranks = RankProcesses()
@@ -117,23 +151,14 @@ class Agent:
         Returns whether the memory can be removed: its snapshots are on disk or were discarded.
         """
         watch_storage()
-        listener = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        path = self.folder / "agent.socket"
-        path.unlink(missing_ok=True)
-        with short_path(self.folder) as folder:
-            listener.bind(f"{folder}/{path.name}")
-        path.chmod(0o600)
-        listener.listen(4096)  # Ranks ping an agent that is busy or frozen meanwhile.
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        listener = _Listener(self.folder, self._serve_connection)
         with self._changed, contextlib.closing(self._failures):
             self._saves.begin_next()  # An earlier agent may have left pending saves.
             while not self._can_end():
                 self._changed.wait(_POLL_S)
                 self._check_trainers()
             self._has_ended = True
-            listener.shutdown(socket.SHUT_RDWR)  # A close alone wakes no thread that accepts.
             listener.close()
-            path.unlink(missing_ok=True)
             self._replicas.close()
             self._copies.close()
             if self._ranks.active():
@@ -145,7 +170,10 @@ class Agent:
 
     def _can_end(self) -> bool:
         """Returns whether the agent can end, once it has persisted the newest snapshot."""
-        if not self._signals and not self._is_useless and not self._is_over():
+        is_over = not self._saves.is_running and self._ranks.have_ended(
+            self.options.linger_s, self._first_within_s
+        )
+        if not (self._signals or self._is_useless or is_over):
             return False
         if not self._is_dropped and not self._is_useless:
             if self._ranks.all_detached or self.options.persist_on_failure:
@@ -154,11 +182,6 @@ class Agent:
         # Copies that the ranks have left behind may still run.
         is_hurried = self._signals or self._ranks.idle_s > self.options.linger_s
         return not self._saves.is_running and not (self._copies.are_running and not is_hurried)
-
-    def _is_over(self) -> bool:
-        return not self._saves.is_running and self._ranks.have_ended(
-            self.options.linger_s, self._first_within_s
-        )
 
     def _check_trainers(self) -> None:
         """Persists the newest snapshot after a trainer has died."""
@@ -179,24 +202,6 @@ class Agent:
         """Returns whether a save is still to be persisted, or may still be completed."""
         is_whole = save in scan.complete
         return (self._saves.is_pending if is_whole else self._ranks.is_awaited)(save, scan)
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection = PROCESS.own(listener.accept()[0])
-            except OSError as error:
-                if self._has_ended:
-                    return
-                _log.warning("cannot accept a trainer: %s", error)
-                time.sleep(_POLL_S)  # A descriptor may become free.
-                continue
-            try:
-                threading.Thread(
-                    target=self._serve_connection, args=(connection,), daemon=True
-                ).start()
-            except RuntimeError as error:  # Too many threads; the trainer connects again.
-                _log.warning("cannot serve a trainer: %s", error)
-                connection.close()
 
     def _serve_connection(self, connection: socket.socket) -> None:
         """Answers the requests of one connection until the connection ends."""
@@ -226,7 +231,7 @@ class Agent:
                 send(connection, Kind.ERROR, failure=failure_of(error))
 
     def _answer(self, trainer: RankProcess, message: Message) -> Message:
-        replicas = self._replicas
+        replicas, saves = self._replicas, self._saves
         answers: dict[Kind, Callable[[RankProcess, Message], Message | None]] = {
             Kind.RESERVE: self._reserve,
             Kind.ACQUIRE: self._acquire,
@@ -234,7 +239,7 @@ class Agent:
             Kind.PERSIST: self._persist,
             Kind.DETACH: self._detach,
             Kind.ABORT: self._abort,
-            Kind.FAIL: self._fail,
+            Kind.FAIL: lambda rank, m: saves.fail((rank.session, m["sequence"]), m["failure"]),
             Kind.LISTEN: lambda rank, m: replicas.listen(rank.session, m["node"], m["hosts"]),
             Kind.BUDDY: self._set_buddy,
             Kind.RESERVE_REPLICAS: lambda _, message: replicas.reserve(dict(message["slots"])),
@@ -407,9 +412,6 @@ class Agent:
                 "filled a slot",
                 within_s=self.options.peers_timeout_s,
             )
-
-    def _fail(self, trainer: RankProcess, message: Message) -> None:
-        self._saves.fail((trainer.session, message["sequence"]), message["failure"])
 
     def _set_buddy(self, trainer: RankProcess, message: Message) -> None:
         if "buddy" in message:

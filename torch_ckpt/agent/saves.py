@@ -224,10 +224,10 @@ class Saves:
             options = self._options()
             publish = functools.partial(self._unpublished.add, within_s=options.peers_timeout_s)
             memories = [slot.memory for slot in entry.slots if slot.memory is not None]
+            files = manifests_of(memories[0])
             try:
                 directory = self._claim_directory(save, entry.slots)
             except StorageError as error:
-                files = manifests_of(memories[0])
                 failure = files.failure_of(error)
                 publish(files, {"epoch": None, "failure": failure})
                 raise_failure(failure)
@@ -241,7 +241,7 @@ class Saves:
                 remote_failure=lambda: self._remote_failures.get(save),
                 publish_later=publish,
             )
-            self._unpublished.discard(entry.joint.tag)
+            self._unpublished.discard(files.tag)
             entry.joint.begin()
         return False
 
