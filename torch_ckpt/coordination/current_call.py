@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch_ckpt.coordination.group import Call
 
-__all__ = ["CURRENT", "current_call"]
+__all__ = ["CURRENT", "claim_commit", "current_call"]
 
 CURRENT: ContextVar[Call | None] = ContextVar("torch_ckpt_call", default=None)
 """Set by a call while its functions run."""
@@ -17,3 +17,19 @@ CURRENT: ContextVar[Call | None] = ContextVar("torch_ckpt_call", default=None)
 def current_call() -> Call | None:
     """Returns the call that runs in this thread; ``None`` within DCP's own functions."""
     return CURRENT.get()
+
+
+def claim_commit() -> None:
+    """Acquires the right to publish a checkpoint. A writer calls it just before it publishes.
+
+    Raises:
+        RankTimeoutError: The save has failed on the other ranks, so it must not be published.
+
+    Example::
+
+        claim_commit()
+        temporary.rename(final)
+    """
+    call = current_call()
+    if call is not None:
+        call.claim_commit()

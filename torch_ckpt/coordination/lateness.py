@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torch_ckpt.coordination.call_state import COMMITTING, WRITING, CallState
+from torch_ckpt.coordination.call_state import CallState
 from torch_ckpt.coordination.connect import Neighbours
 from torch_ckpt.coordination.contributions import ExchangeState
 from torch_ckpt.coordination.peer import Peer
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import RankTimeoutError, listed_ranks
 
-__all__ = ["FORWARD_S", "Lateness"]
+__all__ = ["COMMITTING", "FORWARD_S", "WRITING", "Lateness"]
+
+WRITING, COMMITTING = "writing", "committing"
+"""The phases in which all ranks write, and in which they wait for the coordinator's commit."""
 
 FORWARD_S = 0.05
 """Longest time that contributions wait for those of other ranks below."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from torch_ckpt.coordination.call_state import COMMITTING, METHOD_CALLS, CallState
+from torch_ckpt.coordination.call_state import Calls, CallState
 from torch_ckpt.coordination.connect import Deadline, Neighbours, connect
 from torch_ckpt.coordination.contributions import (
     Contribution,
@@ -41,25 +41,21 @@ from torch_ckpt.coordination.contributions import (
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.lateness import FORWARD_S, Lateness
 from torch_ckpt.coordination.loop import Loop, settle
-from torch_ckpt.coordination.peer import Message, Peer
+from torch_ckpt.coordination.peer import Kind, Message, Peer
+from torch_ckpt.coordination.promises import Promises
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.records.record import Heard
 
 __all__ = ["Relay"]
 
-_CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG, _RAISED, _LEFT = range(
-    10
-)
-
 _PING_S = 1.0  # Interval of pings.
-_CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
 
 
 class Relay(Loop):
     """The communication thread of one rank.
 
-    Other threads use the attributes, and :meth:`late`, :meth:`naming_late`, :meth:`error` and
-    :meth:`is_uncommitted`. They reach the other methods through :meth:`post` and :meth:`submit`.
+    Other threads use the attributes, :meth:`naming_late` and :meth:`error`. They reach the other
+    methods through :meth:`post` and :meth:`submit`.
     ``store`` returns the store in which the ranks exchange their addresses. ``rank`` is as the
     group numbers it; 0 is the coordinator. ``names`` are global ranks. The phase is the one that a
     rank must finish before it connects, for messages. The thread ends when ``owner`` has no
@@ -76,9 +72,7 @@ class Relay(Loop):
     ) -> None:
         super().__init__()
         self.rank, self.names = rank, names
-        self.calls: dict[int, CallState] = {}
-        self._left: dict[int, tuple[int, RankTimeoutError]] = {}
-        """Methods that a rank has left, by number -> the first call that it does not make."""
+        self.calls = Calls()
         self.connected: Future[None] = Future()
         """Completes when all neighbours are connected."""
         self.deadline = Deadline(phase)
@@ -92,40 +86,17 @@ class Relay(Loop):
             target=self._connect_and_run, args=(store,), name="torch_ckpt-group", daemon=True
         ).start()
 
-    def late(self, number: int, exchange: int) -> list[int]:
-        """Returns the ranks whose contributions are missing. Called by the coordinator."""
-        call = self.calls.get(number)
-        state = None if call is None else call.exchanges.get(exchange)
-        arrived = set() if state is None else set(state.contributions)
-        return [name for rank, name in enumerate(self.names) if rank not in arrived]
-
     def naming_late(self, error: TimeoutError, number: int, exchange: int) -> TimeoutError:
         """Returns the error with the ranks that this rank has waited for, if it knows them."""
-        late = self.late(number, exchange)
+        call = self.calls.get(number)
+        late = list(self.names) if call is None else call.late(exchange, self.names)
         if self._parent is not None:
             late = [self.names[rank] for rank in self._parent.silent(time.monotonic())]
         return TimeoutError(f"{error}; {listed_ranks(late)} missing") if late else error
 
-    def take_heard(self, number: int) -> list[Heard]:
-        """Returns what ranks have recorded and sent with a call. Called by the coordinator."""
-        call = self.calls.get(number)
-        if call is None:
-            return []
-        heard, call.heard = call.heard, []
-        return heard
-
     def error(self, number: int) -> Exception | None:
         """Returns the error of a failed call; ``None`` if it has not failed."""
-        call = self.calls.get(number)
-        if call is None:
-            first, left = self._left.get(number // METHOD_CALLS, (0, None))
-            return left if left is not None and number >= first else self.lost
-        return self.lost if call.error is None else call.error
-
-    def is_uncommitted(self, number: int) -> bool:
-        """Returns whether a call has failed before this rank allowed the commit."""
-        call = self.calls.get(number)
-        return call is not None and call.error is not None and not call.promised
+        return self.calls.error(number) or self.lost
 
     # ---- The thread ----
 
@@ -146,7 +117,7 @@ class Relay(Loop):
             self.run()
         except BaseException as error:
             self.lost = CheckpointError(f"the communication thread failed: {error!r}")
-            for call in self.calls.values():
+            for call in self.calls:
                 call.end(self.lost)
             raise
         finally:
@@ -160,6 +131,7 @@ class Relay(Loop):
             self._parent = Peer(*neighbours.parent)
         self._children = {r: Peer(r, c) for r, c in neighbours.children.items()}
         self._late = Lateness(self.names, neighbours, self._parent, self._children)
+        self._promises = Promises(self.send, self._parent, self._children)
         for peer in (self._parent, *self._children.values()):
             if peer is not None:
                 self.add(peer)
@@ -167,7 +139,7 @@ class Relay(Loop):
     def due(self) -> float | None:
         """Sends pings, forwards contributions, and fails calls after their deadlines."""
         now = time.monotonic()
-        if not any(call.exchanges or call.claim for call in self.calls.values()):
+        if not any(call.exchanges or call.claim for call in self.calls):
             for peer in self.peers:
                 peer.is_pinged, peer.silent_beyond = False, {}
             return None
@@ -176,9 +148,9 @@ class Relay(Loop):
             for peer in self.peers:
                 if not peer.is_pinged:
                     peer.expect_answers()
-                self.send(peer, _PING)
+                self.send(peer, Kind.PING)
         due = self._pinged + _PING_S
-        for call in list(self.calls.values()):
+        for call in self.calls:
             for state in list(call.exchanges.values()):
                 if self._parent is None and state.has_raised:
                     due = min(due, state.raised_until)
@@ -204,28 +176,28 @@ class Relay(Loop):
     def receive(self, peer: Peer, message: Message) -> None:
         """Processes a message."""
         kind, number, exchange, body = message
-        if kind == _CONTRIBUTIONS:
-            self._receive_contributions(self._call(number), exchange, body)
-        elif kind == _ANSWER:
-            self._receive_answer(self._call(number), exchange, body)
-        elif kind == _FAILED:
-            self.fail(self._call(number), decoded_error(body), peer)
-        elif kind == _LEFT:
+        if kind == Kind.CONTRIBUTIONS:
+            self._receive_contributions(self.calls.begun(number), exchange, body)
+        elif kind == Kind.ANSWER:
+            self._receive_answer(self.calls.begun(number), exchange, body)
+        elif kind == Kind.FAILED:
+            self.fail(self.calls.begun(number), decoded_error(body), peer)
+        elif kind == Kind.LEFT:
             self._end_rest(number, decoded_error(body), peer)
-        elif kind == _RAISED:
-            self._receive_raised(self._call(number), body, peer)
-        elif kind == _GONE:
+        elif kind == Kind.RAISED:
+            self._receive_raised(self.calls.begun(number), body, peer)
+        elif kind == Kind.GONE:
             self.abort_group(decoded_error(body), peer)
-        elif kind == _PROMISE:
-            self._promise(self._call(number))
-        elif kind == _PROMISED:
-            self._record_promise(self._call(number), peer.rank)
-        elif kind == _PING:
+        elif kind == Kind.PROMISE:
+            self._promises.give(self.calls.begun(number))
+        elif kind == Kind.PROMISED:
+            self._promises.record(self.calls.begun(number), peer.rank)
+        elif kind == Kind.PING:
             now, silent = time.monotonic(), {}
             for other in self.peers:
                 if other is not peer and self._parent in (other, peer):  # Beyond this rank.
                     silent.update(other.silent(now))
-            self.send(peer, _PONG, 0, 0, json.dumps(list(silent.items())).encode())
+            self.send(peer, Kind.PONG, 0, 0, json.dumps(list(silent.items())).encode())
         else:
             peer.silent_beyond = dict(json.loads(bytes(body)))
 
@@ -237,7 +209,7 @@ class Relay(Loop):
 
     def abort_group(self, error: RankTimeoutError, source: Peer | None = None) -> None:
         """Fails all present and future calls, because a lost rank never returns to its group."""
-        for call in list(self.calls.values()):
+        for call in self.calls:
             for state in list(call.exchanges.values()):
                 if self._parent is None and state.has_raised:  # The first cause counts.
                     self._raise_on_all(call, state)
@@ -245,28 +217,15 @@ class Relay(Loop):
             self.lost = error
             for peer in self.peers:
                 if peer is not source:
-                    self.send(peer, _GONE, 0, 0, encoded_error(error).encode())
-            for call in self.calls.values():
+                    self.send(peer, Kind.GONE, 0, 0, encoded_error(error).encode())
+            for call in self.calls:
                 call.end(call.error_of_lost(error))
 
     # ---- Calls ----
 
-    def _call(self, number: int) -> CallState:
-        call = self.calls.get(number)
-        if call is None:
-            call = self.calls[number] = CallState(number)
-            first, error = self._left.get(number // METHOD_CALLS, (0, None))
-            if error is not None and number >= first:
-                call.error = error
-            if len(self.calls) > _CALLS:
-                idle = (n for n, c in self.calls.items() if not c.exchanges and c is not call)
-                self.calls.pop(next(idle, number), None)
-                self.calls[number] = call
-        return call
-
     def enter(self, number: int, phase: str, jobs: Jobs[Cancellable]) -> None:
         """Sets the current phase of this rank, and the jobs that end when the call fails."""
-        call = self._call(number)
+        call = self.calls.begun(number)
         call.phase, call.jobs = phase, jobs
         if call.error is not None or self.lost is not None:
             call.cancel_jobs()
@@ -283,7 +242,7 @@ class Relay(Loop):
 
         The future receives the answer; on the coordinator, the contributions of all ranks.
         """
-        call = self._call(number)
+        call = self.calls.begun(number)
         call.phase = phase
         if isinstance(self.lost, RankTimeoutError) and call.error is None:
             call.error = call.error_of_lost(self.lost)
@@ -350,14 +309,14 @@ class Relay(Loop):
         now = time.monotonic()
         body = packed_contributions(state.phase, state.contributions, now)
         state.contributions, state.forwarded = {}, now
-        self.send(self._parent, _CONTRIBUTIONS, call.number, state.number, *body)
+        self.send(self._parent, Kind.CONTRIBUTIONS, call.number, state.number, *body)
 
     def answer(self, number: int, exchange: int, values: Values, future: Future[None]) -> None:
         """Sends the coordinator's answer to all ranks, unless the call has failed.
 
         An object that is several ranks' value is sent once.
         """
-        call = self._call(number)
+        call = self.calls.begun(number)
         if call.exchanges.pop(exchange, None) is None:
             settle(future, error=call.error or self.lost)
             return
@@ -383,44 +342,18 @@ class Relay(Loop):
         for child, below in self._below.items():
             end = begin + len(below)
             body = packed_answer(values, numbers[begin:end])
-            self.send(self._children[child], _ANSWER, number, exchange, *body)
+            self.send(self._children[child], Kind.ANSWER, number, exchange, *body)
             begin = end
 
     # ---- Commits ----
 
     def claim(self, number: int, future: Future[None]) -> None:
-        """Begins to collect the promises of all ranks. Called on the coordinator.
-
-        The future completes when every rank has promised. From then on, a rank that fails the call
-        reports that the checkpoint may be committed.
-        """
-        call = self._call(number)
+        """Claims the commit for the coordinator; see :meth:`Promises.claim`."""
+        call = self.calls.begun(number)
         if call.error is not None or self.lost is not None:
             settle(future, error=call.error or self.lost)
-            return
-        call.claim = future
-        self._promise(call)
-
-    def _promise(self, call: CallState) -> None:
-        """Promises to allow the commit: a later error reports that it may have happened."""
-        if call.error is not None:
-            return  # The coordinator receives the error, and no promise.
-        call.promised, call.phase = self._parent is not None, COMMITTING
-        call.awaited = set(self._children)
-        for child in self._children.values():
-            self.send(child, _PROMISE, call.number)
-        self._record_promise(call, self.rank)
-
-    def _record_promise(self, call: CallState, child: int) -> None:
-        call.awaited.discard(child)
-        if call.awaited or call.error is not None:
-            return
-        if self._parent is not None:
-            self.send(self._parent, _PROMISED, call.number)
         else:
-            call.promised = True
-            settle(call.claim, None)
-            call.claim = None
+            self._promises.claim(call, future)
 
     # ---- Failures ----
 
@@ -430,7 +363,7 @@ class Relay(Loop):
             return
         for peer in self.peers:
             if peer is not source:
-                self.send(peer, _FAILED, call.number, 0, encoded_error(error).encode())
+                self.send(peer, Kind.FAILED, call.number, 0, encoded_error(error).encode())
         call.end(error)
 
     def fail_here(self, number: int, reason: str, future: Future[RankTimeoutError]) -> None:
@@ -439,7 +372,7 @@ class Relay(Loop):
         The future receives the error of the other ranks. The phase and the promise are those of
         the moment at which the failure is sent.
         """
-        call, name = self._call(number), self.names[self.rank]
+        call, name = self.calls.begun(number), self.names[self.rank]
         text = f"rank {name} failed while {call.phase}: {reason}"
         error = call.timeout_error(text, [name])
         self.fail(call, error)
@@ -454,19 +387,10 @@ class Relay(Loop):
 
     def _end_rest(self, first: int, error: RankTimeoutError, source: Peer | None = None) -> None:
         """Fails the calls of a method from ``first`` on, on all ranks."""
-        method = first // METHOD_CALLS
-        known, _ = self._left.get(method, (first + 1, error))
-        if known <= first:
-            return
-        self._left[method] = first, error
-        if len(self._left) > _CALLS:
-            del self._left[next(iter(self._left))]
-        for peer in self.peers:
-            if peer is not source:
-                self.send(peer, _LEFT, first, 0, encoded_error(error).encode())
-        for call in list(self.calls.values()):
-            if call.number >= first and call.number // METHOD_CALLS == method:
-                call.end(error)
+        if self.calls.leave(first, error):
+            for peer in self.peers:
+                if peer is not source:
+                    self.send(peer, Kind.LEFT, first, 0, encoded_error(error).encode())
 
     def _raise_on_all(self, call: CallState, state: ExchangeState) -> None:
         """Sends the errors that have arrived to all ranks. Called on the coordinator."""
@@ -479,6 +403,6 @@ class Relay(Loop):
             return
         for child in self._children.values():
             if child is not source:
-                self.send(child, _RAISED, call.number, 0, body)
+                self.send(child, Kind.RAISED, call.number, 0, body)
         phase, raised = unpacked_contributions(body, 0.0)
         call.end(RaisedError(phase, {rank: own.data for rank, own in raised.items()}))
