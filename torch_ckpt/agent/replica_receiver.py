@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
 from torch_ckpt._core import _native
@@ -20,7 +19,6 @@ from torch_ckpt.agent.replica_files import (
     ReplicaFile,
     clear_replica,
     found_replicas,
-    remove_replica,
     replica_path,
     slot_blocks,
     whole_replicas,
@@ -38,7 +36,7 @@ from torch_ckpt.coordination.listeners import Listeners
 from torch_ckpt.errors import CheckpointError, CorruptionError, StorageError
 from torch_ckpt.filesystems.cgroups import memory_limit
 
-__all__ = ["ReplicaReceiver", "remove_replicas"]
+__all__ = ["ReplicaReceiver", "check_memory"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -288,8 +286,3 @@ def check_memory(folder: Path, missing: int) -> None:
         raise StorageError(
             f"cannot reserve {missing} bytes of memory for replicas: {limit}", errno.ENOMEM
         )
-
-
-def remove_replicas(folder: Path) -> list[_native.Slot]:
-    """Removes all replicas, and returns their memory, which is freed with the last reference."""
-    return list(chain.from_iterable(remove_replica(path) for _, _, path in found_replicas(folder)))

@@ -17,8 +17,9 @@ from torch_ckpt.agent.replica_files import (
     PENDING_REPLICA,
     ReplicaFile,
     found_replicas,
+    remove_replicas,
 )
-from torch_ckpt.agent.replica_receiver import ReplicaReceiver, check_memory, remove_replicas
+from torch_ckpt.agent.replica_receiver import ReplicaReceiver, check_memory
 from torch_ckpt.agent.replica_sender import Buddy, ReplicaSender
 from torch_ckpt.agent.slots import Slots, SlotScan
 from torch_ckpt.coordination.listeners import Listeners

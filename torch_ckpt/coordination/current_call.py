@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch_ckpt.coordination.group import Call
 
-__all__ = ["CURRENT", "claim_commit", "current_call"]
+__all__ = ["CURRENT", "claim_commit", "current_call", "setting"]
+
+T = TypeVar("T")
 
 CURRENT: ContextVar[Call | None] = ContextVar("torch_ckpt_call", default=None)
 """Set by a call while its functions run."""
@@ -33,3 +37,13 @@ def claim_commit() -> None:
     call = current_call()
     if call is not None:
         call.claim_commit()
+
+
+@contextlib.contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Sets a context variable within the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

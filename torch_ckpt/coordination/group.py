@@ -34,7 +34,7 @@ from torch_ckpt.coordination.call_state import (
 )
 from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
-from torch_ckpt.coordination.current_call import CURRENT, claim_commit, current_call
+from torch_ckpt.coordination.current_call import CURRENT, claim_commit, current_call, setting
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.lateness import COMMITTING, WRITING
 from torch_ckpt.coordination.methods import calls_of_method, method
@@ -262,12 +262,9 @@ class Call:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Makes :func:`current_call` return this call within the block."""
-        token = CURRENT.set(self)
-        try:
-            with contextlib.nullcontext() if self.record is None else self.record.current():
-                yield
-        finally:
-            CURRENT.reset(token)
+        recording = contextlib.nullcontext() if self.record is None else self.record.current()
+        with setting(CURRENT, self), recording:
+            yield
 
     def progress(self) -> str:
         """Returns how far this rank is, for the log of a long wait."""
