@@ -100,7 +100,7 @@ PYTHON = {
     "integrations/replacing.py replacing with _LOCK": Wait(BRIEF, "no rank waits"),
     "planning/plan_cache.py PlanCache with self._lock": Wait(BRIEF, CALL),
     "staging/staged.py Staged with self._thread_lock": Wait(BRIEF, CALL),
-    "staging/stager.py SnapshotStager with self._changed": Wait(BRIEF, CALL),
+    "staging/stager.py SnapshotStager with self._lock": Wait(BRIEF, CALL),
     "staging/stager.py SnapshotStager.close executor.shutdown": Wait(LOCAL, "no rank waits"),
     "storage/exchange.py _Connection store": Wait(STORE, "the store"),
     "storage/exchange.py _connect connection.made.exception": Wait("at once: it is done", CALL),
