@@ -41,8 +41,7 @@ from torch_ckpt.coordination.contributions import (
     packed_contributions,
 )
 from torch_ckpt.coordination.group import group_of
-from torch_ckpt.coordination.peer import Peer
-from torch_ckpt.coordination.peer import Kind
+from torch_ckpt.coordination.peer import Kind, Peer
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.storage import exchange
 
