@@ -306,11 +306,8 @@ class _Share:
             direct=io.direct,
             sync=self.snapshot.sync,
         )
-        return (
-            self.snapshot.header.rank,
-            (name, *job.sums, planned.digests, 0),
-            planned.extents(appended),
-        )
+        file = name, *job.sums, planned.digests, 0
+        return self.snapshot.header.rank, file, planned.extents(appended)
 
 
 def directory_of(snapshot: _native.StoredSnapshot) -> Location:
