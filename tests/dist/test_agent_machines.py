@@ -411,15 +411,15 @@ def killed(owner, name):
     setattr(owner, name, wrapped)
 
 def killed_within_publish():
-    real = joint_save.publish
-    def publish(files, written, save_id, first, before):
+    real = machine_part.publish
+    def publish(transaction, files, written):
         if is_at("within publish"):  # As the commit, just before its rename.
+            directory, save_id = transaction.target.local_path, transaction.save_id
             for name, content in zip((f".metadata.{save_id}.tmp", f".index.{save_id}"), files):
-                with open(os.path.join(os.fsdecode(first.directory), name), "wb") as file:
-                    file.write(content)
+                (directory / name).write_bytes(content)
         die("within publish")
-        return real(files, written, save_id, first, before)
-    joint_save.publish = publish
+        return real(transaction, files, written)
+    machine_part.publish = publish
 
 KILL = os.path.join(os.environ["TORCH_CKPT_MEMORY"], "kill")
 
@@ -432,13 +432,14 @@ def die(moment):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if "agent" in sys.orig_argv:
-    from torch_ckpt.agent import joint_save, manifests, persist, saves
+    from torch_ckpt.agent import machine_part, manifests, saves
+    from torch_ckpt.commits import checkpoint
     killed(manifests.Manifests, "put")
     killed(manifests.Manifests, "clear")
     killed(manifests.Manifests, "remove")
-    killed(joint_save, "write_shares")
-    killed(joint_save, "publish")
-    killed(persist, "collect_garbage")
+    killed(machine_part, "write_shares")
+    killed(machine_part, "publish")
+    killed(checkpoint, "collect_garbage")
     killed_within_publish()
     killed(saves.Saves, "_mark_done")
 """

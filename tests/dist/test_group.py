@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
-from torch_ckpt.coordination import connect, relay
+from torch_ckpt.coordination import call_state, connect
 from torch_ckpt.coordination.group import Group, group_of, time_limit_s
 from torch_ckpt.coordination.peer import Peer
 from torch_ckpt.coordination.relay import Relay
@@ -552,7 +552,7 @@ def make_many_calls() -> None:
 
 
 def make_more_calls_than_are_remembered() -> None:
-    with mock.patch.object(relay, "_CALLS", 16):
+    with mock.patch.object(call_state, "_CALLS", 16):
         make_many_calls()
 
 

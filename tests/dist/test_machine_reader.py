@@ -29,6 +29,7 @@ from states import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_ckpt
@@ -443,3 +444,43 @@ def test_a_holder_that_dies_fails_the_others_soon(worlds: Worlds, saved: Path) -
         run_ranks(4, survive, folders, grace_s=PROMPT_S)
     for rank in range(3):
         assert float((folders[0] / f"survived {rank}").read_text()) < PROMPT_S
+
+
+class InTurn(DefaultLoadPlanner):
+    """Has state between the resolve and the commit of a tensor, so each is committed in turn."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+
+
+def load_into_one_memory(
+    path: Path, folders: Sequence[Path], planner: type[DefaultLoadPlanner]
+) -> None:
+    """Compares what remains with what the stock reader leaves, which reads all files."""
+    memory, wanted = torch.zeros(4), torch.zeros(4)
+    reader = dcp.FileSystemReader(path)
+    dcp.load(dict.fromkeys("abc", wanted), storage_reader=reader, no_dist=True)
+    with machine_of(folders):
+        reader = MachineReader(own(folders))
+        dcp.load(dict.fromkeys("abc", memory), storage_reader=reader, planner=planner())
+    assert torch.equal(memory, wanted)
+
+
+@pytest.mark.parametrize("planner", [*LOAD_PLANNERS, InTurn])
+def test_the_last_of_several_tensors_in_one_memory_remains_wherever_its_file_is(
+    worlds: Worlds, tmp_path: Path, planner: type[DefaultLoadPlanner]
+) -> None:
+    path = tmp_path / "step"
+    state = {name: torch.full((4,), float(ord(name))) for name in "abc"}
+    writer = FastWriter(path, single_file_per_rank=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert len(data_files(path)) == len(state)
+    for absent in data_files(path):
+        folders = [tmp_path / f"without {absent}", tmp_path / f"beside {absent}"]
+        for folder in folders:
+            shutil.copytree(path, folder)
+        (folders[0] / absent).unlink()
+        worlds.run(2, load_into_one_memory, path, folders, planner)

@@ -107,7 +107,7 @@ def save_beside_a_rank_that_freezes_before_its_promise(path: Path, victim: int) 
     assert not (path / "1" / ".metadata").exists()
     relay = group_of(None).connections.current
     assert relay is not None
-    errors = [call.error for call in relay.calls.values() if call.error is not None]
+    errors = [call.error for call in relay.calls if call.error is not None]
     assert errors
     for error in errors:  # The frames of a traceback would keep the state dict.
         assert error.__traceback__ is None

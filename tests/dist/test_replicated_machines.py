@@ -33,6 +33,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
 from torch_ckpt.agent.buddies import MAX_LAG, Replication
 from torch_ckpt.agent.memory import run_of
+from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.replica_files import used_nbytes, whole_replicas
 from torch_ckpt.cli.main import main
 from torch_ckpt.filesystems.location import Location
@@ -293,7 +294,7 @@ def stop_replication(run: Path, memory: Path, how: str) -> None:
         return
     if how == "ended":
         backend: Any = run_on(run, memory, "{}")._saves._backend
-        backend._agent._client.end_replication()
+        backend._agent._client.request(Kind.BUDDY)
         return
     folder = folder_on(memory, 1, run)
     (folder / "replication").unlink()  # The next agent knows no buddy.

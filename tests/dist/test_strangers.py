@@ -41,8 +41,7 @@ from torch_ckpt.coordination.contributions import (
     packed_contributions,
 )
 from torch_ckpt.coordination.group import group_of
-from torch_ckpt.coordination.peer import Peer
-from torch_ckpt.coordination.relay import _ANSWER, _CONTRIBUTIONS
+from torch_ckpt.coordination.peer import Kind, Peer
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.storage import exchange
 
@@ -268,12 +267,12 @@ def call_beside_a_stranger(folder: Path, way: str, name: str) -> str | None:
             peer = Peer(1, joined.children[1])
             while peer.read() is None:  # The contribution of the other rank.
                 time.sleep(0.01)
-            send(peer, _ANSWER, packed_answer([memoryview(evil)], array("Q", [0])))
+            send(peer, Kind.ANSWER, packed_answer([memoryview(evil)], array("Q", [0])))
         else:
             peer = Peer(0, joined.parent[1])  # type: ignore[index]
             has_raised = way == "error"
             own = {1: Contribution(AMPLE_S, 0.0, evil, has_raised)}
-            send(peer, _CONTRIBUTIONS, packed_contributions("planning", own, 0.0))
+            send(peer, Kind.CONTRIBUTIONS, packed_contributions("planning", own, 0.0))
     text = None
     if not is_stranger:
         group = group_of(process_group)

@@ -206,7 +206,12 @@ from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
 run = sys.argv[1]
 agent = SnapshotAgent(run, options=AgentOptions(persist_on_failure=False))
-AgentClient.filled = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+request = AgentClient.request
+def killed(client, kind, *args, **fields):
+    if kind == "filled":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return request(client, kind, *args, **fields)
+AgentClient.request = killed
 agent.stage({"a": torch.ones(1 << 18)}, run + "/1", step=1)
 """
 
@@ -715,7 +720,7 @@ def test_memory_of_ranks_that_are_no_more_makes_room_if_it_is_on_disk(run: Path)
     folder = open_folder(run_of(run))
     for rank in (0, 5, 6):
         fill_slot(folder, 0, header_of(run_of(run), sequence=rank, rank=rank, world_size=7))
-    slots = Slots(folder, run_of(run), threading.Condition())
+    slots = Slots(folder, run_of(run), threading.Condition(), lambda *_: False)
     assert not slots.release([0], lambda save: False)
     assert slots.release([0], lambda save: save == (b"s" * 16, 5))
     assert {path.name for path in folder.iterdir()} == {"rank-0.0", "rank-6.0"}

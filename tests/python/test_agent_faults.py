@@ -27,7 +27,7 @@ from waits import SOON_S, until
 from torch_ckpt import FastReader
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, client, messages
 from torch_ckpt.agent.memory import agent_lock, open_folder, run_of
-from torch_ckpt.agent.messages import Kind
+from torch_ckpt.agent.messages import Kind, Message
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.rank_process import RankProcess
 from torch_ckpt.agent.replica_receiver import ReplicaReceiver
@@ -210,12 +210,16 @@ def test_an_agent_that_does_not_know_failures_of_other_machines_completes_a_save
     agent = SnapshotAgent(run)
     has_failed = threading.Event()
 
-    def refuse(*_: object) -> None:
+    request = client.AgentClient.request
+
+    def refuse(self: client.AgentClient, kind: Kind, *args: Any, **fields: Any) -> Message:
+        if kind != Kind.FAIL:
+            return request(self, kind, *args, **fields)
         has_failed.set()
         raise CorruptionError("cannot read a message of kind fail: unknown kind")
 
     monkeypatch.setattr(client, "_ANSWER_S", 3.0)  # So it pings often.
-    monkeypatch.setattr(client.AgentClient, "fail", refuse)
+    monkeypatch.setattr(client.AgentClient, "request", refuse)
     monkeypatch.setattr(agent._failed, "received", lambda _: ("StorageError", "machine 1", 5))
     alone = agent._member
     agent._member = replace(alone, node_count=2)

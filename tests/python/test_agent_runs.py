@@ -178,7 +178,7 @@ def test_the_command_is_the_agent_of_a_run(run: Path) -> None:
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> None:
     state = {"w": torch.ones(1000)}
-    training = torch_ckpt.Run(run, asynchronous=True, agent=True, timeout_s=3)
+    training = former = torch_ckpt.Run(run, asynchronous=True, agent=True, timeout_s=3)
     training.save(1, state)
     training.wait()
     agent = agent_pid(run)
@@ -195,6 +195,7 @@ def test_a_frozen_agent_is_left_after_the_timeout(run: Path, is_new: bool) -> No
         assert time.monotonic() - begin < 25
     finally:
         os.kill(agent, signal.SIGCONT)
+    former.close()  # At the end of this process, it would start an agent that no longer runs.
     said = [str(one.message) for one in warned if "without an agent" in str(one.message)]
     assert len(said) == 1
     assert re.search(r"the agent of this machine did not answer within \d s", said[0])

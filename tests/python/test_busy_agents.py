@@ -71,11 +71,12 @@ class Served:
     def fill(self, rank: AgentClient, sequence: int) -> None:
         acquired = rank.acquire(sequence, NBYTES, 0.0)
         assert acquired is not None
-        slot = _native.Slot.open(os.fsencode(acquired.path), True)
+        path, _ = acquired
+        slot = _native.Slot.open(os.fsencode(path), True)
         table = _native.encode_slot_table(b"d", "1", True, _native.ItemTable().encode(), None, [])
         slot.begin(rank.member.header(sequence, sequence, persist=False), table, 0)
         slot.complete()
-        rank.filled(acquired.path, sequence)
+        rank.request(Kind.FILLED, path=os.fspath(path), sequence=sequence)
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def served(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 def reserve(served: Served, rank: AgentClient) -> Slow:
-    rank.reserve(NBYTES)
+    rank.request(Kind.RESERVE, nbytes=NBYTES)
     return served.create
 
 
@@ -109,13 +110,13 @@ def acquire(served: Served, rank: AgentClient) -> Slow:
 
 def replace_memory(served: Served, rank: AgentClient) -> Slow:
     assert rank.acquire(0, NBYTES, 0.0) is not None
-    rank.reserve(4 * NBYTES)
+    rank.request(Kind.RESERVE, nbytes=4 * NBYTES)
     return served.free
 
 
 def make_room(served: Served, rank: AgentClient) -> Slow:
     served.create.failures = 1
-    rank.reserve(NBYTES)
+    rank.request(Kind.RESERVE, nbytes=NBYTES)
     return served.free
 
 
@@ -128,13 +129,13 @@ def remove_former_ranks(served: Served, rank: AgentClient) -> Slow:
 def free_former_run(served: Served, rank: AgentClient) -> Slow:
     with served.agent._changed:
         served.agent._next_id = RunId("0" * 32, False)
-    rank.reserve(NBYTES)
+    rank.request(Kind.RESERVE, nbytes=NBYTES)
     return served.free
 
 
 def receive_replica(served: Served, rank: AgentClient) -> Slow:
     at, token = rank.listen(["127.0.0.1"])
-    rank.set_buddy(1, at, token, 1)
+    rank.request(Kind.BUDDY, buddy=1, at=at, token=token, source=1)
     with dial(at, token, 1) as connection:
         fields = {"run": run_of(served.run).hex(), "session": rank.member.session.hex(), "node": 1}
         send(connection, Kind.REPLICA, sequence=0, slots=[[0, NBYTES]], keep=None, **fields)

@@ -165,7 +165,7 @@ def test_a_forked_child_that_drops_a_slot_unmaps_no_memory_of_its_own(run: Path)
         with contextlib.suppress(BaseException):
             own = [torch.ones(1 << 20) for _ in range(64)]  # Perhaps where the slot is.
             agent.withdraw()
-            agent._slots.clear()
+            agent._slots.unmap()
             os._exit(0 if all(bool((each == 1).all()) for each in own) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0

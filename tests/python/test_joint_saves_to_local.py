@@ -96,7 +96,7 @@ def _save_until_lost(machines: list[Machine]) -> None:
             machine.go_on(comes_back=False)
     for machine in machines:
         if machine.joint is not None and not machine.has_ended:
-            machine.joint._deadline = 0.0  # Its time is over.
+            machine.joint._deadline.at = 0.0  # Its time is over.
             machine.go_on()
             assert machine.has_ended
 

@@ -211,7 +211,7 @@ def test_a_machine_commits_what_machine_0_has_committed_although_that_waits_no_l
     machines = _machines(tmp_path / "run", is_apart=True)
     _until_committed(machines)
     assert machines[0].joint is not None
-    machines[0].joint._deadline = 0.0
+    machines[0].joint._deadline.at = 0.0
     machines[0].go_on()
     assert "no response from machine 1" in str(machines[0].error)
     machines[1].go_on()

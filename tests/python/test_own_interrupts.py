@@ -23,6 +23,7 @@ from torch_ckpt.coordination import exclusive as exclusive_module
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import text_of
+from torch_ckpt.staging.stager import SnapshotStager
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -197,3 +198,14 @@ def test_an_interrupt_at_any_moment_leaves_no_object_in_use(method: str) -> None
             other.submit(owner.use).result()
     assert len(raised) > 50
     assert {type(error) for error in raised} == {KeyboardInterrupt}
+
+
+def test_an_interrupt_leaves_no_lock_of_the_staging_memory_behind() -> None:
+    stager = SnapshotStager()
+    found: list[bool] = []
+    for _ in interrupts(lambda: stager.is_busy, [threading]):
+        other = threading.Thread(target=lambda: found.append(stager.is_busy), daemon=True)
+        other.start()
+        other.join(10)
+        assert found == [False], "it is locked"
+        found.clear()

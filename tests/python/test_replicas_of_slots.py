@@ -98,7 +98,7 @@ def test_reported_replicas_stay_until_the_ranks_have_decided(
 
     def reported() -> list[Save] | None:
         with sender.changed:
-            return sender.replicas.replicated(sender.slots.scan())
+            return sender.replicated()
 
     def decide(rank: int, keep: Save) -> None:
         with sender.changed:
@@ -131,7 +131,7 @@ def test_a_send_whose_slots_are_needed_is_abandoned_and_counts(
     save = sender.fill(2)  # In the same slots.
     assert receiver.stored() == []
     until(lambda: receiver.stored() == [save])
-    until(lambda: sender.replicas.superseded == 2)  # It, and save 1, which was never sent.
+    until(lambda: sender.replicas._sender.superseded == 2)  # It, and save 1, which was never sent.
     for _, _, path in found_replicas(receiver.folder):
         verify_replica(path)
 
@@ -155,7 +155,7 @@ def test_a_restarted_agent_goes_on_where_the_former_was(pair: tuple[Machine, Mac
     sender.close()
     successor = Machine(sender.folder, 1)
     with successor.changed:
-        assert successor.replicas.replicated(successor.slots.scan()) == [first, save]
+        assert successor.replicated() == [first, save]
         successor.replicas.decided(2, first)
     later = successor.fill(2)
     until(lambda: later in again.stored())

@@ -20,7 +20,7 @@ import torch_ckpt
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
 from torch_ckpt.agent.identity import (
     RunId,
-    agreed_id,
+    begun_id,
     claim_directory,
     id_in_directory,
     id_in_memory,
@@ -274,6 +274,6 @@ def test_machines_agree_on_an_id(
     run.mkdir()
     if in_directory is not None:
         (run / "run-id").write_text(f"{in_directory}\n")
-    found = agreed_id([each and RunId(*each) for each in in_memory], Location(run))
+    found = begun_id([each and RunId(*each) for each in in_memory], Location(run))
     assert found.is_written == (in_directory is not None)
     assert found.id == agreed if agreed else len(found.id) == 16

@@ -211,7 +211,7 @@ def test_no_wait_is_logged_where_it_is_short(caplog: pytest.LogCaptureFixture) -
 def test_a_forked_child_stages_at_once_what_its_parent_has_in_use() -> None:
     stager = SnapshotStager()
     kept: Any = stager.stage({"w": torch.ones(3)})
-    with stager._changed:  # As another thread of the parent may have it.
+    with stager._lock:  # As another thread of the parent may have it.
         child = os.fork()
         if child == 0:
             status = 1

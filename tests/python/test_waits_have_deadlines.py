@@ -52,7 +52,9 @@ PYTHON = {
     "agent/memory.py has_agent fcntl.flock": Wait("at once: LOCK_UN", "the caller"),
     "agent/memory.py released lock.acquire": Wait(BRIEF, "no rank waits"),
     "agent/messages.py _read connection.recv": Wait("the end of either process", "the caller"),
-    "agent/process.py Agent._accept listener.accept": Wait("the end of the agent", "no rank waits"),
+    "agent/process.py _Listener._accept self._socket.accept": Wait(
+        "the end of the agent", "no rank waits"
+    ),
     "api.py _end_of.end staged.exception": Wait("at once: it is done", "the future"),
     "conversion/pieces.py Source.take future.result": Wait(DISK, "the piece"),
     "coordination/background.py Order.carry_out state.result": Wait(LOCAL, CALL),
@@ -98,7 +100,7 @@ PYTHON = {
     "integrations/replacing.py replacing with _LOCK": Wait(BRIEF, "no rank waits"),
     "planning/plan_cache.py PlanCache with self._lock": Wait(BRIEF, CALL),
     "staging/staged.py Staged with self._thread_lock": Wait(BRIEF, CALL),
-    "staging/stager.py SnapshotStager with self._changed": Wait(BRIEF, CALL),
+    "staging/stager.py SnapshotStager with self._lock": Wait(BRIEF, CALL),
     "staging/stager.py SnapshotStager.close executor.shutdown": Wait(LOCAL, "no rank waits"),
     "storage/exchange.py _Connection store": Wait(STORE, "the store"),
     "storage/exchange.py _connect connection.made.exception": Wait("at once: it is done", CALL),
@@ -238,7 +240,7 @@ TIMED = {
     "agent/manifests.py PendingFailures.close time.sleep": AGENT,
     "agent/memory.py agent_lock time.sleep": SHORT,
     "agent/messages.py has_arrived poll.poll": AWAITED,
-    "agent/process.py Agent._accept time.sleep": AGENT,
+    "agent/process.py _Listener._accept time.sleep": AGENT,
     "agent/process.py Agent._acquire self._changed.wait": AGENT,
     "agent/process.py Agent._persist self._changed.wait": AGENT,
     "agent/process.py Agent._register self._changed.wait_for": AGENT,

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from torch_ckpt import CheckpointError, FastReader, IoOptions
 from torch_ckpt._core import _native
-from torch_ckpt.agent import joint_save
+from torch_ckpt.agent import machine_part
 from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.joint_save import JointSave
@@ -66,7 +66,7 @@ class Killer:
         ):
             self._wrap(monkeypatch, Location, name)
         self._wrap(monkeypatch, CheckpointTransaction, "commit")
-        self._wrap(monkeypatch, joint_save, "write_shares")
+        self._wrap(monkeypatch, machine_part, "write_shares")
 
     def arm(self, machine: int, at: int) -> None:
         """Kills the agent of a machine at this moment; never if it is negative."""

@@ -58,10 +58,18 @@ class Machine:
         self.folder, self.node = folder, node
         self.changed = threading.Condition()
         self.options = AgentOptions(replicas=1, replicate_bytes_per_s=rate)
-        self.slots = Slots(folder, RUN, self.changed)
+        self.slots = self._scanned()
         self.replicas = Replicas(
             folder, RUN, self.slots, self.changed, options=lambda: self.options
         )
+
+    def _scanned(self) -> Slots:
+        return Slots(self.folder, RUN, self.changed, lambda *_: False)
+
+    def replicated(self) -> list[Save] | None:
+        """The saves that the buddy has, as the agent reports them to the ranks, which decide."""
+        saves = self.replicas.report(self.slots.scan())["saves"]
+        return None if saves is None else [(bytes.fromhex(of), number) for of, number in saves]
 
     def listen(self) -> dict[str, Any]:
         with self.changed:
@@ -74,7 +82,7 @@ class Machine:
     def fill(self, sequence: int) -> Save:
         save = fill(self.folder, sequence, node=self.node)
         with self.changed:  # As the ranks report it.
-            self.slots = self.replicas._sender._slots = Slots(self.folder, RUN, self.changed)
+            self.slots = self.replicas._sender._slots = self._scanned()
             self.changed.notify_all()
         return save
 

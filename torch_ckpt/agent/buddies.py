@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.memory import Save
+from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.coordination.addresses import is_loopback, node_id, own_addresses, reachable
 from torch_ckpt.coordination.connections import store_of
@@ -135,7 +136,13 @@ class Replication:
             machines, order = found
             buddy = machines[order[member.node]]
             at = reachable(buddy.at, buddy.machine)
-            client.set_buddy(buddy.node, at, buddy.token, order.index(member.node))
+            client.request(
+                Kind.BUDDY,
+                buddy=buddy.node,
+                at=list(at),
+                token=buddy.token,
+                source=order.index(member.node),
+            )
 
     def reserve(self, slot_nbytes: Callable[[], int]) -> None:
         """Checks, once, that each machine has memory for replicas.
@@ -155,7 +162,7 @@ class Replication:
             if not self._is_first:
                 return ""
             try:
-                self._client.reserve_replicas(by_node)
+                self._client.request(Kind.RESERVE_REPLICAS, slots=sorted(by_node.items()))
             except CheckpointError as error:
                 return f"{socket.gethostname()}: {error}"
             return ""
@@ -169,7 +176,7 @@ class Replication:
         if reason:
             self._is_active = False
             if self._is_first:
-                self._client.end_replication()
+                self._client.request(Kind.BUDDY)  # No agent replicates any more.
             if group.is_coordinator:
                 self.missing = f"saves have no replicas: {reason}"
                 warnings.warn(f"saving continues without replicas: {reason}", stacklevel=6)

@@ -29,9 +29,10 @@ from torch_ckpt.agent.memory import (
     short_path,
 )
 from torch_ckpt.agent.messages import (
-    Failure,
     Kind,
     Message,
+    decoded_save,
+    encoded_save,
     has_arrived,
     peer_of,
     raise_failure,
@@ -44,7 +45,7 @@ from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import name_of
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["AcquiredSlot", "AgentClient", "Member"]
+__all__ = ["AgentClient", "Member"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -130,14 +131,6 @@ class Member:
         )
 
 
-@dataclass(frozen=True)
-class AcquiredSlot:
-    """A slot for this rank to fill. ``has_waited`` says that the request waited for a free slot."""
-
-    path: Path
-    has_waited: bool
-
-
 class AgentClient:
     """Sends requests to the agent of this machine, one at a time. Owned by one thread.
 
@@ -179,70 +172,41 @@ class AgentClient:
         self._connect()
         self._is_first = False
 
-    def reserve(self, nbytes: int) -> None:
-        """Has the agent allocate both slots of this rank, of ``nbytes`` each.
-
-        Raises StorageError if the tmpfs has too little space.
-        """
-        self._request(Kind.RESERVE, nbytes=nbytes)
-
     def listen(self, hosts: Sequence[str]) -> tuple[list[tuple[str, int]], str]:
         """Has the agent listen for the agent of another machine at these addresses of this one.
 
         Returns where it listens, and the secret token that the other must send. Raises StorageError
         if it cannot listen.
         """
-        answer = self._request(Kind.LISTEN, hosts=list(hosts), node=self.member.node)
+        answer = self.request(Kind.LISTEN, hosts=list(hosts), node=self.member.node)
         return [(host, port) for host, port in answer["at"]], answer["token"]
-
-    def set_buddy(self, buddy: int, at: Sequence[tuple[str, int]], token: str, source: int) -> None:
-        """Has the agent replicate the saves of this session to the agent of another node.
-
-        Its agent listens ``at`` these addresses. ``source`` is the node whose replicas arrive here.
-        """
-        self._request(Kind.BUDDY, buddy=buddy, source=source, at=list(at), token=token)
-
-    def end_replication(self) -> None:
-        """Has the agent send and receive no more replicas."""
-        self._request(Kind.BUDDY)
-
-    def reserve_replicas(self, slots: dict[int, int]) -> None:
-        """Checks that the agent has memory for replicas, given the slots of one save by node.
-
-        Raises StorageError if it has too little.
-        """
-        self._request(Kind.RESERVE_REPLICAS, slots=sorted(slots.items()))
 
     def replicated(self) -> tuple[list[Save], int, str]:
         """Returns the saves in memory that the buddy has too, and how many were superseded.
 
         The text says why sends fail, or why the agent does not replicate; it is empty otherwise.
         """
-        answer = self._request(Kind.REPLICATED)
-        saves = [(bytes.fromhex(session), number) for session, number in answer["saves"] or ()]
+        answer = self.request(Kind.REPLICATED)
+        saves = list(filter(None, map(decoded_save, answer["saves"] or ())))
         return saves, answer["superseded"], answer.get("failure", "")
 
     def acquire(
         self, sequence: int, nbytes: int, timeout_s: float, keep: Save | None = None
-    ) -> AcquiredSlot | None:
-        """Returns a slot for all items of the rank; ``None`` if none becomes free in time.
+    ) -> tuple[Path, bool] | None:
+        """Returns a slot for the rank to fill, and whether it was waited for.
 
-        ``keep`` is a save to retain even if newer ones are complete. Raises StorageError if the
-        tmpfs has too little space.
+        Returns ``None`` if none becomes free in time. ``keep`` is a save to retain even if newer
+        ones are complete. Raises StorageError if the tmpfs has too little space.
         """
-        answer = self._request(
+        answer = self.request(
             Kind.ACQUIRE,
             max(self._timeout_s, timeout_s + _GRACE_S),
             **{"sequence": sequence, "nbytes": nbytes, "wait_s": timeout_s},
-            **({} if keep is None else {"keep": [keep[0].hex(), keep[1]]}),
+            keep=encoded_save(keep),
         )
         if answer["kind"] == Kind.BUSY:
             return None
-        return AcquiredSlot(Path(answer["path"]), answer["has_waited"])
-
-    def filled(self, path: Path, sequence: int) -> None:
-        """Reports a complete snapshot."""
-        self._request(Kind.FILLED, path=os.fspath(path), sequence=sequence)
+        return Path(answer["path"]), answer["has_waited"]
 
     def abort(self, sequence: int, destination: Destination) -> None:
         """Reports that this rank will fill no slot for a save; ignores a lost agent."""
@@ -250,19 +214,11 @@ class AgentClient:
             return
         member = self.member
         with contextlib.suppress(OSError, CheckpointError):
-            self._request(
+            self.request(
                 Kind.ABORT,
                 **{"sequence": sequence, "node": member.node, "node_count": member.node_count},
                 destination=destination._replace(small_files=None).encode(),
             )
-
-    def fail(self, sequence: int, failure: Failure) -> None:
-        """Reports that a save of this session has failed on another machine."""
-        self._request(Kind.FAIL, sequence=sequence, failure=failure)
-
-    def to_commit(self, directory: object) -> Callable[[], str]:
-        """Returns the function that says what a commit of a checkpoint waits for."""
-        return lambda: f"{self.name} to commit {directory}"
 
     def persist(self, sequence: int) -> None:
         """Requests that a save of this session is persisted, and waits for its commit.
@@ -270,14 +226,7 @@ class AgentClient:
         Calls ``while_waiting`` now and then. Raises CheckpointError if the save failed, and
         StorageError if the agent does not answer.
         """
-        self._request(Kind.PERSIST, math.inf, sequence=sequence)
-
-    def copy(self, **fields: Any) -> Message:
-        """Has the agent copy the files of a step, with the fields of ``Kind.COPY``.
-
-        Returns the answer. Raises CheckpointError if it cannot copy, or does not answer.
-        """
-        return self._request(Kind.COPY, **fields)
+        self.request(Kind.PERSIST, math.inf, sequence=sequence)
 
     def detach(self, *, drop: bool) -> None:
         """Reports the orderly end of this rank, and closes the connection.
@@ -286,7 +235,7 @@ class AgentClient:
         """
         try:
             if not self.is_lost:
-                self._request(Kind.DETACH, drop=drop)
+                self.request(Kind.DETACH, drop=drop)
         except (OSError, CheckpointError) as error:
             _log.warning("cannot detach from the agent of this machine: %s", error)
         self.close()
@@ -307,11 +256,12 @@ class AgentClient:
             local=self._local,
         )
 
-    def _request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
-        """Returns the answer to a request, with these fields.
+    def request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
+        """Returns the answer to a request, with the fields that its :class:`Kind` states.
 
         It waits as long as the agent answers other requests, but at most for ``within_s``: the
-        timeout of the client if ``None``.
+        timeout of the client if ``None``. Raises the error with which the agent answers, and
+        StorageError if it does not answer.
         """
         within_s = self._timeout_s if within_s is None else within_s
         deadline = time.monotonic() + _START_S
@@ -490,7 +440,7 @@ class AgentClient:
     def _identity(self) -> dict[str, Any]:
         """Returns the fields of ``HELLO`` on the run's orphans, and on its id if it has one."""
         run_id = self.member.run_id
-        orphans = [(session.hex(), sequence) for session, sequence in self.member.orphans]
+        orphans = list(map(encoded_save, self.member.orphans))
         if run_id is None:
             return {"orphans": orphans}
         fields: dict[str, Any] = {"orphans": orphans, "run_id": asdict(run_id)}

@@ -95,7 +95,8 @@ class AgentCopy(CheckpointCopy):
         """
         is_first = True
         while not self._has_left:
-            answer = client.copy(
+            answer = client.request(
+                Kind.COPY,
                 source=str(self.source),
                 target=str(self.target),
                 base=None if self.base is None else str(self.base),

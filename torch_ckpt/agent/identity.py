@@ -32,7 +32,6 @@ from torch_ckpt.filesystems.location import PENDING, Location
 
 __all__ = [
     "RunId",
-    "agreed_id",
     "begun_id",
     "check_reaches",
     "check_shared",
@@ -142,8 +141,8 @@ def set_id(folder: Path, run_id: RunId) -> None:
         raise StorageError(f"cannot write {pending}: {error.strerror}", error.errno) from error
 
 
-def agreed_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
-    """Returns the id with which a run goes on or begins.
+def begun_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
+    """Returns the id with which a run goes on or begins. On a store, the directory then has it.
 
     The ids in the memory of all machines must have been read before this call. An agent may write
     the id meanwhile: it marks the memory after the directory, so a mark that was read implies an id
@@ -154,16 +153,11 @@ def agreed_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
         return RunId(found, True)
     gone = {each.id for each in in_memory if each is not None and each.is_written}
     left = [each.id for each in in_memory if each is not None and each.id not in gone]
-    return RunId(left[0] if left else new_id(), False)
-
-
-def begun_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
-    """Returns the id as :func:`agreed_id` does, and writes it if the directory is on a store."""
-    agreed = agreed_id(in_memory, directory)
-    if agreed.is_written or directory.local_path is not None:
-        return agreed
-    write_id(directory, agreed.id)
-    return RunId(agreed.id, True)
+    chosen = left[0] if left else new_id()
+    is_on_store = directory.local_path is None
+    if is_on_store:
+        write_id(directory, chosen)
+    return RunId(chosen, is_on_store)
 
 
 def check_reaches(url: str, run_id: RunId) -> None:

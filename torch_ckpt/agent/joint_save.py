@@ -35,28 +35,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.joint_plan import JointPlan, joint_plan
-from torch_ckpt.agent.manifests import Manifests
+from torch_ckpt.agent.machine_part import MachinePart
+from torch_ckpt.agent.manifests import FileKind, Manifests
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.messages import Failure, raise_failure
-from torch_ckpt.agent.persist import (
-    FileReport,
-    Writing,
-    directory_of,
-    lengths_of,
-    publish,
-    snapshot_commit_files,
-    transaction_of,
-    values_of,
-    write_shares,
-)
+from torch_ckpt.agent.persist import FileReport, Writing, lengths_of, snapshot_commit_files
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
-from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.probe import created
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.formats.committed import index_name, open_committed
@@ -92,6 +82,42 @@ def manifests_of(memory: _native.Slot) -> Manifests:
     )
 
 
+class _Deadline:
+    """The end of the wait of this machine for others. A shutdown shortens the wait.
+
+    So does the loss of the save on another machine. Machine 0 then ends it, before the others lose
+    patience: they would retain their files.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        grace_s: float,
+        is_shutting_down: Callable[[], bool],
+        is_orphan: Callable[[], bool],
+    ) -> None:
+        self._timeout_s, self._grace_s = timeout_s + min(grace_s, timeout_s / 4), grace_s
+        self._is_shutting_down, self._is_orphan = is_shutting_down, is_orphan
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins the wait again."""
+        self._began = time.monotonic()
+        self.at = self._began + self._timeout_s
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def has_passed(self) -> bool:
+        now = time.monotonic()
+        if self.at > now + SHUTDOWN_WAIT_S and self._is_shutting_down():
+            self.at = now + SHUTDOWN_WAIT_S
+        if self.at > now + self._grace_s and self._is_orphan():
+            self.at = now + self._grace_s
+        return now >= self.at
+
+
 class JointSave:
     """One save of several machines, on this machine. Owned by one thread, without the agent's lock.
 
@@ -115,52 +141,31 @@ class JointSave:
         remote_failure: Callable[[], Failure | None] = lambda: None,
         publish_later: Callable[[Manifests, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
-        self._memories = memories
-        self._snapshots = [memory.read() for memory in memories]
-        self._headers = [memory.header() for memory in memories]
-        self._first = self._snapshots[0]
-        if not self._first.directory:
-            raise CheckpointError("cannot persist the save: it has no directory")
-        self.directory = directory_of(self._first)
+        self._part = MachinePart(memories, how, check_replicas)
+        self.directory = self._part.directory
         """The directory of the checkpoint."""
-        self._how = how
-        self._values = values_of(self._snapshots, check_replicas)
         self._files = manifests_of(memories[0])
         self._is_coordinator = self._files.node == 0
-        wait_s = timeout_s if self._is_coordinator else timeout_s + min(_GRACE_S, timeout_s / 4)
-        self._timeout_s = wait_s
-        self._is_shutting_down, self._is_orphan = is_shutting_down, is_orphan
+        self._commits = self._files.node in self._files.committers
+        self._deadline = _Deadline(
+            timeout_s, 0.0 if self._is_coordinator else _GRACE_S, is_shutting_down, is_orphan
+        )
         self._remote_failure, self._publish_later = remote_failure, publish_later
-        self._reset_deadline()
         self._epoch = ""  # The current epoch; empty until this machine reads it.
         self._failed_before: str | None = ""  # Epoch of machine 0 that failed before `begin`.
         self._is_resumed = True  # Whether a former agent may have published a manifest.
         self._plan: JointPlan | None = None
-        self._written: list[str] = []
-        self._reports: list[FileReport] | None = None  # This machine's; `None` until written.
-        self._transaction: CheckpointTransaction | None = None  # On a machine that commits.
-        self._may_be_committed = False  # Whether the commit has begun.
         self._failing_since: float | None = None  # First of the last failures to read or publish.
-
-    def _epoch_transaction(self) -> CheckpointTransaction:
-        """Returns the transaction of the epoch, on a machine that commits. It has not begun."""
-        self._transaction = transaction_of(self._first, self._files.save_id(self._epoch))
-        return self._transaction
-
-    @property
-    def tag(self) -> str:
-        """Identifies the save in names of files."""
-        return self._files.tag
 
     @property
     def has_written(self) -> bool:
         """Whether this machine has written its share, and waits for the manifests of the others."""
-        return self._reports is not None
+        return self._part.reports is not None
 
     @property
     def progress(self) -> tuple[bool, bool]:
         """Whether this machine has written its share, and whether its commit has begun."""
-        return self.has_written, self._may_be_committed
+        return self.has_written, self._part.may_be_committed
 
     @property
     def differences(self) -> list[Difference]:
@@ -170,7 +175,9 @@ class JointSave:
     def begin(self) -> None:
         """Publishes the item lists of this machine's ranks. Raises as :meth:`advance` does."""
         try:
-            self._create_directories()
+            # What is missing, if the file systems do not refuse what the save needs.
+            with created(self.directory, self._part.first.sync):
+                self._files.create_directory()
         except Exception as error:  # Nothing is published yet: other machines may not begin.
             failure = self._files.failure_of(error)
             self._publish_later(self._files, {"epoch": None, "failure": failure})
@@ -178,31 +185,26 @@ class JointSave:
         with self._ending_on_failure():
             self._begin()
 
-    def _create_directories(self) -> None:
-        """Creates what is missing, if the file systems do not refuse what the save needs."""
-        with created(self.directory, self._first.sync):
-            # A machine that has committed must not create the directory of the published files: it
-            # exists, or machine 0 has removed it because all machines have committed.
-            if self._files.is_apart and not self._files.is_committed():
-                self._files.create_directory()
-
     def _begin(self) -> None:
-        self._failed_before = self._failed_epoch(0)
+        self._failed_before = self._epoch_in("failed")
         self._files.remove("failed")
-        if self._files.is_apart and self._files.is_committed():
+        if self._files.is_committed():
             return
         published = self._read_published()
         self._is_resumed = published is None or self._files.node in published["manifest"]
         if self._is_coordinator:
-            self._epoch = self._published_epoch()  # An earlier agent may have published it.
-            is_new = self._epoch in ("", self._failed_before)
-            transaction = self._epoch_transaction()
-            if not is_new and not self._files.is_committed() and transaction.has_pending:
+            self._epoch = self._epoch_in("epoch") or ""  # An earlier agent may have published it.
+            transaction = self._open()
+            if self._epoch not in ("", self._failed_before) and transaction.has_pending:
                 transaction.resume()
-            elif is_new or not self._files.is_committed():
+            else:
                 self._epoch = secrets.token_hex(8)
-                self._epoch_transaction().begin()  # Before any machine writes.
+                self._open().begin()  # Before any machine writes.
         self._publish({kind: set() for kind in ("epoch", "lists", "manifest")})
+
+    def _open(self) -> CheckpointTransaction:
+        """Returns the transaction of the epoch, on a machine that commits. It has not begun."""
+        return self._part.open(self._files.save_id(self._epoch))
 
     def advance(self) -> bool:
         """Advances the save without waiting for other machines. Returns whether it is committed.
@@ -232,7 +234,7 @@ class JointSave:
     def _is_bound(self) -> bool:
         """Whether machine 0 may commit the files of this machine, and alone may fail the epoch."""
         may_be_published = self.has_written or self._is_resumed
-        return may_be_published and not (self._is_coordinator or self._may_be_committed)
+        return may_be_published and not (self._is_coordinator or self._part.may_be_committed)
 
     def withdraw(self) -> None:
         """Removes this machine from the save."""
@@ -249,11 +251,8 @@ class JointSave:
         if published is None:
             return False
         if files.is_committed():
-            is_ours = self._is_coordinator or files.is_apart
-            if is_ours and not self._may_be_committed:  # An earlier agent may have ended before.
-                if self._first.sync:
-                    self.directory.sync()
-                self._epoch_transaction().replace_small_files()
+            if self._commits and not self._part.may_be_committed:
+                self._part.finish_commit(files.save_id(self._epoch))
             return self._end_commit(published)
         # First: what machine 0 has committed no failure can undo.
         if not self._is_coordinator and 0 in published["commit"] and self._commit_too():
@@ -270,14 +269,12 @@ class JointSave:
                 return False
         has_all_manifests = len(published["manifest"]) == files.node_count
         if self._is_coordinator and self.has_written and has_all_manifests:
-            reports = self._all_reports()
+            reports = files.reports(self._epoch, range(files.node_count))
             if reports is not None:
                 self._commit(reports)
                 return self._end_commit(published)
         awaited = "manifest" if self.has_written else "lists"
-        if self._is_past_deadline():
-            missing = sorted(set(files.others) - published[awaited]) or [0]
-            raise self._timeout_error(missing)
+        self._raise_if_late(sorted(set(files.others) - published[awaited]) or [0])
         self._publish(published)
         return False
 
@@ -301,40 +298,33 @@ class JointSave:
         if failure is not None:
             raise _RemoteError(failure, self._is_bound)
 
-    def _failed_epoch(self, node: int) -> str | None:
-        """Returns the epoch that a machine published as failed; empty if none."""
-        got = self._files.get(node, "failed")
-        return "" if got is None else got[0]["epoch"]
-
-    def _published_epoch(self) -> str:
-        """Returns the epoch that machine 0 published; empty if none."""
-        got = self._files.get(0, "epoch")
-        return "" if got is None else str(got[0]["epoch"])
+    def _epoch_in(self, kind: FileKind) -> str | None:
+        """Returns the epoch that machine 0 published, or published as failed; empty if none."""
+        got = self._files.get(0, kind)
+        epoch: str | None = "" if got is None else got[0]["epoch"]
+        return epoch
 
     def _adopt_epoch(self) -> None:
         """Changes to the epoch that machine 0 published."""
-        epoch = self._published_epoch()
-        if epoch in ("", self._epoch):
+        epoch = self._epoch_in("epoch")
+        if not epoch or epoch == self._epoch:
             return
         if self._epoch:  # A new epoch ends the previous one.
             self._files.remove("manifest")
-            self._remove_written()
-            self._remove_pending()
+            self._part.discard()
             self._is_resumed = False
         self._epoch = epoch
-        self._reset_deadline()
+        self._deadline.begin()
 
     def _write(self) -> None:
         """Writes the shares of this machine, unless an earlier agent has written them."""
-        files = self._files
-        self._plan = joint_plan(
-            files, self._save_facts(), self._headers[0].world_size, self.directory
-        )
+        files, part = self._files, self._part
+        self._plan = joint_plan(files, part.facts(), part.headers[0].world_size, self.directory)
         if self._plan is None:
             return
-        reports = self._reports_of(files.node)  # An earlier agent may have written them.
-        if self._transaction is None and files.is_apart:
-            transaction = self._epoch_transaction()
+        reports = files.reports(self._epoch, [files.node])
+        if part.transaction is None and self._commits:
+            transaction = self._open()
             if reports is not None or transaction.has_pending:
                 self._is_resumed = True
                 transaction.resume()
@@ -342,55 +332,22 @@ class JointSave:
                 transaction.begin()
         if reports is None:
             files.remove("manifest")  # An earlier agent may have left one, in another epoch.
-            assigned = [self._plan.plan.assignment(header.rank) for header in self._headers]
-            shares = list(zip(self._snapshots, assigned, strict=True))
-            reports = write_shares(
-                shares, self.directory, secrets.token_hex(8), self._written, self._how
-            )
-            self._check_slots()
-        self._has_written(reports)  # Before the manifest is published: a failed write may arrive.
-
-    def _check_slots(self) -> None:
-        """Raises if the slots no longer contain the save, which was discarded or replaced."""
-        if [memory.header() for memory in self._memories] != self._headers:
-            raise CheckpointError(
-                f"cannot commit {self.directory}: a slot was discarded or refilled meanwhile"
-            )
-
-    def _has_written(self, reports: list[FileReport]) -> None:
-        self._written = [name for _, (name, *_), _ in reports]
-        self._reports = reports
-        self._reset_deadline()
-
-    def _all_reports(self) -> list[FileReport] | None:
-        """Returns the reports of all machines in this epoch; ``None`` if any is missing."""
-        found: list[FileReport] = []
-        for node in range(self._files.node_count):
-            reports = self._reports_of(node)
-            if reports is None:
-                return None
-            found += reports
-        return found
-
-    def _reports_of(self, node: int) -> list[FileReport] | None:
-        """Returns the reports in a machine's manifest of this epoch; ``None`` if it has none."""
-        found, reports = self._files.manifest(node) or ("", [])
-        return reports if found == self._epoch else None
+            reports = part.write(self._plan.plan)
+        part.set_written(reports)  # Before the manifest is published: a failed write may arrive.
+        self._deadline.begin()
 
     # ---- Commit ----
 
     def _commit(self, reports: list[FileReport]) -> None:
         """Commits the save; called on machine 0."""
-        assert self._plan is not None
-        self._check_slots()
-        save_id = self._files.save_id(self._epoch)
-        files = snapshot_commit_files(
-            self._plan.plan, reports, save_id, self._first, self._plan.paths
-        )
+        plan, save_id = self._plan, self._files.save_id(self._epoch)
+        assert plan is not None
+        self._part.check_slots()
+        files = snapshot_commit_files(plan.plan, reports, save_id, self._part.first, plan.paths)
+        # If other machines commit, they have their files.
+        are_several = len(self._files.committers) > 1
         named = lengths_of(reports)
-        if self._files.is_apart:  # Other machines have their files.
-            named = self._own(named)
-        self._commit_files(files, named)
+        self._part.commit(files, self._part.own(named) if are_several else named)
 
     def _commit_too(self) -> bool:
         """Commits what machine 0 has committed, in the directory of this machine.
@@ -405,64 +362,42 @@ class JointSave:
         if self._files.save_id(epoch) != facts["save_id"]:
             return False
         self._epoch = epoch
-        if self._reports is None:  # A former agent wrote the files, and may have begun to commit.
-            self._epoch_transaction().resume()
-            self._has_written(reports)
+        if not self.has_written:  # A former agent wrote the files, and may have begun to commit.
+            self._open().resume()
+            self._part.set_written(reports)
+            self._deadline.begin()
         files = facts.get("files") or lengths_of(reports).items()  # Earlier agents send none.
-        self._commit_files((metadata, index), self._own(dict(files)))
+        self._part.commit((metadata, index), self._part.own(dict(files)))
         return True
-
-    def _own(self, files: Mapping[str, int]) -> dict[str, int]:
-        """Returns those of the data files of all ranks that this machine has."""
-        prefixes = tuple(f"__{header.rank}_" for header in self._headers)
-        return {name: nbytes for name, nbytes in files.items() if name.startswith(prefixes)}
-
-    def _commit_files(self, files: tuple[bytes, bytes], named: Mapping[str, int]) -> None:
-        """Commits the metadata and the index in the directory of this machine.
-
-        ``named`` are the data files that the index names here, and their lengths.
-        """
-        self._may_be_committed = True  # Even if `publish` fails.
-        assert self._transaction is not None
-        publish(self._transaction, files, named)
-        remove_files(self.directory, set(self._written).difference(named))
 
     def _end_commit(self, published: dict[str, set[int]]) -> bool:
-        """Ends the save on this machine, which has committed; returns whether it has ended.
+        """Publishes that this machine has committed; returns whether the save has ended on it.
 
-        The save is committed. So a failure to publish that is tried again in the next call, unless
-        such failures last.
+        The save is committed. So what fails now is tried again in the next call.
         """
-        self._may_be_committed = True
-        try:
-            has_ended = self._publish_commit(published)
-        except StorageError as error:
-            self._raise_if_lasting(error)
-            return False
-        self._failing_since = None
-        return has_ended
-
-    def _publish_commit(self, published: dict[str, set[int]]) -> bool:
-        """Publishes that this machine has committed; returns whether the save has ended on it."""
+        self._part.may_be_committed = True
         files = self._files
-        if self._is_coordinator:
-            if files.is_apart and not self._have_all_committed(published):
-                return False
-            files.clear()
-        elif files.is_apart:
-            if any(0 in nodes for nodes in published.values()):  # Else machine 0 has ended.
+        with self._retrying():
+            has_ended = not self._is_coordinator or self._have_all_committed(published)
+            if self._is_coordinator:
+                if has_ended:
+                    files.clear()
+            elif not self._commits:
+                files.remove("lists", "manifest", "failed")
+            elif any(0 in nodes for nodes in published.values()):  # Else machine 0 has ended.
                 with contextlib.suppress(NotFoundError):
                     files.put("committed", {})
-        else:
-            files.remove("lists", "manifest", "failed")
-        return True
+            self._failing_since = None
+            return has_ended
+        return False
 
     def _have_all_committed(self, published: dict[str, set[int]]) -> bool:
         """Returns whether all machines have committed. Machine 0 publishes what they commit."""
         files = self._files
         # An earlier agent removes the published files once all have, the manifests first.
         is_open = self.has_written or bool(published["manifest"])
-        missing = set(files.others if is_open else ()) - published["committed"]
+        awaited = set(files.committers).intersection(files.others) if is_open else set()
+        missing = awaited - published["committed"]
         if not missing:
             return True
         self._raise_failed(published["failed"].intersection(files.others))
@@ -473,9 +408,8 @@ class JointSave:
             save_id = committed.save_id
             contents = [(self.directory / n).read() for n in (".metadata", index_name(save_id))]
             files.put("commit", {"save_id": save_id, "files": committed.files}, contents)
-            self._reset_deadline()
-        if self._is_past_deadline():
-            raise self._timeout_error(sorted(missing))
+            self._deadline.begin()
+        self._raise_if_late(sorted(missing))
         return False
 
     def _end_epoch(self, failure: Failure | None, *, retain_files: bool) -> None:
@@ -485,116 +419,59 @@ class JointSave:
         """
         # After the commit of machine 0, nobody waits for a machine that may only retain its files.
         if failure is not None and (not self._is_bound or self._files.has_files()):
-            self._publish_failure(failure)
+            epoch = self._epoch or None  # Without an epoch, all machines give the save up.
+            facts = {"epoch": epoch, "failure": failure, "unsure": self._part.may_be_committed}
+            try:
+                self._files.put("failed", facts)
+            except StorageError:
+                self._publish_later(self._files, facts)
+            except CheckpointError:  # The directory is gone. The caller raises the first failure.
+                pass
         self._files.remove("epoch", "lists")
-        if not (retain_files or self._may_be_committed):
+        if not (retain_files or self._part.may_be_committed):
             self._files.remove("manifest")
-            self._remove_written()
-            self._remove_pending()
-
-    def _publish_failure(self, failure: Failure) -> None:
-        """Publishes a failure of the epoch, later if that is impossible now."""
-        epoch = self._epoch or None  # Without an epoch, all machines give the save up.
-        facts = {"epoch": epoch, "failure": failure, "unsure": self._may_be_committed}
-        try:
-            self._files.put("failed", facts)
-        except StorageError:
-            self._publish_later(self._files, facts)
-        except CheckpointError:  # The directory is gone. The caller raises the first failure.
-            pass
-
-    def _remove_written(self) -> None:
-        """Removes the data files of this machine."""
-        remove_files(self.directory, self._written)
-        self._written = []
-        self._reports = None
-
-    def _remove_pending(self) -> None:
-        """Removes the pending file of the epoch, if this machine has created it."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None:
-            transaction.discard_pending()
+            self._part.discard()
 
     # ---- Published files ----
 
-    def _read_published(self) -> dict[str, set[int]] | None:
-        """Returns the published files; ``None`` if they cannot be read now.
+    @contextlib.contextmanager
+    def _retrying(self) -> Iterator[None]:
+        """Ends the block if a file cannot be read or published: the next call tries again.
 
-        Raises StorageError if that lasts.
+        Raises StorageError if such failures last.
         """
         try:
-            return self._files.published()
+            yield
         except StorageError as error:
-            self._raise_if_lasting(error)
-            return None
+            since = self._failing_since = self._failing_since or time.monotonic()
+            if time.monotonic() - since > SHUTDOWN_WAIT_S or self._deadline.has_passed():
+                text = f"cannot save {self.directory}: {error}"
+                raise StorageError(text, error.errno) from error
+            self._raise_remote_failure()
 
-    def _raise_if_lasting(self, error: StorageError) -> None:
-        """Raises a failure to read or publish files if such failures last."""
-        since = self._failing_since = self._failing_since or time.monotonic()
-        if time.monotonic() - since > SHUTDOWN_WAIT_S or self._is_past_deadline():
-            raise StorageError(f"cannot save {self.directory}: {error}", error.errno) from error
-        self._raise_remote_failure()
+    def _read_published(self) -> dict[str, set[int]] | None:
+        """Returns the published files; ``None`` if they cannot be read now."""
+        with self._retrying():
+            return self._files.published()
+        return None
 
     def _publish(self, published: dict[str, set[int]]) -> None:
-        """Publishes the missing files of this machine: another save may have removed them.
-
-        Raises StorageError if that fails for long; until then, the next call tries again.
-        """
-        try:
-            self._publish_missing(published)
-        except StorageError as error:
-            self._raise_if_lasting(error)
-        else:
+        """Publishes the missing files of this machine: another save may have removed them."""
+        node, files, reports = self._files.node, self._files, self._part.reports
+        with self._retrying():
+            if node not in published["lists"]:
+                files.put("lists", *self._part.lists())
+            if self._is_coordinator and node not in published["epoch"]:
+                files.put("epoch", {"epoch": self._epoch})
+            if reports is not None and node not in published["manifest"]:
+                files.put_manifest(self._epoch, reports)
             self._failing_since = None
 
-    def _publish_missing(self, published: dict[str, set[int]]) -> None:
-        node = self._files.node
-        if node not in published["lists"]:
-            facts = {
-                "save": self._save_facts(),
-                "ranks": [header.rank for header in self._headers],
-                "has_paths": [snapshot.paths is not None for snapshot in self._snapshots],
-            }
-            values = self._values or [b""] * len(self._snapshots)
-            blobs = [
-                blob
-                for snapshot, digests in zip(self._snapshots, values, strict=True)
-                for blob in (snapshot.items, snapshot.paths or b"", digests)
-            ]
-            self._files.put("lists", facts, blobs)
-        if self._is_coordinator and node not in published["epoch"]:
-            self._files.put("epoch", {"epoch": self._epoch})
-        if self._reports is not None and node not in published["manifest"]:
-            self._files.put_manifest(self._epoch, self._reports)
-
-    def _save_facts(self) -> list[object]:
-        """Returns the facts of the save that must be equal on all machines."""
-        header = self._headers[0]
-        return [header.step, header.world_size, self._first.version, self._first.sync]
-
-    # ---- Deadline ----
-
-    def _reset_deadline(self) -> None:
-        self._waiting_since = time.monotonic()
-        self._deadline = self._waiting_since + self._timeout_s
-
-    def _is_past_deadline(self) -> bool:
-        """Returns whether the deadline has passed. A shutdown shortens the wait.
-
-        So does the loss of the save on another machine. Machine 0 then ends it, before the others
-        lose patience: they would retain their files.
-        """
-        now = time.monotonic()
-        if self._deadline > now + SHUTDOWN_WAIT_S and self._is_shutting_down():
-            self._deadline = now + SHUTDOWN_WAIT_S
-        left_s = 0.0 if self._is_coordinator else _GRACE_S
-        if self._deadline > now + left_s and self._is_orphan():
-            self._deadline = now + left_s
-        return now >= self._deadline
-
-    def _timeout_error(self, nodes: Sequence[int]) -> CheckpointError:
-        machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
-        return CheckpointError(
-            f"cannot save {self.directory}: no response from {machines} of "
-            f"{self._files.node_count} for {time.monotonic() - self._waiting_since:.0f} s"
-        )
+    def _raise_if_late(self, nodes: Sequence[int]) -> None:
+        """Raises CheckpointError if the deadline has passed; ``nodes`` are awaited."""
+        if self._deadline.has_passed():
+            machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
+            raise CheckpointError(
+                f"cannot save {self.directory}: no response from {machines} of "
+                f"{self._files.node_count} for {self._deadline.waited_s:.0f} s"
+            )

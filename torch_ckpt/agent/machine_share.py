@@ -1,8 +1,4 @@
-"""A rank's share of the replicas on its machine, across saves.
-
-A share is valid as long as every rank has the same tensors, and replicas that were equal have equal
-values. The ranks compare them before each save, while the tensors are those of training.
-"""
+"""MachineShare: which of the replicas on its machine a rank copies."""
 
 from __future__ import annotations
 
@@ -84,9 +80,9 @@ def _of_all_machines(answers: Sequence[Answer]) -> list[Difference]:
 class MachineShare:
     """A rank's share of the replicas on its machine, across saves.
 
-    If every rank has the same tensors as in the previous save, each copies only its share of the
-    replicas. Otherwise, or if replicas that were equal differ, every rank copies all of its items.
-    The ranks decide this in each save.
+    A share is valid as long as every rank has the same tensors, and replicas that were equal have
+    equal values. Otherwise every rank copies all of its items. The ranks compare the values before
+    each save, while the tensors are those of training.
 
     ``tensors`` (16 bytes) identifies the tensors of the rank in its last save, and ``sharing`` (16
     bytes) how the ranks of the machine divide their replicas; ``NOT_SHARED`` if each copies all of

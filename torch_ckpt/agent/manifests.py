@@ -71,8 +71,9 @@ class Manifests:
         checkpoint: Location,
         shared: Location | None = None,
     ) -> None:
-        self.is_apart = shared is not None
-        """Whether the files are not in the directory of the checkpoint."""
+        self._is_apart = shared is not None  # From the checkpoint.
+        self.committers: Sequence[int] = range(node_count if shared is not None else 1)
+        """The machines that commit: all in directories of their own, or else machine 0 for all."""
         self.directory = checkpoint
         if shared is not None:
             self.directory = shared / _FOLDER / _folder_name((session, sequence))
@@ -99,8 +100,13 @@ class Manifests:
         return found is not None and found[:_TAG_DIGITS_IN_ID] == self.tag[:_TAG_DIGITS_IN_ID]
 
     def create_directory(self) -> None:
-        """Creates the directory of the files, if files can be renamed there."""
-        self._answer(self._create_directory)
+        """Creates the directory of the files, if files can be renamed there.
+
+        Does nothing if it is that of the checkpoint. A machine that has committed must not create
+        it: it exists, or machine 0 has removed it because all machines have committed.
+        """
+        if self._is_apart and not self.is_committed():
+            self._answer(self._create_directory)
 
     def _create_directory(self) -> None:
         folder = self.directory.parent
@@ -168,6 +174,16 @@ class Manifests:
             )
         ]
 
+    def reports(self, epoch: str, nodes: Iterable[int]) -> list[FileReport] | None:
+        """Returns what these machines have written in an epoch; ``None`` if a manifest lacks."""
+        found: list[FileReport] = []
+        for node in nodes:
+            got = self.manifest(node)
+            if got is None or got[0] != epoch:
+                return None
+            found += got[1]
+        return found
+
     def published(self) -> dict[str, set[int]]:
         """Returns, for each kind of file, the machines that have published one.
 
@@ -185,7 +201,7 @@ class Manifests:
 
     def clear(self) -> None:
         """Removes the published files of all machines."""
-        if not self.is_apart:
+        if not self._is_apart:
             self._remove(match[0] for match in self._files() if not match[3])
             return
         # The manifests first: one without an answer to the commit would be waited for.
@@ -196,7 +212,7 @@ class Manifests:
 
     def clear_former(self, live: Iterable[Save]) -> None:
         """Removes what older saves to local directories have left, except for these saves."""
-        if not self.is_apart:
+        if not self._is_apart:
             return
         folder, names_of_live = self.directory.parent, set(map(_folder_name, live))
 
@@ -237,7 +253,7 @@ class Manifests:
 
         The directory of a run may not answer although the local directories do.
         """
-        return self._answers.get(call) if self.is_apart else call()
+        return self._answers.get(call) if self._is_apart else call()
 
     def _path(self, node: int, kind: FileKind) -> Location:
         return self.directory / f".agents-{self.tag}-{node}.{kind}"

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch_ckpt import errors
+from torch_ckpt.agent.memory import Save
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -32,7 +33,9 @@ __all__ = [
     "Kind",
     "Message",
     "decode",
+    "decoded_save",
     "encode",
+    "encoded_save",
     "failure_of",
     "has_arrived",
     "peer_of",
@@ -169,6 +172,18 @@ def _decode_body(nbytes: int, crc: int, body: bytes) -> tuple[dict[str, Any], li
         return facts, blobs
     except (RecursionError, TypeError, ValueError) as error:
         raise CorruptionError(f"cannot read a message: {error}") from error
+
+
+def encoded_save(save: Save | None) -> tuple[str, int] | None:
+    """Returns session and sequence of a save as JSON has them."""
+    return None if save is None else (save[0].hex(), save[1])
+
+
+def decoded_save(value: object) -> Save | None:
+    """Returns the save of which a message has the session and the sequence."""
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    return bytes.fromhex(str(value[0])), int(value[1])
 
 
 def send(connection: socket.socket, kind: Kind, **fields: Any) -> None:

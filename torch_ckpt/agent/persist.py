@@ -147,7 +147,9 @@ def write_shares(
         pool = _native.BufferPool(pool_nbytes, block_nbytes)
         reports = []
         for number in range(first, len(shares), threads):
-            share = _Share(*shares[number], directory, save_id)
+            snapshot, assignment = shares[number]
+            work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
+            share = _Share(snapshot, work, directory, save_id)
             reports += share.write(pool, how, jobs, written)
         return reports
 
@@ -231,19 +233,14 @@ def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
         )
 
 
+@dataclass(frozen=True)
 class _Share:
     """The share of one rank, which goes to files in a directory."""
 
-    def __init__(
-        self,
-        snapshot: _native.StoredSnapshot,
-        assignment: bytes,
-        directory: Location,
-        save_id: str,
-    ) -> None:
-        self._snapshot, self._rank = snapshot, snapshot.header.rank
-        self._work = _native.Work(_native.ItemTable.decode(snapshot.items), assignment)
-        self._directory, self._save_id = directory, save_id
+    snapshot: _native.StoredSnapshot
+    work: _native.Work
+    directory: Location
+    save_id: str
 
     def write(
         self, pool: _native.BufferPool, how: Writing, jobs: FileJobs, written: list[str]
@@ -252,24 +249,24 @@ class _Share:
 
         ``written`` receives the name of each complete file.
         """
-        work = self._work
+        work, rank = self.work, self.snapshot.header.rank
         groups: Sequence[Sequence[int]] = [range(len(work))] if len(work) else []
         found = None
         reports: list[FileReport] = []
-        names = (f"__{self._rank}_{n}_{self._save_id}.distcp" for n in itertools.count())
+        names = (f"__{rank}_{n}_{self.save_id}.distcp" for n in itertools.count())
         if how.reuses and len(work):
-            batch = self._snapshot.batch(work.items)
+            batch = self.snapshot.batch(work.items)
             batch.cut(work)
             found = take_from_base(
-                *(how.base, self._directory, work, batch.digests(False, 1)),
+                *(how.base, self.directory, work, batch.digests(False, 1)),
                 lambda positions: batch.full_digests(positions, 1),
                 new_name=names.__next__,
                 finished=written,
-                sync=self._snapshot.sync,
+                sync=self.snapshot.sync,
             )
             for file in found.files:
                 extents = [(work.items[box[0]], box[2], box[3]) for box in file.boxes]
-                reports.append((self._rank, file.report, _native.encode_extents(extents)))
+                reports.append((rank, file.report, _native.encode_extents(extents)))
             groups = found.groups
         for positions in groups:
             reports.append(self._write(next(names), positions, found, pool, how.io, jobs))
@@ -286,9 +283,9 @@ class _Share:
         jobs: FileJobs,
     ) -> FileReport:
         """Writes a file: the items at some positions."""
-        work = self._work.part(positions)
+        work = self.work.part(positions)
         items = work.items
-        planned = _native.PlannedFile(work, self._snapshot.batch(items))
+        planned = _native.PlannedFile(work, self.snapshot.batch(items))
         if found is not None:
             digested = set(found.digested)
             planned.add_digests(
@@ -301,15 +298,16 @@ class _Share:
             planned.write(job, 0, len(planned))
 
         job, appended = write_planned(
-            self._directory / name,
+            self.directory / name,
             planned,
             write_tensors,
-            lambda job, position: job.append(self._snapshot.object_bytes(items[position])),
+            lambda job, position: job.append(self.snapshot.object_bytes(items[position])),
             pool=pool,
             direct=io.direct,
-            sync=self._snapshot.sync,
+            sync=self.snapshot.sync,
         )
-        return self._rank, (name, *job.sums, planned.digests, 0), planned.extents(appended)
+        file = name, *job.sums, planned.digests, 0
+        return self.snapshot.header.rank, file, planned.extents(appended)
 
 
 def directory_of(snapshot: _native.StoredSnapshot) -> Location:

@@ -1,14 +1,25 @@
-"""The trainer process of one rank, as the agent observes it."""
+"""The trainer processes of the ranks of a machine, as its agent observes them."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import time
+from collections.abc import Sequence
 
+from torch_ckpt.agent.memory import Save
+from torch_ckpt.agent.slots import SlotScan
 from torch_ckpt.coordination.owner import started_at
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import Descriptor
 
-__all__ = ["RankProcess"]
+__all__ = ["RankProcess", "RankProcesses"]
+
+_log = logging.getLogger("torch_ckpt.agent")
+
+_REGISTER_S = 10.0
+"""Time within which trainers register with a restarted agent."""
 
 
 class RankProcess:
@@ -53,16 +64,105 @@ class RankProcess:
             self._died = self._started == "0" or started_at(self.pid) not in (self._started, None)
         return not self._died
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the process died without detaching."""
-        return not self.has_detached and not self.is_alive
-
     def is_active(self, pid: int) -> bool:
         """Returns whether the trainer lives, so that process ``pid`` cannot have its rank."""
         if self.pid == pid and not self.connections:  # It has left, and begins a new session.
             return False
         return not self.has_detached and self.is_alive
+
+
+class RankProcesses:
+    """The trainers of a machine. Requires: the caller holds the lock of the agent.
+
+    ``ranks`` are those of this machine in the present session. Processes may be of earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: Sequence[int] = ()
+        self._processes: dict[int, RankProcess] = {}
+        self._began = self._idle_since = time.monotonic()
+        self._lost_since: float | None = None
+
+    def register(self, rank: int, session: bytes, pid: int, ranks: Sequence[int]) -> RankProcess:
+        """Returns the trainer of a rank, one of ``ranks``. Raises CheckpointError if it has one."""
+        found = self._processes.get(rank)
+        if found is None or found.pid != pid or found.session != session:
+            if found is not None and found.is_active(pid):
+                raise CheckpointError(
+                    f"cannot register rank {rank}: process {found.pid} already has this rank"
+                )
+            found = self._processes[rank] = RankProcess(rank, session, pid)
+        self.ranks = ranks
+        for other in set(self._processes).difference(ranks):
+            if not self._processes[other].is_alive:
+                del self._processes[other]  # A rank of an earlier session.
+        return found
+
+    def active(self, pid: int = 0) -> list[RankProcess]:
+        """Returns the trainers that live, so that process ``pid`` cannot have their ranks."""
+        return [each for each in self._processes.values() if each.is_active(pid)]
+
+    def is_leaving(self, pid: int, session: bytes) -> bool:
+        """Returns whether connections of an earlier session of a process are open."""
+        former = [p for p in self._processes.values() if p.pid == pid and p.session != session]
+        return any(each.connections and not each.has_detached for each in former)
+
+    @property
+    def all_detached(self) -> bool:
+        """Whether all trainers have ended in good order."""
+        return bool(self._processes) and all(p.has_detached for p in self._processes.values())
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since :meth:`have_ended` has last found a trainer alive."""
+        return time.monotonic() - self._idle_since
+
+    def have_ended(self, linger_s: float, first_within_s: float) -> bool:
+        """Returns whether all have detached, or none has been alive for ``linger_s``.
+
+        ``first_within_s`` is the wait for a first trainer.
+        """
+        if self.all_detached and len(self._processes) >= len(self.ranks):
+            return True
+        if self.active():
+            self._idle_since = time.monotonic()
+            return False
+        return self.idle_s > (linger_s if self._processes else first_within_s)
+
+    def lost_s(self) -> float:
+        """Returns for how many seconds there have been trainers that died without detaching."""
+        lost = [p for p in self._processes.values() if not (p.has_detached or p.is_alive)]
+        if not lost:
+            self._lost_since = None
+            return 0.0
+        if self._lost_since is None:
+            self._lost_since = time.monotonic()
+            _log.info("rank %d (process %d) died", lost[0].rank, lost[0].pid)
+        return time.monotonic() - self._lost_since
+
+    def have_restarted(self, save: Save) -> bool:
+        """Returns whether ranks of a later session than that of a save live."""
+        return any(p.session > save[0] and p.is_alive for p in self._processes.values())
+
+    def are_live(self, save: Save) -> bool:
+        """Returns whether trainers of a save live, or have ended in good order."""
+        trainers = [p for p in self._processes.values() if p.session == save[0]]
+        return any(p.has_detached or (p.connections and p.is_alive) for p in trainers)
+
+    def is_awaited(self, save: Save, scan: SlotScan) -> bool:
+        """Returns whether the ranks that have not completed a save may still complete it."""
+        missing = set(self.ranks).difference(scan.ranks_of(save))
+        if missing & scan.ranks_beyond(save):  # A restarted agent lacks their reports.
+            return False
+        return bool(missing) and all(self._may_complete(rank, save) for rank in missing)
+
+    def _may_complete(self, rank: int, save: Save) -> bool:
+        found = self._processes.get(rank)
+        if found is None:
+            return time.monotonic() - self._began < _REGISTER_S
+        if found.session != save[0] or found.has_detached or not found.is_alive:
+            return False
+        return found.reached <= save[1]
 
 
 def _pidfd(pid: int) -> Descriptor | None:

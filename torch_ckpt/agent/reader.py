@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.replica_files import verify_replica
+from torch_ckpt.agent.slot_reports import SlotReport, SlotSource, sources_of_whole_saves
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
-from torch_ckpt.formats.snapshot import open_snapshot
+from torch_ckpt.formats.snapshot import SlotTable, merged_index, open_snapshot
 from torch_ckpt.storage.reader import FastReader
 
-__all__ = ["MemoryCheckpoint", "SnapshotReader"]
+__all__ = ["MemoryCheckpoint", "SnapshotReader", "find_snapshot"]
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,45 @@ class SnapshotReader(FastReader):
             trust_pickle=self.trust_pickle,
             others=checkpoint.others,
         )
+
+
+def find_snapshot(
+    step: int | None,
+    member: Member,
+    folder: Path,
+    report: Callable[[], SlotReport],
+    decide: Callable[..., Any],
+) -> MemoryCheckpoint | None:
+    """Returns the newest save of a step, or of any step; ``None`` if there is none in memory.
+
+    All ranks call this function. ``decide`` is :meth:`Group.decide
+    <torch_ckpt.coordination.group.Group.decide>` with a timeout, and ``report`` returns what this
+    machine has in memory.
+    """
+
+    def choose(reports: list[SlotReport]) -> list[SlotSource] | None:
+        whole = sources_of_whole_saves(reports)
+        saves = [s for s, sources in whole.items() if step in (None, sources[0][1].step)]
+        return whole[max(saves)] if saves else None
+
+    sources: list[SlotSource] | None
+    sources = decide("comparing snapshots in memory", report, choose)
+    if sources is None:
+        return None
+    here = [slots for node, slots in sources if node == member.node]
+    paths = [folder / name for slots in here for name in slots.names]
+    replicas = [folder / name for slots in here if slots.is_replica for name in slots.names]
+
+    def tables() -> list[SlotTable]:
+        return [SlotTable.read(path) for path in paths] if member.is_first_here else []
+
+    def merge(found: list[list[SlotTable]]) -> _native.Index:
+        return merged_index(chain.from_iterable(found))
+
+    several = member.node_count > 1
+    others = decide("sending the tables of slots", tables, merge) if several else None
+    own = f"rank-{member.rank}."
+    paths.sort(key=lambda path: not path.name.startswith(own))  # A stable order.
+    part = member.ranks_here.index(member.rank), len(member.ranks_here)
+    first = sources[0][1]
+    return MemoryCheckpoint(first.save, first.step, folder, paths, replicas, part, others)

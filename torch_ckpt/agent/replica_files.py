@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ __all__ = [
     "ReplicaFile",
     "clear_replica",
     "found_replicas",
-    "remove_replica",
+    "remove_replicas",
     "replica_path",
     "slot_blocks",
     "used_nbytes",
@@ -63,21 +63,16 @@ def found_replicas(folder: Path) -> list[tuple[int, int, Path]]:
     return [(int(match[2]), int(match[3]), folder / match[0]) for match in matches]
 
 
-def _complete(folder: Path) -> Iterator[tuple[_native.SlotHeader, Path]]:
-    for _, _, path in found_replicas(folder):
-        with contextlib.suppress(CheckpointError):
-            slot = _native.Slot.open(os.fsencode(path), False)
-            yield slot.header(), path
-
-
 def whole_replicas(
     folder: Path, run: bytes
 ) -> dict[tuple[Save, int], list[tuple[_native.SlotHeader, Path]]]:
     """Returns the replicas of each save and node that are complete for all ranks of the node."""
     by_node: dict[int, list[tuple[_native.SlotHeader, Path]]] = {}
-    for header, path in _complete(folder):
-        if header.run == run:
-            by_node.setdefault(header.node, []).append((header, path))
+    for _, _, path in found_replicas(folder):
+        with contextlib.suppress(CheckpointError):
+            header = _native.Slot.open(os.fsencode(path), False).header()
+            if header.run == run:
+                by_node.setdefault(header.node, []).append((header, path))
     return {
         (save, node): slots
         for node, found in by_node.items()
@@ -94,10 +89,12 @@ def clear_replica(path: Path) -> list[_native.Slot]:
     return []
 
 
-def remove_replica(path: Path) -> list[_native.Slot]:
-    """Removes a replica, and returns its memory, which is freed with the last reference."""
-    memory = clear_replica(path)
-    path.unlink(missing_ok=True)
+def remove_replicas(folder: Path) -> list[_native.Slot]:
+    """Removes all replicas, and returns their memory, which is freed with the last reference."""
+    memory = []
+    for _, _, path in found_replicas(folder):
+        memory += clear_replica(path)
+        path.unlink(missing_ok=True)
     return memory
 
 
@@ -179,18 +176,14 @@ def verify_replica(path: Path, part: int = 0, parts: int = 1) -> None:
     Raises CorruptionError, with the name of the file, if a block is damaged.
     """
     with memoryview(_native.Slot.open(os.fsencode(path), False)) as view:
-        for begin, end, expected in _slice(_blocks(path, view), part, parts):
+        blocks = _blocks(path, view)
+        first, last = len(blocks) * part // parts, len(blocks) * (part + 1) // parts
+        for begin, end, expected in blocks[first:last]:
             if _native.xxh3(view[begin:end]) != expected:
                 raise CorruptionError(
                     f"cannot load replica {path}: the {end - begin} bytes at {begin} do not have "
                     "their checksum"
                 )
-
-
-def _slice(
-    blocks: list[tuple[int, int, int]], part: int, parts: int
-) -> Iterable[tuple[int, int, int]]:
-    return blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
 
 
 def _blocks(path: Path, view: memoryview) -> list[tuple[int, int, int]]:

@@ -9,18 +9,16 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import Save, free
-from torch_ckpt.agent.messages import Kind, Message, failure_of, receive, send
+from torch_ckpt.agent.messages import Kind, Message, decoded_save, failure_of, receive, send
 from torch_ckpt.agent.replica_files import (
     GENERATIONS,
     ReplicaFile,
     clear_replica,
     found_replicas,
-    remove_replica,
     replica_path,
     slot_blocks,
     whole_replicas,
@@ -30,15 +28,15 @@ from torch_ckpt.agent.replica_wire import (
     HEAD,
     IO_TIMEOUT_S,
     POLL_S,
-    prepared,
     receive_into,
     wait_readable,
 )
+from torch_ckpt.coordination.handshake import keep_alive
 from torch_ckpt.coordination.listeners import Listeners
 from torch_ckpt.errors import CheckpointError, CorruptionError, StorageError
 from torch_ckpt.filesystems.cgroups import memory_limit
 
-__all__ = ["ReplicaReceiver", "remove_replicas"]
+__all__ = ["ReplicaReceiver", "check_memory"]
 
 _log = logging.getLogger("torch_ckpt.agent")
 
@@ -82,7 +80,7 @@ class ReplicaReceiver:
         with contextlib.closing(self._listeners):
             while not self._is_closed:
                 for connection in self._listeners.accepted([self._source], POLL_S).values():
-                    self._replace(prepared(connection))
+                    self._replace(keep_alive(connection))
         self._replace(None)
 
     def _replace(self, connection: socket.socket | None) -> None:
@@ -117,7 +115,7 @@ class ReplicaReceiver:
     def _answer(self, connection: socket.socket, message: Message) -> None:
         try:
             slots, save = self._checked(message)
-            keep = _save_of(message.get("keep"))
+            keep = decoded_save(message.get("keep"))
             files = self._begin(connection, slots, save, keep)
         except ConnectionAbortedError:
             raise
@@ -288,14 +286,3 @@ def check_memory(folder: Path, missing: int) -> None:
         raise StorageError(
             f"cannot reserve {missing} bytes of memory for replicas: {limit}", errno.ENOMEM
         )
-
-
-def remove_replicas(folder: Path) -> list[_native.Slot]:
-    """Removes all replicas, and returns their memory, which is freed with the last reference."""
-    return list(chain.from_iterable(remove_replica(path) for _, _, path in found_replicas(folder)))
-
-
-def _save_of(value: object) -> Save | None:
-    if not isinstance(value, list) or len(value) != 2:
-        return None
-    return bytes.fromhex(str(value[0])), int(value[1])

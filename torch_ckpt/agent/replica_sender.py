@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import Save
-from torch_ckpt.agent.messages import Kind, raise_failure, receive, send
+from torch_ckpt.agent.messages import Kind, encoded_save, raise_failure, receive, send
 from torch_ckpt.agent.replica_files import slot_blocks, used_nbytes
 from torch_ckpt.agent.replica_wire import (
     ALL_SENT,
@@ -93,6 +93,7 @@ class ReplicaSender:
         rate: Callable[[], float | None],
     ) -> None:
         self.superseded = 0
+        """Number of saves whose replica was not begun or not finished, because of a newer save."""
         self._folder = folder
         self._run, self._session, self._node, self._buddy = run, session, node, buddy
         self._slots, self._changed = slots, changed
@@ -203,7 +204,7 @@ class ReplicaSender:
             sequence=save[1],
             node=self._node,
             slots=[[slot.header.rank, slot.nbytes] for slot in slots],
-            keep=None if keep is None else [keep[0].hex(), keep[1]],
+            keep=encoded_save(keep),
         )
         _await_answer(connection)
         try:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torch_ckpt.agent.messages import has_arrived
-from torch_ckpt.coordination.handshake import Dialling
+from torch_ckpt.coordination.handshake import Dialling, keep_alive
 from torch_ckpt.process_state import PROCESS
 
 __all__ = [
@@ -45,24 +45,9 @@ DIAL_S = 5.0
 
 _CHUNK_NBYTES = 256 << 10
 
-_KEEPALIVE = {
-    socket.SO_KEEPALIVE: (socket.SOL_SOCKET, 1),
-    socket.TCP_KEEPIDLE: (socket.IPPROTO_TCP, 3),
-    socket.TCP_KEEPINTVL: (socket.IPPROTO_TCP, 2),
-    socket.TCP_KEEPCNT: (socket.IPPROTO_TCP, 3),
-    socket.TCP_NODELAY: (socket.IPPROTO_TCP, 1),
-}
-
 
 class OvertakenError(Exception):
     """The slots that are being sent are needed for a newer save."""
-
-
-def prepared(connection: socket.socket) -> socket.socket:
-    """Returns a connection on which the end of the other machine is noticed."""
-    for option, (level, value) in _KEEPALIVE.items():
-        connection.setsockopt(level, option, value)
-    return connection
 
 
 def dial(addresses: Sequence[tuple[str, int]], token: str, node: int) -> socket.socket:
@@ -74,7 +59,7 @@ def dial(addresses: Sequence[tuple[str, int]], token: str, node: int) -> socket.
     for host, port in addresses:
         ends_at = time.monotonic() + DIAL_S
         try:
-            connection = prepared(PROCESS.own(socket.create_connection((host, port), DIAL_S)))
+            connection = keep_alive(PROCESS.own(socket.create_connection((host, port), DIAL_S)))
         except OSError as error:
             failures.append(f"{host}: {error}")
             continue

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from torch_ckpt.agent.memory import Save
-from torch_ckpt.agent.messages import decode, encode
+from torch_ckpt.agent.messages import Kind, Message, decode, encode, encoded_save
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.replica_files import (
     GENERATIONS,
     PENDING_REPLICA,
     ReplicaFile,
     found_replicas,
+    remove_replicas,
 )
-from torch_ckpt.agent.replica_receiver import ReplicaReceiver, check_memory, remove_replicas
+from torch_ckpt.agent.replica_receiver import ReplicaReceiver, check_memory
 from torch_ckpt.agent.replica_sender import Buddy, ReplicaSender
 from torch_ckpt.agent.slots import Slots, SlotScan
 from torch_ckpt.coordination.listeners import Listeners
@@ -78,8 +79,8 @@ class Replicas:
         self._start()
         _log.info("replicating to machine %d", state["buddy"])
 
-    def listen(self, session: bytes, node: int, hosts: Sequence[str]) -> dict[str, Any]:
-        """Listens for another agent, in a new session; returns where, and the secret token.
+    def listen(self, session: bytes, node: int, hosts: Sequence[str]) -> Message:
+        """Listens for another agent, in a new session; answers where, and the secret token.
 
         Raises StorageError if the system cannot listen.
         """
@@ -93,14 +94,14 @@ class Replicas:
             ) from error
         self._state = {"session": session.hex(), "node": node, "token": token}
         self._state["at"] = self._listeners.addresses
-        return {"at": self._listeners.addresses, "token": token}
+        return {"kind": Kind.LISTENING, "at": self._listeners.addresses, "token": token}
 
     def connect(
         self, buddy: int, at: Sequence[tuple[str, int]], token: str, source: int, rank: int
     ) -> None:
         """Begins to send to a buddy, and to receive from a source, as ``rank`` wants.
 
-        The same rank asks which saves are :meth:`replicated`.
+        The same rank asks for a :meth:`report`.
         """
         if self._listeners is None:
             raise CheckpointError("cannot replicate: this agent does not listen for replicas")
@@ -146,17 +147,19 @@ class Replicas:
         """Whether this agent replicates."""
         return self._sender is not None
 
-    def replicated(self, scan: SlotScan) -> list[Save] | None:
-        """Returns the complete saves of this machine of which the buddy has the replica.
+    def report(self, scan: SlotScan) -> Message:
+        """Answers of which complete saves of this machine the buddy has the replica.
 
-        ``None`` if this agent does not replicate. The buddy retains them until the rank
-        of :meth:`connect` has :meth:`decided`.
+        The buddy retains them until the rank of :meth:`connect` has :meth:`decided`.
         """
         sender = self._sender
         if sender is None:
-            return None
+            failure = f"its agent does not replicate any more; see {self._folder / 'agent.log'}"
+            return {"kind": Kind.SAVES, "saves": None, "superseded": 0, "failure": failure}
         self._is_deciding = True
-        return [save for save in scan.complete if sender.is_complete(save)]
+        saves = [encoded_save(save) for save in scan.complete if sender.is_complete(save)]
+        facts = {"superseded": sender.superseded, "failure": sender.failure}
+        return {"kind": Kind.SAVES, "saves": saves, **facts}
 
     def decided(self, rank: int, keep: Save | None) -> None:
         """Sets ``keep``, as the ranks have decided it; ``rank`` is one of them."""
@@ -164,18 +167,6 @@ class Replicas:
         if self._is_deciding and rank == self._state.get("rank"):
             self._is_deciding = False
             self._changed.notify_all()
-
-    @property
-    def superseded(self) -> int:
-        """Number of saves whose replica was not begun or not finished, because of a newer save."""
-        return 0 if self._sender is None else self._sender.superseded
-
-    @property
-    def failure(self) -> str:
-        """Why this agent replicates nothing now; empty if no attempt has failed."""
-        if self._sender is None:
-            return f"its agent does not replicate any more; see {self._folder / 'agent.log'}"
-        return self._sender.failure
 
     def reserve(self, slots: dict[int, int]) -> None:
         """Checks that there is memory for replicas, besides the slots of this machine's ranks.

@@ -119,16 +119,14 @@ class Saves:
         except (OSError, ValueError):
             return self._failures.get(save)
 
-    def request(self, save: Save) -> None:
-        """Requests that a save is persisted; retries a failed save."""
-        self._requested.add(save)
-        self._forget_failure(save)
-        self.begin_next()
+    def request(self, save: Save, *, is_offer: bool = False) -> None:
+        """Requests that a save is persisted; retries a failed save.
 
-    def offer(self, save: Save) -> None:
-        """Requests that a save is persisted, unless a newer save reaches the disk first."""
-        self._offered.add(save)
-        self._forget_failure(save)
+        With ``is_offer``, it need not be if a newer save reaches the disk first.
+        """
+        (self._offered if is_offer else self._requested).add(save)
+        self._failures.pop(save, None)
+        self._failure(save).unlink(missing_ok=True)
         self.begin_next()
 
     def lose(self, saves: Iterable[Save]) -> None:
@@ -226,10 +224,10 @@ class Saves:
             options = self._options()
             publish = functools.partial(self._unpublished.add, within_s=options.peers_timeout_s)
             memories = [slot.memory for slot in entry.slots if slot.memory is not None]
+            files = manifests_of(memories[0])
             try:
                 directory = self._claim_directory(save, entry.slots)
             except StorageError as error:
-                files = manifests_of(memories[0])
                 failure = files.failure_of(error)
                 publish(files, {"epoch": None, "failure": failure})
                 raise_failure(failure)
@@ -243,7 +241,7 @@ class Saves:
                 remote_failure=lambda: self._remote_failures.get(save),
                 publish_later=publish,
             )
-            self._unpublished.discard(entry.joint.tag)
+            self._unpublished.discard(files.tag)
             entry.joint.begin()
         return False
 
@@ -333,10 +331,6 @@ class Saves:
         if base is not None and str(base) == str(directory):
             base = None
         return Writing(options.io, options.reuse, base)
-
-    def _forget_failure(self, save: Save) -> None:
-        self._failures.pop(save, None)
-        self._failure(save).unlink(missing_ok=True)
 
     def _failure(self, save: Save) -> Path:
         return self._folder / f"failed-{save[0].hex()}-{save[1]}"

@@ -75,24 +75,27 @@ class SlotScan:
         return {header.rank for header, _ in self._found if header.save > save}
 
 
-SavePredicate = Callable[[Save, SlotScan], bool]
-"""A property of a save, given the slots of a scan."""
-
-
 class Slots:
     """All slots of a run on this machine. Requires: the caller holds ``changed``, the agent's lock.
 
     Each slot's header describes its snapshot, so a restarted agent recovers all state from files.
     Slots of other runs, by their 16 bytes, are ignored. :meth:`reserve` and :meth:`acquire` release
     the lock while they allocate memory. Removed memory is ``doomed``: the caller passes that to
-    :func:`~torch_ckpt.agent.memory.free` without the lock.
+    :func:`~torch_ckpt.agent.memory.free` without the lock. ``is_needed`` returns whether a save is
+    complete, and still to be persisted, or other ranks may still complete it.
     """
 
-    def __init__(self, folder: Path, run: bytes, changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: bytes,
+        changed: threading.Condition,
+        is_needed: Callable[[Save, SlotScan], bool],
+    ) -> None:
         self.doomed: list[_native.Slot] = []
         self.is_allocating = False
         """Whether a rank's memory is being allocated. Only one is at a time."""
-        self._changed = changed
+        self._changed, self._is_needed = changed, is_needed
         self._folder = folder
         self._run = run
         self._slots: dict[int, list[SlotFile]] = {}
@@ -186,63 +189,39 @@ class Slots:
         found = [slot.memory for slots in self._slots.values() for slot in slots]
         return sum(memory.nbytes for memory in found if memory is not None)
 
-    def retain(
-        self, ranks: Collection[int], is_pending: SavePredicate, keep: Save | None = None
-    ) -> None:
+    def retain(self, ranks: Collection[int], keep: Save | None = None) -> None:
         """Removes the slots of former ranks, except those of ``keep`` and of pending saves."""
         scan = self.scan()
         newest = max(scan.complete, default=None)
         for rank in set(self._slots).difference(ranks):
             headers = [slot.header for slot in self._slots[rank]]
             is_needed = any(slot.readers for slot in self._slots[rank]) or any(
-                h is not None and (h.save in (newest, keep) or is_pending(h.save, scan))
+                h.save in (newest, keep)
+                or (h.save in scan.complete and self._is_needed(h.save, scan))
                 for h in headers
+                if h is not None
             )
             if not is_needed:
                 self._remove([rank])
 
-    def acquire(
-        self,
-        rank: int,
-        nbytes: int,
-        is_pending: SavePredicate,
-        is_awaited: SavePredicate,
-        keep: Save | None = None,
-    ) -> SlotFile | None:
+    def acquire(self, rank: int, nbytes: int, keep: Save | None = None) -> SlotFile | None:
         """Clears a slot of a rank and returns it, for the rank to fill; ``None`` if none is free.
 
-        The slots of three saves are never free: the newest complete save, a save that other ranks
-        may still complete (``is_awaited``), and a complete save that is still to be persisted
-        (``is_pending``). If ``keep`` is complete, it remains in the place of the newest, unless the
-        rank would have to wait. Raises StorageError if the tmpfs or the container's memory limit
-        has too little space.
+        Never free are the slots of the newest complete save, and of one that is needed. If ``keep``
+        is complete, it remains in the place of the newest, unless the rank would have to wait.
+        Raises StorageError if the tmpfs or the container's memory limit has too little space.
         """
         slot = None
         if keep is not None and keep in self.scan().complete:
-            slot = self._find_free(rank, is_pending, is_awaited, keep)
-        slot = slot or self._find_free(rank, is_pending, is_awaited)
+            slot = self.find_free(rank, keep)
+        slot = slot or self.find_free(rank)
         if slot is not None:
             self._allocate(slot, nbytes)
             if slot.memory is not None:
                 slot.memory.clear()
         return slot
 
-    def has_free(
-        self,
-        rank: int,
-        is_pending: SavePredicate,
-        is_awaited: SavePredicate,
-    ) -> bool:
-        """Returns whether :meth:`acquire` would find a free slot."""
-        return self._find_free(rank, is_pending, is_awaited) is not None
-
-    def _find_free(
-        self,
-        rank: int,
-        is_pending: SavePredicate,
-        is_awaited: SavePredicate,
-        keep: Save | None = None,
-    ) -> SlotFile | None:
+    def find_free(self, rank: int, keep: Save | None = None) -> SlotFile | None:
         """Returns an empty slot, or else that of the oldest save that is not needed."""
         scan = self.scan()
         retained = max(scan.complete, default=None) if keep is None else keep
@@ -253,10 +232,8 @@ class Slots:
             header = slot.header
             if header is None:
                 return slot
-            save = header.save
-            is_needed = is_pending(save, scan) if save in scan.complete else is_awaited(save, scan)
-            if save != retained and not is_needed:
-                free.append((save, slot))
+            if header.save != retained and not self._is_needed(header.save, scan):
+                free.append((header.save, slot))
         return min(free, key=lambda found: found[0])[1] if free else None
 
     def _check_limit(self, slot: SlotFile, nbytes: int) -> None:

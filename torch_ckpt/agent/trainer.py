@@ -8,11 +8,9 @@ import functools
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +18,26 @@ import torch.distributed as dist
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.tensors import gc_paused
-from torch_ckpt.agent.buddies import ReplicaReport, Replication
+from torch_ckpt.agent.buddies import Replication
 from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.copies import AgentCopy
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.failed_saves import FailedSaves
-from torch_ckpt.agent.machine_share import Answer, Decision, MachineShare, decided
 from torch_ckpt.agent.member import connect_all, find_member
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
-    Save,
     complete_slots,
     done_mark,
-    slot_path,
 )
+from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.options import AgentOptions
-from torch_ckpt.agent.reader import MemoryCheckpoint
+from torch_ckpt.agent.own_slots import OwnSlots
+from torch_ckpt.agent.reader import MemoryCheckpoint, find_snapshot
 from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.agent.slot_reports import (
     SlotReport,
-    SlotSource,
     former_run,
     machine_slots,
-    sources_of_whole_saves,
     warn_of_former,
 )
 from torch_ckpt.coordination.background import SaveFuture
@@ -52,10 +47,8 @@ from torch_ckpt.coordination.waiting import submitted
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.formats.committed import open_committed
-from torch_ckpt.formats.snapshot import SlotTable, merged_index
 from torch_ckpt.options import OnBusy
 from torch_ckpt.planning.replica_check import warn_of
-from torch_ckpt.records.record import note
 from torch_ckpt.storage.progress import Phases, is_first
 from torch_ckpt.stored_json import from_json
 
@@ -144,25 +137,20 @@ class SnapshotAgent:
             run = name_of(run)  # Once: a link in the path may move.
             self._shared = None if local is None else Location(run)
             self._member = member = find_member(run, self._group, timeout_s, directory)
-            connect = functools.partial(AgentClient, timeout_s=timeout_s, local=local)
-            self._client = connect_all(
-                self._group, functools.partial(connect, run, member, options), timeout_s
-            )
+            connect = functools.partial(AgentClient, run, member, options, local=local)
+            connect = functools.partial(connect, timeout_s=timeout_s)
+            self._client = connect_all(self._group, connect, timeout_s)
             undo.callback(self._client.close)
             self._replication = Replication(self._client, self._stages, timeout_s)
             self._replication.begin(process_group, options)
             if self._member.is_first_here:
                 warn_of_former(self._client.folder, member.run, member.run_id, run)
             undo.pop_all()
-        self._sequence = 0
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
         self._in_memory: StagedSave | None = None  # The last save, if nobody has asked to write it.
-        self._slots: dict[Path, tuple[int, _native.Slot]] = {}  # Inode and mapped slot by path.
-        self._share = MachineShare(
-            *(self._client.folder, self._member.run, self._member.rank, self._member.node),
-            options.check_replicas,
+        self._slots = OwnSlots(
+            self._client, self._stages, self._replication, options.check_replicas, timeout_s
         )
-        self._devices = _native.Devices()
         self._staging = Exclusive("the memory of this rank in the agent")
         self._has_left, self._pid = False, os.getpid()
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
@@ -196,13 +184,7 @@ class SnapshotAgent:
             StorageError: The tmpfs has too little space.
             UnsupportedError: The state dict has no columnar form.
         """
-        contents = SlotContents.of(state_dict)
-        self._client.reserve(
-            _native.slot_nbytes(len(contents.table("", sync=True)), contents.nbytes)
-        )
-        for number in range(SLOTS_PER_RANK):
-            slot = self._slot(slot_path(self._client.folder, self._member.rank, number))
-            slot.pin_for(contents.batch, self._devices)
+        self._slots.reserve(SlotContents.of(state_dict))
 
     def stage(
         self,
@@ -253,109 +235,37 @@ class SnapshotAgent:
 
         using = self._staging.use_by_all("stage a snapshot", self._stages, self.timeout_s)
         with using, gc_paused():
-            header = self._member.header(self._sequence, step, persist=persist)
-            self._sequence += 1
+            header = self._member.header(self._slots.sequence, step, persist=persist)
+            self._slots.sequence += 1
             self._newest = None
             try:
-                filled = self._fill(header, list_items, sync=sync)
+                wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
+                filled = self._slots.fill(header, list_items, wait_s, sync=sync)
+                assert target is not None
+                if filled is None and self.on_busy != "skip":
+                    self.refused += self.on_busy == "error"
+                    raise CheckpointError(
+                        f"cannot save {target.directory}: earlier saves occupy all slots"
+                    )
             except BaseException:
                 if target is not None:  # Otherwise the slots of other ranks would remain in use.
                     self._client.abort(header.sequence, target)
                 raise
-            sequence = header.sequence
-            assert target is not None
             if filled is None:
-                if self._member.node_count > 1:  # Other machines may not have skipped.
-                    self._client.abort(sequence, target)
-                return None
-            self._newest = filled
-            self._client.filled(self._newest, sequence)
-            return StagedSave(header, target.directory)
-
-    def _fill(
-        self,
-        header: _native.SlotHeader,
-        list_items: Callable[[], tuple[Destination, SlotContents]],
-        *,
-        sync: bool,
-    ) -> Path | None:
-        """Fills a slot; returns its file, or ``None`` if the save is skipped."""
-        target, contents, is_shared = self._decide_shares(header, list_items)
-        directory, where = target.directory, target.encode()
-        self._replication.reserve(lambda: _slot_nbytes(where, contents, sync=sync))
-        table = contents.table(where, sync=sync)
-        nbytes = _native.slot_nbytes(len(table), contents.nbytes)
-        # The agent replaces slots that are too small; unmap them here to free their memory.
-        self._slots = {p: s for p, s in self._slots.items() if s[1].nbytes >= nbytes}
-        wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
-        acquired = self._client.acquire(header.sequence, nbytes, wait_s, self._replication.keep)
-        if acquired is None:
-            if self.on_busy == "skip":
                 self.skipped += 1
+                if self._member.node_count > 1:  # Other machines may not have skipped.
+                    self._client.abort(header.sequence, target)
                 return None
-            self.refused += self.on_busy == "error"
-            raise CheckpointError(f"cannot save {directory}: earlier saves occupy all slots")
-        self.waited += acquired.has_waited
-        if is_shared:
-            contents = self._share.select(contents)
-            table = contents.table(where, sync=sync)
-        slot = self._slot(acquired.path)
-        header.tensors_id, header.share = self._share.tensors, self._share.sharing
-        slot.begin(header, table, contents.nbytes)
-        copying = time.monotonic()
-        contents.copy_to(slot, self._devices)
-        seconds = time.monotonic() - copying
-        _LOG.debug("the slot of %s: copied %d bytes in %.3f s", directory, contents.nbytes, seconds)
-        note(bytes=contents.nbytes)
-        slot.complete()
-        if not is_shared:
-            self._share.set_copied_all(header.save)
-        return acquired.path
-
-    def _decide_shares(
-        self,
-        header: _native.SlotHeader,
-        list_items: Callable[[], tuple[Destination, SlotContents]],
-    ) -> tuple[Destination, SlotContents, bool]:
-        """Returns destination and items of the save, and whether all ranks copy only their shares.
-
-        An error on one rank is raised on all ranks. The ranks agree on the sequence number of the
-        save, since the number of saves in which each has failed may differ.
-        """
-        found: list[tuple[Destination, SlotContents]] = []
-        replication = self._replication
-
-        def list_and_answer() -> tuple[Answer, ReplicaReport, int]:
-            found.append(list_items())
-            answer = self._share.answer(found[0][1], header.save)
-            return answer, replication.report(), header.sequence
-
-        def decide_all(
-            answers: list[tuple[Answer, ReplicaReport, int]],
-        ) -> tuple[Decision, Save | None, int]:
-            header.sequence = max(sequence for *_, sequence in answers)
-            keep = replication.agreed(header.save, [report for _, report, _ in answers])
-            return decided([answer for answer, *_ in answers]), keep, header.sequence
-
-        def assign_and_answer() -> Answer:
-            self._share.assign()
-            return self._share.answer(found[0][1], header.save)
-
-        decide = functools.partial(self._stages.decide, "staging", timeout_s=self.timeout_s)
-        decision: Decision
-        decision, replication.keep, header.sequence = decide(list_and_answer, decide_all)
-        self._sequence = header.sequence + 1
-        replication.warn()
-        if decision == "assign":  # In the save after one in which all copied everything.
-            decision = decide(assign_and_answer, decided)
-        if decision != "shares":
-            self._share.reset()
-        return *found[0], decision == "shares"
+            self._newest, has_waited = filled
+            self.waited += has_waited
+            path = os.fspath(self._newest)
+            self._client.request(Kind.FILLED, path=path, sequence=header.sequence)
+            return StagedSave(header, target.directory)
 
     def withdraw(self) -> None:
         """Discards the save that was staged last."""
         if self._newest is not None and os.getpid() == self._pid:  # A forked child has no slots.
-            self._slots[self._newest][1].clear()
+            self._slots.discard(self._newest)
             self.forget()
 
     def forget(self) -> None:
@@ -364,7 +274,7 @@ class SnapshotAgent:
         All ranks call this method, and then agree that all have, before one saves again.
         """
         self._newest = self._in_memory = None
-        self._share.reset()
+        self._slots.share.reset()
 
     def persist(self, staged: StagedSave) -> None:
         """Waits until the agent has committed a save; requests the save if necessary.
@@ -387,7 +297,7 @@ class SnapshotAgent:
                     contextlib.suppress(CheckpointError),
                     contextlib.closing(self._client.clone()) as other,
                 ):
-                    other.fail(sequence, failure)
+                    other.request(Kind.FAIL, sequence=sequence, failure=failure)
 
         with contextlib.closing(self._client.clone()) as client:
             client.while_waiting = pass_on
@@ -442,10 +352,14 @@ class SnapshotAgent:
 
     def _written(self, staged: StagedSave, phases: Phases) -> Future[None]:
         phases.begin("persisting")
-        awaited, named = self._client.to_commit(staged.directory), self._member.is_first_here
+        client, is_named = self._client, self._member.is_first_here
         self._in_memory, work = None, (self._waiting, self._persist, staged, phases)
-        failure = f"step {staged.header.step} was not saved"
-        return submitted(*work, future=SaveFuture(failure, awaited, is_named=named))
+        outcome: SaveFuture[None] = SaveFuture(
+            f"step {staged.header.step} was not saved",
+            lambda: f"{client.name} to commit {staged.directory}",
+            is_named=is_named,
+        )
+        return submitted(*work, future=outcome)
 
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
         """Waits until the agent has committed a save. The first rank logs it."""
@@ -485,55 +399,26 @@ class SnapshotAgent:
             NotFoundError: A slot has just been freed.
             RankTimeoutError: A rank was late or gone.
         """
-
-        def choose(reports: list[SlotReport]) -> list[SlotSource] | None:
-            whole = sources_of_whole_saves(reports)
-            saves = [s for s, sources in whole.items() if step in (None, sources[0][1].step)]
-            return whole[max(saves)] if saves else None
-
         with self._group.method("find a snapshot", self.timeout_s):
-            sources = self._group.decide(
-                "comparing snapshots in memory", self.slot_report, choose, timeout_s=self.timeout_s
-            )
-            if sources is None:
-                return None
-            member, folder = self._member, self._client.folder
-            here = [slots for node, slots in sources if node == member.node]
-            paths = [folder / name for slots in here for name in slots.names]
-
-            def tables() -> list[SlotTable]:
-                return [SlotTable.read(path) for path in paths] if member.is_first_here else []
-
-            others = None
-            if member.node_count > 1:
-                others = self._group.decide(
-                    "sending the tables of slots",
-                    tables,
-                    lambda found: merged_index(chain.from_iterable(found)),
-                    timeout_s=self.timeout_s,
-                )
-        own = f"rank-{member.rank}."
-        paths.sort(key=lambda path: not path.name.startswith(own))  # A stable order.
-        replicas = [folder / name for slots in here if slots.is_replica for name in slots.names]
-        part = member.ranks_here.index(member.rank), len(member.ranks_here)
-        first = sources[0][1]
-        self._replication.keep = first.save
-        return MemoryCheckpoint(first.save, first.step, folder, paths, replicas, part, others)
+            decide = functools.partial(self._group.decide, timeout_s=self.timeout_s)
+            found = find_snapshot(step, self._member, self.folder, self.slot_report, decide)
+        if found is not None:
+            self._replication.keep = found.save
+        return found
 
     def has_in_memory(self, step: int) -> bool:
         """Returns whether this machine has a complete slot of a step, which an agent may persist.
 
         Any rank may call this method alone.
         """
-        found = complete_slots(self._client.folder, self._member.run)
+        found = complete_slots(self.folder, self._member.run)
         return any(header.step == step for header, _ in found)
 
     def slot_report(self) -> SlotReport:
         """Returns what this machine holds in memory, on its first rank; nothing on the others."""
-        former = former_run(self._client.folder, self._member.run_id)
-        if not self._member.is_first_here or former is not None:
-            return self._member.node, []
-        return self._member.node, machine_slots(self._client.folder, self._member.run)
+        member, former = self._member, former_run(self.folder, self._member.run_id)
+        is_silent = not member.is_first_here or former is not None
+        return member.node, [] if is_silent else machine_slots(self.folder, member.run)
 
     def close(self, *, drop: bool = False) -> None:
         """Ends this rank in good order, once the futures of all its saves have completed.
@@ -553,7 +438,7 @@ class SnapshotAgent:
         self._waiting.shutdown()
         self._in_memory = None
         self._client.detach(drop=drop)
-        self._slots.clear()
+        self._slots.unmap()
         if newest is not None:
             newest[1].result()
 
@@ -575,15 +460,3 @@ class SnapshotAgent:
                 outcome.set_exception(error)
                 outcome.report()
         self._client.detach(drop=False)
-
-    def _slot(self, path: Path) -> _native.Slot:
-        """Returns a mapped slot; maps it again if the agent has replaced the file."""
-        inode = path.stat().st_ino
-        mapped = self._slots.get(path)
-        if mapped is None or mapped[0] != inode:
-            mapped = self._slots[path] = inode, _native.Slot.open(os.fsencode(path), True, True)
-        return mapped[1]
-
-
-def _slot_nbytes(where: str, contents: SlotContents, *, sync: bool) -> int:
-    return _native.slot_nbytes(len(contents.table(where, sync=sync)), contents.nbytes)

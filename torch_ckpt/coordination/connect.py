@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 from torch_ckpt.coordination.addresses import node_id, own_addresses, reachable, refuses
 from torch_ckpt.coordination.contributions import decoded_error, encoded_error
-from torch_ckpt.coordination.handshake import Dialling
+from torch_ckpt.coordination.handshake import Dialling, keep_alive
 from torch_ckpt.coordination.listeners import Listeners
 from torch_ckpt.coordination.tree import FAN_OUT, Tree
 from torch_ckpt.coordination.waiting import LongWait
@@ -44,15 +44,7 @@ _PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continu
 _WATCHERS = 16  # Number of ranks that probe the coordinator.
 _PLACED = "placed"
 
-# The kernel detects a machine without power after about nine seconds.
-_KEEPALIVE = {
-    socket.SO_KEEPALIVE: (socket.SOL_SOCKET, 1),
-    socket.TCP_KEEPIDLE: (socket.IPPROTO_TCP, 3),
-    socket.TCP_KEEPINTVL: (socket.IPPROTO_TCP, 2),
-    socket.TCP_KEEPCNT: (socket.IPPROTO_TCP, 3),
-    socket.TCP_USER_TIMEOUT: (socket.IPPROTO_TCP, 9000),
-    socket.TCP_NODELAY: (socket.IPPROTO_TCP, 1),
-}
+_UNACKNOWLEDGED_MS = 9000  # As long as `keep_alive` takes.
 
 
 class Deadline:
@@ -462,7 +454,6 @@ def _accept(
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
-    for option, (level, value) in _KEEPALIVE.items():
-        connection.setsockopt(level, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
     connection.setblocking(False)
-    return connection
+    return keep_alive(connection)

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
-__all__ = ["CURRENT", "RunningCall", "current_call"]
+if TYPE_CHECKING:
+    from torch_ckpt.coordination.group import Call
 
+__all__ = ["CURRENT", "claim_commit", "current_call", "setting"]
 
-class RunningCall(Protocol):
-    """What the functions of a call may ask it; see :class:`torch_ckpt.coordination.group.Call`."""
+T = TypeVar("T")
 
-    group: Any
-    timeout_s: float
-
-    @property
-    def is_uncommitted(self) -> bool:
-        """Whether the call has failed, and the coordinator cannot commit any more."""
-
-    @property
-    def cancel_on_failure(self) -> Callable[[Any], None]:
-        """The function that registers a job, which a failure of the call cancels."""
-
-    def raise_if_failed(self) -> None:
-        """Raises the error of the call if it has failed."""
-
-    def claim_commit(self) -> None:
-        """Acquires the right to commit."""
-
-
-CURRENT: ContextVar[RunningCall | None] = ContextVar("torch_ckpt_call", default=None)
+CURRENT: ContextVar[Call | None] = ContextVar("torch_ckpt_call", default=None)
 """Set by a call while its functions run."""
 
 
-def current_call() -> RunningCall | None:
+def current_call() -> Call | None:
     """Returns the call that runs in this thread; ``None`` within DCP's own functions."""
     return CURRENT.get()
+
+
+def claim_commit() -> None:
+    """Acquires the right to publish a checkpoint. A writer calls it just before it publishes.
+
+    Raises:
+        RankTimeoutError: The save has failed on the other ranks, so it must not be published.
+
+    Example::
+
+        claim_commit()
+        temporary.rename(final)
+    """
+    call = current_call()
+    if call is not None:
+        call.claim_commit()
+
+
+@contextlib.contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Sets a context variable within the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

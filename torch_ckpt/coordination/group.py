@@ -26,11 +26,17 @@ from torch.distributed.checkpoint.api import (
 from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.coordination.arguments import comparing
-from torch_ckpt.coordination.call_state import METHOD_CALLS, PARTS_OF_SERIES, SERIES_CALLS
+from torch_ckpt.coordination.call_state import (
+    METHOD_CALLS,
+    PARTS_OF_SERIES,
+    SERIES_CALLS,
+    CallState,
+)
 from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.contributions import Contribution, RaisedError, Values
-from torch_ckpt.coordination.current_call import CURRENT, current_call
+from torch_ckpt.coordination.current_call import CURRENT, claim_commit, current_call, setting
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
+from torch_ckpt.coordination.lateness import COMMITTING, WRITING
 from torch_ckpt.coordination.methods import calls_of_method, method
 from torch_ckpt.coordination.portable import (
     attempted,
@@ -45,7 +51,6 @@ from torch_ckpt.coordination.portable import (
     value_of,
     why,
 )
-from torch_ckpt.coordination.relay import COMMITTING, WRITING
 from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.coordination.waiting import GRACE_S, is_duration, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError
@@ -257,12 +262,9 @@ class Call:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Makes :func:`current_call` return this call within the block."""
-        token = CURRENT.set(self)
-        try:
-            with contextlib.nullcontext() if self.record is None else self.record.current():
-                yield
-        finally:
-            CURRENT.reset(token)
+        recording = contextlib.nullcontext() if self.record is None else self.record.current()
+        with setting(CURRENT, self), recording:
+            yield
 
     def progress(self) -> str:
         """Returns how far this rank is, for the log of a long wait."""
@@ -271,19 +273,24 @@ class Call:
         nbytes = f", {nbytes_text(done)} of {nbytes_text(total)} written" if total else ""
         return f"rank {rank} is {self.phase}{nbytes}"
 
+    @property
+    def _state(self) -> CallState | None:
+        relay = self.group.connections.current
+        return None if relay is None else relay.calls.get(self.number)
+
     # ---- The record ----
 
     def heard(self) -> list[records.Heard]:
         """Returns what other ranks have recorded and sent since the last time."""
-        relay = self.group.connections.current
-        return [] if relay is None else relay.take_heard(self.number)
+        state = self._state
+        return [] if state is None else state.take_heard()
 
     def late(self) -> tuple[str, list[int], float] | None:
         """Returns the phase that other ranks have not finished, these ranks, and its begin."""
-        relay, awaited, late = self.group.connections.current, self._awaited, self._late
-        if relay is not None and awaited is not None:
-            exchange, recorded, begin = awaited
-            late = recorded, relay.late(self.number, exchange), begin
+        awaited, late, names = self._awaited, self._late, self.group.names
+        if awaited is not None:
+            (exchange, recorded, begin), state = awaited, self._state
+            late = recorded, names if state is None else state.late(exchange, names), begin
         return late if late is not None and late[0] else None
 
     # ---- DCP's collectives ----
@@ -362,8 +369,7 @@ class Call:
     @property
     def is_uncommitted(self) -> bool:
         """Whether the call has failed, and the coordinator cannot commit any more."""
-        relay = self.group.connections.current
-        return relay is not None and relay.is_uncommitted(self.number)
+        return (state := self._state) is not None and state.is_uncommitted
 
     def cancel_on_failure(self, job: Cancellable) -> None:
         """Cancels a job of the present step when the call fails on any rank.
@@ -461,15 +467,14 @@ class Call:
     def _working(self, phase: str) -> Iterator[None]:
         """Lets a failure of the call end the jobs of this rank within the block."""
         relay = self.group.connections.current
-        if relay is None:
-            yield
-            return
-        self._jobs = self._jobs or Jobs()
-        relay.post(relay.enter, self.number, phase, self._jobs)
+        if relay is not None:
+            self._jobs = self._jobs or Jobs()
+            relay.post(relay.enter, self.number, phase, self._jobs)
         try:
             yield
         finally:
-            self._jobs.clear()
+            if self._jobs is not None:
+                self._jobs.clear()
 
     def _reduced(
         self,
@@ -558,22 +563,6 @@ def time_limit_s() -> float:
     """Returns the deadline of an exchange, in seconds, of the call that runs in this thread."""
     call = current_call()
     return DEFAULT_TIMEOUT_S if call is None else call.timeout_s
-
-
-def claim_commit() -> None:
-    """Acquires the right to publish a checkpoint. A writer calls it just before it publishes.
-
-    Raises:
-        RankTimeoutError: The save has failed on the other ranks, so it must not be published.
-
-    Example::
-
-        claim_commit()
-        temporary.rename(final)
-    """
-    call = current_call()
-    if call is not None:
-        call.claim_commit()
 
 
 def group_of(

@@ -21,7 +21,15 @@ import secrets
 import socket
 import struct
 
-__all__ = ["CONFIRMED", "HELLO", "NONCE_NBYTES", "PROOF_NBYTES", "Dialling", "Handshake"]
+__all__ = [
+    "CONFIRMED",
+    "HELLO",
+    "NONCE_NBYTES",
+    "PROOF_NBYTES",
+    "Dialling",
+    "Handshake",
+    "keep_alive",
+]
 
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32
@@ -29,6 +37,22 @@ _ANSWER_NBYTES = NONCE_NBYTES + PROOF_NBYTES
 CONFIRMED = b"\1"
 HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")
 """The first bytes of the end that dials: its nonce, and its rank or node."""
+
+# The kernel detects a machine without power after about nine seconds.
+_KEEPALIVE = {
+    socket.SO_KEEPALIVE: (socket.SOL_SOCKET, 1),
+    socket.TCP_KEEPIDLE: (socket.IPPROTO_TCP, 3),
+    socket.TCP_KEEPINTVL: (socket.IPPROTO_TCP, 2),
+    socket.TCP_KEEPCNT: (socket.IPPROTO_TCP, 3),
+    socket.TCP_NODELAY: (socket.IPPROTO_TCP, 1),
+}
+
+
+def keep_alive(connection: socket.socket) -> socket.socket:
+    """Returns a connection on which the end of the other machine is noticed."""
+    for option, (level, value) in _KEEPALIVE.items():
+        connection.setsockopt(level, option, value)
+    return connection
 
 
 class Handshake:

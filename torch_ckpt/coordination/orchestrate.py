@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torch_ckpt.coordination.current_call import setting
 from torch_ckpt.coordination.group import Call
 from torch_ckpt.coordination.statefuls import StateDicts, state_dicts_of
 from torch_ckpt.errors import CheckpointError
@@ -70,16 +71,6 @@ def calling_planner() -> SavePlanner | LoadPlanner | None:
     return None
 
 
-@contextlib.contextmanager
-def _planned_by(planner: SavePlanner | LoadPlanner) -> Iterator[None]:
-    """Makes :func:`calling_planner` return a planner within the block."""
-    token = _planner.set(planner)
-    try:
-        yield
-    finally:
-        _planner.reset(token)
-
-
 def is_replanning() -> bool:
     """Returns whether this thread is replanning, so that it must not use cached plans."""
     return _replanning.get()
@@ -112,7 +103,7 @@ def save(
         chosen.set_up_planner(**arguments)  # type: ignore[arg-type]
         set_up: Any = writer.set_up_storage_writer
         _set_up(set_up, group.is_coordinator, rank=group.rank, use_collectives=use_collectives)
-        with _planned_by(chosen):
+        with setting(_planner, chosen):
             return writer.prepare_local_plan(chosen.create_local_plan())
 
     def plan_for_all(plans: list[SavePlan]) -> list[SavePlan]:
@@ -146,7 +137,7 @@ def save(
         except CheckpointException as error:
             if not all(isinstance(e, PlanUnknownError) for e, _ in error.failures.values()):
                 raise
-            with _replanning_now():
+            with setting(_replanning, True):
                 planned = call.reduce_scatter("plan", plan, plan_for_all)
         finished = call.all_reduce("write", write, finish)
         commit_here: Callable[[Metadata], None] | None = getattr(writer, "commit_here", None)
@@ -190,7 +181,7 @@ def load(
         _set_up(
             set_up, metadata, group.is_coordinator, rank=group.rank, use_collectives=use_collectives
         )
-        with _planned_by(chosen):
+        with setting(_planner, chosen):
             return reader.prepare_local_plan(chosen.create_local_plan())
 
     def plan_for_all(plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -242,12 +233,3 @@ def _set_up(function: Callable[..., None], *arguments: Any, **optional: Any) -> 
     """Sets up a writer or reader, with the optional arguments only if it accepts them."""
     accepts = "kwargs" in inspect.signature(function).parameters
     function(*arguments, **(optional if accepts else {}))
-
-
-@contextlib.contextmanager
-def _replanning_now() -> Iterator[None]:
-    token = _replanning.set(True)
-    try:
-        yield
-    finally:
-        _replanning.reset(token)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 import socket
 import struct
 import time
 from collections import deque
 from typing import Any
 
-__all__ = ["Message", "Peer"]
+__all__ = ["Kind", "Message", "Peer"]
+
+
+class Kind(enum.IntEnum):
+    """The kind of a message, which the relay and its parts send and receive."""
+
+    CONTRIBUTIONS, ANSWER, FAILED, GONE, PROMISE, PROMISED, PING, PONG, RAISED, LEFT = range(10)
+
 
 Message = tuple[int, int, int, bytearray]
 """Kind, number of the call, number of the exchange within the call, body."""

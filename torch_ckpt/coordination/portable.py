@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 def pickled(value: object) -> bytes:
     """Returns the pickle of a value, with its errors made portable."""
-    return pickle.dumps(_with_texts(portable(value)))
+    return pickle.dumps(_with_errors(value, lambda error: _ErrorWithText(portable_error(error))))
 
 
 def pickled_values(values: Sequence[object]) -> list[bytes]:
@@ -119,33 +119,24 @@ def _received_error(message: bytes, text: str) -> BaseException:
     return error if isinstance(error, BaseException) else CheckpointError(text)
 
 
-def _with_texts(value: T) -> T:
-    """Returns the value with the texts of its errors."""
-    if isinstance(value, CheckpointException):
-        failures = {rank: _with_texts(failure) for rank, failure in value.failures.items()}
-        return cast(T, CheckpointException(value.args[0], failures))
-    if isinstance(value, BaseException):
-        return cast(T, _ErrorWithText(value))
-    if not _is_wrapped_exception(value):
-        return value
-    error, trace = cast(tuple[BaseException, StackSummary], value)
-    return cast(T, (_with_texts(error), trace))
-
-
 def portable(value: T) -> T:
     """Returns the value, with errors that do not pickle replaced by errors that do.
 
     It is an error, an error in DCP's form, or anything else, which is returned as it is.
     """
+    return _with_errors(value, portable_error)
+
+
+def _with_errors(value: T, change: Callable[[BaseException], BaseException]) -> T:
     if isinstance(value, CheckpointException):
-        failures = {rank: portable(failure) for rank, failure in value.failures.items()}
+        failures = {rank: _with_errors(each, change) for rank, each in value.failures.items()}
         return cast(T, CheckpointException(value.args[0], failures))
     if isinstance(value, BaseException):
-        return cast(T, portable_error(value))
+        return cast(T, change(value))
     if not _is_wrapped_exception(value):
         return value
     error, trace = cast(tuple[BaseException, StackSummary], value)
-    return cast(T, (portable(error), trace if pickles(trace) else StackSummary()))
+    return cast(T, (change(error), trace if pickles(trace) else StackSummary()))
 
 
 def why(error: BaseException) -> str:

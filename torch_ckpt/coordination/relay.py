@@ -13,7 +13,6 @@ even while the rank itself is busy. So the group distinguishes three failures:
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from torch_ckpt.coordination.call_state import METHOD_CALLS, CallState
+from torch_ckpt.coordination.call_state import Calls, CallState
 from torch_ckpt.coordination.connect import Deadline, Neighbours, connect
 from torch_ckpt.coordination.contributions import (
     Contribution,
@@ -40,31 +39,23 @@ from torch_ckpt.coordination.contributions import (
     unpacked_contributions,
 )
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
+from torch_ckpt.coordination.lateness import FORWARD_S, Lateness
 from torch_ckpt.coordination.loop import Loop, settle
-from torch_ckpt.coordination.peer import Message, Peer
-from torch_ckpt.coordination.waiting import LongWait
+from torch_ckpt.coordination.peer import Kind, Message, Peer
+from torch_ckpt.coordination.promises import Promises
 from torch_ckpt.errors import CheckpointError, RankTimeoutError, listed_ranks
 from torch_ckpt.records.record import Heard
 
-__all__ = ["COMMITTING", "WRITING", "Relay"]
-
-WRITING, COMMITTING = "writing", "committing"
-"""The phases in which all ranks write, and in which they wait for the coordinator's commit."""
-
-_CONTRIBUTIONS, _ANSWER, _FAILED, _GONE, _PROMISE, _PROMISED, _PING, _PONG, _RAISED, _LEFT = range(
-    10
-)
+__all__ = ["Relay"]
 
 _PING_S = 1.0  # Interval of pings.
-_FORWARD_S = 0.05  # Longest time that contributions wait for those of other ranks below.
-_CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
 
 
 class Relay(Loop):
     """The communication thread of one rank.
 
-    Other threads use the attributes, and :meth:`late`, :meth:`naming_late`, :meth:`error` and
-    :meth:`is_uncommitted`. They reach the other methods through :meth:`post` and :meth:`submit`.
+    Other threads use the attributes, :meth:`naming_late` and :meth:`error`. They reach the other
+    methods through :meth:`post` and :meth:`submit`.
     ``store`` returns the store in which the ranks exchange their addresses. ``rank`` is as the
     group numbers it; 0 is the coordinator. ``names`` are global ranks. The phase is the one that a
     rank must finish before it connects, for messages. The thread ends when ``owner`` has no
@@ -81,9 +72,7 @@ class Relay(Loop):
     ) -> None:
         super().__init__()
         self.rank, self.names = rank, names
-        self.calls: dict[int, CallState] = {}
-        self._left: dict[int, tuple[int, RankTimeoutError]] = {}
-        """Methods that a rank has left, by number -> the first call that it does not make."""
+        self.calls = Calls()
         self.connected: Future[None] = Future()
         """Completes when all neighbours are connected."""
         self.deadline = Deadline(phase)
@@ -97,40 +86,17 @@ class Relay(Loop):
             target=self._connect_and_run, args=(store,), name="torch_ckpt-group", daemon=True
         ).start()
 
-    def late(self, number: int, exchange: int) -> list[int]:
-        """Returns the ranks whose contributions are missing. Called by the coordinator."""
-        call = self.calls.get(number)
-        state = None if call is None else call.exchanges.get(exchange)
-        arrived = set() if state is None else set(state.contributions)
-        return [name for rank, name in enumerate(self.names) if rank not in arrived]
-
     def naming_late(self, error: TimeoutError, number: int, exchange: int) -> TimeoutError:
         """Returns the error with the ranks that this rank has waited for, if it knows them."""
-        late = self.late(number, exchange)
+        call = self.calls.get(number)
+        late = list(self.names) if call is None else call.late(exchange, self.names)
         if self._parent is not None:
             late = [self.names[rank] for rank in self._parent.silent(time.monotonic())]
         return TimeoutError(f"{error}; {listed_ranks(late)} missing") if late else error
 
-    def take_heard(self, number: int) -> list[Heard]:
-        """Returns what ranks have recorded and sent with a call. Called by the coordinator."""
-        call = self.calls.get(number)
-        if call is None:
-            return []
-        heard, call.heard = call.heard, []
-        return heard
-
     def error(self, number: int) -> Exception | None:
         """Returns the error of a failed call; ``None`` if it has not failed."""
-        call = self.calls.get(number)
-        if call is None:
-            first, left = self._left.get(number // METHOD_CALLS, (0, None))
-            return left if left is not None and number >= first else self.lost
-        return self.lost if call.error is None else call.error
-
-    def is_uncommitted(self, number: int) -> bool:
-        """Returns whether a call has failed before this rank allowed the commit."""
-        call = self.calls.get(number)
-        return call is not None and call.error is not None and not call.promised
+        return self.calls.error(number) or self.lost
 
     # ---- The thread ----
 
@@ -151,19 +117,21 @@ class Relay(Loop):
             self.run()
         except BaseException as error:
             self.lost = CheckpointError(f"the communication thread failed: {error!r}")
-            for call in self.calls.values():
-                self._end(call, self.lost)
+            for call in self.calls:
+                call.end(self.lost)
             raise
         finally:
             self.close()
 
     def join(self, neighbours: Neighbours) -> None:
         """Starts to serve the connections."""
-        self._tree, self._below = neighbours.tree, neighbours.below
+        self._below = neighbours.below
         self._size_below = 1 + sum(map(len, neighbours.below.values()))
         if neighbours.parent is not None:
             self._parent = Peer(*neighbours.parent)
         self._children = {r: Peer(r, c) for r, c in neighbours.children.items()}
+        self._late = Lateness(self.names, neighbours, self._parent, self._children)
+        self._promises = Promises(self.send, self._parent, self._children)
         for peer in (self._parent, *self._children.values()):
             if peer is not None:
                 self.add(peer)
@@ -171,7 +139,7 @@ class Relay(Loop):
     def due(self) -> float | None:
         """Sends pings, forwards contributions, and fails calls after their deadlines."""
         now = time.monotonic()
-        if not any(call.exchanges or call.claim for call in self.calls.values()):
+        if not any(call.exchanges or call.claim for call in self.calls):
             for peer in self.peers:
                 peer.is_pinged, peer.silent_beyond = False, {}
             return None
@@ -180,50 +148,56 @@ class Relay(Loop):
             for peer in self.peers:
                 if not peer.is_pinged:
                     peer.expect_answers()
-                self.send(peer, _PING)
+                self.send(peer, Kind.PING)
         due = self._pinged + _PING_S
-        for call in list(self.calls.values()):
+        for call in self.calls:
             for state in list(call.exchanges.values()):
                 if self._parent is None and state.has_raised:
                     due = min(due, state.raised_until)
                     if now >= state.raised_until:
                         self._raise_on_all(call, state)
                 elif self._parent is None:
-                    self._log_late(call, state)
-                    due = min(due, self._fail_if_late(call, state, now))
+                    self._late.log(call, state)
+                    deadline = self._late.deadline(state)
+                    due = min(due, deadline)
+                    if now >= deadline:
+                        self.fail(call, self._late.error_of_late(call, state, now))
                 else:
-                    if state.contributions and now - state.forwarded >= _FORWARD_S:
+                    if state.contributions and now - state.forwarded >= FORWARD_S:
                         self._pass_up(call, state)
                     if state.contributions:
-                        due = min(due, state.forwarded + _FORWARD_S)
-                    self._fail_if_silent(call, state, now)
+                        due = min(due, state.forwarded + FORWARD_S)
+                    if state.future is not None:
+                        self._late.log(call, state)
+                        if error := self._late.error_of_silent(call, state, now):
+                            self.fail(call, error)
         return max(due - time.monotonic(), 0.0)
 
     def receive(self, peer: Peer, message: Message) -> None:
         """Processes a message."""
         kind, number, exchange, body = message
-        if kind == _CONTRIBUTIONS:
-            self._receive_contributions(self._call(number), exchange, body)
-        elif kind == _ANSWER:
-            self._receive_answer(self._call(number), exchange, body)
-        elif kind == _FAILED:
-            self.fail(self._call(number), decoded_error(body), peer)
-        elif kind == _LEFT:
+        if kind == Kind.CONTRIBUTIONS:
+            self._receive_contributions(self.calls.begun(number), exchange, body)
+        elif kind == Kind.ANSWER:
+            self._receive_answer(self.calls.begun(number), exchange, body)
+        elif kind == Kind.FAILED:
+            self.fail(self.calls.begun(number), decoded_error(body), peer)
+        elif kind == Kind.LEFT:
             self._end_rest(number, decoded_error(body), peer)
-        elif kind == _RAISED:
-            self._receive_raised(self._call(number), body, peer)
-        elif kind == _GONE:
+        elif kind == Kind.RAISED:
+            self._receive_raised(self.calls.begun(number), body, peer)
+        elif kind == Kind.GONE:
             self.abort_group(decoded_error(body), peer)
-        elif kind == _PROMISE:
-            self._promise(self._call(number))
-        elif kind == _PROMISED:
-            self._record_promise(self._call(number), peer.rank)
-        elif kind == _PING:
+        elif kind == Kind.PROMISE:
+            self._promises.give(self.calls.begun(number))
+        elif kind == Kind.PROMISED:
+            self._promises.record(self.calls.begun(number), peer.rank)
+        elif kind == Kind.PING:
             now, silent = time.monotonic(), {}
             for other in self.peers:
                 if other is not peer and self._parent in (other, peer):  # Beyond this rank.
                     silent.update(other.silent(now))
-            self.send(peer, _PONG, 0, 0, json.dumps(list(silent.items())).encode())
+            self.send(peer, Kind.PONG, 0, 0, json.dumps(list(silent.items())).encode())
         else:
             peer.silent_beyond = dict(json.loads(bytes(body)))
 
@@ -235,7 +209,7 @@ class Relay(Loop):
 
     def abort_group(self, error: RankTimeoutError, source: Peer | None = None) -> None:
         """Fails all present and future calls, because a lost rank never returns to its group."""
-        for call in list(self.calls.values()):
+        for call in self.calls:
             for state in list(call.exchanges.values()):
                 if self._parent is None and state.has_raised:  # The first cause counts.
                     self._raise_on_all(call, state)
@@ -243,28 +217,15 @@ class Relay(Loop):
             self.lost = error
             for peer in self.peers:
                 if peer is not source:
-                    self.send(peer, _GONE, 0, 0, encoded_error(error).encode())
-            for call in self.calls.values():
-                self._end(call, call.error_of_lost(error))
+                    self.send(peer, Kind.GONE, 0, 0, encoded_error(error).encode())
+            for call in self.calls:
+                call.end(call.error_of_lost(error))
 
     # ---- Calls ----
 
-    def _call(self, number: int) -> CallState:
-        call = self.calls.get(number)
-        if call is None:
-            call = self.calls[number] = CallState(number)
-            first, error = self._left.get(number // METHOD_CALLS, (0, None))
-            if error is not None and number >= first:
-                call.error = error
-            if len(self.calls) > _CALLS:
-                idle = (n for n, c in self.calls.items() if not c.exchanges and c is not call)
-                self.calls.pop(next(idle, number), None)
-                self.calls[number] = call
-        return call
-
     def enter(self, number: int, phase: str, jobs: Jobs[Cancellable]) -> None:
         """Sets the current phase of this rank, and the jobs that end when the call fails."""
-        call = self._call(number)
+        call = self.calls.begun(number)
         call.phase, call.jobs = phase, jobs
         if call.error is not None or self.lost is not None:
             call.cancel_jobs()
@@ -281,7 +242,7 @@ class Relay(Loop):
 
         The future receives the answer; on the coordinator, the contributions of all ranks.
         """
-        call = self._call(number)
+        call = self.calls.begun(number)
         call.phase = phase
         if isinstance(self.lost, RankTimeoutError) and call.error is None:
             call.error = call.error_of_lost(self.lost)
@@ -348,14 +309,14 @@ class Relay(Loop):
         now = time.monotonic()
         body = packed_contributions(state.phase, state.contributions, now)
         state.contributions, state.forwarded = {}, now
-        self.send(self._parent, _CONTRIBUTIONS, call.number, state.number, *body)
+        self.send(self._parent, Kind.CONTRIBUTIONS, call.number, state.number, *body)
 
     def answer(self, number: int, exchange: int, values: Values, future: Future[None]) -> None:
         """Sends the coordinator's answer to all ranks, unless the call has failed.
 
         An object that is several ranks' value is sent once.
         """
-        call = self._call(number)
+        call = self.calls.begun(number)
         if call.exchanges.pop(exchange, None) is None:
             settle(future, error=call.error or self.lost)
             return
@@ -381,44 +342,18 @@ class Relay(Loop):
         for child, below in self._below.items():
             end = begin + len(below)
             body = packed_answer(values, numbers[begin:end])
-            self.send(self._children[child], _ANSWER, number, exchange, *body)
+            self.send(self._children[child], Kind.ANSWER, number, exchange, *body)
             begin = end
 
     # ---- Commits ----
 
     def claim(self, number: int, future: Future[None]) -> None:
-        """Begins to collect the promises of all ranks. Called on the coordinator.
-
-        The future completes when every rank has promised. From then on, a rank that fails the call
-        reports that the checkpoint may be committed.
-        """
-        call = self._call(number)
+        """Claims the commit for the coordinator; see :meth:`Promises.claim`."""
+        call = self.calls.begun(number)
         if call.error is not None or self.lost is not None:
             settle(future, error=call.error or self.lost)
-            return
-        call.claim = future
-        self._promise(call)
-
-    def _promise(self, call: CallState) -> None:
-        """Promises to allow the commit: a later error reports that it may have happened."""
-        if call.error is not None:
-            return  # The coordinator receives the error, and no promise.
-        call.promised, call.phase = self._parent is not None, COMMITTING
-        call.awaited = set(self._children)
-        for child in self._children.values():
-            self.send(child, _PROMISE, call.number)
-        self._record_promise(call, self.rank)
-
-    def _record_promise(self, call: CallState, child: int) -> None:
-        call.awaited.discard(child)
-        if call.awaited or call.error is not None:
-            return
-        if self._parent is not None:
-            self.send(self._parent, _PROMISED, call.number)
         else:
-            call.promised = True
-            settle(call.claim, None)
-            call.claim = None
+            self._promises.claim(call, future)
 
     # ---- Failures ----
 
@@ -428,8 +363,8 @@ class Relay(Loop):
             return
         for peer in self.peers:
             if peer is not source:
-                self.send(peer, _FAILED, call.number, 0, encoded_error(error).encode())
-        self._end(call, error)
+                self.send(peer, Kind.FAILED, call.number, 0, encoded_error(error).encode())
+        call.end(error)
 
     def fail_here(self, number: int, reason: str, future: Future[RankTimeoutError]) -> None:
         """Fails a call on all ranks because of this one, unless it has failed already.
@@ -437,7 +372,7 @@ class Relay(Loop):
         The future receives the error of the other ranks. The phase and the promise are those of
         the moment at which the failure is sent.
         """
-        call, name = self._call(number), self.names[self.rank]
+        call, name = self.calls.begun(number), self.names[self.rank]
         text = f"rank {name} failed while {call.phase}: {reason}"
         error = call.timeout_error(text, [name])
         self.fail(call, error)
@@ -452,19 +387,10 @@ class Relay(Loop):
 
     def _end_rest(self, first: int, error: RankTimeoutError, source: Peer | None = None) -> None:
         """Fails the calls of a method from ``first`` on, on all ranks."""
-        method = first // METHOD_CALLS
-        known, _ = self._left.get(method, (first + 1, error))
-        if known <= first:
-            return
-        self._left[method] = first, error
-        if len(self._left) > _CALLS:
-            del self._left[next(iter(self._left))]
-        for peer in self.peers:
-            if peer is not source:
-                self.send(peer, _LEFT, first, 0, encoded_error(error).encode())
-        for call in list(self.calls.values()):
-            if call.number >= first and call.number // METHOD_CALLS == method:
-                self._end(call, error)
+        if self.calls.leave(first, error):
+            for peer in self.peers:
+                if peer is not source:
+                    self.send(peer, Kind.LEFT, first, 0, encoded_error(error).encode())
 
     def _raise_on_all(self, call: CallState, state: ExchangeState) -> None:
         """Sends the errors that have arrived to all ranks. Called on the coordinator."""
@@ -477,104 +403,6 @@ class Relay(Loop):
             return
         for child in self._children.values():
             if child is not source:
-                self.send(child, _RAISED, call.number, 0, body)
+                self.send(child, Kind.RAISED, call.number, 0, body)
         phase, raised = unpacked_contributions(body, 0.0)
-        self._end(call, RaisedError(phase, {rank: own.data for rank, own in raised.items()}))
-
-    def _end(self, call: CallState, error: Exception) -> None:
-        if call.error is None:
-            call.error = error
-            for exchange in call.exchanges.values():
-                settle(exchange.future, error=error)
-            settle(call.claim, error=error)
-            call.exchanges, call.claim = {}, None
-            call.cancel_jobs()
-
-    def _fail_if_late(self, call: CallState, state: ExchangeState, now: float) -> float:
-        """Fails a call after its deadline, on the coordinator.
-
-        Returns the time of the next check.
-        """
-        assert self._tree is not None
-        # Contributions sent before the deadline arrive by then.
-        deadline = state.deadline + self._tree.height * _FORWARD_S
-        if now < deadline:
-            return deadline
-        phase, names = self._missing(call, state, now)
-        if state.complete:
-            first = next((rank for rank in state.contributions if rank), 0)
-            since, timeout_s = state.complete, state.contributions[first].timeout_s
-        else:
-            first = min(state.contributions, key=lambda rank: sum(state.contributions[rank][:2]))
-            timeout_s, since, *_ = state.contributions[first]
-        message = (
-            f"{listed_ranks(names)} slow, stuck or gone: {phase} not finished {now - since:.1f} s "
-            f"after rank {self.names[first]}, whose timeout is {timeout_s:g} s"
-        )
-        self.fail(call, call.timeout_error(message, names, now - since, phase))
-        return deadline
-
-    def _log_late(self, call: CallState, state: ExchangeState) -> None:
-        """Logs which ranks the others have waited for long, on the coordinator: itself, too."""
-
-        def awaited() -> str:
-            phase, names = self._missing(call, state, time.monotonic())
-            return f"ranks: {listed_ranks(names)} still {phase}"
-
-        state.wait = state.wait or LongWait(awaited)
-        state.wait.log()
-
-    def _missing(self, call: CallState, state: ExchangeState, now: float) -> tuple[str, list[int]]:
-        """Returns the phase that ranks have not finished, and these ranks, on the coordinator."""
-        phase, late = state.phase, self._late(state, now)
-        if state.complete:
-            phase = COMMITTING if phase == WRITING else phase
-            late = [0] if call.claim is None else self._without_promise(call, now)
-        return phase, [self.names[rank] for rank in late]
-
-    def _late(self, state: ExchangeState, now: float) -> list[int]:
-        """Returns the ranks without a contribution, except those below a silent rank."""
-        silent: set[int] = set()
-        for child in self._children.values():
-            silent.update(child.silent(now))
-        assert self._tree is not None
-        parents, late = self._tree.parents, []
-        for rank in range(len(self.names)):
-            if rank in state.contributions:
-                continue
-            above = parents[rank]
-            while above > 0 and above not in silent:
-                above = parents[above]
-            if above not in silent:
-                late.append(rank)
-        return late or sorted(silent)
-
-    def _without_promise(self, call: CallState, now: float) -> list[int]:
-        """Returns the ranks for whose promises the coordinator waits: silent ones, if there are."""
-        silent = [rank for child in call.awaited for rank in self._children[child].silent(now)]
-        return sorted(silent or call.awaited) or [0]
-
-    def _silent_parent(self, call: CallState) -> str:
-        """Returns the line about the rank above this one, if that is frozen."""
-        assert self._parent is not None
-        if self._parent.rank not in self._parent.silent(time.monotonic()):
-            return ""
-        return f"rank {self.names[self._parent.rank]}, which does not answer, while {call.phase}"
-
-    def _fail_if_silent(self, call: CallState, state: ExchangeState, now: float) -> None:
-        """Fails a call if a rank above this one is frozen, so that no answer can arrive."""
-        if state.future is None or self._parent is None:
-            return
-        if state.wait is None:
-            state.wait = LongWait(functools.partial(self._silent_parent, call))
-        state.wait.log()
-        for rank, silent_s in self._parent.silent(now).items():
-            waited = min(silent_s, now - state.began)
-            if waited >= state.timeout_s:
-                name = self.names[rank]
-                message = (
-                    f"rank {name} is stuck or gone: no message from it for {waited:.1f} s while "
-                    f"{call.phase}"
-                )
-                self.fail(call, call.timeout_error(message, [name], waited))
-                return
+        call.end(RaisedError(phase, {rank: own.data for rank, own in raised.items()}))

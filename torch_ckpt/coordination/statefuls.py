@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torch_ckpt.coordination.current_call import setting
 from torch_ckpt.errors import MismatchError, UnsupportedError, naming, naming_cycle, text_of
 
 __all__ = [
@@ -145,12 +146,8 @@ class StateDicts:
         self.state: dict[str, Any]
         self._objects: list[tuple[Any, Any, str]] = []  # Container, key and FQN below the top.
         self._within: list[tuple[Any, str]] = []  # Objects whose state dicts are being replaced.
-        token = _loading.set(for_load)
-        try:
-            with naming_cycle(self._action, state_dict):
-                self.state, self._root = self._replaced_in(state_dict, None, in_tuple=False)
-        finally:
-            _loading.reset(token)
+        with setting(_loading, for_load), naming_cycle(self._action, state_dict):
+            self.state, self._root = self._replaced_in(state_dict, None, in_tuple=False)
 
     def use_stored(self, metadata: Metadata) -> None:
         """Requests whole objects where DCP, or an older version, has pickled them."""

@@ -8,7 +8,7 @@ import torch
 
 from torch_ckpt._core.tensors import bytes_of
 from torch_ckpt.staging.copied_state import CopiedFile
-from torch_ckpt.staging.memory_runs import MemoryRun, runs_of
+from torch_ckpt.staging.memory_runs import runs_of
 from torch_ckpt.staging.stager import SnapshotStager
 
 __all__ = ["FileStager", "live_state"]
@@ -30,11 +30,7 @@ def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     if any(tensor.live.device.type != "cpu" for tensor in copied.tensors):
         return None
     for run in runs_of(copied.tensors, keeps_sharing=True):
-        run.set_memory(_memory_of(run))
+        elements: Any = bytes_of(run.live())
+        run.set_memory(torch.from_numpy(elements.numpy()))  # Its storage ends where the run ends.
     copied.build_wrappers()
     return copied.state
-
-
-def _memory_of(run: MemoryRun) -> torch.Tensor:
-    elements: Any = bytes_of(run.live())
-    return torch.from_numpy(elements.numpy())  # Its storage ends where the run ends.

@@ -18,6 +18,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from torch_ckpt._core.tensors import MemoryFaultError, memory_fault
 from torch_ckpt._core.unpickling import MAIN_OF_SPAWNED
+from torch_ckpt.coordination.current_call import setting
 from torch_ckpt.staging.memory_faults import in_object
 from torch_ckpt.staging.memory_runs import CopiedTensor, MemoryRun, copy_elements, runs_of
 
@@ -61,11 +62,8 @@ def pickle_object(value: Any, fqn: str) -> io.BytesIO:
             # Alive until the end: a tensor that the object makes for the pickle would otherwise
             # get the id of a storage that is freed, and so the copy of another tensor.
             tensors = _inspected(value, fqn)
-        token = _copies.set(tensors.copies())
-        try:
+        with setting(_copies, tensors.copies()):
             return _saved(value, _WITH_COPIES)
-        finally:
-            _copies.reset(token)
 
 
 def _saved(value: Any, pickle_module: Any) -> io.BytesIO:

@@ -101,7 +101,8 @@ class SnapshotStager:
         self._nbytes = 0  # Size of the snapshot, wherever it is.
         self._has_warned = False
         self._in_use: set[Staged] = set()
-        self._changed = threading.Condition()
+        # Of C: an interrupt may leave `threading.Condition` locked, before its block has begun.
+        self._lock = threading.RLock()
         self._copying: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._devices = _native.Devices()
@@ -130,13 +131,13 @@ class SnapshotStager:
     @property
     def is_busy(self) -> bool:
         """Whether the next save would wait for an earlier save."""
-        with self._changed:
+        with self._lock:
             self._reclaim()
             return not self._free
 
     def close(self) -> None:
         """Releases the snapshot if it is not in use."""
-        with self._changed:
+        with self._lock:
             if self._free:
                 self._free, self._nbytes = [None], 0
         executor, self._executor = self._executor, None
@@ -157,7 +158,7 @@ class SnapshotStager:
         """
         with naming_first("stage", lambda: flat_values(state_dict), self._try):
             placed = self._place(CopiedState(state_dict).tensors, allow_unstaged=True)
-        with self._changed:
+        with self._lock:
             free, self._free = self._free, []
         if not free:
             return
@@ -293,7 +294,7 @@ class SnapshotStager:
         """Places the copies in the snapshot, and marks the snapshot as in use."""
 
         def release(staged: Staged) -> None:
-            with self._changed:
+            with self._lock:
                 if staged in self._in_use:
                     self._in_use.remove(staged)
                     self._return(snapshot)
@@ -305,7 +306,7 @@ class SnapshotStager:
             self._return(snapshot)
             raise
         staged = Staged(name=name, is_unstaged=bool(placed.unstaged), release=release)
-        with self._changed:
+        with self._lock:
             self._in_use.add(staged)
         # Runs when the last tensor in the snapshot is destroyed.
         weakref.finalize(view, release, staged).atexit = False
@@ -358,20 +359,22 @@ class SnapshotStager:
         for _ in range(_COLLECTIONS):
             if self.is_busy:
                 gc.collect()
-        with self._changed:
+        self.waited += self.is_busy
+        for pause_s in waiting.rounds(limit_s, POLL_S, ends_on_signal=True):
+            if free := self._take_free():
+                return free
+            time.sleep(pause_s)
+        if free := self._take_free():
+            return free
+        raise CheckpointError(
+            f"cannot stage: no snapshot was free within {limit_s:g} s. In use: "
+            f"{self._names_in_use()}"
+        )
+
+    def _take_free(self) -> list[_native.Snapshot | None]:
+        with self._lock:
             self._reclaim()
-            self.waited += not self._free
-            for pause_s in waiting.rounds(limit_s, POLL_S, ends_on_signal=True):
-                if self._free:
-                    return [self._free.pop()]
-                self._changed.wait(pause_s)
-                self._reclaim()
-            if self._free:
-                return [self._free.pop()]
-            raise CheckpointError(
-                f"cannot stage: no snapshot was free within {limit_s:g} s. In use: "
-                f"{self._names_in_use()}"
-            )
+            return [self._free.pop()] if self._free else []
 
     def _reclaim(self) -> None:
         """Releases the snapshots of finished saves, even if errors still refer to their tensors."""
@@ -391,13 +394,12 @@ class SnapshotStager:
         self._devices = _native.Devices()
         self._free, self._in_use, self._nbytes = [None], set(), 0
         self.starting, self._exclusive = (Exclusive("the staging memory") for _ in range(2))
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._executor = self._copying = self.share = None
 
     def _return(self, snapshot: _native.Snapshot | None) -> None:
-        with self._changed:
+        with self._lock:
             self._free.append(snapshot)
-            self._changed.notify()
 
 
 class _Placed:

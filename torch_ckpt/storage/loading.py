@@ -279,10 +279,8 @@ class _LoadByItem:
         while waiting or exchange is not None:
             self._load_streams(remaining)  # A later target may be in the same memory.
             batch, waiting = self._next_batch(waiting, skip_conflicts=exchange is not None)
-            late: list[StoredTensor] = []
-            if exchange is not None:  # It ends with the first batch.
-                late = [tensor for tensor in waiting if self.source.is_away(tensor[1])]
-                waiting = [tensor for tensor in waiting if not self.source.is_away(tensor[1])]
+            count = 0 if exchange is None else self._end_of_away(waiting)  # In the first batch.
+            late, waiting = waiting[:count], waiting[count:]
             remaining = self._load_batch(batch, late, exchange)
             exchange = None
         return remaining
@@ -300,12 +298,15 @@ class _LoadByItem:
                 item, _, dtype = waiting[count]
                 nbytes += item.lengths.numel() * dtype.itemsize
                 count += 1
-            late, waiting = waiting[:count], waiting[count:]
             if exchange is not None:  # It ends with the first batch.
-                late += [tensor for tensor in waiting if self.source.is_away(tensor[1])]
-                waiting = [tensor for tensor in waiting if not self.source.is_away(tensor[1])]
+                count = max(count, self._end_of_away(waiting))
+            late, waiting = waiting[:count], waiting[count:]
             self._load_batch([], late, exchange)
             exchange = None
+
+    def _end_of_away(self, waiting: Sequence[StoredTensor]) -> int:
+        """Returns how many tensors come with the exchange, in DCP's order: to the last away one."""
+        return max((n for n, t in enumerate(waiting, 1) if self.source.is_away(t[1])), default=0)
 
     def _next_batch(
         self, waiting: list[StoredTensor], *, skip_conflicts: bool

@@ -35,8 +35,7 @@ from torch_ckpt._core.tensors import gc_paused, is_temporary, to_plain
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.model import ModelTransaction, pending_names, relay_of
 from torch_ckpt.commits.temporary import remove_temporary
-from torch_ckpt.coordination.current_call import current_call
-from torch_ckpt.coordination.group import claim_commit
+from torch_ckpt.coordination.current_call import claim_commit, current_call
 from torch_ckpt.errors import (
     CheckpointError,
     MismatchError,

@@ -26,8 +26,7 @@ from torch.futures import Future
 from torch_ckpt._core.tensors import gc_paused
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.transaction import Claim
-from torch_ckpt.coordination.current_call import current_call
-from torch_ckpt.coordination.group import claim_commit
+from torch_ckpt.coordination.current_call import claim_commit, current_call
 from torch_ckpt.coordination.orchestrate import calling_planner, is_replanning
 from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import CheckpointError, UnsupportedError, portable_errors

@@ -12,7 +12,8 @@ from torch_ckpt._core import _native
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.replacement import Replacement, replace_file
 from torch_ckpt.commits.temporary import TMP, remove_abandoned, temporary
-from torch_ckpt.coordination.group import Call, Group, claim_commit
+from torch_ckpt.coordination.current_call import claim_commit
+from torch_ckpt.coordination.group import Call, Group
 from torch_ckpt.coordination.portable import first_error
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
