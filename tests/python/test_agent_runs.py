@@ -31,7 +31,10 @@ from torch_ckpt.agent import AgentOptions, client, messages
 from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.agent.messages import Kind
 from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
+from torch_ckpt.records.calls import calls_of
+from torch_ckpt.records.reading import read_events
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -141,6 +144,9 @@ def test_where_memory_is_too_small_saving_goes_on_without_an_agent(
             assert run.restore(loaded, step=step) == step
             assert loaded["w"].eq(step - 1).all()
     assert steps_of(tmp_path / "run") == ["step-1", "step-2", "step-3"]
+    saves = [c for c in calls_of(read_events(Location(tmp_path / "run"))) if c.kind == "save"]
+    assert all(call.error is None for call in saves)
+    assert saves[1].result == "ok"
 
 
 @pytest.mark.parametrize("size", ["size=6m", "nr_inodes=1"])

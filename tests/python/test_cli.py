@@ -25,6 +25,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from torch_ckpt import FastWriter
 from torch_ckpt.cli.main import main
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.step_files import tie_directories
 from torch_ckpt.storage import progress
 from torch_ckpt.storage import verify as verifying
 
@@ -176,6 +178,21 @@ def test_missing_empty_and_replaced_files_are_listed_with_all_they_held(saved: P
         assert f"{len(fqns)} FQNs are damaged\n" in printed
         here = [s.fqn for s in slices_of(saved) if s.file == missing]
         assert first.endswith(f": {', '.join(here)}")
+
+
+def test_a_file_that_another_machine_has_is_not_damaged(saved: Path, tmp_path: Path) -> None:
+    local, (one, two) = tmp_path / "local", data_files(saved)
+    one.unlink()
+    local.mkdir()
+    tie_directories(Location(local), Location(tmp_path / "run"), is_part=True)
+    saved.rename(local / "step-1")
+    status, printed = run_command("verify", local / "step-1", "--quiet")
+    assert status == UNKNOWN
+    assert f"cannot verify: {one.name} is missing here: another machine may have it" in printed
+    flip(local / "step-1" / two.name, 100)
+    assert run_command("verify", local, "--quiet")[0] == DAMAGED
+    (local / "local-of").unlink()
+    assert f"damaged: {one.name} [0, " in run_command("verify", local, "--quiet")[1]
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,15 @@ def test_a_job_passes_over_what_a_superseded_one_saves_to_the_same_local_directo
     assert steps_in(run) == [100, 110, 130]
 
 
+@pytest.mark.parametrize("number", [2**63, 2**64, int("9" * 240)])
+def test_a_file_whose_name_has_too_large_a_number_is_no_term(number: int, run: Path) -> None:
+    for step in (1, 2):
+        with Run(run) as job:
+            save(job, step, job=step)
+        (run / f"term-{number}").write_bytes((run / "term-1").read_bytes())
+    assert restored(Run(run)) == (2, 2)
+
+
 def test_a_job_that_fails_to_take_a_term_supersedes_nobody(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,8 @@ def test_a_number_of_steps_or_bytes_that_is_no_integer_is_refused_at_once(
 ) -> None:
     with pytest.raises(TypeError, match=f"{name}={value!r} is not an integer"):
         Run(tmp_path / "run", local=tmp_path / "local", monitor="loss", **{name: value})
+    with pytest.raises(ValueError, match=f"{name} is too large"):
+        Run(tmp_path / "run", local=tmp_path / "local", monitor="loss", **{name: 2**63})
     accepted = np.int64(1 << 20 if name == "promote_bytes_per_s" else 1)  # The end waits for it.
     options = {name: accepted, "monitor": "loss"}
     with Run(tmp_path / "run", local=tmp_path / "local", **options) as run:

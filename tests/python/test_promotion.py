@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -485,6 +486,35 @@ def test_steps_are_not_promoted_to_the_directory_of_another_run(tmp_path: Path) 
         run.close()
     other.close()
     assert _steps(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("moment", ["between saves", "within a save"])
+def test_a_local_directory_that_was_removed_meanwhile_is_used_again(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = tmp_path / "local"
+    run = Run(tmp_path / "run", local=local, keep_local=2, on_failure="warn")
+    run.save(1, _state(1))
+    run.wait(promoted=True)
+    if moment == "between saves":
+        shutil.rmtree(local)
+        run.save(2, _state(2))
+    else:
+        with monkeypatch.context() as patch:
+            begin = FastWriter.set_up_storage_writer
+
+            def remove(writer: FastWriter, *args: Any, **options: Any) -> None:
+                shutil.rmtree(local)
+                begin(writer, *args, **options)
+
+            patch.setattr(FastWriter, "set_up_storage_writer", remove)
+            run.save(2, _state(2))
+    run.save(3, _state(3))
+    run.close()
+    assert _steps(tmp_path / "run") == [3, 2, 1]
+    assert _steps(local) == [3, 2]
+    with Run(tmp_path / "run", local=local) as run:
+        assert run.restore(_state(0)) == 3
 
 
 def test_best_steps_remain_in_both_directories(tmp_path: Path) -> None:

@@ -56,6 +56,29 @@ def test_ls_and_rm_of_a_local_directory_leave_another_run_under_the_path_of_its_
     assert (steps_in(run), steps_in(local)) == ([1, 2, 3], [1])
 
 
+@pytest.mark.parametrize(
+    "contents", [b"corp://bucket/run\n", b"\xff\n", b'"\\ud800"\n', b'"' + b"[" * 100_000, None]
+)
+def test_no_step_is_removed_where_the_directory_of_the_run_is_unknown(
+    contents: bytes | None, tmp_path: Path
+) -> None:
+    run, local = tmp_path / "run", tmp_path / "local"
+    save_steps(run, 1, 2, local=local, keep_local=2).close()
+    (local / "local-of").unlink()
+    if contents is None:
+        (local / "local-of").mkdir()
+    else:
+        (local / "local-of").write_bytes(contents)
+    status, printed = run_command("rm", local, "--after", 1, "--yes")
+    assert status != SOUND
+    assert "corp" in printed or "local-of" in printed
+    assert (steps_in(run), steps_in(local)) == ([1, 2], [1, 2])
+    assert "only the local steps are listed" in run_command("ls", local)[1]
+    if contents is not None:
+        save_steps(run, 3, local=local, keep_local=3).close()
+        assert "local and run" in run_command("ls", local)[1]
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "name", ["gpt\nsecond", "gpt\nfiles of one machine", 'gpt "3"', "gpt\udcff"]

@@ -61,16 +61,18 @@ def add_to(commands: Any) -> None:
 
 def _ls(options: argparse.Namespace) -> int:
     run = options.run
-    promoted_to, is_part = run_of_local(run)
+    promoted_to, is_part = None, False
     # The steps of the run are those of both directories, and count where they are whole.
-    directories = {"": run} if promoted_to is None else {"local": run}
-    if promoted_to is not None:
-        try:
+    directories = {"": run}
+    try:
+        promoted_to, is_part = run_of_local(run)
+        if promoted_to is not None:
+            directories = {"local": run}
             check_same_run(run, promoted_to)
             directories["run"] = promoted_to
-        except CheckpointError as error:
-            print(printable(f"only the local steps are listed: {error}"), file=sys.stderr)
-            promoted_to = None
+    except CheckpointError as error:
+        print(printable(f"only the local steps are listed: {error}"), file=sys.stderr)
+        promoted_to = None
     steps: list[dict[str, Any]] = []
     unlisted: list[str] = []
 

@@ -16,10 +16,10 @@ from torch_ckpt.cli.arguments import (
     rules_of,
 )
 from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, print_json, printable
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
-from torch_ckpt.ladder.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps, run_of_local
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.verify import examine
 
@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
         "lists the first tensors in it, and --json all of them. "
         "Exit status: 0 if all bytes are sound; 1 if some are damaged; 2 if not all bytes can be "
         "verified, because a checkpoint of stock DCP has only the CRCs of its zip archives, and "
-        "these match, or because safetensors have no checksums; 3 if there is no checkpoint or it "
+        "these match, safetensors have no checksums, or other machines have some of the files; 3 if there is no checkpoint or it "
         "cannot be read.",
     )
     parser.add_argument("path", type=path_of, help="directory or file of the checkpoint, or a run")
@@ -95,7 +95,13 @@ def _verified(
 
     bar = progress_bar("verifying", path, lambda: progress[1], lambda: progress[0])
     with contextlib.nullcontext() if options.quiet else bar:
-        report = examine(path, watch=watch, trust_pickle=options.trust_pickle, rules=rules)
+        report = examine(
+            path,
+            watch=watch,
+            trust_pickle=options.trust_pickle,
+            rules=rules,
+            is_part=_is_part(path),
+        )
     seconds = max(time.monotonic() - begin, 1e-9) if begin else 0.0
     status = DAMAGED if report.damage else UNKNOWN if report.doubts else SOUND
     facts = {
@@ -108,6 +114,13 @@ def _verified(
         "seconds": seconds,
     }
     return facts, status
+
+
+def _is_part(path: Location) -> bool:
+    """Returns whether a step is in the local directory of one of several machines."""
+    with contextlib.suppress(CheckpointError):
+        return run_of_local(path.absolute().parent)[1]
+    return False
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -43,7 +43,8 @@ __all__ = [
     "term_of",
 ]
 
-_TERM = re.compile(r"term-([1-9][0-9]*)")  # Not hidden, so `cp run/*` includes it.
+# Not hidden, so `cp run/*` includes it. A longer number would not fit into metadata.
+_TERM = re.compile(r"term-([1-9][0-9]{0,17})")
 
 _KEPT = 20
 """Former terms whose files stay.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import contextlib
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -87,7 +88,12 @@ def promotion_for(
         nonlocal run_id
         if places.is_first:
             run_id = _claim_local(local.directory, run.directory)
-            tie_directories(local.directory, run.directory, is_part=places.others > 0)
+            tie()
+
+    def tie() -> None:
+        if id_in_directory(local.directory) != run_id:
+            write_id(local.directory, run_id)
+        tie_directories(local.directory, run.directory, is_part=places.others > 0)
 
     def parts() -> dict[int, Part] | None:
         claim()
@@ -109,7 +115,7 @@ def promotion_for(
     steps.found(in_run, values, terms)
     steps.pass_over(passed_over)
     steps.set_lineage(newest)
-    old = OldSteps(local, run, lineage, retention, steps, keep=keep, run_id=run_id)
+    old = OldSteps(local, run, lineage, retention, steps, keep=keep, run_id=run_id, tie=tie)
     commits, others = group.is_coordinator, places.others
     # It starts when the run is complete.
     return Promotion(local, run, lineage, steps, old, failures, commits=commits, others=others)
@@ -166,7 +172,9 @@ def _claim_local(local: Location, run: Location) -> str:
     """
     ours, found = own_id(run), id_in_directory(local)
     # A directory that was copied before its first save has no term that names the original.
-    tied, _ = run_of_local(local)
+    tied = None
+    with contextlib.suppress(CheckpointError):  # It is written again.
+        tied, _ = run_of_local(local)
     is_of_copy = tied is not None and found == ours is not None and is_copy(run, str(tied), ours)
     if found is not None and found == ours and not is_of_copy:
         return found
@@ -182,5 +190,4 @@ def _claim_local(local: Location, run: Location) -> str:
     if ours is None:
         ours = new_id()
         write_id(run, ours)  # First: the id of the local directory says that this one has it.
-    write_id(local, ours)
     return ours

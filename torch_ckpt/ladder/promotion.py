@@ -145,7 +145,8 @@ class OldSteps:
     retain it. So the last whole copy of a retained step is never removed.
 
     ``run_id`` is the id that both directories have. A directory that another run has taken over is
-    neither read nor written. Whoever uses the ``steps`` holds ``changed``.
+    neither read nor written. A local directory that was removed gets its id again by ``tie``.
+    Whoever uses the ``steps`` holds ``changed``.
     """
 
     def __init__(
@@ -158,17 +159,22 @@ class OldSteps:
         *,
         keep: int,
         run_id: str,
+        tie: Callable[[], None],
     ) -> None:
         self._local, self._run, self._lineage = local, run, lineage
         self._retention, self._steps = retention, steps
-        self._keep, self._run_id = keep, run_id
+        self._keep, self._run_id, self._tie = keep, run_id, tie
         self.changed = self._changed = threading.Condition()
         self._removing = threading.Lock()
 
     def check_ids(self, *disks: StepDirectories) -> None:
         """Raises CheckpointError if one of the directories is not of this run any more."""
         for disk in disks:
-            if (found := id_in_directory(disk.directory)) != self._run_id:
+            found = id_in_directory(disk.directory)
+            if found is None and disk is self._local:
+                _LOG.warning("%s was removed or moved: it is used again", disk.directory)
+                self._tie()
+            elif found != self._run_id:
                 now = "was removed or moved" if found is None else f"belongs to run {found} now"
                 raise CheckpointError(
                     f"cannot use {disk.directory}: it {now}, and this run has the id {self._run_id}"

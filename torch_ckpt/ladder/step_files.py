@@ -24,7 +24,7 @@ from torch_ckpt.commits.small_files import BRANCH, METRICS, SMALL_FILES, STEP_NA
 from torch_ckpt.coordination.exclusive import has_ended
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.coordination.waiting import LongWait
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import PENDING, Location
 from torch_ckpt.formats.committed import has_checkpoint, index_name, prefixes_among
 from torch_ckpt.process_state import PROCESS
@@ -64,8 +64,6 @@ _PART = "files of one machine\n"
 
 _MOST_LINKS = 40
 """Most links that the system follows in a path."""
-
-_LAST_STEP = (1 << 63) - 1
 
 _RENEW_S = 60.0
 
@@ -189,13 +187,20 @@ def run_of_local(local: Location) -> tuple[Location | None, bool]:
     """Returns the directory to which the steps of a local directory are promoted, if any.
 
     The second value says that other machines have the other files of these steps. Whether that
-    directory is still of the same run, :func:`check_same_run` finds out.
+    directory is still of the same run, :func:`check_same_run` finds out. Raises CheckpointError if
+    the file that names it cannot be read, or this process cannot reach the directory.
     """
-    with contextlib.suppress(CheckpointError, ValueError):
-        run, _, part = (local / _LOCAL_OF).read().decode().partition("\n")
-        # A path is absolute, and a URL begins with its scheme.
-        return Location(from_json(run, str) if run.startswith('"') else run), part == _PART
-    return None, False
+    file = local / _LOCAL_OF
+    try:
+        run, _, part = file.read().decode().partition("\n")
+        if run.startswith('"'):  # A path is absolute, and a URL begins with its scheme.
+            run = from_json(run, str)
+        os.fsencode(run)
+        return Location(run), part == _PART
+    except NotFoundError:
+        return None, False
+    except ValueError as error:
+        raise CorruptionError(f"{file} does not name the directory of a run: {error}") from None
 
 
 def check_same_run(local: Location, run: Location) -> None:
@@ -455,28 +460,27 @@ def _no_step(directory: Location, step: int) -> NotFoundError:
 def whole_number(name: str, value: object) -> int:
     """Returns a number that a caller has given: an integer of Python, NumPy or a tensor.
 
-    Raises TypeError for any other value, with the name of the argument.
+    Raises TypeError for any other value, with the name of the argument, and ValueError if it has
+    more than 63 bits: neither the memory of an agent nor the core can store it.
     """
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         raise TypeError(f"{name}={value!r} is not an integer")
     try:
-        return operator.index(cast(SupportsIndex, value))
+        number = operator.index(cast(SupportsIndex, value))
     except (TypeError, ValueError, RuntimeError):  # Such as a tensor of several values.
         raise TypeError(f"{name}={value!r} is not an integer") from None
+    if number.bit_length() > 63:
+        bits = number.bit_length()
+        raise ValueError(f"{name} is too large: it has {bits} bits, and the largest is 2**63 - 1")
+    return number
 
 
 def step_number(step: object) -> int:
     """Returns a step that a caller has given.
 
-    Raises TypeError if it is no integer: a directory ``step-1.0`` would never be found again. And
-    ValueError if the memory of an agent cannot store it.
+    Raises TypeError if it is no integer: a directory ``step-1.0`` would never be found again.
     """
-    number = whole_number("step", step)
-    if number > _LAST_STEP:
-        raise ValueError(
-            f"step is too large: it has {number.bit_length()} bits, and the last step is 2**63 - 1"
-        )
-    return number
+    return whole_number("step", step)
 
 
 def refusal(step: object, *, is_kept: bool) -> Exception | None:

@@ -52,10 +52,12 @@ def examine(
     watch: _Watch | None = None,
     trust_pickle: bool = False,
     rules: str | None = None,
+    is_part: bool = False,
 ) -> Report:
     """Verifies every byte of a checkpoint of any format and reports all damage.
 
-    ``watch`` is called with the bytes checked so far and the total bytes.
+    ``watch`` is called with the bytes checked so far and the total bytes. With ``is_part``, other
+    machines have the files that are missing here.
 
     Example::
 
@@ -77,7 +79,7 @@ def examine(
     for checkpoint in checkpoints:
         if checkpoint.index is not None:
             if _check_structure(checkpoint, checkpoint.index, report):
-                _check_blocks(checkpoint, checkpoint.index, report, advance)
+                _check_blocks(checkpoint, checkpoint.index, report, advance, is_part=is_part)
                 _check_writer(checkpoint, checkpoint.index, report)
         else:
             _check_archives(checkpoint, report, advance)
@@ -238,7 +240,12 @@ def _check_structure(checkpoint: Checkpoint, index: _native.Index, report: Repor
 
 
 def _check_blocks(
-    checkpoint: Checkpoint, index: _native.Index, report: Report, advance: _Advance
+    checkpoint: Checkpoint,
+    index: _native.Index,
+    report: Report,
+    advance: _Advance,
+    *,
+    is_part: bool,
 ) -> None:
     io, directory = IoOptions(), checkpoint.directory
     job = _native.VerifyJob(
@@ -260,6 +267,9 @@ def _check_blocks(
             except (NotFoundError, CorruptionError, StorageError) as error:
                 if isinstance(error, StorageError) and error.errno != errno.EIO:
                     raise  # The read failed for another reason than damage.
+                if is_part and isinstance(error, NotFoundError):
+                    report.doubts.append(f"{name} is missing here: another machine may have it")
+                    break
                 fqns = [fqn for _, high, fqn in slices[number] if high > begin]
                 report.fqns.update(fqn for _, _, fqn in slices[number])
                 report.damage.append(f"{name} [{begin}, {nbytes}): {error}: {_named(fqns)}")
@@ -269,7 +279,7 @@ def _check_blocks(
             fqns = [fqn for low, high, fqn in slices[number] if low < end and high > begin]
             report.fqns.update(fqns)
             report.damage.append(f"{name} [{begin}, {end}): {_named(fqns)}")
-    if not report.damage:
+    if not report.damage and not report.doubts:
         _check_digests(index, job, report)
 
 

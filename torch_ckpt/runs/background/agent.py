@@ -63,13 +63,18 @@ class AgentBackend(ThreadBackend):
 
         def begin_save() -> Future[Any]:
             with phase("stage"):
-                future = self._agent.async_save(
-                    *(state, path),
-                    step=step,
-                    sync=self._writer.sync_files,
-                    persist=persist,
-                    small_files=self._writer.small_files,
-                )
+                try:
+                    future = self._agent.async_save(
+                        *(state, path),
+                        step=step,
+                        sync=self._writer.sync_files,
+                        persist=persist,
+                        small_files=self._writer.small_files,
+                    )
+                except Exception as error:
+                    if _is_of_agent(error):  # The save goes on without the agent.
+                        error.is_recorded = False  # type: ignore[attr-defined]
+                    raise
             assert future is not None  # The agent waits for a slot.
             future.add_done_callback(lambda ended: ended.exception())  # The run reports it.
             if persist and record is not None:
