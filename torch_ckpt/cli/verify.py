@@ -36,8 +36,8 @@ def add_to(commands: Any) -> None:
         "lists the first tensors in it, and --json all of them. "
         "Exit status: 0 if all bytes are sound; 1 if some are damaged; 2 if not all bytes can be "
         "verified, because a checkpoint of stock DCP has only the CRCs of its zip archives, and "
-        "these match, safetensors have no checksums, or other machines have some of the files; 3 if there is no checkpoint or it "
-        "cannot be read.",
+        "these match, safetensors have no checksums, or other machines have some of the files; 3 "
+        "if there is no checkpoint or it cannot be read.",
     )
     parser.add_argument("path", type=path_of, help="directory or file of the checkpoint, or a run")
     add_rules(parser)

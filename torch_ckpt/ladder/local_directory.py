@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence

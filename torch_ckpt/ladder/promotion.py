@@ -46,11 +46,8 @@ from torch_ckpt.storage.progress import progress_bar
 
 __all__ = ["END_S", "Attempt", "OldSteps", "Promotion"]
 
-END_S = 5.0
-"""Time for a promotion to end that was cancelled."""
-
-_POLL_S = 0.5
-"""Interval at which the coordinator asks whether the files of other places have arrived."""
+END_S = 5.0  # Time for a promotion to end that was cancelled.
+_POLL_S = 0.5  # Interval at which the coordinator asks whether files of other places have arrived.
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -145,8 +142,8 @@ class OldSteps:
     retain it. So the last whole copy of a retained step is never removed.
 
     ``run_id`` is the id that both directories have. A directory that another run has taken over is
-    neither read nor written. A local directory that was removed gets its id again by ``tie``.
-    Whoever uses the ``steps`` holds ``changed``.
+    neither read nor written; ``tie`` gives the local one its id again if it was removed. Whoever
+    uses the ``steps`` holds ``changed``.
     """
 
     def __init__(
@@ -170,15 +167,13 @@ class OldSteps:
     def check_ids(self, *disks: StepDirectories) -> None:
         """Raises CheckpointError if one of the directories is not of this run any more."""
         for disk in disks:
-            found = id_in_directory(disk.directory)
-            if found is None and disk is self._local:
+            if (found := id_in_directory(disk.directory)) is None and disk is self._local:
                 _LOG.warning("%s was removed or moved: it is used again", disk.directory)
                 self._tie()
             elif found != self._run_id:
-                now = "was removed or moved" if found is None else f"belongs to run {found} now"
-                raise CheckpointError(
-                    f"cannot use {disk.directory}: it {now}, and this run has the id {self._run_id}"
-                )
+                now = f"belongs to run {found} now" if found else "was removed or moved"
+                text = f"it {now}, and this run has the id {self._run_id}"
+                raise CheckpointError(f"cannot use {disk.directory}: {text}")
 
     def whole_in_run(self) -> set[int]:
         """Returns which promoted steps of those that need not remain the run has whole.
@@ -277,8 +272,7 @@ class Promotion:
         self._open_copy: Callable[..., CheckpointCopy]
         self._recorder: Recorder | None = None
         self._changed = old.changed
-        self._is_requested = False
-        self._is_ended = False
+        self._is_requested = self._is_ended = False
         self._thread: threading.Thread | None = None
         self._attempt: Attempt | None = None  # The one in progress.
         self._reports: Sequence[Report] = ()  # Those of the other places since the last choice.
