@@ -29,7 +29,8 @@ def add_to(commands: Any) -> None:
         description="Removes what killed processes have left in the directory of a run: "
         "interrupted removals, unfinished saves that are older than the newest step, hidden "
         "directories, and expired leases. Steps with a checkpoint remain, whole or damaged, and so "
-        "does what a live process uses. The next save with keep_last removes the same. "
+        "do the hidden directories of live processes. No training of the run may be in progress: "
+        "its next save with keep_last removes the same. "
         "Exit status: 0; 3 if something cannot be removed.",
     )
     parser.add_argument("run", type=path_of, help="directory of the run")
@@ -60,7 +61,7 @@ def _gc(options: argparse.Namespace) -> int:
 def _unfinished(disk: StepDirectories) -> list[int]:
     """Returns the steps without a checkpoint that are older than the newest whole step.
 
-    Steps that the run has left do not count: after going back, a save in progress is older.
+    Steps that the run has left do not count: after going back, a new save is older than these.
     """
     run, newest, unfinished = disk.directory, None, []
     lineage = newest_term(run_of_local(run)[0] or run)
