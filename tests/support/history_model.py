@@ -173,6 +173,8 @@ class Job:
 
     def restored(self, save: Save) -> None:
         self.at, self.seen = save.step, len(self.world.terms)
+        # Another job may have begun its term after the step was chosen.
+        self.is_excused |= self.was_disturbed
         self.restores[save.step] = save
 
     def discards(self, step: int) -> None:

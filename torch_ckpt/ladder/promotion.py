@@ -4,8 +4,8 @@ A save of such a run commits in the local directory, such as a local disk, and t
 Each step is then copied to the directory of the run, such as a store, by the agent or else by a
 thread. A step counts in either directory when it is whole there.
 
-``Promotion._promote_next`` promotes one step. ``OldSteps.remove_local`` alone removes local steps:
-after each save, and before each promotion.
+``Promotion._promote_next`` promotes one step. Except when a run goes back, only
+``OldSteps.remove_local`` removes local steps: after each save, and before each promotion.
 """
 
 from __future__ import annotations
