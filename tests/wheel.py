@@ -129,7 +129,14 @@ def main() -> None:
     """Builds the wheel, and tries it with each torch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torch", nargs="*", default=TORCHES, help="versions to try")
+    parser.add_argument(
+        "--here", action="store_true", help="try the package of this Python, and build nothing"
+    )
     arguments = parser.parse_args()
+    if arguments.here:
+        with tempfile.TemporaryDirectory() as folder:
+            try_environment(sys.executable, folder)
+        return
     wheel, _ = build()
     for torch in arguments.torch:
         try_wheel(wheel, torch)

@@ -253,6 +253,16 @@ bool engine_has_cuda() {
   return *known;
 }
 
+// Returns whether torch can pin memory here. Asking it for each tensor would cost more than its
+// plan.
+bool can_pin() {
+  static std::optional<bool> known;  // As above.
+  if (!known) {
+    known = py::module_::import("torch.accelerator").attr("is_available")().cast<bool>();
+  }
+  return *known;
+}
+
 // Returns whether the engine can copy from and to the tensor's GPU memory. The memory of a lazily
 // conjugated or negated tensor differs from its values, so torch copies such a tensor.
 bool is_on_known_gpu(const Strided& tensor) {
@@ -455,7 +465,7 @@ std::optional<TensorItem> describe(py::handle object) {
   item.itemsize = dtype.itemsize;
   item.requires_grad = requires_grad(object);
   // Torch would copy a lazily conjugated or negated tensor, and crash if its storage is freed.
-  item.pin_memory = tensor->is_cpu() && !tensor->is_lazy() && tensor->is_pinned();
+  item.pin_memory = can_pin() && tensor->is_cpu() && !tensor->is_lazy() && tensor->is_pinned();
   item.sizes = tensor->sizes;
   return item;
 }
