@@ -1,76 +1,71 @@
-"""Builds the native modules: CMake compiles the core, setuptools the bindings, which link it.
+"""Builds the native modules: CMake compiles them, and setuptools puts them into the package.
 
-Needs torch in the environment (build with ``--no-build-isolation``), CMake, Ninja, a C++20
-compiler, libdeflate and the headers of xxhash. liburing and CUDA's nvcc are used where they are
-found; ``TORCH_CKPT_CUDA=0`` builds without CUDA.
+Needs CMake, Ninja, a C++20 compiler, libdeflate and the headers of xxhash and pybind11, which torch
+has as well. liburing and CUDA's nvcc are used where they are found; ``TORCH_CKPT_CUDA=0`` builds
+without CUDA. torch is not needed: one build serves all its versions.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import Extension, setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 CORE = ROOT / "build/cpp"  # Where tests/check.py builds the C++ tests as well.
-SOURCES = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/bindings/*.cc")}
-WITH_TORCH = {f"csrc/bindings/{name}.cc" for name in ("peers", "state_dict", "tensor_view")}
-OPTIONS = {
-    "include_dirs": [str(ROOT / "csrc")],
-    "extra_compile_args": ["-std=c++20", "-O2", "-g1", "-fvisibility=hidden"],
-    "extra_link_args": ["-s", "-Wl,--exclude-libs,ALL"],
-    # A change of any of them rebuilds the modules.
-    "depends": [path.as_posix() for path in ROOT.glob("csrc/**/*.*")],
-}
+MODULES = ["_native", "_tensor_view"]
 
 
-def build_core() -> list[str]:
-    """Builds the core. Returns the static libraries that a module links, the core first."""
+def pybind11_headers() -> Path:
+    """Returns the folder of pybind11's headers: torch's copy, or that of the package."""
+    for package in ("torch", "pybind11"):
+        spec = find_spec(package)
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin).parent / "include"
+    raise SystemExit("pybind11 was not found: pip install pybind11")
+
+
+def run_cmake(*arguments: str | Path) -> None:
+    """Runs CMake."""
     # pip may have installed CMake and Ninja beside this Python.
     path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
     for name, package in (("cmake", "cmake"), ("ninja", "ninja-build")):
         if shutil.which(name, path=path) is None:
             raise SystemExit(f"{name} was not found: apt-get install {package}")
-    with_cuda = "OFF" if os.environ.get("TORCH_CKPT_CUDA") == "0" else "ON"
-    for command in (
-        ["cmake", "-S", ROOT, "-B", CORE, "-G", "Ninja", f"-DTORCH_CKPT_CUDA={with_cuda}"],
-        ["cmake", "--build", CORE, "--target", "torch_ckpt_core"],
-    ):
-        print(*command, flush=True)
-        if subprocess.run(command, env={**os.environ, "PATH": path}).returncode:
-            raise SystemExit("the core was not built; CMake's messages are above")
-    return [
-        str(CORE / "libtorch_ckpt_core.a"),
-        *(CORE / "module_libraries.txt").read_text().split(),
-    ]
+    print("cmake", *arguments, flush=True)
+    if subprocess.run(["cmake", *arguments], env={**os.environ, "PATH": path}).returncode:
+        raise SystemExit("the native modules were not built; CMake's messages are above")
 
 
-class Build(BuildExtension):
-    """Builds the core before the modules that link it."""
+class Build(build_ext):
+    """Builds all modules by CMake, which knows what has changed."""
 
-    def build_extensions(self) -> None:
-        """Builds all."""
-        libraries = build_core()
-        for extension in self.extensions:
-            extension.extra_link_args[:0] = libraries
-        super().build_extensions()
+    def run(self) -> None:
+        """Builds all, and puts each where setuptools looks for it."""
+        with_cuda = "OFF" if os.environ.get("TORCH_CKPT_CUDA") == "0" else "ON"
+        headers = f"{sysconfig.get_path('include')};{pybind11_headers()}"
+        run_cmake(
+            *("-S", ROOT, "-B", CORE, "-G", "Ninja", f"-DTORCH_CKPT_CUDA={with_cuda}"),
+            f"-DTORCH_CKPT_PYTHON_INCLUDES={headers}",
+        )
+        run_cmake("--build", CORE, "--target", *MODULES)
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        """Copies a module. The copy replaces the file: a running program may have it mapped."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy = target.with_suffix(".new")
+        shutil.copyfile(CORE / f"{ext.name.rpartition('.')[2]}.so", copy)
+        copy.replace(target)
 
 
 setup(
-    ext_modules=[
-        # The engine, which does without torch but for the headers of pybind11: both modules need
-        # the same version of them to share a class.
-        Extension(
-            "torch_ckpt._core._native",
-            sorted(SOURCES - WITH_TORCH),
-            language="c++",
-            **{**OPTIONS, "include_dirs": OPTIONS["include_dirs"] + include_paths()},
-        ),
-        # The module that sees inside a torch.Tensor.
-        CppExtension("torch_ckpt._core._tensor_view", sorted(WITH_TORCH), **OPTIONS),
-    ],
+    ext_modules=[Extension(f"torch_ckpt._core.{name}", []) for name in MODULES],
     cmdclass={"build_ext": Build},
 )

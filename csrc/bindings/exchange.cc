@@ -36,17 +36,18 @@ Exchange make_exchange(const std::vector<py::bytes>& wanted, std::vector<std::st
   }));
 }
 
-std::unique_ptr<ExchangeStream> make_stream(FileSystem& fs, const py::bytes& plan,
-                                            std::shared_ptr<Peers> peers,
-                                            std::map<int32_t, int64_t> pids, int64_t budget_nbytes,
-                                            int64_t timeout_ms) {
+UnlockedPtr<ExchangeStream> make_stream(FileSystem& fs, const py::bytes& plan,
+                                        std::shared_ptr<Peers> peers,
+                                        std::map<int32_t, int64_t> pids, int64_t budget_nbytes,
+                                        int64_t timeout_ms) {
   const Bytes view = view_of(plan);
-  return value_or_raise(without_gil([&]() -> Result<std::unique_ptr<ExchangeStream>> {
+  auto made = value_or_raise(without_gil([&]() -> Result<std::unique_ptr<ExchangeStream>> {
     ASSIGN_OR_RETURN(RankExchange decoded, RankExchange::decode(view));
     return ExchangeStream::make(fs, std::move(decoded),
                                 make_node_peers(std::move(peers), std::move(pids)), budget_nbytes,
                                 std::chrono::milliseconds(timeout_ms));
   }));
+  return UnlockedPtr<ExchangeStream>(made.release());
 }
 
 }  // namespace
@@ -75,7 +76,7 @@ void bind_exchange(py::module_& module) {
             return to_bytes(exchange.of_rank(rank).encode());
           },
           py::arg("rank"));
-  py::class_<ExchangeStream>(module, "ExchangeStream")
+  py::class_<ExchangeStream, UnlockedPtr<ExchangeStream>>(module, "ExchangeStream")
       .def(py::init(&make_stream), py::arg("fs"), py::arg("plan"), py::arg("peers"),
            py::arg("pids"), py::arg("budget_nbytes"), py::arg("timeout_ms"), py::keep_alive<1, 2>())
       .def("finish",
@@ -90,7 +91,10 @@ void bind_exchange(py::module_& module) {
            })
       .def_property_readonly("requests", &ExchangeStream::requests)
       .def_property_readonly("waited_s", &ExchangeStream::waited_s)
-      .def_property_readonly("waited_for_ranks_s", &ExchangeStream::waited_for_ranks_s)
+      .def_property_readonly("waited_for_ranks_s",
+                             [](const ExchangeStream& stream) {
+                               return without_gil([&] { return stream.waited_for_ranks_s(); });
+                             })
       .def("close", [](ExchangeStream& stream) { without_gil([&] { stream.close(); }); });
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
-// Unlocked: releases the GIL within a scope.
+// Unlocked: releases the GIL within a scope. owned_by_any_thread: a Python object that any thread
+// may release.
 //
 // When the interpreter ends, Python ends each other thread that acquires the GIL by `pthread_exit`,
 // which unwinds the thread. A destructor must not be left that way: C++ would end the process by
@@ -10,6 +11,8 @@
 #include <cxxabi.h>
 #include <pybind11/pybind11.h>
 #include <unistd.h>
+
+#include <memory>
 
 namespace torch_ckpt {
 
@@ -42,5 +45,19 @@ class Unlocked {
   const bool ends_python_;  // Whether this thread ends the interpreter. No other one gets the GIL.
   PyThreadState* const state_;
 };
+
+// Returns shared ownership of an object. The last owner needs no GIL.
+inline std::shared_ptr<PyObject> owned_by_any_thread(pybind11::object object) {
+  return {object.release().ptr(), [](PyObject* last) {
+            if (is_python_ending()) return;  // The process ends, and so does the object.
+            try {
+              const PyGILState_STATE state = PyGILState_Ensure();
+              Py_XDECREF(last);
+              PyGILState_Release(state);
+            } catch (abi::__forced_unwind&) {
+              for (;;) ::pause();  // Python has begun to end since.
+            }
+          }};
+}
 
 }  // namespace torch_ckpt

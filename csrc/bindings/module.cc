@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/version.h>
 
 #include <string>
 #include <utility>
@@ -100,7 +99,6 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "The native engine of torch_ckpt. Does not need torch.";
   module.attr("DTYPE_NAMES") = dtype_names();
   module.attr("DTYPE_ITEMSIZES") = dtype_itemsizes();  // Bytes per element, in the same order.
-  module.attr("TORCH_VERSION") = TORCH_VERSION;        // The version whose headers were compiled.
   module.def("unpickle_metadata", &unpickle, py::arg("pickle"), py::arg("vocabulary"));
   module.def("why_no_cuda", &why_no_cuda);
   module.def("pickle_globals", &globals_of, py::arg("pickle"));

@@ -182,7 +182,11 @@ bool has_attributes(py::handle tensor) {
   return attributes != nullptr && *attributes != nullptr && PyDict_Size(*attributes) > 0;
 }
 
-bool is_plain(py::handle object) { return is_plannable(object) && !has_attributes(object); }
+// Returns the item of a tensor without attributes in Python that the engine can store.
+std::optional<TensorItem> plain_item(py::handle object) {
+  if (!is_tensor(object) || has_attributes(object)) return std::nullopt;
+  return describe(object);
+}
 
 }  // namespace
 
@@ -197,7 +201,7 @@ ShardBoxes::ShardBoxes(py::type dtensor, py::type shard, py::type replicate, py:
 py::object ShardBoxes::local_of(py::handle object) const {
   if (!py::type::handle_of(object).is(dtensor_)) return {};
   py::object local = py::getattr(object, names().local);
-  return is_plain(local) ? local : py::object();
+  return is_plannable(local) && !has_attributes(local) ? local : py::object();
 }
 
 int64_t ShardBoxes::number_of(py::handle object) {
@@ -252,20 +256,17 @@ py::list list_tensors(const py::dict& flat, TensorSink& sink, ShardBoxes& boxes,
   for (py::ssize_t i = 0; i < entries.size(); ++i) {
     const py::handle fqn = entries.key(i);
     const py::handle value = entries.value(i);
-    if (is_plain(value)) {
-      TensorItem tensor = describe(value);
-      tensor.requires_grad = requires_grad(value);
-      tensor.sizes = sizes_of(value);
-      if (tensor.sizes.size() > kZeros.size()) throw py::value_error("too many dimensions");
-      tensor.offsets = std::span(kZeros).first(tensor.sizes.size());
-      tensor.box_sizes = tensor.sizes;
-      add(fqn, value, tensor);
+    if (std::optional<TensorItem> tensor = plain_item(value)) {
+      if (tensor->sizes.size() > kZeros.size()) throw py::value_error("too many dimensions");
+      tensor->offsets = std::span(kZeros).first(tensor->sizes.size());
+      tensor->box_sizes = tensor->sizes;
+      add(fqn, value, *tensor);
       continue;
     }
     const py::object local = boxes.local_of(value);
     const ShardBox* box = local ? boxes.find(value) : nullptr;
     if (box != nullptr) {
-      TensorItem shard = describe(local);
+      TensorItem shard = *describe(local);
       shard.requires_grad = local_requires_grad(value, local);
       shard.is_shard = true;
       shard.sizes = box->sizes;

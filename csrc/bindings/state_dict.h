@@ -1,7 +1,7 @@
 #pragma once
 
 // Flattens and lists state dicts for planners, at less than a microsecond per tensor. Belongs to
-// the module `_tensor_view`; tensor_view.cc implements the functions that use torch.
+// the module `_tensor_view`; tensor_view.cc implements the functions that read tensors.
 
 #include <pybind11/pybind11.h>
 
@@ -21,9 +21,9 @@ bool is_tensor(pybind11::handle object);
 // Returns whether an object is an exact torch.Tensor or Parameter that the engine can store.
 bool is_plannable(pybind11::handle object);
 
-// Returns dtype, itemsize and pin_memory of a tensor; other fields have default values.
-// Requires: is_plannable(object).
-TensorItem describe(pybind11::handle object);
+// Returns facts of a tensor; box, FQN and replica have default values. nullopt unless
+// is_plannable(object). Its sizes are valid for the lifetime of the tensor.
+std::optional<TensorItem> describe(pybind11::handle object);
 
 // Returns the sizes of a tensor, which for a DTensor are the global sizes. Valid for the lifetime
 // of the tensor. Requires: is_tensor(object).

@@ -1,122 +1,223 @@
-// The extension module torch_ckpt._core._tensor_view: the only native code that uses libtorch. The
-// other module, torch_ckpt._core._native, also works in programs without torch.
+// The extension module torch_ckpt._core._tensor_view: reads tensors of torch through functions of
+// libtorch (torch_library.h) and Python attributes. The other module, torch_ckpt._core._native,
+// also works in programs without torch.
 
 #include "bindings/tensor_view.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/version.h>
 
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/writable_memory.h"
+#include "bindings/gil.h"
 #include "bindings/peers.h"
 #include "bindings/state_dict.h"
+#include "bindings/torch_library.h"
 
 namespace py = pybind11;
 
 namespace torch_ckpt {
 namespace {
 
-const at::Tensor& unpack(py::handle tensor) {
-  if (!THPVariable_Check(tensor.ptr())) {
+PyObject* imported(const char* module, const char* name) {
+  return py::object(py::module_::import(module).attr(name)).release().ptr();
+}
+
+// What this module uses of torch's Python interface. Never freed, since modules are not.
+struct TorchNames {
+  PyObject* tensor = imported("torch", "Tensor");
+  PyObject* parameter = imported("torch.nn", "Parameter");
+  PyObject* is_grad_enabled = imported("torch", "is_grad_enabled");
+  // Interned: attribute access is fastest by the interned name.
+  PyObject* cdata = PyUnicode_InternFromString("_cdata");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* untyped_storage = PyUnicode_InternFromString("untyped_storage");
+};
+
+const TorchNames& names() {
+  static const TorchNames names;
+  return names;
+}
+
+py::object checked(PyObject* object) {
+  if (object == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(object);
+}
+
+// Returns whether an object is a Tensor or a Parameter. A subclass may have other values than its
+// memory.
+bool is_exact(py::handle object) {
+  PyTypeObject* const type = Py_TYPE(object.ptr());
+  return type == reinterpret_cast<PyTypeObject*>(names().tensor) ||
+         type == reinterpret_cast<PyTypeObject*>(names().parameter);
+}
+
+// Returns the address of torch's TensorImpl. Requires: is_tensor(object).
+const void* implementation_of(py::handle object) {
+  const py::object address = checked(PyObject_GetAttr(object.ptr(), names().cdata));
+  const void* found = PyLong_AsVoidPtr(address.ptr());
+  if (found == nullptr) throw py::value_error("the tensor is not initialized");
+  return found;
+}
+
+// Returns the Python object of a tensor's storage.
+py::object storage_of(py::handle object) {
+  return checked(PyObject_CallMethodNoArgs(object.ptr(), names().untyped_storage));
+}
+
+void check_tensor(py::handle object) {
+  if (!is_tensor(object)) {
     throw py::type_error("expected a torch.Tensor, got " +
-                         std::string(py::str(py::type::handle_of(tensor))));
+                         std::string(py::str(py::type::handle_of(object))));
   }
-  return THPVariable_Unpack(tensor.ptr());
 }
 
-std::optional<DType> dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::ScalarType::Byte:
-      return DType::kUInt8;
-    case at::ScalarType::Char:
-      return DType::kInt8;
-    case at::ScalarType::Short:
-      return DType::kInt16;
-    case at::ScalarType::Int:
-      return DType::kInt32;
-    case at::ScalarType::Long:
-      return DType::kInt64;
-    case at::ScalarType::UInt16:
-      return DType::kUInt16;
-    case at::ScalarType::UInt32:
-      return DType::kUInt32;
-    case at::ScalarType::UInt64:
-      return DType::kUInt64;
-    case at::ScalarType::Half:
-      return DType::kFloat16;
-    case at::ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case at::ScalarType::Float:
-      return DType::kFloat32;
-    case at::ScalarType::Double:
-      return DType::kFloat64;
-    case at::ScalarType::ComplexHalf:
-      return DType::kComplex32;
-    case at::ScalarType::ComplexFloat:
-      return DType::kComplex64;
-    case at::ScalarType::ComplexDouble:
-      return DType::kComplex128;
-    case at::ScalarType::Bool:
-      return DType::kBool;
-    case at::ScalarType::Float8_e4m3fn:
-      return DType::kFloat8E4M3FN;
-    case at::ScalarType::Float8_e4m3fnuz:
-      return DType::kFloat8E4M3FNUZ;
-    case at::ScalarType::Float8_e5m2:
-      return DType::kFloat8E5M2;
-    case at::ScalarType::Float8_e5m2fnuz:
-      return DType::kFloat8E5M2FNUZ;
-    case at::ScalarType::Float8_e8m0fnu:
-      return DType::kFloat8E8M0FNU;
-    case at::ScalarType::Float4_e2m1fn_x2:
-      return DType::kFloat4E2M1FNX2;
-    default:
+// Facts of a strided tensor with a storage. Valid for the lifetime of the Python object.
+class Strided {
+ public:
+  // Returns nullopt if the tensor has another layout, or no storage. Requires: is_tensor(object).
+  static std::optional<Strided> of(py::handle object) {
+    Strided out(object);
+    const TorchLibrary& torch = TorchLibrary::get();
+    const TensorHandle handle = out.handle();
+    int32_t layout = 0;
+    int64_t dim = 0;
+    int64_t* sizes = nullptr;
+    int64_t* strides = nullptr;
+    if (torch.get_layout(handle, &layout) != 0 || layout != torch.strided ||
+        torch.get_storage_size(handle, &out.storage_nbytes) != 0 ||
+        torch.get_dim(handle, &dim) != 0 || torch.get_sizes(handle, &sizes) != 0 ||
+        torch.get_strides(handle, &strides) != 0 ||
+        torch.get_storage_offset(handle, &out.offset_) != 0 ||
+        torch.get_dtype(handle, &out.dtype_) != 0 ||
+        torch.get_device_type(handle, &out.device_) != 0) {
       return std::nullopt;
+    }
+    out.sizes = {sizes, static_cast<size_t>(dim)};
+    out.strides = {strides, static_cast<size_t>(dim)};
+    out.dtype = torch.dtype_of(out.dtype_);
+    out.itemsize = static_cast<int64_t>(torch.element_size(out.dtype_));
+    for (const int64_t size : out.sizes) out.numel *= size;
+    return out;
   }
-}
 
-TensorKind kind_of(py::handle object, const at::Tensor& tensor) {
-  const bool subclass = !THPVariable_CheckExact(object.ptr());
-  if (subclass || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta() ||
-      !tensor.has_storage() || !dtype_of(tensor)) {
-    return TensorKind::kTorchOnly;
+  bool is_cpu() const { return device_ == TorchLibrary::get().cpu; }
+  bool is_cuda() const { return device_ == TorchLibrary::get().cuda; }
+  bool is_meta() const { return device_ == TorchLibrary::get().meta; }
+
+  // Returns whether the values differ from the memory, by torch's lazy conjugation or negation.
+  bool is_lazy() const {
+    const bool is_complex =
+        dtype == DType::kComplex32 || dtype == DType::kComplex64 || dtype == DType::kComplex128;
+    return (is_complex && ask(TorchLibrary::get().is_conj, "is_conj")) ||
+           ask(TorchLibrary::get().is_neg, "is_neg");
   }
-  if (!tensor.is_cpu() || tensor.is_conj() || tensor.is_neg()) return TensorKind::kNeedsCopy;
-  return TensorKind::kPlain;
+
+  bool is_pinned() const {
+    const auto function = TorchLibrary::get().is_pinned;
+    if (function == nullptr) return object_.attr("is_pinned")().cast<bool>();
+    return function(handle(), OptionalDevice());
+  }
+
+  // In bytes from the start of the storage. Requires for `end`: the tensor has elements.
+  int64_t begin() const { return offset_ * itemsize; }
+  int64_t end() const {
+    int64_t last = offset_;
+    for (size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * strides[d];
+    return (last + 1) * itemsize;
+  }
+
+  const std::byte* data() const {
+    const void* found = nullptr;
+    if (TorchLibrary::get().get_const_data(handle(), &found) != 0) throw_no_data();
+    return static_cast<const std::byte*>(found);
+  }
+
+  std::byte* mutable_data() const {
+    void* found = nullptr;
+    if (TorchLibrary::get().get_mutable_data(handle(), &found) != 0) throw_no_data();
+    return static_cast<std::byte*>(found);
+  }
+
+  int gpu() const {
+    int32_t index = -1;
+    if (TorchLibrary::get().get_device_index(handle(), &index) != 0) throw_no_data();
+    return index;
+  }
+
+  py::handle object() const { return object_; }
+
+  std::optional<DType> dtype;  // nullopt if the engine lacks it.
+  int64_t itemsize = 0;
+  int64_t numel = 1;
+  std::span<const int64_t> sizes;
+  std::span<const int64_t> strides;  // In elements.
+  int64_t storage_nbytes = 0;
+
+ private:
+  explicit Strided(py::handle object) : object_(object), impl_(implementation_of(object)) {}
+
+  TensorHandle handle() const { return &impl_; }
+
+  bool ask(bool (*function)(TensorHandle), const char* method) const {
+    return function != nullptr ? function(handle()) : object_.attr(method)().cast<bool>();
+  }
+
+  [[noreturn]] static void throw_no_data() {
+    throw py::value_error("torch does not give access to the memory of a tensor");
+  }
+
+  py::handle object_;
+  const void* impl_;
+  int64_t offset_ = 0;  // In elements.
+  int32_t dtype_ = 0;
+  int32_t device_ = 0;
+};
+
+// Returns the facts of a tensor that the engine can read, at least after a copy by torch.
+std::optional<Strided> readable(py::handle object) {
+  if (!is_exact(object)) return std::nullopt;
+  std::optional<Strided> tensor = Strided::of(object);
+  if (tensor && (!tensor->dtype || tensor->is_meta())) tensor.reset();
+  return tensor;
 }
 
-// Returns the end of the last element, in bytes from the start of the storage.
-// Requires: the tensor has elements.
-int64_t storage_end(const at::Tensor& tensor) {
-  int64_t last = tensor.storage_offset();
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  return (last + 1) * static_cast<int64_t>(tensor.itemsize());
+TensorKind kind_of(const std::optional<Strided>& tensor) {
+  if (!tensor) return TensorKind::kTorchOnly;
+  return tensor->is_cpu() && !tensor->is_lazy() ? TensorKind::kPlain : TensorKind::kNeedsCopy;
 }
 
-bool is_expanded(const at::Tensor& tensor) {
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.stride(d) == 0 && tensor.size(d) > 1) return true;
+bool is_expanded(const Strided& tensor) {
+  for (size_t d = 0; d < tensor.sizes.size(); ++d) {
+    if (tensor.strides[d] == 0 && tensor.sizes[d] > 1) return true;
   }
   return false;
 }
 
+bool is_contiguous(const Strided& tensor) {
+  int64_t expected = 1;
+  for (size_t d = tensor.sizes.size(); d-- > 0;) {
+    if (tensor.sizes[d] == 1) continue;
+    if (tensor.strides[d] != expected) return false;
+    expected *= tensor.sizes[d];
+  }
+  return true;
+}
+
 // Returns whether several elements may share memory. False if each stride exceeds the extent of all
 // smaller strides. Other strides may still be without overlap.
-bool may_overlap(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense() || tensor.numel() < 2) return false;
+bool may_overlap(const Strided& tensor) {
+  if (tensor.numel < 2 || is_contiguous(tensor)) return false;
   std::vector<std::pair<int64_t, int64_t>> dims;  // Stride and size.
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  for (size_t d = 0; d < tensor.sizes.size(); ++d) {
+    if (tensor.sizes[d] > 1) dims.emplace_back(tensor.strides[d], tensor.sizes[d]);
   }
   std::sort(dims.begin(), dims.end());
   int64_t last = 0;  // Position of the last element, in the dimensions so far.
@@ -127,17 +228,20 @@ bool may_overlap(const at::Tensor& tensor) {
   return false;
 }
 
-// Returns a view without memory. Requires: the tensor is strided, and the engine has its dtype.
-TensorView shape_of(const at::Tensor& tensor) {
+// Returns a view without memory. Requires: the engine has the dtype.
+TensorView shape_of(const Strided& tensor) {
   TensorView out;
-  out.dtype = *dtype_of(tensor);
-  out.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
-  out.strides.assign(tensor.strides().begin(), tensor.strides().end());
-  for (int64_t& stride : out.strides) stride *= static_cast<int64_t>(tensor.itemsize());
+  out.dtype = *tensor.dtype;
+  out.sizes.assign(tensor.sizes.begin(), tensor.sizes.end());
+  out.strides.assign(tensor.strides.begin(), tensor.strides.end());
+  for (int64_t& stride : out.strides) stride *= tensor.itemsize;
   return out;
 }
 
-TensorKind tensor_kind(py::handle tensor) { return kind_of(tensor, unpack(tensor)); }
+TensorKind tensor_kind(py::handle object) {
+  check_tensor(object);
+  return kind_of(readable(object));
+}
 
 // Returns whether the engine itself copies from and to GPUs. If it does not, torch does.
 bool engine_has_cuda() {
@@ -149,30 +253,45 @@ bool engine_has_cuda() {
   return *known;
 }
 
+// Returns whether torch can pin memory here. Asking it for each tensor would cost more than its
+// plan.
+bool can_pin() {
+  static std::optional<bool> known;  // As above.
+  if (!known) {
+    known = py::module_::import("torch.accelerator").attr("is_available")().cast<bool>();
+  }
+  return *known;
+}
+
 // Returns whether the engine can copy from and to the tensor's GPU memory. The memory of a lazily
 // conjugated or negated tensor differs from its values, so torch copies such a tensor.
-bool is_on_known_gpu(const at::Tensor& tensor) {
-  return tensor.is_cuda() && !tensor.is_conj() && !tensor.is_neg() && engine_has_cuda();
+bool is_on_known_gpu(const Strided& tensor) {
+  return tensor.is_cuda() && !tensor.is_lazy() && engine_has_cuda();
 }
 
 // Returns whether the engine can load into the tensor's memory. The tensor must be plain or on a
 // GPU that the engine supports, and no two elements may share memory.
-bool is_loadable(py::handle object) {
-  const at::Tensor& tensor = unpack(object);
-  const TensorKind kind = kind_of(object, tensor);
+bool can_load(const std::optional<Strided>& tensor, TensorKind kind) {
   return (kind == TensorKind::kPlain ||
-          (kind == TensorKind::kNeedsCopy && is_on_known_gpu(tensor))) &&
-         !may_overlap(tensor);
+          (kind == TensorKind::kNeedsCopy && is_on_known_gpu(*tensor))) &&
+         !may_overlap(*tensor);
+}
+
+bool is_loadable(py::handle object) {
+  check_tensor(object);
+  const std::optional<Strided> tensor = readable(object);
+  return can_load(tensor, kind_of(tensor));
 }
 
 // Returns whether several elements of a tensor may share memory.
 bool may_overlap_itself(py::handle object) {
-  const at::Tensor& tensor = unpack(object);
-  return THPVariable_CheckExact(object.ptr()) && tensor.layout() == at::kStrided &&
-         may_overlap(tensor);
+  check_tensor(object);
+  if (!is_exact(object)) return false;
+  const std::optional<Strided> tensor = Strided::of(object);
+  return tensor && may_overlap(*tensor);
 }
 
-std::string text_of(at::IntArrayRef numbers) {
+std::string text_of(std::span<const int64_t> numbers) {
   std::string out = "[";
   for (size_t i = 0; i < numbers.size(); ++i) {
     out += (i == 0 ? "" : ", ") + std::to_string(numbers[i]);
@@ -183,29 +302,29 @@ std::string text_of(at::IntArrayRef numbers) {
 // Returns why no value can be written to a tensor, and what to pass instead. Empty if none is
 // known.
 std::string write_fault(py::handle object) {
-  if (!THPVariable_CheckExact(object.ptr())) return "";  // A subclass may write to any memory.
-  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-  if (tensor.numel() == 0) return "";
-  if (tensor.is_meta()) {
+  if (!is_exact(object)) return "";  // A subclass may write to any memory.
+  const std::optional<Strided> tensor = Strided::of(object);
+  if (!tensor || tensor->numel == 0) return "";
+  if (tensor->is_meta()) {
     return "it is on the meta device, without memory; pass a tensor on another device";
   }
-  if (tensor._is_zerotensor()) return "it is an immutable ZeroTensor; pass a clone of it";
-  if (tensor.layout() != at::kStrided || !tensor.has_storage()) return "";
-  const auto nbytes = static_cast<int64_t>(tensor.storage().nbytes());
-  if (storage_end(tensor) > nbytes) {
-    return "its storage has " + std::to_string(nbytes) + " bytes of the " +
-           std::to_string(storage_end(tensor)) + " that it needs; allocate it before the load";
+  const int64_t nbytes = tensor->storage_nbytes;
+  if (nbytes > 0 && tensor->data() == nullptr && object.attr("_is_zerotensor")().cast<bool>()) {
+    return "it is an immutable ZeroTensor; pass a clone of it";
   }
-  if (is_expanded(tensor)) {
-    return "its elements share memory (strides " + text_of(tensor.strides()) +
+  if (tensor->end() > nbytes) {
+    return "its storage has " + std::to_string(nbytes) + " bytes of the " +
+           std::to_string(tensor->end()) + " that it needs; allocate it before the load";
+  }
+  if (is_expanded(*tensor)) {
+    return "its elements share memory (strides " + text_of(tensor->strides) +
            "); pass a clone of it";
   }
   // Torch allocates memory that can be resized. Other memory is an array's, or a mapped file's.
-  if (tensor.is_cpu() && !tensor.storage().unsafeGetStorageImpl()->resizable()) {
-    const auto* storage = static_cast<const std::byte*>(tensor.storage().data());
-    const int64_t begin = tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
-    if (storage != nullptr &&
-        (!is_writable(storage + begin) || !is_writable(storage + storage_end(tensor) - 1))) {
+  if (tensor->is_cpu() && !storage_of(object).attr("resizable")().cast<bool>()) {
+    const std::byte* const first = tensor->data();
+    const std::byte* const last = first + (tensor->end() - tensor->begin() - 1);
+    if (first != nullptr && (!is_writable(first) || !is_writable(last))) {
       return "its memory is mapped read-only; pass a copy of it";
     }
   }
@@ -217,7 +336,7 @@ std::vector<std::pair<int64_t, std::string>> write_faults(const py::list& object
   std::vector<std::pair<int64_t, std::string>> out;
   int64_t position = 0;
   for (const py::handle object : objects) {
-    if (THPVariable_Check(object.ptr())) {
+    if (is_tensor(object)) {
       std::string fault = write_fault(object);
       if (!fault.empty()) out.emplace_back(position, std::move(fault));
     }
@@ -231,7 +350,6 @@ class CurrentStreams {
  public:
   uint64_t of(int gpu) {
     const auto [found, is_new] = streams_.try_emplace(gpu, 0);
-    // Query torch through Python: this module may be built against a torch without CUDA.
     if (is_new) {
       found->second = py::module_::import("torch.cuda")
                           .attr("current_stream")(gpu)
@@ -245,61 +363,59 @@ class CurrentStreams {
   std::map<int, uint64_t> streams_;
 };
 
-// Returns the address of a tensor's storage and the tensor's byte range [begin, end) in it. Returns
+// Returns a number for a tensor's storage and the tensor's byte range [begin, end) in it. Returns
 // zeros for a tensor without elements or without a storage.
 py::tuple tensor_extent(py::handle object) {
-  const at::Tensor& tensor = unpack(object);
-  if (!tensor.has_storage() || tensor.numel() == 0) return py::make_tuple(0, 0, 0);
-  const int64_t begin = tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
-  const void* storage = tensor.storage().unsafeGetStorageImpl();
-  return py::make_tuple(reinterpret_cast<uintptr_t>(storage), begin, storage_end(tensor));
-}
-
-// Returns whether no other tensor shares the tensor's storage.
-bool has_own_storage(py::handle tensor) {
-  const at::Tensor& unpacked = unpack(tensor);
-  int64_t owners = static_cast<int64_t>(unpacked.storage().use_count());
-  // The Python object of a storage owns it, and may have no other reference than the storage's own.
-  PyObject* object = unpacked.storage().unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
-  if (object != nullptr && Py_REFCNT(object) == 1) --owners;
-  return owners == 1;
+  check_tensor(object);
+  const std::optional<Strided> tensor = Strided::of(object);
+  if (!tensor || tensor->numel == 0) return py::make_tuple(0, 0, 0);
+  return py::make_tuple(storage_of(object).attr("_cdata"), tensor->begin(), tensor->end());
 }
 
 // Returns a view of a tensor whose memory the engine can access. Raises ValueError if the storage
 // is smaller than sizes and strides require.
-TensorView view_of(const at::Tensor& tensor, std::string name, bool writable,
+TensorView view_of(const Strided& tensor, std::string name, bool writable,
                    CurrentStreams& streams) {
-  const int64_t extent = tensor.numel() == 0 ? 0 : storage_end(tensor);
-  if (extent > static_cast<int64_t>(tensor.storage().nbytes())) {
+  if (tensor.numel != 0 && tensor.end() > tensor.storage_nbytes) {
     throw py::value_error((name.empty() ? "the tensor" : "tensor '" + name + "'") +
                           " reaches beyond its storage of " +
-                          std::to_string(tensor.storage().nbytes()) + " bytes");
+                          std::to_string(tensor.storage_nbytes) + " bytes");
   }
-  // The engine writes without autograd; the new version invalidates values saved for backward.
-  if (writable && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   TensorView out = shape_of(tensor);
   out.name = std::move(name);
-  // const_data_ptr avoids copy-on-write materialisation by a read.
-  out.data = static_cast<std::byte*>(writable ? tensor.mutable_data_ptr()
-                                              : const_cast<void*>(tensor.const_data_ptr()));
+  // Torch copies a tensor that is copied on write when its mutable data is taken.
+  out.data = writable ? tensor.mutable_data() : const_cast<std::byte*>(tensor.data());
   out.writable = writable;
   if (tensor.is_cuda()) {
-    out.gpu = tensor.get_device();
+    out.gpu = tensor.gpu();
     out.stream = streams.of(out.gpu);
   }
-  out.storage = std::make_shared<c10::Storage>(tensor.storage());
+  out.storage = owned_by_any_thread(storage_of(tensor.object()));
   return out;
+}
+
+// The engine writes without autograd; a new version invalidates values saved for backward.
+void increment_versions(const py::list& tensors) {
+  py::module_::import("torch.autograd.graph").attr("increment_version")(tensors);
 }
 
 // Returns a view of a tensor for the engine. Raises ValueError unless the tensor is plain, or, if
 // `writable`, loadable.
 TensorView view(py::handle object, std::string name, bool writable) {
-  const at::Tensor& tensor = unpack(object);
-  if (writable ? !is_loadable(object) : kind_of(object, tensor) != TensorKind::kPlain) {
+  check_tensor(object);
+  const std::optional<Strided> tensor = readable(object);
+  const TensorKind kind = kind_of(tensor);
+  if (writable ? !can_load(tensor, kind) : kind != TensorKind::kPlain) {
     throw py::value_error("tensor '" + name + "' is not a plain strided tensor");
   }
   CurrentStreams streams;
-  return view_of(tensor, std::move(name), writable, streams);
+  TensorView out = view_of(*tensor, std::move(name), writable, streams);
+  if (writable) {
+    py::list written;
+    written.append(object);
+    increment_versions(written);
+  }
+  return out;
 }
 
 // Returns a view and a kind for each object. An object that is no tensor has the kind kTorchOnly.
@@ -310,56 +426,63 @@ TensorBatch inspect(const py::list& objects, bool writable, bool stages) {
   TensorBatch out;
   out.views.reserve(objects.size());
   out.kinds.reserve(objects.size());
+  py::list written;
   for (const py::handle object : objects) {
-    if (!THPVariable_Check(object.ptr())) {
-      out.kinds.push_back(TensorKind::kTorchOnly);
-      out.views.emplace_back();
-      continue;
-    }
-    const at::Tensor& tensor = unpack(object);
-    const bool loads = writable && is_loadable(object);
-    TensorKind kind = kind_of(object, tensor);
-    const bool is_staged = stages && kind == TensorKind::kNeedsCopy && is_on_known_gpu(tensor);
+    const std::optional<Strided> tensor = readable(object);
+    TensorKind kind = kind_of(tensor);
+    const bool loads = writable && can_load(tensor, kind);
+    const bool is_staged = stages && kind == TensorKind::kNeedsCopy && is_on_known_gpu(*tensor);
     if (loads || is_staged) kind = TensorKind::kPlain;
+    if (loads) written.append(object);
     out.kinds.push_back(kind);
     if (kind == TensorKind::kPlain) {
-      out.views.push_back(view_of(tensor, "", loads, streams));
+      out.views.push_back(view_of(*tensor, "", loads, streams));
     } else if (kind == TensorKind::kNeedsCopy) {
-      out.views.push_back(shape_of(tensor));
+      out.views.push_back(shape_of(*tensor));
     } else {
       out.views.emplace_back();
     }
   }
+  if (!written.empty()) increment_versions(written);
   return out;
 }
 
 }  // namespace
 
-bool is_tensor(py::handle object) { return THPVariable_Check(object.ptr()); }
-
-bool is_plannable(py::handle object) {
-  return THPVariable_CheckExact(object.ptr()) &&
-         kind_of(object, THPVariable_Unpack(object.ptr())) != TensorKind::kTorchOnly;
+bool is_tensor(py::handle object) {
+  return PyType_IsSubtype(Py_TYPE(object.ptr()), reinterpret_cast<PyTypeObject*>(names().tensor)) !=
+         0;
 }
 
-TensorItem describe(py::handle object) {
-  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-  const DTypeInfo& dtype = dtype_info(*dtype_of(tensor));
-  // Torch would copy a lazily conjugated or negated tensor here, and crash if its storage is freed.
-  const bool is_lazy = tensor.is_conj() || tensor.is_neg();
-  return {.dtype = dtype.name,
-          .itemsize = dtype.itemsize,
-          .pin_memory = !is_lazy && tensor.is_pinned()};
+bool is_plannable(py::handle object) { return readable(object).has_value(); }
+
+std::optional<TensorItem> describe(py::handle object) {
+  const std::optional<Strided> tensor = readable(object);
+  if (!tensor) return std::nullopt;
+  const DTypeInfo& dtype = dtype_info(*tensor->dtype);
+  TensorItem item;
+  item.dtype = dtype.name;
+  item.itemsize = dtype.itemsize;
+  item.requires_grad = requires_grad(object);
+  // Torch would copy a lazily conjugated or negated tensor, and crash if its storage is freed.
+  item.pin_memory = can_pin() && tensor->is_cpu() && !tensor->is_lazy() && tensor->is_pinned();
+  item.sizes = tensor->sizes;
+  return item;
 }
 
 std::span<const int64_t> sizes_of(py::handle object) {
-  const at::IntArrayRef sizes = THPVariable_Unpack(object.ptr()).sizes();
-  return {sizes.data(), sizes.size()};
+  const std::optional<Strided> tensor = Strided::of(object);
+  if (!tensor) throw py::value_error("the tensor is not strided");
+  return tensor->sizes;
 }
 
-bool requires_grad(py::handle object) { return THPVariable_Unpack(object.ptr()).requires_grad(); }
+bool requires_grad(py::handle object) {
+  return checked(PyObject_GetAttr(object.ptr(), names().requires_grad)).ptr() == Py_True;
+}
 
-bool is_grad_enabled() { return at::GradMode::is_enabled(); }
+bool is_grad_enabled() {
+  return checked(PyObject_CallNoArgs(names().is_grad_enabled)).ptr() == Py_True;
+}
 
 }  // namespace torch_ckpt
 
@@ -367,6 +490,7 @@ PYBIND11_MODULE(_tensor_view, module) {
   using namespace torch_ckpt;
   module.doc() = "Access of torch_ckpt's native engine to torch.Tensor.";
   py::module_::import("torch_ckpt._core._native");  // Registers TensorView.
+  TorchLibrary::get();
   py::enum_<TensorKind>(module, "TensorKind")
       .value("PLAIN", TensorKind::kPlain)
       .value("NEEDS_COPY", TensorKind::kNeedsCopy)
@@ -377,7 +501,6 @@ PYBIND11_MODULE(_tensor_view, module) {
   module.def("may_overlap_itself", &may_overlap_itself, py::arg("tensor"));
   module.def("write_faults", &write_faults, py::arg("objects"));
   module.def("extent", &tensor_extent, py::arg("tensor"));
-  module.def("has_own_storage", &has_own_storage, py::arg("tensor"));
   module.def("inspect", &inspect, py::arg("objects"), py::arg("writable"),
              py::arg("stages") = false);
   module.def("flatten", &flatten, py::arg("state_dict"));

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torch_ckpt
 from torch_ckpt import errors
-from torch_ckpt._core import _tensor_view
+from torch_ckpt._core.tensors import has_own_storage
 from torch_ckpt.cli import convert as convert_command
 from torch_ckpt.cli.main import main
 from torch_ckpt.conversion import pieces
@@ -395,14 +395,14 @@ def test_a_tensor_is_temporary_although_its_storage_had_a_python_object() -> Non
     """Otherwise the writer does not count its memory."""
     loaded = torch.ones(3)
     assert loaded.untyped_storage().nbytes() == 12
-    assert _tensor_view.has_own_storage(loaded)
+    assert has_own_storage(loaded)
     view = loaded[:2]
-    assert not _tensor_view.has_own_storage(view)
+    assert not has_own_storage(view)
     del view
     storage = loaded.untyped_storage()
-    assert not _tensor_view.has_own_storage(loaded)
+    assert not has_own_storage(loaded)
     del storage
-    assert _tensor_view.has_own_storage(loaded)
+    assert has_own_storage(loaded)
 
 
 def test_a_conversion_that_fails_leaves_no_directory(tmp_path: Path) -> None:

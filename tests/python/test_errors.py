@@ -40,7 +40,7 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
 )
 
-from torch_ckpt import CheckpointError, FastReader, FastWriter, IoOptions
+from torch_ckpt import CheckpointError, FastReader, FastWriter, IoOptions, __version__
 from torch_ckpt.commits import late_names
 from torch_ckpt.errors import (
     CancelledError,
@@ -693,18 +693,31 @@ def test_storage_errors_say_whether_to_try_again() -> None:
         assert StorageError("failed", number).retriable is False
 
 
-def test_a_module_that_does_not_fit_torch_names_both_versions() -> None:
+def test_a_torch_that_the_module_cannot_read_is_named_with_both_versions_and_the_remedy() -> None:
     script = """
 import sys
-sys.modules["torch_ckpt._core._tensor_view"] = None  # As if the linker refused it.
+import torch
+CHANGE
 import torch_ckpt
 try:
     torch_ckpt.FastWriter
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.startswith("torch_ckpt was built for torch 2.")
-    assert f"does not work with torch {torch.__version__}: " in done.stdout
+    cases = {
+        # As if the linker refused it.
+        'sys.modules["torch_ckpt._core._tensor_view"] = None': "import of torch_ckpt",
+        # As with a torch whose views of complex tensors differ.
+        "torch.Tensor.conj = torch.Tensor.clone": "it reads wrong facts of tensors: ['PLAIN', 'PLA",
+    }
+    for change, reason in cases.items():
+        done = subprocess.run(
+            [sys.executable, "-c", script.replace("CHANGE", change)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        begin = f"torch_ckpt {__version__} does not work with torch {torch.__version__}: "
+        assert done.stdout.startswith(begin + reason), done.stdout + done.stderr
+        assert "pip install --upgrade torch torch-ckpt" in done.stdout
+        assert done.stdout.count("\n") == 1

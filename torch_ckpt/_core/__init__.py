@@ -5,9 +5,9 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports ``_tensor_view``, which reads torch's own objects, if it fits this torch.
+    """Imports ``_tensor_view``, which reads tensors of torch, if it can read those of this torch.
 
-    Otherwise raises an ImportError that names both versions of torch.
+    Otherwise raises an ImportError that names both versions.
     """
     if name != "_tensor_view":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -15,19 +15,29 @@ def __getattr__(name: str) -> ModuleType:
 
     try:
         module = importlib.import_module(f"{__name__}._tensor_view")
-        whole = torch.empty(2, 3, device="cpu")
-        plain, sparse = whole[:, 1:], whole.to_sparse()
-        kinds = [module.tensor_kind(tensor) for tensor in (plain, sparse)]
-        fits = kinds == [module.TensorKind.PLAIN, module.TensorKind.TORCH_ONLY]
-        reason = "" if fits else f"it reads wrong facts of a tensor: {kinds}"
+        reason = _misread(module)
     except (ImportError, RuntimeError) as error:
         reason = str(error)
     if not reason:
         return module
-    from torch_ckpt._core import _native
+    from torch_ckpt import __version__
 
     raise ImportError(
-        f"torch_ckpt was built for torch {_native.TORCH_VERSION}, and does not work with torch "
-        f"{torch.__version__}: {reason}; build it for this version: "
-        "pip install --no-build-isolation --no-binary torch-ckpt torch-ckpt"
+        f"torch_ckpt {__version__} does not work with torch {torch.__version__}: {reason}; it "
+        "needs torch 2.11 or later, and a later torch may need a later torch_ckpt: "
+        "pip install --upgrade torch torch-ckpt"
     )
+
+
+def _misread(module: ModuleType) -> str:
+    """Returns which facts of tensors the module reads wrongly, or an empty string."""
+    import torch
+
+    floats = torch.zeros(2, 3, dtype=torch.complex64, device="cpu")
+    plain = floats[:, 1:].real
+    tensors = [plain, floats.conj(), floats.conj().imag, torch.zeros(2, device="cpu").to_sparse()]
+    kinds = [module.tensor_kind(tensor).name for tensor in tensors]
+    if kinds != ["PLAIN", "NEEDS_COPY", "NEEDS_COPY", "TORCH_ONLY"]:
+        return f"it reads wrong facts of tensors: {kinds}"
+    extent = module.extent(plain)[1:]
+    return "" if extent == (8, 44) else f"it reads a wrong place of a tensor: {extent}"

@@ -10,7 +10,6 @@ _Path = str | bytes | os.PathLike[str]
 
 DTYPE_NAMES: list[str]
 DTYPE_ITEMSIZES: list[int]
-TORCH_VERSION: str
 
 IndexBox = tuple[Sequence[int], Sequence[int], int, int, int, bool, Sequence[str]]
 """Offsets, sizes, file number, offset and length in the file, whether plain, transforms."""

@@ -26,6 +26,7 @@ __all__ = [
     "cpu_as_default",
     "flat_values",
     "gc_paused",
+    "has_own_storage",
     "is_temporary",
     "memory_fault",
     "printable",
@@ -164,19 +165,31 @@ def _count_references(tensor: torch.Tensor) -> int:
     return sys.getrefcount(tensor)
 
 
-def _count_references_of_fresh_tensor() -> int:
+def _count_owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns how many refer to the Python object of a tensor's storage, and to its memory."""
+    storage = tensor.untyped_storage()
+    # Without this function, every tensor counts as shared.
+    count = getattr(torch._C, "_storage_Use_Count", lambda _: sys.maxsize)
+    return sys.getrefcount(storage), count(storage._cdata)
+
+
+def _counts_of_fresh_tensor() -> tuple[int, tuple[int, int]]:
     tensor = torch.empty(0, device="cpu")
-    return _count_references(tensor)
+    return _count_references(tensor), _count_owners(tensor)
 
 
-# Reference count of a tensor with one variable. It differs between versions of Python.
-_SINGLE_REFERENCE_COUNT = _count_references_of_fresh_tensor()
+# Counts for a tensor with one variable. They differ between versions of Python and of torch.
+_SINGLE_REFERENCE_COUNT, _SINGLE_OWNERS = _counts_of_fresh_tensor()
+
+
+def has_own_storage(tensor: torch.Tensor) -> bool:
+    """Returns whether no other tensor or variable refers to the tensor's memory."""
+    return _count_owners(tensor) == _SINGLE_OWNERS
 
 
 def is_temporary(tensor: torch.Tensor) -> bool:
     """Returns whether one variable of the caller is the only reference to the tensor's memory."""
-    has_one_reference = sys.getrefcount(tensor) <= _SINGLE_REFERENCE_COUNT
-    return has_one_reference and _tensor_view.has_own_storage(tensor)
+    return sys.getrefcount(tensor) <= _SINGLE_REFERENCE_COUNT and has_own_storage(tensor)
 
 
 class Destinations:
