@@ -3,11 +3,17 @@
 A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. ``thin(n)`` keeps as
 many cases of a parametrized test as cover every combination of values of any n parameters, and
 ``thin("a", "b")`` those of these ids. A test with a loop of its own takes the fixture ``full``.
+
+``framework("a", "b")`` marks a test that is skipped where these modules are missing. A commit runs
+those that are also marked ``small``; ``tests/check.py frameworks`` runs all, and fails if one is
+skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import itertools
 import os
 import random
@@ -46,9 +52,15 @@ from torch_ckpt.process_state import PROCESS
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every case, and the slow tests")
+    parser.addoption("--no-skips", action="store_true", help="a skipped test is a failure")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("framework"):
+            if missing := [name for name in mark.args if not is_installed(name)]:
+                reason = f"no {', '.join(missing)}: tests/check.py frameworks installs it"
+                item.add_marker(pytest.mark.skip(reason=reason))
     if config.getoption("full"):
         return
     left_out = {item for item in items if item.get_closest_marker("slow")}
@@ -62,7 +74,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+@functools.cache
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped") if reporter else None  # Workers have no reporter.
+    if skipped and session.config.getoption("no_skips"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("skipped") and terminalreporter.config.getoption("no_skips"):
+        terminalreporter.write_line("failed: no test may be skipped here", red=True)
     if began := os.environ.get("CHECK_BEGAN"):  # Set by tests/check.py.
         taken = time.time() - float(began)
         terminalreporter.write_line(f"tests/check.py took {taken / 60:.1f} min")
