@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import changed
 import pytest
 
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
@@ -48,6 +49,8 @@ from waits import until
 
 from torch_ckpt.agent.memory import has_agent
 from torch_ckpt.process_state import PROCESS
+
+SECONDS: dict[str, float] = defaultdict(float)  # Of each file.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,10 +84,18 @@ def is_installed(module: str) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    options, files = session.config.option, session.config.args
+    is_of_part = options.keyword or options.full or any("::" in file for file in files)
+    if not hasattr(session.config, "workerinput") and not is_of_part:
+        changed.remember(SECONDS)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped") if reporter else None  # Workers have no reporter.
     if skipped and session.config.getoption("no_skips"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    SECONDS[report.nodeid.partition("::")[0]] += report.duration
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
