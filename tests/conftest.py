@@ -1,8 +1,9 @@
 """Which cases run, and the fixtures that tests of one and of several processes share.
 
 A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. ``thin(n)`` keeps as
-many cases of a parametrized test as cover every combination of values of any n parameters, and
-``thin("a", "b")`` those of these ids. A test with a loop of its own takes the fixture ``full``.
+many cases of a parametrized test as cover every combination of values of any n parameters,
+``thin(0.5)`` half of them, of each test another half, and ``thin("a", "b")`` those of these ids. A
+test with a loop of its own takes the fixture ``full``.
 
 ``framework("a", "b")`` marks a test that is skipped where these modules are missing. A commit runs
 those that are also marked ``small``; ``tests/check.py frameworks`` runs all, and fails if one is
@@ -15,6 +16,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import math
 import os
 import random
 import shutil
@@ -111,6 +113,10 @@ def covering(cases: list[Any]) -> Iterator[pytest.Item]:
     wanted = cases[0].get_closest_marker("thin").args
     if isinstance(wanted[0], str):
         yield from (case for case in cases if case.callspec.id in wanted)
+        return
+    if isinstance(wanted[0], float):
+        draw = random.Random(cases[0].nodeid.partition("[")[0])
+        yield from draw.sample(cases, math.ceil(wanted[0] * len(cases)))
         return
     left = {}
     for case in random.Random(0).sample(cases, len(cases)):

@@ -210,7 +210,6 @@ def outcome(call: Callable[[], Any]) -> tuple[BaseException | None, float]:
 
 THIN = [
     "Run with an agent",
-    "Run with local",
     "save",
     "save by a thread",
     "save by the agent",

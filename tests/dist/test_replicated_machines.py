@@ -135,7 +135,7 @@ def saved_steps(run: Path) -> list[str]:
     return [path.parent.name for path in run.glob("step-*/.metadata")]
 
 
-@pytest.mark.thin("1-machines1-1", "2-machines2-0")
+@pytest.mark.thin("1-machines1-1")
 @pytest.mark.parametrize(
     ("lost", "machines", "dim"),
     [
