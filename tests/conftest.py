@@ -1,14 +1,22 @@
 """Which cases run, and the fixtures that tests of one and of several processes share.
 
 A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. ``thin(n)`` keeps as
-many cases of a parametrized test as cover every combination of values of any n parameters, and
-``thin("a", "b")`` those of these ids. A test with a loop of its own takes the fixture ``full``.
+many cases of a parametrized test as cover every combination of values of any n parameters,
+``thin(0.5)`` half of them, of each test another half, and ``thin("a", "b")`` those of these ids. A
+test with a loop of its own takes the fixture ``full``.
+
+``framework("a", "b")`` marks a test that is skipped where these modules are missing. A commit runs
+those that are also marked ``small``; ``tests/check.py frameworks`` runs all, and fails if one is
+skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import itertools
+import math
 import os
 import random
 import shutil
@@ -23,6 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import changed
 import pytest
 
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
@@ -43,12 +52,20 @@ from waits import until
 from torch_ckpt.agent.memory import has_agent
 from torch_ckpt.process_state import PROCESS
 
+SECONDS: dict[str, float] = defaultdict(float)  # Of each file.
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every case, and the slow tests")
+    parser.addoption("--no-skips", action="store_true", help="a skipped test is a failure")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("framework"):
+            if missing := [name for name in mark.args if not is_installed(name)]:
+                reason = f"no {', '.join(missing)}: tests/check.py frameworks installs it"
+                item.add_marker(pytest.mark.skip(reason=reason))
     if config.getoption("full"):
         return
     left_out = {item for item in items if item.get_closest_marker("slow")}
@@ -62,7 +79,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+@functools.cache
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    options, files = session.config.option, session.config.args
+    is_of_part = options.keyword or options.full or any("::" in file for file in files)
+    if not hasattr(session.config, "workerinput") and not is_of_part:
+        changed.remember(SECONDS)
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped") if reporter else None  # Workers have no reporter.
+    if skipped and session.config.getoption("no_skips"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    SECONDS[report.nodeid.partition("::")[0]] += report.duration
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("skipped") and terminalreporter.config.getoption("no_skips"):
+        terminalreporter.write_line("failed: no test may be skipped here", red=True)
     if began := os.environ.get("CHECK_BEGAN"):  # Set by tests/check.py.
         taken = time.time() - float(began)
         terminalreporter.write_line(f"tests/check.py took {taken / 60:.1f} min")
@@ -73,6 +113,10 @@ def covering(cases: list[Any]) -> Iterator[pytest.Item]:
     wanted = cases[0].get_closest_marker("thin").args
     if isinstance(wanted[0], str):
         yield from (case for case in cases if case.callspec.id in wanted)
+        return
+    if isinstance(wanted[0], float):
+        draw = random.Random(cases[0].nodeid.partition("[")[0])
+        yield from draw.sample(cases, math.ceil(wanted[0] * len(cases)))
         return
     left = {}
     for case in random.Random(0).sample(cases, len(cases)):

@@ -285,6 +285,7 @@ def save_on_machines_of_which_one_is_cut_off(folder: Path, memory: Path, machine
     return str(raised.value)
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("when", ["before", "within"])
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_machine_that_alone_does_not_reach_the_run_fails_the_save_on_all_soon(

@@ -295,6 +295,7 @@ def request_on(run: Path, memory: Path, step: int, ranks: list[int]) -> None:
     dist.barrier()
 
 
+@pytest.mark.thin("0")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_save_that_a_lost_machine_leaves_behind_holds_up_no_later_save(
     tmp_path: Path, memory: Path, lost: int

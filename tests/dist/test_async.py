@@ -27,7 +27,7 @@ SAVE_TIMEOUT_S = 60
 STEPS = 3
 
 
-@pytest.mark.thin("process-1", "thread-2")
+@pytest.mark.thin("thread-1", "thread-2")
 @pytest.mark.parametrize(("executor", "threads"), [("thread", 1), ("process", 1), ("thread", 2)])
 @on_ranks(2, timeout_s=120)
 def test_async_save_holds_the_values_of_when_it_was_called(

@@ -104,7 +104,7 @@ def test_a_conversion_killed_at_any_call(
     template = tmp_path / "template"
     forks.call(prepare, template, to, overwrites)
     old = 1 if overwrites else None
-    for number in itertools.count(0, 1) if full else itertools.count(seed % 8, 8):
+    for number in itertools.count(0, 1) if full else itertools.count(seed % 16, 16):
         folder = shutil.copytree(template, tmp_path / f"{number}")
         killed = run_stopped(
             forks, folder, lambda at, _, number=number: at < number, convert_source, folder, to

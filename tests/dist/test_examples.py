@@ -39,16 +39,17 @@ def test_a_training_moves_from_two_ranks_to_three(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.framework("deepspeed", "matplotlib")
 @pytest.mark.slow
 @pytest.mark.parametrize("hub", ["fsdp2", "zero3"])
 def test_losses_are_those_of_training_without_a_switch(tmp_path: Path, hub: str) -> None:
-    pytest.importorskip("deepspeed")
     arguments = f"--steps 8 --hub {hub} --dir . --plot curves.svg"
     output = output_of("loss_curves.py", arguments, ranks=2, folder=tmp_path)
     assert "all losses are those of uninterrupted training" in output
     assert (tmp_path / "curves.svg").exists()
 
 
+@pytest.mark.framework("transformers")
 @pytest.mark.slow
 def test_a_model_is_trained_killed_moved_and_exported(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

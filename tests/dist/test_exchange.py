@@ -577,6 +577,7 @@ def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> N
     (path / f"survived {rank}").write_text(f"{time.monotonic() - began} {reader.failed[0]}")
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("by", ["memory", "wire"])
 @pytest.mark.parametrize("tensors", [1, 3])
 def test_ranks_survive_one_that_dies_with_pieces_half_sent(

@@ -33,7 +33,7 @@ import hdfs_native
 
 from torch_ckpt.filesystems import hdfs_client
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.framework("hdfs_native"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
 START_S = 60.0
 SAVE_S = 120.0

@@ -195,6 +195,10 @@ def saved_and_loaded(way: str, folder: Path, kind: str) -> None:
     BY_LOAD[way](folder / kind, kind)
 
 
+@pytest.mark.thin(
+    *("torch_ckpt.save", "dcp.async_save", "process", "run, agent", "safetensors"),
+    *("dcp.load", "memory", "stock", "reshard"),
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_kind_is_saved_and_loaded_bit_for_bit_or_refused(
     worlds: Worlds, tmp_path: Path, way: str

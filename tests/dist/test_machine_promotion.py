@@ -348,6 +348,7 @@ def _loses_what_waits(folder: Path, machines: Sequence[int], machine: int, how: 
     return records
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("how", ["a step", "a data file", "a byte"])
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_step_that_one_machine_loses_before_its_promotion_stops_no_later_one(

@@ -178,7 +178,7 @@ def world_of(layout: str) -> int:
 
 @pytest.mark.thin(
     *("by_stock-2x2", "by_stock-a mesh for each", "by_stock-fsdp1", "by_this_package-2x3"),
-    *("by_this_package-2x2x2", "by_this_package-ddp and tp"),
+    "by_this_package-ddp and tp",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", [by_stock, by_this_package], ids=lambda way: way.__name__)

@@ -252,6 +252,7 @@ FAILING = {"stock": dcp.save, "ours": torch_ckpt.save, "thread": _save_in_thread
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.thin("ours", "stock")
 @pytest.mark.parametrize("how", [*FAILING])
 def test_saves_that_fail_on_another_rank_do_not_fill_the_disk(
     worlds: Worlds, tmp_path: Path, how: str

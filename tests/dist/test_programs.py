@@ -24,7 +24,11 @@ PROGRAMS = [
     "torchtitan_async",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.framework("accelerate", "lightning", "megatron", "torchtitan"),
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
 
 
 def loss_of(name: str, path: Path, mode: str, *, installed: bool, first: str = "") -> str:
@@ -58,8 +62,6 @@ def indexes_below(path: Path) -> int:
 def test_a_program_resumes_bit_for_bit_from_our_checkpoint_and_from_stocks(
     name: str, tmp_path: Path
 ) -> None:
-    if name.startswith("torchtitan"):  # Its dependencies would bring another torch.
-        pytest.importorskip("torchtitan", reason="tests/check.py full installs it")
     ours, stock = tmp_path / "ours", tmp_path / "stock"
     ours.mkdir()
     stock.mkdir()
@@ -79,7 +81,7 @@ def later(tmp_path: Path) -> str:
     """Directories of modules: Megatron-Core 0.19, and none of nvidia-resiliency-ext."""
     installed = ROOT / "build/megatron-core"
     if not installed.exists():
-        pytest.skip("tests/check.py full installs megatron-core 0.19")
+        pytest.skip("tests/check.py frameworks installs megatron-core 0.19")
     missing = tmp_path / "modules/nvidia_resiliency_ext"
     missing.mkdir(parents=True)
     (missing / "__init__.py").write_text("raise ModuleNotFoundError(__name__)")

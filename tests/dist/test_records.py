@@ -116,8 +116,8 @@ def test_the_write_of_a_slow_rank_is_as_long_as_it_took(
     worlds.run(2, save_slowly, tmp_path / "run", slow, 0.6)
     writes = {e.rank: e for e in events_in(tmp_path / "run") if e.phase == "write"}
     assert writes[slow].seconds >= 0.6
-    assert writes[1 - slow].seconds < 0.5
-    assert writes[slow].details["waited"] < 0.5
+    assert writes[1 - slow].seconds < writes[slow].seconds
+    assert writes[slow].details["waited"] < writes[slow].seconds - 0.5
 
 
 def save_with_a_failure(folder: Path) -> None:

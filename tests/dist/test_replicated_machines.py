@@ -136,7 +136,7 @@ def saved_steps(run: Path) -> list[str]:
     return [path.parent.name for path in run.glob("step-*/.metadata")]
 
 
-@pytest.mark.thin("1-machines1-1", "2-machines2-0")
+@pytest.mark.thin("1-machines1-1")
 @pytest.mark.parametrize(
     ("lost", "machines", "dim"),
     [
@@ -424,9 +424,9 @@ def test_machines_that_are_lost_at_any_moment_lose_no_replicated_step(
 ) -> None:
     campaign = MachineCampaign(tmp_path / "run", memory, seed)
     try:
-        campaign.run(100 if full else 10)
+        campaign.run(100 if full else 5)
     finally:
         campaign.end()
     print(campaign.report())
     assert not campaign.breaches, campaign.report()
-    assert campaign.tally["lost one machine"] > 4
+    assert campaign.tally["lost one machine"] > (40 if full else 1)

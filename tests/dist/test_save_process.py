@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -143,10 +144,12 @@ def test_failed_save_frees_its_staging_memory_though_its_error_is_kept(path: Pat
 
 
 class Slow(FastSavePlanner):
-    """A planner that plans for a while."""
+    """A planner that plans once it may."""
+
+    may_plan = threading.Event()
 
     def create_local_plan(self) -> Any:
-        time.sleep(5)
+        self.may_plan.wait(WAIT_S)
         return super().create_local_plan()
 
 
@@ -160,7 +163,8 @@ def test_save_waits_for_the_memory_of_an_earlier_one_no_longer_than_its_timeout(
     begin = time.monotonic()
     with pytest.raises(CheckpointError, match=r"no snapshot was free within 2 s|rank . failed"):
         torch_ckpt.async_save(state, storage_writer=writer, timeout_s=2)
-    assert time.monotonic() - begin < 4.5
+    assert time.monotonic() - begin < 10
+    Slow.may_plan.set()
     first.result(WAIT_S)
 
 

@@ -36,7 +36,7 @@ from torch_ckpt.storage.machine_writer import MachineWriter
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
-TIMES, FULL_TIMES = 40, 400
+TIMES, FULL_TIMES = 20, 400
 WORLD = 3
 FAILING = 1
 TIMEOUT_S = 60
@@ -332,6 +332,7 @@ WRITERS_OF_DCP: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("way", WRITERS_OF_DCP)
 def test_a_rank_does_not_wait_for_files_of_a_save_that_has_failed_on_another_one(

@@ -146,7 +146,7 @@ def save_to_a_store(url: str) -> None:
 def test_a_slow_store(
     worlds: Worlds, store_proxy: StoreProxy, store_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store_proxy.add(Fault("delay", requests=("put", "part", "create", "complete"), seconds=1.0))
+    store_proxy.add(Fault("delay", requests=("put", "part", "create", "complete"), seconds=0.4))
     run = f"{store_url}/run"
     environment = {k: v for k, v in os.environ.items() if k.startswith("AWS_")}
     worlds.run(2, save_to_a_store_of, run, environment)
@@ -167,6 +167,7 @@ STALLED = {
 }
 
 
+@pytest.mark.thin("save")
 @pytest.mark.parametrize("call", STALLED)
 def test_a_network_that_stalls(
     tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]

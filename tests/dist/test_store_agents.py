@@ -166,7 +166,7 @@ def request_without(lost: int, has_begun: bool, places: Places, step: int) -> No
     dist.barrier()
 
 
-@pytest.mark.thin("0-True-store", "2-False-disks")
+@pytest.mark.thin("2-False-disks")
 @pytest.mark.parametrize("kind", ["store", "disks"])
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("lost", [0, 2])

@@ -66,7 +66,10 @@ PLACES = {
     "radosgw": ("radosgw_server", "radosgw_url"),
     "hdfs": ("hdfs_server", "hdfs_url"),
 }
-slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("radosgw", "hdfs")]
+slow = [
+    pytest.param("radosgw", marks=pytest.mark.slow),
+    pytest.param("hdfs", marks=[pytest.mark.framework("hdfs_native"), pytest.mark.slow]),
+]
 
 
 @pytest.fixture(params=["s3", *slow])

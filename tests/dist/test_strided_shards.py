@@ -279,9 +279,9 @@ def save_experts(folder: Path) -> None:
     assert_same(found, state_of(whole))
 
 
+@pytest.mark.framework("transformers")
 @pytest.mark.slow
 def test_tensor_parallel_experts_of_transformers_are_saved_and_loaded(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     with Ranks(2) as world:
         world.run(save_experts, tmp_path, timeout_s=240)
 

@@ -89,7 +89,7 @@ COMMITTED = {
 
 @needs_stops
 @pytest.mark.timeout(600)
-@pytest.mark.thin("overwrite-here-fast", "first save-elsewhere-fast", "first save-here-shards")
+@pytest.mark.thin("overwrite-here-fast", "first save-here-shards")
 @pytest.mark.parametrize("how", ["fast", "file", "shards"])
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 @pytest.mark.parametrize("overwrites", [True, False], ids=["overwrite", "first save"])

@@ -379,6 +379,7 @@ def outside_of_the_sample(numel: int, itemsize: int) -> int:
     return firsts[3] + count
 
 
+@pytest.mark.thin("by_stock_with", "by_an_agent_with")
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("way", WAYS_WITH)
 @on_ranks()
@@ -440,6 +441,7 @@ DIFFERENT: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("what", [*EQUAL, *DIFFERENT])
 @pytest.mark.parametrize("way", ["by_stock", "by_this_package"])
 @on_ranks(2)

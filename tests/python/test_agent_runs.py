@@ -500,7 +500,7 @@ def test_the_end_of_a_run_does_not_wait_for_an_agent_whose_storage_stands_still(
     answers = threading.Event()
 
     def stands_still(*_: object) -> None:
-        answers.wait(8)
+        answers.wait(60)
         raise StorageError("the answer of the agent was not awaited")
 
     monkeypatch.setattr(client.AgentClient, "persist", stands_still)
@@ -510,6 +510,6 @@ def test_the_end_of_a_run_does_not_wait_for_an_agent_whose_storage_stands_still(
     begin = time.monotonic()
     with pytest.raises(CheckpointError, match="step 1 is still being saved"):
         training.close()
-    assert time.monotonic() - begin < 6
+    assert time.monotonic() - begin < 10
     answers.set()
     until(lambda: steps_of(run) == ["step-1"])  # The agent writes it when the ranks have ended.

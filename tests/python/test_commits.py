@@ -119,7 +119,9 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Place], Scene]]
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-each_place = pytest.mark.parametrize("place", PLACES, ids=str)
+def each_place(test: Callable[..., None]) -> Callable[..., None]:
+    """A commit tries half of the places, in each test another half."""
+    return pytest.mark.thin(0.5)(pytest.mark.parametrize("place", PLACES, ids=str)(test))
 
 
 def answering(number: int, answer: Answer) -> Callable[[int, str], Answer]:

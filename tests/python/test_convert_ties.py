@@ -86,6 +86,7 @@ def run(*arguments: object) -> int:
     return main(list(map(str, arguments)))
 
 
+@pytest.mark.framework("transformers")
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("source", SAVES)
@@ -119,6 +120,7 @@ def test_tied_weights_are_stored_once_in_safetensors(
     assert run("verify", tmp_path / "ours") == 2  # It has no checksums.
 
 
+@pytest.mark.framework("transformers")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("source", [source for source in SAVES if source != "torch"])
 def test_tied_weights_share_a_storage_in_a_file_of_torch(
@@ -307,6 +309,7 @@ def test_ties_by_hand_that_cannot_be_are_refused_by_name(
     assert not (tmp_path / "x.pt").exists()
 
 
+@pytest.mark.framework("transformers")
 def test_the_elements_count_and_not_the_config(tmp_path: Path) -> None:
     model = model_of("T5")
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -337,6 +340,7 @@ def test_the_elements_count_and_not_the_config(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.framework("transformers")
 def test_a_config_of_a_stranger_ties_nothing(
     config: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -351,6 +355,7 @@ def test_a_config_of_a_stranger_ties_nothing(
     assert names_in(tmp_path / "hf") == set(names)
 
 
+@pytest.mark.framework("transformers")
 def test_ties_can_be_kept_apart(tmp_path: Path) -> None:
     model = model_of("GPT-2")
     state = model.state_dict()
@@ -364,6 +369,7 @@ def test_ties_can_be_kept_apart(tmp_path: Path) -> None:
     assert len(storages(torch.load(tmp_path / "x.pt"))) == len(state)
 
 
+@pytest.mark.framework("transformers")
 @pytest.mark.parametrize("to", ["dcp", "universal"])
 def test_other_formats_have_every_name(to: str, tmp_path: Path) -> None:
     if to == "dcp":

@@ -84,7 +84,7 @@ def test_many_missing_names_are_reported_quickly(tmp_path: Path) -> None:
     begin = time.monotonic()
     error = load_error(tmp_path, {f"model.layer.{name}": value for name in names})
     assert "(similar: model.layers.0.self_attn.q_proj.weight)" in str(error)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
 
 
 def message_for(path: Path) -> str:

@@ -625,6 +625,7 @@ def test_a_store_without_copies_leaves_the_base_its_files(tmp_path: Path) -> Non
     _check_without_copies(f"memory://{tmp_path.name}")
 
 
+@pytest.mark.framework("hdfs_native")
 @pytest.mark.slow
 def test_hdfs_leaves_the_base_its_files(hdfs_url: str) -> None:
     _check_without_copies(hdfs_url)

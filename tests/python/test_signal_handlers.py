@@ -111,7 +111,7 @@ def test_handler_that_saves_asynchronously_does_not_wait_for_memory_that_it_has_
         except CheckpointError as error:
             refused.append(error)
 
-    interrupted(100 if full else 30, seed, 0.004, lambda _: save(), save_in_handler)
+    interrupted(100 if full else 12, seed, 0.004, lambda _: save(), save_in_handler)
     assert all("a signal handler has interrupted" in str(error) for error in refused)
 
 

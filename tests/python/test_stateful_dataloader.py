@@ -15,16 +15,22 @@ from torch.utils.data import RandomSampler
 import torch_ckpt
 from torch_ckpt import FastReader, RankState
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.framework("torchdata"),
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 SAMPLES = range(20)
 
 
 def loader_of(workers: int, has_generator: bool) -> Any:
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    from torchdata import stateful_dataloader
+
     generator = torch.Generator().manual_seed(3) if has_generator else None
     sampler = RandomSampler(SAMPLES, generator=generator)
-    return torchdata.StatefulDataLoader(SAMPLES, 2, sampler=sampler, num_workers=workers)
+    return stateful_dataloader.StatefulDataLoader(SAMPLES, 2, sampler=sampler, num_workers=workers)
 
 
 def epochs(loader: Iterable[Any]) -> list[Any]:

@@ -44,7 +44,8 @@ from torch_ckpt.process_state import PROCESS
 pytestmark = pytest.mark.timeout(120)
 
 
-radosgw, hdfs = (pytest.param(name, marks=pytest.mark.slow) for name in ("radosgw", "hdfs"))
+radosgw = pytest.param("radosgw", marks=pytest.mark.slow)
+hdfs = pytest.param("hdfs", marks=[pytest.mark.framework("hdfs_native"), pytest.mark.slow])
 
 
 @pytest.fixture(params=["s3", "memory", radosgw, hdfs])

@@ -28,6 +28,7 @@ def t5() -> Any:
     return T5ForConditionalGeneration(config)
 
 
+@pytest.mark.framework("transformers")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_model_with_tied_embeddings_is_stored_as_hugging_face_stores_it(
     asynchronous: bool, tmp_path: Path
@@ -54,6 +55,7 @@ def test_a_model_with_tied_embeddings_is_stored_as_hugging_face_stores_it(
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
+@pytest.mark.framework("transformers")
 @pytest.mark.parametrize("stored_by", ["theirs", "ours"])
 def test_a_missing_name_is_loaded_through_the_name_that_shares_its_tensor(
     stored_by: str, tmp_path: Path
@@ -118,6 +120,7 @@ def test_views_and_equal_tensors_are_not_tied() -> None:
     assert tied_names(state) == [["w", "again"]]
 
 
+@pytest.mark.framework("transformers")
 def test_without_the_fast_planner_every_name_is_stored(tmp_path: Path) -> None:
     model = t5()
     dcp.save(model.state_dict(), storage_writer=SafetensorsWriter(tmp_path))

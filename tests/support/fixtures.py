@@ -27,7 +27,6 @@ __all__ = [
     "canary",
     "engines",
     "pair",
-    "pytest_ignore_collect",
     "quiet_dcp",
     "read_only_disk",
     "recorder",
@@ -41,12 +40,6 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT_S = 120
-IMPORT_FOR_SECONDS = {"test_lightning.py", "test_trainer.py"}
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether to leave out a file whose import alone takes seconds, and whose tests are slow."""
-    return (collection_path.name in IMPORT_FOR_SECONDS and not config.getoption("full")) or None
 
 
 @pytest.fixture(autouse=True)

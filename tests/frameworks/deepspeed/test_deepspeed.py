@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +26,10 @@ from states import assert_same
 from torch_ckpt.cli.main import main
 
 # The ranks alone import it. Here it must not be needed.
-has_package = importlib.util.find_spec("deepspeed") is not None
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not has_package, reason="DeepSpeed is not installed"),
+    pytest.mark.framework("deepspeed"),
 ]
 
 KINDS = [f"{stage}-{dtype}" for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]

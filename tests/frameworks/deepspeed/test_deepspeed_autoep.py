@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,9 +23,7 @@ from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, U
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
+    pytest.mark.framework("deepspeed"),
 ]
 
 # ZeRO stage, ranks with different experts, whether the order is data before experts, and whether a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import os
@@ -22,9 +21,7 @@ from torch_ckpt.staging.live_state import FileStager
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
+    pytest.mark.framework("deepspeed"),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +29,7 @@ from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, U
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
+    pytest.mark.framework("deepspeed"),
 ]
 
 EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from ranks import Worlds
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
+    pytest.mark.framework("deepspeed"),
 ]
 
 

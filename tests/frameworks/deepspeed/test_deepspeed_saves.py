@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import random
 import signal
@@ -34,9 +33,7 @@ from torch_ckpt.cli.main import main
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
+    pytest.mark.framework("deepspeed"),
 ]
 
 HOWS = {"sync": False, "async": True}

@@ -21,6 +21,7 @@ from torch_ckpt.errors import NotFoundError
 from torch_ckpt.frameworks.lightning.checkpoint_io import FastCheckpointIO
 
 pytestmark = [
+    pytest.mark.framework("lightning"),
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -41,7 +41,7 @@ from torch_ckpt.frameworks.megatron.queues import async_modules
 from torch_ckpt.frameworks.megatron.strategies import FastLoadStrategy, FastSaveStrategy
 from torch_ckpt.storage import reader
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.framework("megatron"), pytest.mark.timeout(240)]
 
 SAVES: dict[str, Any] = {
     "fast": FastSaveStrategy,
@@ -327,6 +327,7 @@ def test_two_loads_of_a_strategy_open_the_checkpoint_once(path: Path) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.small
 def test_megatrons_own_strategies_are_replaced_within_installed(path: Path) -> None:
     parallel_state.initialize_model_parallel()
     try:

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from torch_ckpt.frameworks.megatron.strategies import FastLoadStrategy, FastSaveStrategy
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.framework("megatron"), pytest.mark.timeout(240)]
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[3] / "examples/megatron_gpt.py"))
 

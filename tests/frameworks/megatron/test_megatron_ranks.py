@@ -92,7 +92,7 @@ def load_with_megatron(tp: int) -> None:
     assert_same(loaded, expected)
 
 
+@pytest.mark.framework("megatron")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_later_megatron_loads_flattened_states_at_another_layout(worlds: Worlds, tp: int) -> None:
-    pytest.importorskip("megatron.core")
     worlds.run(tp, load_with_megatron, tp)

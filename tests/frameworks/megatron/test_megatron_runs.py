@@ -22,7 +22,7 @@ from megatron_states import KEYS, entities, expected, on_cpu, shard
 from torch_ckpt import Run
 from torch_ckpt.frameworks.megatron.sharded_state import ShardedState
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.framework("megatron"), pytest.mark.timeout(180)]
 
 AGENT = {"asynchronous": True, "agent": True}
 
@@ -62,6 +62,7 @@ def restore_keys(path: Path, options: dict[str, Any]) -> None:
             assert_same(state["model"].loaded[key], shard(key, 1).data)
 
 
+@pytest.mark.small
 def test_a_run_saves_and_restores_sharded_state_dicts(worlds: Worlds, tmp_path: Path) -> None:
     worlds.run(2, save, tmp_path, {})
     worlds.run(2, restore, tmp_path, {})

@@ -5,7 +5,6 @@ The real functions of accelerate write them, and functions that write what verl'
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import re
@@ -41,8 +40,6 @@ import torch_ckpt
 from torch_ckpt import FastReader, RankState
 from torch_ckpt.cli.main import main
 
-has_accelerate = importlib.util.find_spec("accelerate") is not None
-needs_accelerate = pytest.mark.skipif(not has_accelerate, reason="accelerate is not installed")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
 MESHES = {"fsdp": 4, "hsdp": 4, "fsdp and tp": 4}
@@ -164,7 +161,7 @@ def resumed_verl(path: Path) -> tuple[dict[str, Any], list[Any]]:
     return flat({"model": model.state_dict(), "optim": optimizer.state_dict()}), rngs
 
 
-@needs_accelerate
+@pytest.mark.framework("accelerate")
 @pytest.mark.thin("fsdp and tp")
 @pytest.mark.parametrize("kind", MESHES)
 def test_states_of_accelerate_load_onto_every_other_mesh(
@@ -183,7 +180,7 @@ def test_states_of_accelerate_load_onto_every_other_mesh(
         assert_same(worlds.run(ranks, resumed, path, other)[0], wanted)
 
 
-@needs_accelerate
+@pytest.mark.framework("accelerate")
 def test_states_of_fsdp1_load(worlds: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     wanted = worlds.run(4, save_with_accelerate, path, "fsdp1")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -33,9 +32,7 @@ RUN_TIMEOUT_S = 900  # Ray starts several processes, of which each imports torch
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1000),
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="tests/check.py full installs Ray"
-    ),
+    pytest.mark.framework("ray"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pickle
 from pathlib import Path
@@ -25,11 +24,10 @@ from torch_ckpt import FastReader, RankState
 from torch_ckpt.cli.main import main
 from torch_ckpt.errors import MismatchError, NotFoundError
 
-has_package = importlib.util.find_spec("torch_checkpointing") is not None
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not has_package, reason="torch_checkpointing is not installed"),
+    pytest.mark.framework("torch_checkpointing"),
 ]
 
 Placements = tuple[Placement, ...]
@@ -197,6 +195,7 @@ def load_rng(path: Path) -> torch.Tensor:
     return found[0]
 
 
+@pytest.mark.small
 def test_a_state_of_each_rank_is_loaded_by_its_rank(worlds: Worlds, tmp_path: Path) -> None:
     worlds.run(3, save, tmp_path / "saved", "fsdp", True, {})
     found = worlds.run(3, load_rng, tmp_path / "saved")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import warnings
 from pathlib import Path
@@ -25,10 +24,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("torchtitan", "spmd_types")),
-        reason="tests/check.py full installs torchtitan",
-    ),
+    pytest.mark.framework("torchtitan", "spmd_types"),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchtitan", reason="tests/check.py full installs it")
+pytest.importorskip("torchtitan", reason="tests/check.py frameworks installs it")
 
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 
@@ -24,6 +24,7 @@ from torch_ckpt.runs.run import Run
 DOCUMENT = Path(__file__).parents[3] / "docs/torchtitan.md"
 
 pytestmark = [
+    pytest.mark.framework("torchtitan"),
     pytest.mark.slow,
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore"),

@@ -34,6 +34,7 @@ from torch_ckpt.options import OnBusy
 from torch_ckpt.storage.writer import FastWriter
 
 pytestmark = [
+    pytest.mark.framework("transformers", "accelerate", "peft"),
     pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),
@@ -258,7 +259,7 @@ def test_the_best_step_need_not_be_saved(tmp_path: Path, losses: list[int], load
 
 
 def test_adapters_of_peft_are_saved_without_the_base_model(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
 
     def adapted(folder: Path, *callbacks: TrainerCallback) -> Trainer:
         trainer = trainer_of(folder, *callbacks)

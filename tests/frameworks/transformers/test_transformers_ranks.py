@@ -20,6 +20,7 @@ import torch_ckpt
 from torch_ckpt.errors import RankTimeoutError
 
 pytestmark = [
+    pytest.mark.framework("transformers"),
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),

@@ -33,9 +33,10 @@ ROOT = Path(__file__).resolve().parents[3]
 VERL = ROOT / "build/verl"
 START_TIMEOUT_S = 300  # Ranks import verl, Ray and transformers.
 pytestmark = [
+    pytest.mark.framework,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not VERL.exists(), reason="tests/check.py full installs verl"),
+    pytest.mark.skipif(not VERL.exists(), reason="tests/check.py frameworks installs verl"),
 ]
 ALL = ["model", "optimizer", "extra"]
 

@@ -33,7 +33,7 @@ _TENSOR = "tensor of the checkpoint: "
 _TIMEOUT_S = 1800.0
 
 
-class FastCheckpointIO(CheckpointIO):
+class FastCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """A Lightning plugin that saves checkpoints as directories of this package.
 
     ``ModelCheckpoint`` and ``ckpt_path`` still determine which checkpoints are saved, retained and

@@ -34,7 +34,7 @@ from torch_ckpt.runs.run import Run
 __all__ = ["RunCallback"]
 
 
-class RunCallback(TrainerCallback):
+class RunCallback(TrainerCallback):  # type: ignore[misc]
     """Saves the training of a ``Trainer`` in a :class:`Run`, and resumes from it.
 
     A step contains what ``Trainer`` itself would save: model, optimizer, schedule, scaler, random
