@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "SITE",
     "AlreadyExistsError",
     "CancelledError",
     "CheckpointError",
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("torch_ckpt")
+
+SITE = "https://torch-ckpt.github.io/torch-ckpt/"
+"""Address of the documents, for messages; also in pyproject.toml."""
 
 _MOST_TEXT = 20_000
 """Most characters of the text of an error that becomes part of another one."""

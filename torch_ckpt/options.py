@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["READ_THREADS", "IoMode", "IoOptions", "OnBusy", "Verification"]
 
 READ_THREADS = 4
-"""Number of threads with which one rank reads. docs/options.md has the reason."""
+"""Number of threads with which one rank reads. The page Options has the reason."""
 
 OnBusy = Literal["wait", "skip", "error"]
 """What a save does while an earlier save is in progress."""
