@@ -304,9 +304,8 @@ class Run(StepLoads):
             state: State dict, as for :func:`torch_ckpt.save`.
             metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
                 and :meth:`best_step`. Those of the first rank are stored.
-            persist: Whether to write the step to disk. With ``False``, the agent keeps it in memory,
-                and writes the newest such step to disk when the ranks end or die, or when the run
-                falls back to saving without the agent.
+            persist: Whether to write the step to disk. If false, the agent keeps it in memory, and
+                writes it if it is the newest when the ranks end or die, or the agent is given up.
 
         Returns:
             ``True`` if the step was saved, or its save began in the background; ``False`` if the
