@@ -38,7 +38,7 @@ PAGES: dict[str, tuple[str, Entries]] = {
         {
             "torch_ckpt.FastSavePlanner": (),
             "torch_ckpt.FastLoadPlanner": (),
-            "torch_ckpt.SnapshotStager": None,
+            "torch_ckpt.SnapshotStager": ("reserve", "stage", "wait_staged", "is_busy", "close"),
             "torch_ckpt.RankState": (),
             "torch_ckpt.FlatShard": None,
         },
@@ -60,7 +60,10 @@ PAGES: dict[str, tuple[str, Entries]] = {
     "agent": (
         "Agent",
         {
-            "torch_ckpt.agent.SnapshotAgent": None,
+            "torch_ckpt.agent.SnapshotAgent": (
+                *("reserve", "async_save", "stage", "persist", "write_newest", "newest", "find"),
+                *("has_in_memory", "close", "leave", "ranks_here", "superseded"),
+            ),
             "torch_ckpt.agent.AgentOptions": (),
             "torch_ckpt.agent.MemoryCheckpoint": (),
             "torch_ckpt.agent.SnapshotReader": (),
