@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(Path(__file__).parent))
 
-from reference import PAGES, load, options_tables, reference_page  # noqa: E402
+from reference import PAGES, check, load, options_tables, reference_page  # noqa: E402
 from source_files import files_page  # noqa: E402
 
 ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", re.M)
@@ -72,7 +72,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if source is None:
         return markdown
     if TABLES in markdown:
-        markdown = markdown.replace(TABLES, options_tables(load()))
+        package = load()
+        check(package)
+        markdown = markdown.replace(TABLES, options_tables(package))
     here, repository = Path(source).parent, f"{config.repo_url}/blob/main/"
     pages = {file.abs_src_path: file.src_uri for file in files}
 

@@ -77,17 +77,24 @@ PAGES: dict[str, tuple[str, Entries]] = {
             "torch_ckpt.fsdp1_state_dict": None,
             "torch_ckpt.load_fsdp1_state_dict": None,
             "torch_ckpt.frameworks.deepspeed.engine.attach": None,
+            "torch_ckpt.frameworks.deepspeed.engine.FastCheckpointEngine": ("wait",),
             "torch_ckpt.frameworks.lightning.checkpoint_io.FastCheckpointIO": (),
             "torch_ckpt.frameworks.megatron.strategies.FastSaveStrategy": (),
             "torch_ckpt.frameworks.megatron.strategies.FastLoadStrategy": (),
             "torch_ckpt.frameworks.megatron.sharded_state.ShardedState": (),
             "torch_ckpt.frameworks.ray.train_run.RayTrainRun": (),
             "torch_ckpt.frameworks.torchtitan.checkpoints.FastCheckpointManager": (),
-            "torch_ckpt.frameworks.transformers.trainer.RunCallback": (),
+            "torch_ckpt.frameworks.transformers.trainer.RunCallback": ("train",),
             "torch_ckpt.frameworks.verl.checkpoints.FastCheckpointManager": (),
         },
     ),
-    "stores": ("Stores", {"torch_ckpt.filesystems.location.register": None}),
+    "stores": (
+        "Stores",
+        {
+            "torch_ckpt.filesystems.location.register": None,
+            "torch_ckpt.filesystems.location.Location": (),
+        },
+    ),
     "errors": (
         "Errors",
         {
@@ -191,6 +198,31 @@ def load() -> griffe.Module:
     )
 
 
+def check(package: griffe.Module) -> None:
+    """Warns of public names, and of their arguments, that the reference does not describe."""
+    for name in [*package.exports, *package["agent"].exports]:
+        if name not in PUBLIC:
+            LOG.warning("docs/site/reference.py: no page has the public name %s", name)
+    for path, members in SHOWN.items():
+        if path.startswith("torch_ckpt.errors."):  # Nobody else constructs them.
+            continue
+        item = package[path.partition(".")[2]]
+        described = [item]
+        if item.is_class:
+            public = [name for name in item.all_members if name[0] != "_"]
+            described += [item.all_members[name] for name in members or public if members != ()]
+        for each in described:
+            if each.is_class or each.is_function:
+                for name in undescribed(each):
+                    LOG.warning("%s: no description of %s", each.path, name)
+
+
+def undescribed(item: griffe.Object | griffe.Alias) -> list[str]:
+    """The arguments that a docstring does not describe."""
+    names = {parameter.name for parameter in item.parameters} - {"self", "cls"}
+    return sorted(names - descriptions(item).keys())
+
+
 def reference_page(name: str) -> str:
     """The text of one page of the reference, which mkdocstrings fills."""
     title, entries = PAGES[name]
@@ -207,9 +239,6 @@ def reference_page(name: str) -> str:
 
 def options_tables(package: griffe.Module) -> str:
     """A table of the options of each class and function of the reference that has any."""
-    for name in [*package.exports, *package["agent"].exports]:
-        if name not in PUBLIC:
-            LOG.warning("docs/site/reference.py: no page has the public name %s", name)
     text = []
     for path in SHOWN:
         item = package[path.partition(".")[2]]
@@ -225,17 +254,20 @@ def options_tables(package: griffe.Module) -> str:
 
 
 def options_of(item: griffe.Object | griffe.Alias) -> Iterator[tuple[str, str, str]]:
-    """Each option: its name, its default, and what the docstring has about it."""
-    if item.docstring is None:
-        return
+    """A row for each option: its name, its default, and what the docstring has about it."""
+    for name, description in descriptions(item).items():
+        default = item.parameters[name].default
+        is_many = item.parameters[name].kind.value.startswith("variadic")
+        shown = "required" if default is None else f"`{default}`"
+        meaning = " ".join(description.split()).replace("|", "\\|")
+        # A narrow screen may break the name at an underscore.
+        yield f"<code>{name.replace('_', '_<wbr>')}</code>", "" if is_many else shown, meaning
+
+
+def descriptions(item: griffe.Object | griffe.Alias) -> dict[str, str]:
+    """The arguments that a docstring describes. Those of a dataclass are its attributes."""
     kinds = griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes
-    for section in item.docstring.parsed:
-        if section.kind not in kinds:
-            continue
-        for option in section.value:
-            known = option.name.lstrip("*") in item.parameters
-            default = item.parameters[option.name.lstrip("*")].default if known else option.value
-            shown = "required" if default is None else f"`{default}`"
-            meaning = " ".join(option.description.split()).replace("|", "\\|")
-            name = option.name.replace("_", "_<wbr>")  # A narrow screen may break it there.
-            yield f"<code>{name}</code>", "" if option.name[0] == "*" else shown, meaning
+    sections = [] if item.docstring is None else item.docstring.parsed
+    described = [each for section in sections if section.kind in kinds for each in section.value]
+    described = [(each.name.lstrip("*"), each.description) for each in described]
+    return {name: text for name, text in described if name in item.parameters}

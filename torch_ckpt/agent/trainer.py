@@ -93,10 +93,9 @@ class SnapshotAgent:
         on_busy: What a save does while earlier saves occupy all slots: ``"wait"`` for a slot,
             ``"skip"`` the save, or raise an ``"error"``.
         timeout_s: Longest time that a save waits for a slot, and this rank for others, in seconds.
-        has_directory: Whether ``run`` is the directory of all steps, as for a ``Run``. The agent
-            then stores an id of the run in memory, and in the file ``run-id`` of the directory. If
-            the directory was removed, moved or replaced since, snapshots in memory are not offered,
-            and the first save frees them.
+        has_directory: Whether ``run`` is the directory of all steps, as for a ``Run``. It then has
+            a file ``run-id``. If the directory was removed, moved or replaced, the snapshots in
+            memory are not offered, and the first save frees them.
         local: Directory on a local disk to which the ranks of this machine save, if each machine
             has one. The agents then coordinate in the directory ``run``.
         group: The group of a ``Run``, whose ranks are those of ``process_group``.
@@ -111,8 +110,7 @@ class SnapshotAgent:
             run, or the ranks name different runs.
         StorageError: ``run`` is the directory of the steps, and this process or the agent cannot
             reach its store.
-        UnsupportedError: ``run`` is the directory of the steps, and the agent does not know its
-            scheme, or reaches another store.
+        UnsupportedError: The agent does not know the scheme of ``run``, or reaches another store.
 
     Example::
 
@@ -414,7 +412,13 @@ class SnapshotAgent:
     ) -> Future[None] | None:
         """Saves the state in the background; returns once the state has been copied.
 
-        The arguments are those of :meth:`stage`.
+        Args:
+            state_dict: State dict of this rank, as for ``dcp.save``.
+            directory: Directory of the future checkpoint.
+            step: Step of the save.
+            sync: Whether the checkpoint must survive a power cut.
+            persist: Whether the agent writes the save to disk; see :meth:`stage`.
+            small_files: Contents of the small files of a step; see :meth:`stage`.
 
         Returns:
             A future of the commit; done at once if not ``persist``. ``None`` if skipped.
@@ -436,7 +440,7 @@ class SnapshotAgent:
         return future
 
     def write_newest(self) -> tuple[int, Future[None]] | None:
-        """Requests the last save, if it was to stay in memory; returns its step and its future."""
+        """Writes the last save, if it is in memory only; returns its step and a future, or None."""
         if (staged := self._in_memory) is None or self._has_left or os.getpid() != self._pid:
             return None
         return staged.header.step, self._written(staged, Phases("staging"))
@@ -525,9 +529,12 @@ class SnapshotAgent:
         return MemoryCheckpoint(first.save, first.step, folder, paths, replicas, part, others)
 
     def has_in_memory(self, step: int) -> bool:
-        """Returns whether this machine has a complete slot of a step, which an agent may persist.
+        """Returns whether a slot of this machine has a complete snapshot of a step.
 
         Any rank may call this method alone.
+
+        Args:
+            step: The step.
         """
         found = complete_slots(self._client.folder, self._member.run)
         return any(header.step == step for header, _ in found)
@@ -562,7 +569,7 @@ class SnapshotAgent:
             newest[1].result()
 
     def leave(self) -> None:
-        """Closes the connection, and leaves the snapshots in memory for the next process."""
+        """Disconnects from the agent, which keeps the snapshots in memory for the next process."""
         self._has_left = True
         atexit.unregister(self._at_exit)
         self._client.close()
