@@ -95,3 +95,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return posixpath.relpath(path, posixpath.dirname(page.file.src_uri) or ".") + mark + anchor
 
     return LINK.sub(changed, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Lets code in tables, such as a path, break where a narrow screen needs it."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return re.sub(r"(?<=\w)[_/.,=:](?=\w)", r"\g<0><wbr>", code[0])
+
+    cells = re.compile(r"(?<=<td>).*?(?=</td>)", re.S)
+    return cells.sub(lambda cell: re.sub(r"(?<=<code>)[^<]{16,}", breakable, cell[0]), html)

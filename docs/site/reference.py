@@ -98,12 +98,16 @@ PAGES: dict[str, tuple[str, Entries]] = {
     "errors": (
         "Errors",
         {
-            f"torch_ckpt.errors.{name}": None
-            for name in (
-                *("CheckpointError", "NotFoundError", "AlreadyExistsError", "StorageError"),
-                *("SupersededError", "MismatchError", "CorruptionError", "UnsupportedError"),
-                *("CancelledError", "RankTimeoutError"),
-            )
+            "torch_ckpt.errors.CheckpointError": ("may_be_committed",),
+            "torch_ckpt.errors.NotFoundError": (),
+            "torch_ckpt.errors.AlreadyExistsError": (),
+            "torch_ckpt.errors.StorageError": ("retriable",),
+            "torch_ckpt.errors.SupersededError": (),
+            "torch_ckpt.errors.MismatchError": (),
+            "torch_ckpt.errors.CorruptionError": (),
+            "torch_ckpt.errors.UnsupportedError": (),
+            "torch_ckpt.errors.CancelledError": (),
+            "torch_ckpt.errors.RankTimeoutError": (),
         },
     ),
 }
@@ -238,17 +242,18 @@ def reference_page(name: str) -> str:
 
 
 def options_tables(package: griffe.Module) -> str:
-    """A table of the options of each class and function of the reference that has any."""
+    """A table of the options of each public class and function that has any."""
     text = []
+    exports = {*package.exports, *package["agent"].exports} - {
+        "CheckpointError",
+        "MemoryCheckpoint",
+    }
     for path in SHOWN:
         item = package[path.partition(".")[2]]
-        if path.startswith("torch_ckpt.errors.") or not (item.is_class or item.is_function):
-            continue
-        rows = list(options_of(item))
-        if rows:
-            text.append(f"## {item.name}\n\n[All about `{item.name}`][{path}]\n")
+        if item.name in exports:
+            text.append(f"## {item.name}\n\n[`{item.name}` in the API reference][{path}]\n")
             text.append("| option | default | meaning |\n|---|---|---|")
-            text.extend(f"| {' | '.join(row)} |" for row in rows)
+            text.extend(f"| {' | '.join(row)} |" for row in options_of(item))
             text.append("")
     return "\n".join(text)
 
@@ -260,8 +265,7 @@ def options_of(item: griffe.Object | griffe.Alias) -> Iterator[tuple[str, str, s
         is_many = item.parameters[name].kind.value.startswith("variadic")
         shown = "required" if default is None else f"`{default}`"
         meaning = " ".join(description.split()).replace("|", "\\|")
-        # A narrow screen may break the name at an underscore.
-        yield f"<code>{name.replace('_', '_<wbr>')}</code>", "" if is_many else shown, meaning
+        yield f"`{name}`", "" if is_many else shown, meaning
 
 
 def descriptions(item: griffe.Object | griffe.Alias) -> dict[str, str]:
