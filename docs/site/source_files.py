@@ -19,6 +19,7 @@ def first_sentence(path: Path) -> str:
         lines = [] if comment is None else comment[1].splitlines()
         opening = "\n".join(line[2:].strip() for line in lines).partition("\n\n")[0]
     sentence = re.split(r"(?<=[.])\s", " ".join(opening.split()))[0]
+    sentence = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", sentence)
     return sentence.rstrip(".:").replace("``", "`").replace("|", "\\|")
 
 
