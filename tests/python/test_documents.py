@@ -161,6 +161,18 @@ def test_messages_name_pages_of_the_site_that_exist() -> None:
     assert [name for name in named if not (ROOT / "docs" / f"{name}.md").exists()] == []
 
 
+def test_the_tests_that_contributing_runs_as_examples_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    commands = re.findall(r"`pytest (\S+?)(?: -k (\w+))?`", page)
+    assert len(commands) >= 3
+    for path, word in commands:
+        assert (ROOT / path).exists(), path
+        if word:
+            assert re.search(rf"^def test_\w*{word}", (ROOT / path).read_text(), re.M), word
+    (suite,) = re.findall(r"--gtest_filter='(\w+)\.\*'", page)
+    assert any(f"({suite}, " in path.read_text() for path in ROOT.glob("tests/cpp/*.cc"))
+
+
 def heading_ids(path: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a document."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
