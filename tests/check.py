@@ -1,4 +1,4 @@
-"""The one entry to all checks: ``python tests/check.py [fast|frameworks|full|gpu|fuzz|wheel]``.
+"""The one entry to all checks: ``check.py [fast|frameworks|full|gpu|fuzz|wheel|site]``.
 
 ``fast`` (the default) checks format, lint, types and the arrows between directories, and runs the
 C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``frameworks``
@@ -8,7 +8,8 @@ every case of the Python tests, runs those of a commit with other versions of to
 faults back, which the tests have to find. ``--changed [REF]`` checks what differs from a commit:
 its style, types, and the tests that it can affect, in about two minutes. ``fuzz`` runs each fuzz
 target under libFuzzer for ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA
-device. ``wheel`` builds the wheel and the sdist, and tries them.
+device. ``wheel`` builds the wheel and the sdist, and tries them. ``site`` builds the site of the
+documents in ``build/site``, and fails on a broken link.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ VERL = [
 ]
 # The oldest torch that README promises, and the newest. The checks of a commit run with torch 2.13.
 OTHER_TORCHES = ["2.11.0", "2.14.1"]
-PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py"]
+PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py", "docs"]
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
@@ -297,10 +298,20 @@ def test_with_torch(version: str) -> None:
     run_pytest(workers=2, python=python, tree=tree)
 
 
+def check_site() -> None:
+    """The site of the documents, built strictly, in an environment that has MkDocs and no torch."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        needed = tomllib.load(file)["project"]["optional-dependencies"]["site"]
+    python = BUILD / "site-venv/bin/python"
+    run(sys.executable, "-m", "venv", python.parent.parent)
+    run(python, "-m", "pip", "install", "-q", *needed)
+    run(python, "-m", "mkdocs", "build", "--strict", NO_MKDOCS_2_WARNING="1")
+
+
 def main() -> None:
     """Runs the checks that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    choices = ["fast", "frameworks", "full", "gpu", "fuzz", "wheel"]
+    choices = ["fast", "frameworks", "full", "gpu", "fuzz", "wheel", "site"]
     parser.add_argument("what", nargs="?", choices=choices, default="fast")
     parser.add_argument("--seconds", type=int, default=600, help="of each fuzz target")
     parser.add_argument("--changed", nargs="?", const="", metavar="REF", help="what differs alone")
@@ -323,6 +334,9 @@ def main() -> None:
         build_all()  # For the modules and programs that tests load.
         test_frameworks()
         return
+    if what == "site":
+        check_site()
+        return
     full = what == "full"
     os.environ["CHECK_BEGAN"] = str(time.time())
     check_style()
@@ -334,6 +348,7 @@ def main() -> None:
         check_clang_tidy()
         test_cpp_sanitized()
         test_cpp_plain()
+        check_site()
         run(sys.executable, "tests/wheel.py")
         install_frameworks()
         test_frameworks()

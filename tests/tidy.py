@@ -1,8 +1,8 @@
 """Checks the arrows between directories, and a few other rules that no compiler checks.
 
 ``tests/check.py`` runs it. It prints one line for each breach, and exits 1 if there is any.
-``tests/tidy.py --write`` writes docs/files.md anew from the first sentences of all files, and the
-table of kinds in docs/compatibility.md from the list that its tests run.
+``tests/tidy.py --write`` writes the table of kinds in docs/compatibility.md from the list that its
+tests run.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "docs/site"))
 
+from source_files import first_sentence, source_files
 from support.kinds import table
 
 from torch_ckpt.known_frameworks import FRAMEWORKS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 
 # Which directories of csrc/ a directory may include, itself aside.
 LEAVES = {"base", "geometry", "format", "io", "device"}
@@ -316,35 +318,6 @@ def class_breaches() -> Iterator[str]:
                     yield f"{where} has {lines} lines and {len(attributes)} attributes"
 
 
-def first_sentence(path: Path) -> str:
-    """What a file is: the beginning of its docstring, or of the comment that opens a header."""
-    text = path.read_text()
-    if path.suffix == ".py":
-        opening = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
-    else:
-        comment = re.search(r"^#pragma once\n\n((?://.*\n)+)", text)
-        lines = [] if comment is None else comment[1].splitlines()
-        opening = "\n".join(line[2:].strip() for line in lines).partition("\n\n")[0]
-    sentence = re.split(r"(?<=[.])\s", " ".join(opening.split()))[0]
-    return sentence.rstrip(".:").replace("``", "`").replace("|", "\\|")
-
-
-def files_page() -> str:
-    """The text of docs/files.md."""
-    page = [
-        "# Files\n",
-        "One line per file, in the file's own words. `tests/tidy.py --write` writes this page.",
-    ]
-    python = [p for p in (ROOT / "torch_ckpt").rglob("*.py") if p.read_text().strip()]
-    headers = [p for p in (ROOT / "csrc").rglob("*.h")]
-    folders = sorted({p.parent for p in python}) + sorted({p.parent for p in headers})
-    for folder in folders:
-        page.append(f"\n## {folder.relative_to(ROOT)}\n\n| file | content |\n|---|---|")
-        for path in sorted(p for p in python + headers if p.parent == folder):
-            page.append(f"| `{path.name}` | {first_sentence(path)} |")
-    return "\n".join(page) + "\n"
-
-
 def compatibility_page() -> str:
     """The text of docs/compatibility.md, with the table of kinds as its tests have it."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
@@ -352,21 +325,17 @@ def compatibility_page() -> str:
 
 
 def page_breaches() -> Iterator[str]:
-    """A list of files, or a table of kinds, that is not as the files and tests are."""
+    """A table of kinds that is not as the tests are, or a file without a description."""
     if (ROOT / "docs" / "compatibility.md").read_text() != compatibility_page():
         yield "docs/compatibility.md: out of date; run tests/tidy.py --write"
-    page = ROOT / "docs" / "files.md"
-    if not page.exists() or page.read_text() != files_page():
-        yield "docs/files.md: out of date; run tests/tidy.py --write"
-    for line in files_page().splitlines():
-        if line.endswith("|  |"):
-            yield f"docs/files.md: a file does not begin with what it is: {line}"
+    for path in source_files():
+        if not first_sentence(path):
+            yield f"{path.relative_to(ROOT)}: does not begin with what it is"
 
 
 def main() -> int:
     """Prints every breach; returns how the process should exit."""
     if "--write" in sys.argv[1:]:
-        (ROOT / "docs" / "files.md").write_text(files_page())
         (ROOT / "docs" / "compatibility.md").write_text(compatibility_page())
     breaches = [
         *include_breaches(),

@@ -52,22 +52,22 @@ def save(
     If a rank fails or misses the deadline, the save fails on every rank with the same error. The
     previous checkpoint remains intact, and the process group remains usable for training.
 
-    Every rank of the group must make the same calls in the same order.
+    All ranks of the group must make the same calls in the same order.
 
     Args:
         state_dict: The state dict to save.
         checkpoint_id: Directory of the checkpoint, as a path or URL.
-        storage_writer: Writer to use. Defaults to ``FastWriter(checkpoint_id)``. A writer of
-            another class that has begun to commit finishes its commit even if the save fails.
+        storage_writer: Writer to use. Defaults to ``FastWriter(checkpoint_id)``. If a save fails
+            while a writer of another class commits, that commit is still completed.
         planner: Save planner. Defaults to a new :class:`FastSavePlanner`, with the writer's
             ``check_replicas``.
-        process_group: The ranks that save. Defaults to all ranks. Its first rank is the
-            coordinator.
+        process_group: The ranks that save. Defaults to all ranks. The first rank of the group
+            coordinates the save.
         no_dist: Whether this process saves alone, without the other ranks.
         use_collectives: Whether the ranks plan and commit one checkpoint together. If ``False``,
             each rank commits its own data, which remains valid if another rank fails.
-        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
-            arrives at an exchange waits at most this long for the last one.
+        timeout_s: Deadline of each exchange between ranks, in seconds: how long the first rank
+            that arrives waits for the last one.
 
     Returns:
         The metadata of the checkpoint.
@@ -75,7 +75,7 @@ def save(
     Raises:
         CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
             class derives from ``BaseException``, not from ``Exception``.
-        RankTimeoutError: A rank was late, stuck or gone.
+        RankTimeoutError: A rank was late, stuck or dead.
         ValueError: ``timeout_s`` is not a positive number.
 
     Example::
@@ -104,11 +104,11 @@ def async_save(
 ) -> Future[Metadata] | AsyncSaveResponse | None:
     """Saves in the background, like :func:`torch.distributed.checkpoint.async_save`.
 
-    Copies the tensors into host memory (staging), and then writes them while training continues.
-    The save fails on every rank with the same error, as in :func:`save`.
+    Copies the tensors into host memory (staging), then writes them while training continues. If
+    the save fails, it fails on every rank with the same error, as in :func:`save`.
 
     Args:
-        state_dict: The state dict to save, with the values that it has at the time of the call.
+        state_dict: The state dict to save, as it is when the function is called.
         checkpoint_id: Directory of the checkpoint, as a path or URL.
         storage_writer: Writer to use. Defaults to ``FastWriter(checkpoint_id)``.
         planner: Save planner. Defaults to a new :class:`FastSavePlanner`, with the writer's
@@ -120,23 +120,23 @@ def async_save(
             to DCP's default stager.
         no_dist: Whether this process saves alone, without the other ranks.
         use_collectives: Whether the ranks plan and commit one checkpoint together.
-        timeout_s: Deadline of each exchange between ranks, in seconds. Also that of the start of
-            a save process, and of each of its heartbeats.
-        on_busy: Action if an earlier save, on any rank, still uses the staging memory: ``"wait"``
-            for that save, ``"skip"`` this save, or raise an ``"error"``. The stager counts each
-            case.
+        timeout_s: Deadline of each exchange between ranks, in seconds. Also the deadline for a
+            save process to start, and for each of its heartbeats.
+        on_busy: What to do if an earlier save still uses the staging memory of any rank:
+            ``"wait"`` for that save, ``"skip"`` this save, or raise an ``"error"``. The stager
+            counts each case.
 
     Returns:
-        A future of the metadata. If the stager copies in the background, an
-        ``AsyncSaveResponse`` with one future for staging and one for the save. The futures raise
-        the errors of :func:`save`. ``None`` if this save was skipped.
+        A future of the metadata, which raises the errors of :func:`save`. If the stager copies in
+        the background, an ``AsyncSaveResponse`` with one future for the copy and one for the
+        save. ``None`` if this save was skipped.
 
     Raises:
-        RankTimeoutError: A rank was late, stuck or gone during the start of save processes, or
-            while the ranks compared whether one is busy.
+        RankTimeoutError: A rank was late, stuck or dead while the save processes started, or while
+            the ranks checked whether an earlier save is in progress.
         CheckpointError: An earlier save is still in progress, and ``on_busy`` is ``"error"``.
-        ValueError: ``timeout_s`` is not a positive number. Or ``on_busy`` is not one of the three
-            values, or is not ``"wait"`` and the stager is not a :class:`SnapshotStager`.
+        ValueError: ``timeout_s`` is not a positive number, ``on_busy`` is not one of the three
+            values, or it is not ``"wait"`` although the stager is not a :class:`SnapshotStager`.
 
     Example::
 
@@ -199,7 +199,7 @@ def load(
 ) -> None:
     """Loads a state dict in place, like :func:`torch.distributed.checkpoint.load`, with a deadline.
 
-    If a rank fails or misses the deadline, the load fails on every rank. Every rank of the group
+    If a rank fails or misses the deadline, the load fails on every rank. All ranks of the group
     must make the same calls in the same order.
 
     Args:
@@ -208,20 +208,20 @@ def load(
         checkpoint_id: Directory of the checkpoint, as a path or URL.
         storage_reader: Reader to use. Defaults to ``FastReader(checkpoint_id)``.
         planner: Load planner. Defaults to a new :class:`FastLoadPlanner`.
-        process_group: The ranks that load. Defaults to all ranks. Its first rank is the
-            coordinator.
+        process_group: The ranks that load. Defaults to all ranks. The first rank of the group
+            coordinates the load.
         no_dist: Whether this process loads alone, without the other ranks.
         trust_pickle: Whether to unpickle objects of any class, which can run arbitrary code. See
             :class:`FastReader`.
-        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
-            arrives at an exchange waits at most this long for the last one.
+        timeout_s: Deadline of each exchange between ranks, in seconds: how long the first rank
+            that arrives waits for the last one.
 
     Raises:
         CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
             class derives from ``BaseException``, not from ``Exception``.
-        RankTimeoutError: A rank was late, stuck or gone. Some tensors of ``state_dict`` may
+        RankTimeoutError: A rank was late, stuck or dead. Some tensors of ``state_dict`` may
             already be overwritten.
-        ValueError: ``timeout_s`` is not a positive number. Or ``trust_pickle`` is passed together
+        ValueError: ``timeout_s`` is not a positive number, or ``trust_pickle`` is passed together
             with a ``storage_reader``, which has its own ``trust_pickle``.
 
     Example::

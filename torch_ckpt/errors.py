@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "SITE",
     "AlreadyExistsError",
     "CancelledError",
     "CheckpointError",
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("torch_ckpt")
+
+SITE = "https://torch-ckpt.github.io/torch-ckpt/"
+"""Address of the documents, for messages; also in pyproject.toml."""
 
 _MOST_TEXT = 20_000
 """Most characters of the text of an error that becomes part of another one."""
@@ -101,7 +105,7 @@ class StorageError(_ErrnoError):
 
 
 class SupersededError(CheckpointError):
-    """A newer job of the run has begun to save, so this one must not save any more."""
+    """A newer job of the run has begun to save, so this job must not save any more."""
 
 
 class MismatchError(CheckpointError):
@@ -109,7 +113,7 @@ class MismatchError(CheckpointError):
 
 
 class CorruptionError(CheckpointError):
-    """Stored bytes fail their check, so they differ from the bytes that were written."""
+    """Stored bytes do not match their checksum, or a file is malformed."""
 
 
 class UnsupportedError(CheckpointError, NotImplementedError):
@@ -121,15 +125,15 @@ class CancelledError(CheckpointError):
 
 
 class RankTimeoutError(CancelledError, TimeoutError):
-    """A rank was late, stuck or gone, so the save or load failed on every rank.
+    """A rank was late, stuck or dead, so the save or load failed on every rank.
 
-    It is raised as it is, not inside a ``CheckpointException``.
+    It is raised directly, not within a ``CheckpointException``.
 
     Args:
         message: The error message.
         ranks: The ranks that did not arrive, as ``dist.get_rank()`` numbers them. Empty if they
             are unknown.
-        phase: The phase that these ranks had not finished, such as ``"planning"``, ``"writing"``,
+        phase: The phase that these ranks did not finish, such as ``"planning"``, ``"writing"``,
             ``"committing"`` or ``"reading"``.
         seconds: How long the other ranks waited, in seconds.
         may_be_committed: Whether the checkpoint may still appear, because the coordinator was

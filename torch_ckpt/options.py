@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["READ_THREADS", "IoMode", "IoOptions", "OnBusy", "Verification"]
 
 READ_THREADS = 4
-"""Number of threads with which one rank reads. docs/options.md has the reason."""
+"""Number of threads with which one rank reads. The page Options has the reason."""
 
 OnBusy = Literal["wait", "skip", "error"]
 """What a save does while an earlier save is in progress."""
@@ -24,24 +24,23 @@ Verification = bool | Literal["full"]
 class IoOptions:
     """Memory budgets and I/O modes of a writer or reader.
 
-    A load uses some memory in addition to these budgets. Tensors whose dtype differs from the
-    stored one, or that are on another device, are assembled whole, a few at a time. Rows that
-    arrive from other ranks are assembled in ranges of up to 4 MiB.
+    A load uses some memory in addition to these budgets. Tensors on another device, or whose dtype
+    differs from the stored one, are assembled whole, a few at a time. Rows that arrive from other
+    ranks are assembled in ranges of up to 4 MiB.
 
-    A save to a store writes each file in parts of 8 MiB, or 1/5,000 of the file. Where the buffers
-    of a thread hold less than one part, up to two parts of a file are in memory besides. A load
-    from a store has each answer in the memory of the client until it is in a buffer, so it takes up
-    to twice ``buffer_nbytes``.
+    A save to a store writes each file in parts of 8 MiB, or 1/5,000 of the file. If the buffers of
+    a thread are smaller than a part, up to two parts of a file also are in memory. A load from a
+    store uses up to twice ``buffer_nbytes``, because the client of the store keeps each response
+    until it is in a buffer.
 
     Attributes:
-        buffer_nbytes: Budget for the I/O buffers of one writer or reader on one rank, in bytes; at
-            least 512 KiB. It bounds the data in flight, in addition to the tensors themselves.
-        exchange_nbytes: Budget for the data that a reader sends to and receives from ranks that
-            load the same bytes, in bytes; at least 4 MiB. It adds to ``buffer_nbytes``, and is
-            used only if ranks load the same bytes.
+        buffer_nbytes: Bytes of I/O buffers of one writer or reader on one rank; at least 512 KiB.
+            They hold the data in flight, in addition to the tensors themselves.
+        exchange_nbytes: Bytes of buffers for data that a reader exchanges with other ranks, in
+            addition to ``buffer_nbytes``; at least 4 MiB. Used only if ranks load the same bytes.
         background_nice: Niceness of the threads that write staged tensors, as in nice(1); 0 to 19.
         direct: Whether to bypass the page cache (``O_DIRECT``) where the file system supports it.
-            Reads use cached pages in either case.
+            Pages that are already cached are read from the cache in either case.
 
     Raises:
         ValueError: A value is out of range.

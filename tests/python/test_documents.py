@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch_ckpt
 import torch_ckpt.agent
 from torch_ckpt import CheckpointError
 from torch_ckpt.agent import MemoryCheckpoint
+from torch_ckpt.errors import SITE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -138,31 +140,37 @@ def documented(public: Any) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in pairs}
 
 
-def test_the_options_page_has_every_option_with_its_default_and_the_text_of_help() -> None:
-    page = (ROOT / "docs" / "options.md").read_text()
-    sections = zip(*[iter(re.split(r"^## (.*)$", page, flags=re.M)[1:])] * 2, strict=True)
-    found = {name: section for names, section in sections for name in names.split(", ")}
-    different = []
+def test_help_describes_every_option_of_a_public_name_in_the_order_of_its_signature() -> None:
     for name in (*torch_ckpt.__all__, *torch_ckpt.agent.__all__):
         public = getattr(torch_ckpt, name, None) or getattr(torch_ckpt.agent, name)
-        if public in (CheckpointError, MemoryCheckpoint):
-            continue
-        section = found[name if isinstance(public, type) else f"torch_ckpt.{name}"]
-        rows = re.findall(r"^\| `(?:\*\*)?(\w+)` \| (.*?) \| (.*) \|$", section, re.M)
-        options = inspect.signature(public).parameters
-        assert [option for option, _, _ in rows] == list(options), name
-        texts = documented(public)
-        for option, default, text in rows:
-            value = options[option].default
-            if isinstance(value, bool | int | float | str):
-                shown = re.sub(r"\.0$", "", repr(value))
-                assert default == f"`{shown}`", (name, option)
-            # The page has links besides.
-            plain = re.sub(r" \(\[[^\]]*\]\([^)]*\)\)", "", text)
-            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain).replace("`", "")
-            if plain != texts[option]:
-                different.append(f"{name}.{option}: {plain!r} is in help: {texts[option]!r}")
-    assert different == []
+        if public not in (CheckpointError, MemoryCheckpoint):
+            texts = documented(public)
+            assert list(texts) == list(inspect.signature(public).parameters), name
+            assert all(texts.values()), name
+
+
+def test_messages_name_pages_of_the_site_that_exist() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Documentation"] == SITE
+    named = []
+    for path in ROOT.glob("torch_ckpt/**/*.py"):
+        text = path.read_text()
+        assert not re.search(r"\bdocs/[\w-]+\.md", text), path
+        named += re.findall(r"\{SITE\}([\w-]+)/", text)
+    assert len(named) > 3
+    assert [name for name in named if not (ROOT / "docs" / f"{name}.md").exists()] == []
+
+
+def test_the_tests_that_contributing_runs_as_examples_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    commands = re.findall(r"`pytest (\S+?)(?: -k (\w+))?`", page)
+    assert len(commands) >= 3
+    for path, word in commands:
+        assert (ROOT / path).exists(), path
+        if word:
+            assert re.search(rf"^def test_\w*{word}", (ROOT / path).read_text(), re.M), word
+    (suite,) = re.findall(r"--gtest_filter='(\w+)\.\*'", page)
+    assert any(f"({suite}, " in path.read_text() for path in ROOT.glob("tests/cpp/*.cc"))
 
 
 def heading_ids(path: Path) -> set[str]:

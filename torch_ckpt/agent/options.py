@@ -17,35 +17,36 @@ _MIN_RATE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """Options of the agent process: those of the rank that has registered last.
+    """Options of the agent process, which uses those of the rank that connected last.
 
     Attributes:
         persist_on_failure: Whether the agent writes the newest complete snapshot to disk after a
             trainer dies without detaching, and when the agent receives SIGTERM.
         linger_s: Seconds that the agent retains the snapshots after the last trainer has died, so
             that restarted trainers can load them.
-        peers_timeout_s: Seconds that an agent waits for the agents of other machines, where the
-            ranks of a save are on several machines. Must exceed the largest difference between
-            the write times of two machines. The agent waits at most 30 s after SIGTERM, or once
-            the ranks have restarted.
-        io: I/O tuning. ``background_nice`` is the niceness of the whole agent process, from its
-            start.
-        check_replicas: How ranks and agents find out whether replicas are equal: see
+        peers_timeout_s: Seconds that an agent waits for the agents of other machines, if the ranks
+            of a save are on several machines. Must exceed the largest difference between the write
+            times of two machines. After SIGTERM, or once the ranks have restarted, the agent waits
+            for at most 30 s.
+        io: Memory budgets and I/O modes. ``background_nice`` is the niceness of the whole agent
+            process.
+        check_replicas: How to check that replicas are equal; see
             :class:`~torch_ckpt.storage.writer.FastWriter`.
-        reuse: Whether the agent takes what has not changed from the last save that it has written;
-            see ``base`` of :class:`~torch_ckpt.storage.writer.FastWriter`. A run sets it.
-        replicas: 1 to send each save to the memory of another machine too, the buddy of this one.
-            If a machine is lost, the other machines and its replacement then restore the save from
+        reuse: Whether tensors that have not changed since the last save of the agent are not
+            written again; see ``base`` of :class:`~torch_ckpt.storage.writer.FastWriter`. A
+            ``Run`` sets it.
+        replicas: 1 to also send each save to the memory of another machine, the buddy of this one.
+            If a machine is lost, the others and its replacement can then restore the save from
             memory. Doubles the memory for slots.
-        failure_domain: Name of what fails together with this machine, such as its rack. The buddy
-            of a machine is in another failure domain. The name of the host if ``None``.
-        replicate_bytes_per_s: Maximum rate at which the agent sends replicas, at least 1 MiB per
-            second; unlimited if ``None``.
+        failure_domain: Name of the set of machines that fail together with this one, such as its
+            rack. Machines choose a buddy in another failure domain. Defaults to the host name.
+        replicate_bytes_per_s: Maximum rate at which the agent sends replicas, in bytes per second;
+            at least 1 MiB. Unlimited if ``None``.
 
     Raises:
         ValueError: ``check_replicas`` is not one of ``"sample"``, ``"full"`` and ``"off"``,
-            ``replicas`` is neither 0 nor 1, or ``replicate_bytes_per_s`` is less than 1 MiB. Or
-            ``linger_s`` or ``peers_timeout_s`` is no number of seconds, or negative.
+            ``replicas`` is neither 0 nor 1, ``replicate_bytes_per_s`` is less than 1 MiB, or
+            ``linger_s`` or ``peers_timeout_s`` is negative or not a number.
     """
 
     persist_on_failure: bool = True

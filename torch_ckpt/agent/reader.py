@@ -27,13 +27,12 @@ class MemoryCheckpoint:
     """A complete save in memory, to load with :class:`SnapshotReader`.
 
     Attributes:
-        save: Session and sequence of the save; later saves compare as greater.
-        step: Step that the user gave the save.
+        save: Session and sequence number of the save; later saves compare as greater.
+        step: Step of the save.
         folder: Folder of the slots.
-        slots: Files of the slots of the save on this machine. The slot of this rank's number is
-            first.
-        replicas: Those of the slots that are replicas from another machine.
-        part: The part of the replicas that this rank verifies: its number, and that of all parts.
+        slots: Files of the save's slots on this machine, the slot with this rank's number first.
+        replicas: Those slots that are replicas from another machine.
+        part: The part of the replicas that this rank verifies: its number, and the number of parts.
         others: Index of the slots on all machines; ``None`` if all are on this one.
     """
 
@@ -50,7 +49,7 @@ class SnapshotReader(FastReader):
     """Loads a save from memory, into any parallel layout.
 
     Each rank reads the slots of its machine directly. If the ranks of the save were on several
-    machines, ranks send each other what only the memory of their machine has. Replicas from other
+    machines, the ranks exchange data that only one machine has in memory. Replicas from other
     machines are verified first; each rank of this machine verifies a part of them.
 
     Args:
@@ -59,7 +58,7 @@ class SnapshotReader(FastReader):
 
     Raises:
         NotFoundError: A slot no longer contains a complete snapshot.
-        CorruptionError: A replica does not have its checksums.
+        CorruptionError: A replica does not match its checksums.
         MismatchError: The slots no longer belong to one save.
 
     Example::

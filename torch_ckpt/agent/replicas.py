@@ -180,7 +180,7 @@ class Replicas:
         check_memory(self._folder, max(own - self._slots.nbytes, 0) + max(wanted - present, 0))
 
     def close(self) -> None:
-        """Ends to send and to receive in this process."""
+        """Stops sending and receiving in this process."""
         ended = self._listeners, self._sender, self._receiver
         self._listeners = self._sender = self._receiver = None
         self._is_deciding = False
@@ -189,7 +189,7 @@ class Replicas:
                 each.close()
 
     def end(self) -> None:
-        """Ends to send and to receive; the replicas remain."""
+        """Stops sending and receiving. The replicas remain."""
         self.close()
         self._state = {}
         (self._folder / _STATE_NAME).unlink(missing_ok=True)

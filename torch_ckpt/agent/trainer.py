@@ -68,43 +68,42 @@ class StagedSave:
 class SnapshotAgent:
     """A rank's interface to the agent of its machine, which it starts if none runs.
 
-    The agent is a separate process. Each rank has two slots in shared memory, so one snapshot
-    remains while the rank fills the other slot. The agent writes complete snapshots to disk without
-    the trainers, also after the trainers have died. If the ranks are on several machines, the
-    agents coordinate through files in the checkpoint's directory; a save is committed only if all
-    machines complete it.
+    The agent is a separate process. Each rank has two slots in shared memory: while the rank fills
+    one, the snapshot in the other remains intact. The agent writes complete snapshots to disk, even
+    after the trainers have died. If the ranks are on several machines, the agents coordinate
+    through files in the checkpoint's directory, and a save is committed only if all machines
+    complete it.
 
-    All ranks construct a ``SnapshotAgent`` at the same time. When all trainers exit normally, the
-    agent writes the requested saves and the newest snapshot to disk, and ends. When an exception
-    ends a trainer, the snapshots also remain in memory for the next process.
+    All ranks must create a ``SnapshotAgent`` at the same time. When all trainers exit normally, the
+    agent writes the requested saves and the newest snapshot to disk, and exits. If a trainer exits
+    with an exception, the snapshots also remain in memory for the next process.
 
     Args:
-        run: Name of the training run, the same after each restart. By convention the directory of
+        run: Name of the training run, the same after each restart; by convention the directory of
             its checkpoints.
         process_group: The ranks; all if ``None``.
         options: Options of the agent.
-        on_busy: Behavior of a save while earlier saves occupy all slots: ``"wait"`` for a slot,
+        on_busy: What a save does while earlier saves occupy all slots: ``"wait"`` for a slot,
             ``"skip"`` the save, or raise an ``"error"``.
-        timeout_s: Seconds that a save waits for a slot, and that this rank waits for other ranks.
-        has_directory: Whether ``run`` is the directory of all steps, as it is for a ``Run``. The
-            run then has an id, in memory and in the file ``run-id`` of the directory. If the
-            directory was removed, moved or replaced, the snapshots in memory are not offered, and
-            the first save frees them.
-        local: Local directory of this machine, if each one has the files of its own ranks in a
-            directory of its own. The agents then coordinate in the directory ``run``.
+        timeout_s: Longest time that a save waits for a slot, and this rank for others, in seconds.
+        has_directory: Whether ``run`` is the directory of all steps, as for a ``Run``. It then has
+            a file ``run-id``. If the directory was removed, moved or replaced, the snapshots in
+            memory are not offered, and the first save frees them.
+        local: Directory on a local disk to which the ranks of this machine save, if each machine
+            has one. The agents then coordinate in the directory ``run``.
         group: The group of a ``Run``, whose ranks are those of ``process_group``.
 
     Attributes:
         waited: Number of saves that waited for a slot.
         skipped: Number of saves skipped because of ``on_busy="skip"``.
-        refused: Number of saves that raised because of ``on_busy="error"``.
+        refused: Number of saves that raised an error because of ``on_busy="error"``.
 
     Raises:
-        CheckpointError: The agent cannot be started, another live process has this rank of the run,
-            or the ranks name different runs.
-        StorageError: ``run`` is the directory of the steps, and this process or the agent does not
+        CheckpointError: The agent cannot be started, another live process uses this rank of the
+            run, or the ranks name different runs.
+        StorageError: ``run`` is the directory of the steps, and this process or the agent cannot
             reach its store.
-        UnsupportedError: Likewise, and the agent knows no such scheme, or reaches another store.
+        UnsupportedError: The agent does not know the scheme of ``run``, or reaches another store.
 
     Example::
 
@@ -196,12 +195,12 @@ class SnapshotAgent:
         persist: bool = True,
         small_files: Mapping[str, bytes] | None = None,
     ) -> StagedSave | None:
-        """Copies the state of this rank to a slot. Training stops for this copy alone.
+        """Copies the state of this rank to a slot. Training stops only for this copy.
 
-        All ranks call this method, with the saves in the same order. In the first save, each rank
-        copies all of its items. Later, while all ranks have the same tensors as in the previous
-        save, each rank copies only its share of the replicas on its machine. If replicas that were
-        equal differ, all ranks copy all of their items once.
+        All ranks must call this method, in the same order of saves. In the first save, each rank
+        copies all of its items. If all ranks have the same tensors as in the previous save, each
+        rank copies only its share of the replicas on its machine. When replicas that were equal
+        differ, all ranks copy all of their items once.
 
         Args:
             state_dict: State dict of this rank, as for ``dcp.save``.
@@ -209,22 +208,22 @@ class SnapshotAgent:
             step: Step of the save.
             sync: Whether the checkpoint must survive a power cut.
             persist: Whether the agent writes the save to disk. With ``False``, the save remains in
-                memory for restarted ranks. The agent then writes it to disk only after
-                :meth:`persist`, or if it is the newest when the trainers end or die.
-            small_files: Contents of the small files of a step, by name, equal on all ranks. Whoever
-                commits the save writes them beside the checkpoint. ``None`` if there are none.
+                memory for restarted ranks. The agent then writes it to disk only if
+                :meth:`persist` is called, or if it is the newest when the trainers end or die.
+            small_files: Contents of the small files of a step, by name, equal on all ranks. They
+                are written beside the checkpoint when it is committed. ``None``: no such files.
 
         Returns:
             The staged save; ``None`` if this rank skipped it.
 
         Raises:
-            CheckpointError: All slots were in use for ``timeout_s``, or in use at all with
-                ``on_busy="error"``. Or a signal handler has interrupted this method, and calls it.
-            RankTimeoutError: A rank was late or gone.
+            CheckpointError: All slots were in use for ``timeout_s``, or at all with
+                ``on_busy="error"``. Or a signal handler that interrupted this method calls it.
+            RankTimeoutError: A rank was late or dead.
             StorageError: The tmpfs has too little space.
-            UnsupportedError: The state dict of a rank has no columnar form. Or the name of the
+            UnsupportedError: The state dict of a rank has no columnar form, or the name of the
                 directory, or a small file, is not UTF-8.
-            ValueError: A small file has another name than those of a step.
+            ValueError: The name of a small file is not one that a step may have.
         """
         target: Destination | None = None
 
@@ -321,12 +320,18 @@ class SnapshotAgent:
         persist: bool = True,
         small_files: Mapping[str, bytes] | None = None,
     ) -> Future[None] | None:
-        """Saves the present state in the background; returns once the state has been copied.
+        """Saves the state in the background; returns once the state has been copied.
 
-        The arguments are those of :meth:`stage`.
+        Args:
+            state_dict: State dict of this rank, as for ``dcp.save``.
+            directory: Directory of the future checkpoint.
+            step: Step of the save.
+            sync: Whether the checkpoint must survive a power cut.
+            persist: Whether the agent writes the save to disk; see :meth:`stage`.
+            small_files: Contents of the small files of a step; see :meth:`stage`.
 
         Returns:
-            A future of the commit, which is done at once without ``persist``. ``None`` if skipped.
+            A future of the commit; done at once if not ``persist``. ``None`` if skipped.
 
         Raises:
             CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
@@ -345,7 +350,7 @@ class SnapshotAgent:
         return future
 
     def write_newest(self) -> tuple[int, Future[None]] | None:
-        """Requests the last save, if it was to stay in memory; returns its step and its future."""
+        """Writes the last save, if it is in memory only; returns its step and a future, or None."""
         if (staged := self._in_memory) is None or self._has_left or os.getpid() != self._pid:
             return None
         return staged.header.step, self._written(staged, Phases("staging"))
@@ -381,8 +386,8 @@ class SnapshotAgent:
     def newest(self) -> MemoryCheckpoint | None:
         """Returns the newest save in memory that is complete on all ranks; ``None`` if none is.
 
-        All ranks must call this method, before the first save, and all return the same save. A save
-        of several machines counts if the slots of each are still there, or their replicas.
+        All ranks must call this method, before the first save; all get the same result. A save of
+        several machines is complete if the slots of each machine, or their replicas, exist.
 
         Raises:
             RankTimeoutError: A rank was late or gone.
@@ -390,14 +395,17 @@ class SnapshotAgent:
         return self.find(None)
 
     def find(self, step: int | None) -> MemoryCheckpoint | None:
-        """Returns the newest save of a step, or of any step; ``None`` if there is none in memory.
+        """Returns the newest save of a step in memory; ``None`` if there is none.
 
-        All ranks must call this method, before the first save, and all return the same save.
+        All ranks must call this method, before the first save; all get the same result.
+
+        Args:
+            step: The step; any step if ``None``.
 
         Raises:
             CorruptionError: The ranks of the save disagree on a tensor.
-            NotFoundError: A slot has just been freed.
-            RankTimeoutError: A rank was late or gone.
+            NotFoundError: A slot was freed during the call.
+            RankTimeoutError: A rank was late or dead.
         """
         with self._group.method("find a snapshot", self.timeout_s):
             decide = functools.partial(self._group.decide, timeout_s=self.timeout_s)
@@ -407,9 +415,12 @@ class SnapshotAgent:
         return found
 
     def has_in_memory(self, step: int) -> bool:
-        """Returns whether this machine has a complete slot of a step, which an agent may persist.
+        """Returns whether a slot of this machine has a complete snapshot of a step.
 
         Any rank may call this method alone.
+
+        Args:
+            step: The step.
         """
         found = complete_slots(self.folder, self._member.run)
         return any(header.step == step for header, _ in found)
@@ -421,9 +432,9 @@ class SnapshotAgent:
         return member.node, [] if is_silent else machine_slots(self.folder, member.run)
 
     def close(self, *, drop: bool = False) -> None:
-        """Ends this rank in good order, once the futures of all its saves have completed.
+        """Detaches this rank from the agent, once the futures of all its saves have completed.
 
-        Waits until the agent has written the last save, if it was to stay in memory.
+        If the last save was to stay in memory, the method waits until the agent has written it.
 
         Args:
             drop: Whether the agent discards snapshots that are not on disk.
@@ -443,7 +454,7 @@ class SnapshotAgent:
             newest[1].result()
 
     def leave(self) -> None:
-        """Closes the connection, and leaves the snapshots in memory for the next process."""
+        """Disconnects from the agent, which keeps the snapshots in memory for the next process."""
         self._has_left = True
         atexit.unregister(self._at_exit)
         self._client.close()

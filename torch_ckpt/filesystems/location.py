@@ -125,12 +125,15 @@ class Location:
 
     The engine opens a location by its :attr:`file_system` and :attr:`path`. A location is not an
     ``os.PathLike``, so that no code bypasses the file system. Its path is a :class:`pathlib.Path`
-    for files of this machine. Methods raise NotFoundError if what they need does not exist, and
+    for files of this machine. Methods raise NotFoundError if a file does not exist, and
     StorageError if an operation fails.
 
+    Args:
+        path: Path on this machine, or URL.
+
     Raises:
-        UnsupportedError: The URL's scheme is not registered, or its text is that of a ``Path``,
-            which drops a slash. Or it has a password, or a ``file:`` URL names another host.
+        UnsupportedError: The URL's scheme is not registered, the URL lacks a slash because it was
+            a ``Path``, it contains a password, or a ``file:`` URL names another host.
         ValueError: The path contains a NUL.
 
     Example::

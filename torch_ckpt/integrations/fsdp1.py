@@ -42,26 +42,26 @@ def fsdp1_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the sharded state dicts of an FSDP1 model and its optimizers, without all-gather.
 
-    They have the same names as those of ``torch.distributed.checkpoint.state_dict.get_state_dict``,
-    which gathers each parameter and each optimizer state, and then discards most of it. Here, each
-    rank returns a :class:`FlatShard` of what it has: a view of the memory of training. The saved
-    checkpoint is equal, and loads into FSDP1, FSDP2, DDP and any number of ranks.
+    The names are those of ``torch.distributed.checkpoint.state_dict.get_state_dict``, which gathers
+    each parameter and each optimizer state, and then discards most of it. This function returns a
+    :class:`FlatShard` of the elements that the rank has: a view of the memory of training. The
+    saved checkpoint is the same, and loads into FSDP1, FSDP2 and DDP on any number of ranks.
 
     To load, pass the state dicts to ``dcp.load``, which fills the memory of training, and then to
     :func:`load_fsdp1_state_dict`.
 
     Args:
-        model: A model with ``FullyShardedDataParallel`` modules, or one such module. All sharding
-            strategies, and ``use_orig_params`` ``True`` and ``False``, are supported.
+        model: A ``FullyShardedDataParallel`` module, or a model that contains some. All sharding
+            strategies, and both values of ``use_orig_params``, are supported.
         optimizers: The optimizers of the model. States that do not exist yet are initialized.
 
     Returns:
-        The state dict of the model, and the one of the optimizers with ``"state"`` and
+        The state dict of the model, and that of the optimizers, with ``"state"`` and
         ``"param_groups"``.
 
     Raises:
         UnsupportedError: A parameter was a DTensor or not contiguous before FSDP1 flattened it, or
-            an optimizer state has another shape than its parameter.
+            the shape of an optimizer state differs from that of its parameter.
         ValueError: The model has no FSDP1 module.
 
     Example::
@@ -84,7 +84,7 @@ def load_fsdp1_state_dict(
     """Applies loaded state dicts of :func:`fsdp1_state_dict` to an FSDP1 model and its optimizers.
 
     ``dcp.load`` has already filled the parameters and the optimizer states. This function copies
-    what it replaced: learning rates and other options, counters, and the extra state of modules.
+    the other values: learning rates and other options, counters, and the extra state of modules.
 
     Args:
         model: The model.
@@ -93,7 +93,7 @@ def load_fsdp1_state_dict(
         optim_state_dict: The optimizers' state dict, filled by ``dcp.load``.
 
     Raises:
-        MismatchError: A state dict lacks a parameter or its optimizer state, or has another range.
+        MismatchError: A state dict lacks a parameter or an optimizer state, or its range differs.
         ValueError: The model has no FSDP1 module.
 
     Example::

@@ -117,36 +117,35 @@ def installed(
     - A call with a ``checkpoint_id`` and no storage argument uses :class:`FastWriter` or
       :class:`FastReader`.
     - A call with a ``FileSystemWriter`` or ``FileSystemReader`` uses a :class:`FastWriter` or
-      :class:`FastReader` with the same path and arguments. A ``cache_staged_state_dict`` has no
+      :class:`FastReader` with the same path and arguments. ``cache_staged_state_dict`` has no
       effect, because the staging memory is always reused.
     - A call with a ``HuggingFaceStorageWriter`` or ``HuggingFaceStorageReader`` uses a
-      :class:`SafetensorsWriter` that writes the files of that class, or a :class:`FastReader`. All
-      ranks write the final files, so there is no consolidation and no folder ``sharded``. The
-      ``thread_count_consolidation``, and the ``thread_count`` of the reader, have no effect.
+      :class:`SafetensorsWriter` that writes the same files, or a :class:`FastReader`. All ranks
+      write the final files, so there is no consolidation and no folder ``sharded``.
+      ``thread_count_consolidation``, and ``thread_count`` of the reader, have no effect.
     - A call without a planner, or with a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, uses
       :class:`FastSavePlanner` or :class:`FastLoadPlanner` with the same arguments.
-    - Every exchange between ranks has a deadline. A call begins before the first ``state_dict()``
-      of the program, and ends after the last ``load_state_dict()``: if one raises on a rank, the
-      call fails on all ranks.
+    - Every exchange between ranks has a deadline. If a ``state_dict()`` or ``load_state_dict()`` of
+      the program raises on one rank, the call fails on all ranks.
     - ``from_pretrained(..., distributed_config=)`` of transformers reads with a
       :class:`FastReader`.
-    - Megatron-Core's own strategies for ``torch_dist`` save and load with this package, as those of
+    - Megatron-Core's strategies for ``torch_dist`` save and load with this package, like those of
       :mod:`torch_ckpt.frameworks.megatron.strategies`.
 
-    After a call, the program's own planner, reader or writer has the results of the one that
-    replaced it: attributes such as ``plan``, ``metadata`` and ``storage_data``. The checkpoint has
-    the ``save_id`` of the program's writer.
+    After a call, the program's planner, reader or writer has the results of the object that
+    replaced it, in attributes such as ``plan``, ``metadata`` and ``storage_data``. The checkpoint
+    has the ``save_id`` of the program's writer.
 
-    Objects of subclasses and of other classes work as before. The first use of such a writer or
-    reader in a process is logged as a warning; each replacement is logged at level DEBUG (logger
-    ``torch_ckpt``). A ``checkpoint_id`` with the URL scheme of another store is an
+    Subclasses and other classes work as before. The first use of such a writer or reader in a
+    process logs a warning, and each replacement logs a message at level DEBUG (logger
+    ``torch_ckpt``). A ``checkpoint_id`` whose URL scheme is not known raises an
     :class:`~torch_ckpt.errors.UnsupportedError`.
 
     The change applies to the whole process. Contexts can be nested; the innermost one applies.
 
     Args:
-        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
-            arrives at an exchange waits at most this long for the last one.
+        timeout_s: Deadline of each exchange between ranks, in seconds: how long the first rank
+            that arrives waits for the last one.
         io: Memory budgets and I/O modes of the writers and readers.
         verify: Whether the readers verify the bytes that they read. See :class:`FastReader`.
         trust_pickle: Whether the readers unpickle objects of any class, which can run arbitrary
@@ -221,8 +220,8 @@ def install(
     A later call replaces the options of an earlier one.
 
     Args:
-        timeout_s: Deadline of each exchange between ranks, in seconds. The first rank that
-            arrives at an exchange waits at most this long for the last one.
+        timeout_s: Deadline of each exchange between ranks, in seconds: how long the first rank
+            that arrives waits for the last one.
         io: Memory budgets and I/O modes of the writers and readers.
         verify: Whether the readers verify the bytes that they read. See :class:`FastReader`.
         trust_pickle: Whether the readers unpickle objects of any class, which can run arbitrary

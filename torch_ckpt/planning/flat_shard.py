@@ -19,19 +19,19 @@ class FlatShard(LocalShards):
 
     Frameworks that flatten and concatenate parameters before they shard them, such as FSDP1 and
     ZeRO, cut tensors at arbitrary elements. Put a ``FlatShard`` into the state dict of each rank,
-    and save or load it with any DCP planner, writer and reader. Ranks do not communicate for it: a
-    range of an N-dimensional tensor is divided into at most 2N - 1 boxes, and each box is stored,
-    or loaded, as a shard. The stored tensor has no trace of the division, and loads into any other
+    and save or load it with any DCP planner, writer and reader. This needs no communication: the
+    range is divided into at most 2N - 1 boxes of the N-dimensional tensor, and each box is stored
+    or loaded as a shard. The checkpoint does not depend on the division, and loads into any other
     sharding. A load fills ``local`` in place.
 
     A ``FlatShard`` has the shape of the whole tensor, but only the values in ``local``. Torch
-    functions other than ``size``, ``dtype`` and the like raise an error.
+    functions raise an error, except ``size``, ``dtype`` and the like.
 
-    Source: ByteCheckpoint (https://arxiv.org/abs/2407.20143), section 3.2, irregular tensors.
+    The method is that of ByteCheckpoint (https://arxiv.org/abs/2407.20143), section 3.2.
 
     Args:
-        local: The elements of this rank: 1-D, contiguous, on any device. May have no elements.
-            A load fills it.
+        local: The elements of this rank: 1-D, contiguous, on any device; may be empty. A load
+            fills it.
         fqn: Name of the tensor, for messages.
         shape: Shape of the whole tensor.
         start: Position of the first element of ``local`` in the whole tensor, in row-major order.

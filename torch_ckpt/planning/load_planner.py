@@ -146,36 +146,36 @@ def commits_in_turn(planner: object) -> bool:
 class FastLoadPlanner(DefaultLoadPlanner):
     """Makes the same plans as DCP's ``DefaultLoadPlanner``, many times faster.
 
-    If the checkpoint has an index, the engine finds the requested tensors in the index. Time and
-    memory then depend on the rank's state dict, and not on the size of the checkpoint. Without an
-    index, or if the state dict does not match the checkpoint, ``DefaultLoadPlanner`` plans instead.
-    Its errors name the first difference; here they list all of them, with similar names.
+    If the checkpoint has an index, the engine looks up the requested tensors in it. Time and memory
+    then depend on the rank's state dict, and not on the size of the checkpoint. Without an index,
+    or if the state dict does not match the checkpoint, ``DefaultLoadPlanner`` plans instead. Where
+    its errors name only the first difference, these list all, with similar names.
 
-    Before anything is loaded, the coordinator logs a warning (logger ``torch_ckpt``) of what the
-    load leaves: names of the checkpoint that no rank requests, and in a partial load names that the
-    checkpoint lacks. A key at the top of the state dict that is not passed is left on purpose, and
-    so are names in the files of other programs (safetensors, DeepSpeed, ``torch.save``).
+    Before anything is loaded, the coordinator logs a warning (logger ``torch_ckpt``) that lists the
+    names of the checkpoint that no rank requests and, in a partial load, the requested names that
+    the checkpoint lacks. It does not list names under a top-level key that the state dict omits,
+    nor names in the files of other programs (safetensors, DeepSpeed, ``torch.save``).
 
-    Objects are stored under the state dict's own keys, which need not be text. Tensors on the meta
+    Objects are set under the state dict's own keys, which need not be strings. Tensors on the meta
     device are replaced by tensors with memory, as in DCP; without a process group, on the CPU.
 
     A subclass can override any method of ``DefaultLoadPlanner``. If it overrides
-    ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans have DCP's own items.
+    ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans contain DCP's own items.
 
     Args:
         flatten_state_dict: Whether to flatten nested dicts and lists, as in DCP.
         flatten_sharded_tensors: Whether to flatten nested sharded tensors, as in DCP.
-        allow_partial_load: Whether values that the checkpoint lacks stay unchanged, as in DCP.
-            Otherwise they are an error.
-        strict: Whether names that the load leaves out raise an error that lists them (``True``),
-            log a warning (``None``), or are ignored (``False``). A strict load counts the names of
-            all files.
+        allow_partial_load: Whether values that the checkpoint lacks stay unchanged, as in DCP. If
+            false, they are an error.
+        strict: What to do about the names that the warning lists: raise an error that lists them
+            (``True``), log the warning (``None``), or nothing (``False``). With ``True``, names in
+            the files of other programs count too.
 
     Raises:
-        MismatchError: ``strict``, and the state dict has other names. Raised by a load, in the
+        MismatchError: ``strict`` is ``True``, and there are such names. Raised by a load, in the
             ``CheckpointException`` of every rank.
-        ValueError: Values cannot be written to tensors of the state dict: they are expanded, or
-            mapped read-only, or lack memory. The message names them. Raised in the same way.
+        ValueError: Tensors of the state dict cannot be written to, because they are expanded, are
+            mapped read-only, or have no memory. The message names them. Raised in the same way.
 
     Example::
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.errors import SITE, UnsupportedError
 from torch_ckpt.planning.differences import listed
 from torch_ckpt.process_state import PROCESS
 
@@ -42,7 +42,7 @@ def check_placeholders(state_dict: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 f"cannot save {fqn!r}: it is a placeholder for a parameter of sizes {list(sizes)}, "
                 "whose elements DeepSpeed's ZeRO-3 has partitioned; save it within "
-                "deepspeed.zero.GatheredParameters, or save the engine: see docs/deepspeed.md"
+                f"deepspeed.zero.GatheredParameters, or save the engine: see {SITE}deepspeed/"
             )
     names = frozenset(empty)
     is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
@@ -50,6 +50,7 @@ def check_placeholders(state_dict: Mapping[str, Any]) -> None:
         PROCESS.warned_placeholders.add(names)
         _LOG.warning(
             "saving floating-point tensors without elements: %s. If they are parameters of ZeRO-3, "
-            "their elements are not saved: see docs/deepspeed.md",
+            "their elements are not saved: see %s",
             listed(empty),
+            f"{SITE}deepspeed/",
         )

@@ -37,27 +37,27 @@ class _HasState(Protocol):
 class RankState:
     """A value of a state dict that differs between ranks, such as a random state.
 
-    Each rank saves its state as one object, including any tensors, with the FQN
-    ``<key>.rank_00003_of_00008``. On the same number of ranks, each rank loads its own state. On
-    another number of ranks, ``on_resize`` decides:
+    Each rank saves its state, including any tensors, as one object with the FQN
+    ``<key>.rank_00003_of_00008``. If the number of ranks is the same, each rank loads its own
+    state. If it differs, ``on_resize`` decides:
 
     - ``"error"``: every rank raises a :class:`MismatchError` before it loads any value.
     - ``"drop"``: nothing is loaded, and ``set_state`` is not called.
-    - ``"by_rank"``: a rank loads the state of the same rank number. Without such a state, it
-      behaves as with ``"drop"``.
-    - ``merge(states, rank, world_size)``: a function that computes the state of this rank. Each
-      rank loads the states of all saved ranks, in rank order, so the states should be small.
+    - ``"by_rank"``: each rank loads the state with its own rank number. A rank without such a state
+      loads nothing, as with ``"drop"``.
+    - A function ``merge(states, rank, world_size)`` that returns the state of this rank. Each rank
+      loads the states of all saved ranks, in rank order, so the states should be small.
 
     Requirements:
 
-    - Put a ``RankState`` at the top level of the state dict if you call DCP's own functions, which
-      call ``state_dict()`` only there. :func:`torch_ckpt.save`, :func:`torch_ckpt.load`,
-      :class:`Run` and :func:`installed` find it in dicts and lists as well. A tuple or another
-      object with a ``RankState`` is refused. A ``Stateful`` that contains a ``RankState`` must
-      return the ``state_dict()`` of the ``RankState`` as part of its own, and pass the loaded value
-      to its ``load_state_dict()``.
-    - Use planners that flatten state dicts, as all do by default. DCP's own planners do not report
-      an error if they do not.
+    - If you call DCP's own functions, put the ``RankState`` at the top level of the state dict,
+      because they call ``state_dict()`` only there. :func:`torch_ckpt.save`,
+      :func:`torch_ckpt.load`, :class:`Run` and :func:`installed` also find it in dicts and lists.
+      A ``RankState`` in a tuple or another object is an error. A ``Stateful`` that contains a
+      ``RankState`` must return the ``state_dict()`` of the ``RankState`` as part of its own, and
+      pass the loaded value to its ``load_state_dict()``.
+    - Use planners that flatten state dicts, as all do by default. DCP's own planners report no
+      error if they do not flatten.
     - To load on another number of ranks, use :class:`FastLoadPlanner`, as
       :func:`torch_ckpt.load` does by default. DCP's own planner raises ``Missing key in
       checkpoint``. All other saves and loads work with any planner derived from DCP's defaults.
@@ -65,19 +65,19 @@ class RankState:
     States are set in the alphabetical order of the keys at the top level, as in DCP.
 
     Args:
-        get_state: Function that returns the state to save. Or an object with ``state_dict`` and
+        get_state: Function that returns the state to save, or an object with ``state_dict`` and
             ``load_state_dict``.
         set_state: Function that receives the loaded state. Omit it if ``get_state`` is an object.
-        on_resize: Action on another number of ranks: ``"error"``, ``"drop"``, ``"by_rank"`` or a
-            function.
-        group: The ranks that are counted. Defaults to all ranks. If several groups have the same
-            size, ranks with the same number share one state, and one of them saves it. Without
-            ``torch.distributed`` there is one rank.
+        on_resize: What a load on another number of ranks does: ``"error"``, ``"drop"``,
+            ``"by_rank"`` or a function.
+        group: Process group that defines the rank number and the number of ranks. Defaults to all
+            ranks; one rank without ``torch.distributed``. If several groups have the same size,
+            ranks with the same number share one state, and one of them saves it.
 
     Raises:
-        ValueError: ``on_resize`` is not one of these, or this rank is not in ``group``.
-        TypeError: ``get_state`` is an object without ``state_dict`` and ``load_state_dict``, or is
-            not callable although ``set_state`` is given.
+        ValueError: ``on_resize`` is not one of these values, or this rank is not in ``group``.
+        TypeError: ``set_state`` is given and ``get_state`` is not callable; or it is not given, and
+            ``get_state`` has no ``state_dict`` and ``load_state_dict``.
 
     Example::
 

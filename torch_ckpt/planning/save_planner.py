@@ -67,36 +67,39 @@ class FastSavePlanner(DefaultSavePlanner):
     """Plans like DCP's ``DefaultSavePlanner``, many times faster and with better load balance.
 
     The engine lists, checks and assigns the items in columns, without a Python object per tensor.
-    Each replicated tensor is assigned to the rank with the least data to write. A tensor that
-    exceeds the fair share of a rank is cut by rows, if its replicas are equal. The result is a DCP
+    Each replicated tensor is written by the rank with the least data to write. A replicated tensor
+    that exceeds a fair share is split by rows, if its replicas are equal. The result is a DCP
     checkpoint with the same values. Writers other than :class:`FastWriter` receive DCP's items.
 
     A subclass can override any method of ``DefaultSavePlanner``. If it overrides
-    ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans have DCP's own items,
-    which it may change. In this case all ranks plan as ``DefaultSavePlanner`` does. The same
-    applies if a rank's state has a tensor that is not strided.
+    ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans contain DCP's own items,
+    which it may change, and all ranks plan as ``DefaultSavePlanner`` does. They also do if the
+    state of any rank contains a tensor that is not strided.
 
     Args:
         flatten_state_dict: Whether to flatten nested dicts and lists, as in DCP.
         flatten_sharded_tensors: Whether to flatten nested sharded tensors, as in DCP.
         dedup_replicated_tensors: No effect, as in DCP.
-        dedup_save_to_lowest_rank: Whether the lowest rank writes all replicated tensors, uncut.
-        enable_plan_caching: Whether to reuse a plan if all ranks save the same names, shapes,
-            dtypes and placements. Each rank then sends 36 bytes, and 12 for each set of ranks with
-            the same replicas, except within DCP's own functions. DCP's own plan cache is not used.
-        check_replicas: How the ranks find out whether their replicas are equal: by a ``"sample"``
-            of up to 8 KiB of each tensor, by the ``"full"`` tensors, or ``"off"``. A tensor whose
-            values differ is stored whole from one replica, and the coordinator warns of it once.
-            With ``"off"``, the stored tensor may mix the rows of the ranks.
+        dedup_save_to_lowest_rank: Whether the lowest rank writes all replicated tensors, whole.
+        enable_plan_caching: Whether to reuse the previous plan if all ranks save the same names,
+            shapes, dtypes and placements. Except within DCP's own functions, each rank then sends
+            only 36 bytes, and 12 for each set of ranks with the same replicas. DCP's plan cache is
+            not used.
+        check_replicas: How to check that replicas are equal: by a ``"sample"`` of up to 8 KiB of
+            each tensor, by the ``"full"`` tensors, or not at all (``"off"``). If the values of a
+            tensor differ, one replica is stored whole, and the coordinator warns once. With
+            ``"off"``, the stored tensor may mix rows of several ranks.
 
     Attributes:
         plan_cache: The plan cache of this process. It counts hits and misses.
 
     Raises:
-        ValueError: ``check_replicas`` is not one of the three. Or boxes of a tensor overlap, are
-            listed twice, are outside the tensor, or do not cover it. The message names FQNs, ranks
-            and boxes. Raised by a save, in the ``CheckpointException`` of every rank.
-        MismatchError: Ranks disagree on the dtype or sizes of a tensor. Raised in the same way.
+        ValueError: ``check_replicas`` is not one of the three values. A save also raises it, in
+            the ``CheckpointException`` of every rank, if the boxes of a tensor overlap, are listed
+            twice, are outside the tensor, or do not cover it. The message names FQNs, ranks and
+            boxes.
+        MismatchError: Ranks disagree on the dtype or sizes of a tensor. Raised by a save, in the
+            same way.
 
     Example::
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from torch_ckpt.errors import SITE
 from torch_ckpt.formats.opened import is_foreign
 from torch_ckpt.planning.differences import listed, with_similar
 
 __all__ = ["RequestedNames", "Unrestored", "scope_of"]
 
-_HINT = "; an optimizer has no state before its first step: see docs/runs.md"
+_HINT = f"; an optimizer has no state before its first step: see {SITE}runs/"
 
 
 @dataclass(frozen=True)

@@ -41,15 +41,16 @@ class Event:
         rank: Global rank.
         host: Name of its machine.
         phase: A key of :data:`PHASES`.
-        start: Seconds since 1970, by the clock of the first rank. So is ``end``.
-        details: The rest, each only if it is known: ``bytes`` (moved to or from storage),
-            ``requests`` (their number), ``waited`` (seconds of the phase in which nothing was done
-            but wait for storage), ``waited_for_ranks`` (the same for other ranks, which read for
-            this one in an exchange), ``mode`` (``"direct"``, ``"buffered"`` or ``"store"``),
-            ``background`` (true if training goes on meanwhile), ``of`` (of a message: the phase
-            whose end it reports), ``unreplicated`` (text: why the last saves have no replicas in
-            the memory of other machines), ``error`` (text), and ``unfinished`` (true if the phase
-            had not ended: ``end`` is the time of the line).
+        start: Begin of the phase, in seconds since 1970 by the clock of the first rank.
+        end: End of the phase, by the same clock.
+        details: Other values, each only if it is known: ``bytes`` (moved to or from storage),
+            ``requests`` (number of requests to storage), ``waited`` (seconds of the phase that were
+            spent waiting for storage), ``waited_for_ranks`` (seconds spent waiting for other ranks,
+            which read for this one in an exchange), ``mode`` (``"direct"``, ``"buffered"`` or
+            ``"store"``), ``background`` (whether training continued during the phase), ``of`` (the
+            phase whose end a message reports), ``unreplicated`` (why the last saves have no
+            replicas in the memory of other machines), ``error`` (text), and ``unfinished`` (true if
+            the phase had not ended when the line was written, at ``end``).
     """
 
     call: str
@@ -64,7 +65,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long the phase took."""
+        """Duration of the phase, in seconds."""
         return max(self.end - self.start, 0.0)
 
     def line(self) -> str:

@@ -141,12 +141,13 @@ def _escaped(text: str) -> str:
 def export_spans(events: Iterable[Event], tracer_provider: TracerProvider) -> None:
     """Exports each call as a trace: a span of the call, and a span of each event within it.
 
-    Spans have the names of Megatron-Core where it has them: ``megatron.checkpoint.save``,
+    Where Megatron-Core has a span for a phase, the name is the same: ``megatron.checkpoint.save``,
     ``megatron.checkpoint.save.io_write``, and so on. Requires ``torch-ckpt[otel]``.
 
     Args:
-        events: Events of any number of whole calls.
-        tracer_provider: For example, a ``TracerProvider`` of ``opentelemetry.sdk.trace``.
+        events: All events of each call to export.
+        tracer_provider: Provider of the tracer, such as a ``TracerProvider`` of
+            ``opentelemetry.sdk.trace``.
 
     Example::
 

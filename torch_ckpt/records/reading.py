@@ -16,7 +16,10 @@ _MAX_RANK, _MAX_STEP, _MAX_S = 1 << 31, 1 << 63, 1e11
 def read_events(directory: Location) -> list[Event]:
     """Returns all events in the record of a run, in the order of their lines.
 
-    Lines that are not whole are left out: a process may have died within one, or write it now.
+    Incomplete lines are ignored: a process may have died within one, or may be writing it.
+
+    Args:
+        directory: Directory of the run.
 
     Raises:
         NotFoundError: The run has no record.

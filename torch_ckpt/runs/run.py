@@ -41,62 +41,61 @@ __all__ = ["Run"]
 class Run(Saver, StepLoads):
     """A directory of checkpoints, one for each saved step of a training run.
 
-    Step 100 is the checkpoint ``<directory>/step-100``, which ``dcp.load`` can load too. Names have
-    no leading zeros, so each step has one name. No separate file names the latest step: a crash
-    could tear such a file or leave it stale. A step's own files determine whether it is whole.
+    Step 100 is the checkpoint ``<directory>/step-100``, which ``dcp.load`` can load too. Step
+    numbers have no leading zeros. No separate file records the latest step, because a crash could
+    tear it or leave it stale; the files of a step alone determine whether the step is whole.
 
-    Every rank makes the same ``Run`` and calls the same methods in the same order, except
-    :meth:`wait` and, outside of :meth:`saving_on_signal`, :meth:`should_save`: these are local. The
-    ranks make each decision together, over connections of the run's own. No rank waits for another
-    longer than ``timeout_s``. If one rank fails, all fail. Calls of several threads wait for each
-    other. A call in a signal handler raises if it has interrupted another call.
+    Every rank creates the same ``Run`` and calls the same methods in the same order. Exceptions are
+    :meth:`wait` and, outside :meth:`saving_on_signal`, :meth:`should_save`, which are local. The
+    ranks decide everything together, over separate connections. If one rank fails, all fail, and
+    no rank waits for another longer than ``timeout_s``. Calls from several threads wait for each
+    other. A call in a signal handler raises an error if it interrupted another call.
 
     Args:
         directory: Directory of the steps, on storage that every rank can access. The first save
-            creates it. Links in the path are resolved now: a run stays in one directory.
-        local: A faster directory, such as one on a local disk. Saves commit there, and the agent,
-            or else a thread of the first rank, promotes the steps: copies them to ``directory``.
-        keep_local: Number of newest steps to retain in ``local``. A step that is to be retained
-            also remains there until it is promoted.
-        promote_bytes_per_s: Most bytes that each machine promotes in a second; ``None``: no limit.
+            creates it. Symbolic links in the path are resolved when the run is created.
+        local: A faster directory for saves, such as one on a local disk. The agent, or a thread of
+            the first rank if there is none, promotes the steps: it copies them to ``directory``.
+        keep_local: Number of newest steps to retain in ``local``. A step that ``directory`` is to
+            retain also remains in ``local`` until it is promoted.
+        promote_bytes_per_s: Most bytes per second that each machine promotes; ``None``: no limit.
         every: Save each step that is a multiple of this number. If ``None``, ``max_overhead``
             determines the interval.
         max_overhead: Largest share of training time that saving may cost; see :meth:`should_save`.
         keep_last: Number of newest whole steps to retain, up to the saved one; all if ``None``.
             After each save, older steps and the remains of failed saves are removed.
         keep_every: Also retain the steps that are multiples of this number. No effect without
-            ``keep_last`` or ``keep_best``, since all steps then remain.
+            ``keep_last`` or ``keep_best``, because all steps are then retained.
         keep_best: Also retain this number of steps with the best value of ``monitor``. If
-            ``keep_last`` is ``None``, only the newest step is retained besides.
+            ``keep_last`` is ``None``, the newest step is retained as well.
         monitor: Name of the metric that ranks steps; see :meth:`save`. Required by ``keep_best``.
         mode: Whether the smallest (``"min"``) or the largest (``"max"``) value is the best.
         asynchronous: Whether :meth:`save` returns as soon as the state is copied.
-        on_busy: Behavior of a save while the previous save is in progress in the background:
+        on_busy: What a save does if the previous save is still in progress in the background:
             ``"wait"`` for it, ``"skip"`` the new save, or raise an ``"error"``.
-        on_failure: Behavior of :meth:`save` if storage made a save fail, this one or the previous
-            one in the background: ``"raise"``, or ``"warn"`` and let training go on. The former
-            step remains, and the next due step is saved.
-        max_failures: Number of failures in a row after which :meth:`save` raises in any case.
-            Failed promotions must also have lasted half an hour.
-        verify: Condition for a whole step. ``"quick"``: it opens, and its files have the right
-            lengths. ``"full"``: all of its bytes are also sound. With ``"full"`` the first rank
+        on_failure: What :meth:`save` does if this save, or the previous one in the background,
+            failed because of storage: ``"raise"``, or ``"warn"`` and let training continue. The
+            previous step remains, and the next due step is saved.
+        max_failures: Number of consecutive failures after which :meth:`save` raises in any case.
+            Failures of promotion must also have lasted for half an hour.
+        verify: When a step counts as whole. ``"quick"``: it opens, and its files have the right
+            lengths. ``"full"``: all of its bytes also match their checksums. The first rank then
             reads all bytes, so ``timeout_s`` must be long enough.
-        reuse: ``"auto"``: tensors that are equal to those of the step before are not written again;
-            see ``base`` of :class:`FastWriter`. ``"off"``: each step is written whole.
-        process_group: The ranks; all if ``None``.
-        timeout_s: Seconds that one rank waits for another.
-        agent: Whether the agent of this machine saves in the background (:class:`SnapshotAgent`),
-            so that restarted ranks also find steps in memory; or the options of the agent. Requires
-            ``asynchronous``. If the agent has too little memory or cannot save a state, all ranks
-            continue without it.
+        reuse: ``"auto"``: tensors that have not changed since the previous step are not written
+            again; see ``base`` of :class:`FastWriter`. ``"off"``: each step is written whole.
+        process_group: The ranks of the run; all if ``None``.
+        timeout_s: Longest time that one rank waits for another, in seconds.
+        agent: Whether the agent of this machine (:class:`SnapshotAgent`) saves in the background,
+            so that restarted ranks find steps in memory; or its options. Needs ``asynchronous``. If
+            the agent has too little memory or cannot save a state, all ranks continue without it.
         writer: Arguments for the :class:`FastWriter` of all saves. An agent uses only
-            ``sync_files`` and, unless it has options of its own, ``check_replicas``.
+            ``sync_files`` and, unless the options of the agent are given, ``check_replicas``.
         reader: Arguments for each :class:`FastReader`.
-        record: Whether ``events.jsonl`` records saves and loads, for ``torch-ckpt report``.
+        record: Whether saves and loads are recorded in ``events.jsonl``, for ``torch-ckpt report``.
 
     Raises:
         CheckpointError: The agent cannot be started; see :class:`SnapshotAgent`.
-        TypeError: A number of steps or bytes is no integer.
+        TypeError: A number of steps or bytes is not an integer.
         ValueError: An argument is out of range or differs between ranks, this rank is not in the
             group, or ``agent`` is given and saves are not ``asynchronous``.
 
@@ -226,7 +225,7 @@ class Run(Saver, StepLoads):
 
     @property
     def failures(self) -> int:
-        """Number of saves that storage made fail, and after which training went on.
+        """Number of saves that failed because of storage, and did not stop training.
 
         On the first rank, failed promotions count as well.
         """
@@ -234,7 +233,7 @@ class Run(Saver, StepLoads):
 
     @property
     def unpromoted(self) -> int:
-        """Number of steps that were not promoted because newer ones had arrived meanwhile.
+        """Number of steps that were not promoted because newer steps superseded them.
 
         Counted on the first rank; 0 on the others.
         """
@@ -243,22 +242,22 @@ class Run(Saver, StepLoads):
     # ---- Saving ----
 
     def should_save(self, step: int) -> bool:
-        """Returns whether to save now; call it after every step.
+        """Returns whether to save now. Call it after every step.
 
         With ``every``, a save is due at each multiple. Otherwise the interval follows CheckFreq
-        (FAST '21): it is the shortest for which saving costs at most ``max_overhead`` of the time.
-        The cost is the time for which training stops, also for the previous save, plus the slowdown
-        of steps during a background save. The interval is never shorter than the last background
-        save. The first save is due after 10 steps, because only a save can measure the cost.
+        (FAST '21): it is the shortest one for which saving costs at most ``max_overhead`` of the
+        time. The cost is the time for which training stops, including waits for the previous save,
+        plus the slowdown of steps during a background save. The interval is never shorter than a
+        background save. The first save is due after 10 steps, since only a save shows its cost.
 
-        The method needs no communication, except within :meth:`saving_on_signal`. Each rank
-        measures its own cost, and the ranks agree on the longest interval within :meth:`save`.
+        Only within :meth:`saving_on_signal` does the method communicate. Each rank measures its
+        cost, and :meth:`save` lets the ranks agree on the longest interval.
 
         Args:
             step: Number of completed steps, equal on all ranks.
 
         Returns:
-            The same value on every rank; remains ``True`` until the next call of :meth:`save`.
+            The same value on every rank; ``True`` until the next call of :meth:`save`.
         """
         step = step_number(step)
         self._check_open()
@@ -271,14 +270,14 @@ class Run(Saver, StepLoads):
 
     @exclusive("reserve memory")
     def reserve(self, state: dict[str, Any]) -> None:
-        """Allocates the agent's memory in advance, if there is an agent. All ranks call it.
+        """Allocates the agent's memory in advance, if there is an agent. All ranks must call it.
 
         Args:
             state: A state with the same tensors as the states to save.
 
         Raises:
             Exception: The agent cannot save the state of a rank; raised on all ranks.
-            RankTimeoutError: A rank was late, stuck or gone.
+            RankTimeoutError: A rank was late, stuck or dead.
         """
         self._check_open()
         self._backend.reserve(state)
@@ -287,11 +286,11 @@ class Run(Saver, StepLoads):
         """Waits for the background save.
 
         Args:
-            promoted: Whether to wait also until all steps are in the directory of the run, if they
-                are saved to ``local`` first. All ranks must then call the method.
+            promoted: Whether to wait also until all steps in ``local`` are promoted. All ranks must
+                then call the method.
 
         Raises:
-            CheckpointError: The save or a promotion failed, or is still in progress after
+            CheckpointError: The save or a promotion failed, or was not complete after
                 ``timeout_s``; the message names its step.
         """
         if promoted:
@@ -309,12 +308,12 @@ class Run(Saver, StepLoads):
     def best_step(self) -> int | None:
         """Returns the whole step with the best value of ``monitor``; ``None`` if there is none.
 
-        It first waits for the background save. Steps that the run has left, without the metric or
-        with a NaN do not count. Of equal values, that of the earlier step is the best.
+        It first waits for the background save. It ignores steps without the metric, with a NaN, and
+        those that the run abandoned when it went back. Of equal values, the earliest is the best.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
-            RankTimeoutError: A rank was late, stuck or gone.
+            RankTimeoutError: A rank was late, stuck or dead.
             StorageError: The directory cannot be read.
             ValueError: The run has no ``monitor``.
         """
@@ -327,10 +326,10 @@ class Run(Saver, StepLoads):
 
     @exclusive("discard steps")
     def discard_after(self, step: int) -> list[int]:
-        """Removes all steps that are newer than a step, also from the memory of agents.
+        """Removes all steps that are newer than a given step, also from the memory of agents.
 
-        For a run that goes back to an older step. The newest step is removed first. All ranks call
-        the method. Memory is freed on the machines of the ranks, also without an agent.
+        Use it to go back to an older step. All ranks must call the method. It removes the newest
+        step first. It frees the memory on the machines of the ranks even if this run has no agent.
 
         Args:
             step: The newest step to retain.
@@ -340,12 +339,12 @@ class Run(Saver, StepLoads):
 
         Raises:
             CheckpointError: The background save failed, or another process reads a newer step under
-                a lease. Nothing was removed. Or a step cannot be removed. All others were.
-            CorruptionError: No step would remain that is whole. Nothing was removed.
+                a lease; nothing was removed. Or a step could not be removed; all others were.
+            CorruptionError: No whole step would remain. Nothing was removed.
             NotFoundError: No step would remain. Nothing was removed.
-            RankTimeoutError: A rank was late, stuck or gone.
+            RankTimeoutError: A rank was late, stuck or dead.
             SupersededError: A newer job of the run saves. Nothing was removed.
-            ValueError: The ranks give different steps.
+            ValueError: The ranks passed different steps.
 
         Example::
 
@@ -358,9 +357,13 @@ class Run(Saver, StepLoads):
     # ---- The record ----
 
     def on_event(self, listener: Callable[[Event], None]) -> None:
-        """Calls a function with each :class:`Event` that has ended, from now on, on the first rank.
+        """Calls a function with each :class:`Event` from now on, once it has ended.
 
-        A thread of the run calls it, and logs its exceptions. ``close`` waits 5 s for it at most.
+        Only the first rank calls it, in a thread that logs its exceptions. ``close`` waits for it
+        for at most 5 s.
+
+        Args:
+            listener: The function.
 
         Raises:
             ValueError: The run has ``record=False``.
@@ -375,13 +378,15 @@ class Run(Saver, StepLoads):
     def close(self) -> None:
         """Waits for the background save and ends the run; other methods then raise RuntimeError.
 
-        The agent first writes a last step of ``persist=False``. With ``local``, all ranks wait for
-        promotions while bytes arrive. Leases last until their blocks end. In a forked child: no-op.
+        If the last step was saved with ``persist=False``, the agent writes it first. With
+        ``local``, all ranks wait for promotions as long as these make progress. Leases last until
+        their blocks end. In a forked child, the method does nothing.
 
         Raises:
-            CheckpointError: The background save or a promotion failed, or no bytes arrived for
-                ``timeout_s``, on all ranks. The next run promotes the steps in ``local``.
-            RankTimeoutError: With ``local``: a rank left its block by an error, is late or gone.
+            CheckpointError: The background save or a promotion failed, or a promotion made no
+                progress for ``timeout_s``. Raised on all ranks. The next run promotes the steps
+                that are left in ``local``.
+            RankTimeoutError: With ``local``: a rank was late, dead, or left its block by an error.
         """
         if self._exclusive.is_forked:
             return

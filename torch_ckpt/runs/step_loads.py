@@ -26,14 +26,16 @@ class StepLoads(Ending):
     def latest_step(self) -> int | None:
         """Returns the step that :meth:`restore` would load; ``None`` if none was committed.
 
-        The method first waits for the background save. The first rank then checks the steps from
-        the newest on, as ``verify`` requires. It warns of each committed step that is damaged.
+        The method first waits for the background save. The first rank then checks the steps as
+        ``verify`` requires, from the newest to the oldest, and warns of each committed step that is
+        damaged.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
-            CorruptionError: No committed step of the lineage is whole. Do not start training over.
+            CorruptionError: There are committed steps, but none that this run continues is whole.
+                Do not start training over.
             StorageError: The directory cannot be read.
-            RankTimeoutError: A rank was late, stuck or gone.
+            RankTimeoutError: A rank was late, stuck or dead.
         """
         self._check_open()
         return self._ladder.latest()
@@ -42,9 +44,9 @@ class StepLoads(Ending):
     def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
         """Protects a step from removal within the block.
 
-        For jobs that read a step while training goes on, also on another machine. A removal is
-        postponed to the first save after the block. The lease of a process that died ends after
-        300 s. A new save of the same step still replaces it.
+        For jobs that read a step while training continues, on this or another machine. The step is
+        removed by the first save after the block instead. If the process dies, its lease expires
+        after 300 s. A new save of the same step still replaces it.
 
         Args:
             step: A committed step.
@@ -75,25 +77,28 @@ class StepLoads(Ending):
     ) -> int | None:
         """Loads the newest whole step, or a given step, in place.
 
-        If the newest step proves damaged during the load, or is removed meanwhile, all ranks load
-        the newest other step, with a warning. Newer steps that the run has left are passed over,
-        too. A given step is loaded with a warning if newer ones exist, unless it is the best one.
+        If the newest step turns out to be damaged, or is removed during the load, all ranks load
+        the next older one, with a warning. Steps that the run abandoned when it went back to an
+        older step are skipped. If ``step`` is given and newer steps exist, a warning is logged,
+        unless it is the best step.
 
         Args:
             state: State dict, as for :func:`torch_ckpt.load`.
             step: Step to load; the newest whole step if ``None``.
-            strict: Whether it is an error if the step has names that ``state`` lacks. If ``None``,
-                the coordinator logs a warning of them; ``False`` is for a part on purpose.
+            strict: What to do if the step contains names that ``state`` lacks: raise an error
+                (``True``), log a warning on the coordinator (``None``), or nothing (``False``).
 
         Returns:
             The loaded step, the same on every rank; ``None`` if none was committed.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
-            CheckpointException: A rank raised; maps ranks to their errors. It does not derive from
-                ``Exception``. ``state`` may be partly loaded, but not if ``strict`` was the reason.
-            CorruptionError: No committed step of the lineage is whole. Do not start training over.
-            RankTimeoutError: A rank was late, stuck or gone.
+            CheckpointException: A rank raised an error; ``failures`` maps ranks to their errors. It
+                does not derive from ``Exception``. ``state`` may be partly loaded, unless
+                ``strict`` was the reason.
+            CorruptionError: There are committed steps, but none that this run continues is whole.
+                Do not start training over.
+            RankTimeoutError: A rank was late, stuck or dead.
             ValueError: ``step`` or ``strict`` differs between ranks.
         """
         self._check_open()

@@ -60,10 +60,10 @@ class SnapshotStager:
     It implements DCP's ``AsyncStager``, and copies with several threads. The first save allocates
     the snapshot; call :meth:`reserve` to allocate it earlier.
 
-    A rank has at most one snapshot, with the size of its tensors. The snapshot is in use as long
-    as any reference to the result of :meth:`stage` exists. With :class:`FastWriter`, its use ends
-    at the latest with the thread that writes it. A save that begins earlier waits for at most the
-    ``timeout_s`` of its save (1800 s in DCP's own functions).
+    A rank has at most one snapshot, of the size of its tensors. The snapshot is in use as long as
+    any reference to the result of :meth:`stage` exists. With :class:`FastWriter`, it is released
+    at the latest when the thread that writes it ends. A save that begins earlier waits for it, at
+    most ``timeout_s`` of that save (1800 s in DCP's own functions).
 
     If the memory limit of the container (cgroup) leaves too little for a snapshot,
     :class:`FastWriter` writes the tensors from the memory of training before ``async_save``
@@ -119,7 +119,7 @@ class SnapshotStager:
         self.wait_staged()
 
     def wait_staged(self) -> None:
-        """Waits until the tensors of the last :meth:`stage` are copied, and may change.
+        """Waits until the last :meth:`stage` has copied the tensors, which may then change.
 
         Raises:
             Exception: The copy failed. The save raises the same error.

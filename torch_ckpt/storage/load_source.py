@@ -114,7 +114,7 @@ class Requests:
         return self._away
 
     def leave_to_torch(self, tensors: Sequence[StoredTensor]) -> None:
-        """Makes these of the tensors streams."""
+        """Moves these tensors to ``streams``, which torch unpickles."""
         left = {id(tensor) for tensor in tensors}
         self.streams += [(item, stored) for item, stored, _ in tensors]
         self.tensors = [tensor for tensor in self.tensors if id(tensor) not in left]

@@ -72,52 +72,51 @@ class FastReader(StorageReader):
 
     Pass it to :func:`torch.distributed.checkpoint.load` in place of ``FileSystemReader``. A rank
     reads only the byte ranges that its tensors need, with many reads in flight. Contiguous ranges
-    are read directly into the tensors. CUDA tensors are filled from pinned buffers during the next
-    reads, if the package was built with CUDA. A temporary tensor is used for other devices, for
-    casts to another dtype, and for tensors that only torch can unpickle. Casts work as in stock
-    DCP.
+    are read directly into the tensors. If the package was built with CUDA, CUDA tensors are filled
+    from pinned buffers while the next ranges are read. Other devices, casts to another dtype, and
+    tensors that only torch can unpickle need a temporary tensor. Casts work as in stock DCP.
 
     The reader detects the format of ``path``:
 
     - a directory of ``FastWriter`` or of stock ``FileSystemWriter``;
-    - a ``torch_dist`` directory of Megatron-Core. Tensors that versions 0.14 and 0.15 stored
-      flattened have their own shapes;
-    - a file of ``torch.save`` with a dict, which may be nested. Its FQNs are those of DCP for such
-      a state dict. Values other than tensors are loaded as well;
+    - a ``torch_dist`` directory of Megatron-Core; tensors that versions 0.14 and 0.15 stored
+      flattened have their original shapes;
+    - a file of ``torch.save`` with a dict, which may be nested. Its FQNs are those that DCP gives
+      such a state dict. Values other than tensors are loaded as well;
     - a safetensors file;
-    - a directory of safetensors files. If there is a ``*.safetensors.index.json`` of Hugging Face,
-      it lists the files; otherwise all files are loaded. The directory may be one of
-      ``HuggingFaceStorageWriter``, with one file per rank;
+    - a directory of safetensors files: those that a ``*.safetensors.index.json`` of Hugging Face
+      lists, or all files if there is none. A directory of ``HuggingFaceStorageWriter``, with one
+      file per rank, works too;
     - a directory of DeepSpeed: of ZeRO stages 1 to 3, or a universal folder;
     - a directory of meta-pytorch's ``torch_checkpointing``;
     - a directory of the sharded state dicts that each rank saved with ``torch.save``, as accelerate
       (``use_dcp=False``) and verl name them.
 
     Args:
-        path: Directory or file of the checkpoint. A relative path is that of the present working
-            directory. Links in the path are resolved once for each load.
+        path: Directory or file of the checkpoint. A relative path is resolved against the working
+            directory, and symbolic links once per load.
         _extension_registry: Registry of stream transforms; stock DCP's registry by default.
         io: Memory budgets and I/O modes.
-        verify: Whether to verify the bytes that are read. With an index, its checksums cover every
-            read. Without one, each record of ``torch.save`` has one CRC-32, which is checked if a
-            load reads the record almost whole. ``"full"``: a load also reads the rest of every
-            record from which it needs a value, and checks the record, once for each open
-            checkpoint. Safetensors have no checksums.
+        verify: Whether to verify the bytes that are read. If the checkpoint has an index, its
+            checksums cover every read. Otherwise each record of ``torch.save`` has one CRC-32,
+            which is checked only if a load reads almost the whole record. With ``"full"``, a load
+            also reads the rest of each record that it needs, and checks it, once for each open
+            checkpoint. Safetensors files have no checksums.
         trust_pickle: Whether pickles may contain any class and run any code, as in stock DCP. By
             default, ``.metadata`` may contain only the classes that stock DCP writes. Objects and
             files of ``torch.save`` may contain the classes of ``torch.load(weights_only=True)``,
             and plain data such as NumPy arrays, dates, paths and ``deque``. Register your own
             classes with ``torch.serialization.add_safe_globals``. A planner that overrides
             ``load_bytes`` always receives the stored bytes; ``super().load_bytes`` unpickles them
-            without restriction. ``True`` also lifts the limits of what files may expand to.
-        exchange: Whether one rank reads bytes that several ranks want and passes them on. The ranks
-            then use connections of their own, outside the process group. ``"auto"``: if that saves
-            at least 16 MiB and 1/16 of all reads from storage (as it does for replicas whose page
-            caches do not have all of the bytes), and at most 256 ranks share bytes. ``"off"``:
-            never. A load without other ranks (``no_dist=True``) never exchanges bytes.
-        rules: How the shards of model-parallel ranks of a DeepSpeed checkpoint make parameters:
-            :class:`torch_ckpt.formats.rules.Rules`, or their text. By default, as the checkpoint
-            describes it.
+            without restriction. ``True`` also removes the limits on how far files may expand.
+        exchange: Whether one rank reads the bytes that several ranks need, and sends them to the
+            others over separate connections, not the process group. ``"auto"``: if this saves at
+            least 16 MiB and 1/16 of all reads from storage, and at most 256 ranks share bytes. It
+            usually does for replicas, unless the page cache has all of their bytes. ``"off"``:
+            never. A load with ``no_dist=True`` never exchanges bytes.
+        rules: How to merge the shards of model-parallel ranks in a DeepSpeed checkpoint into
+            parameters: :class:`torch_ckpt.formats.rules.Rules`, or their text. By default, as the
+            checkpoint itself describes.
 
     Raises:
         NotFoundError: ``path`` has no committed checkpoint, or a data file is missing.
@@ -125,9 +124,9 @@ class FastReader(StorageReader):
             differs. The message names the file, the offset and the FQN.
         MismatchError: A tensor needs elements that the stored tensor does not have.
         StorageError: The disk or store failed.
-        UnsupportedError: A pickle requests a forbidden class or function, which the message names.
-            Or the format of a file is not supported.
-        CancelledError: A rank failed that was to send bytes to this rank.
+        UnsupportedError: A pickle requests a forbidden class or function, which the message names,
+            or the format of a file is not supported.
+        CancelledError: Another rank failed before it sent this rank its bytes.
         ValueError: ``exchange`` is neither ``"auto"`` nor ``"off"``, ``verify`` is neither a
             boolean nor ``"full"``, or ``rules`` cannot be parsed.
 
@@ -198,7 +197,7 @@ class FastReader(StorageReader):
 
     @property
     def path(self) -> str | os.PathLike[str]:
-        """The directory or file of the checkpoint: a path of this machine, or a URL."""
+        """The directory or file of the checkpoint: a path on this machine, or a URL."""
         return self._given.checkpoint_id
 
     @property

@@ -144,37 +144,37 @@ class SafetensorsWriter(FastWriter):
     """Saves a model as safetensors files for Hugging Face's loaders.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save``. The state dict may
-    contain tensors only. Each tensor is stored whole, independent of its sharding. Names that share
-    one tensor are stored once, under the first name, as Hugging Face does. The header records the
-    other names, by which :class:`FastReader` loads the tensor too. This needs a
-    :class:`FastSavePlanner`, which :func:`torch_ckpt.save` uses by default. The files are
-    ``model.safetensors`` or those that ``model.safetensors.index.json`` names. An existing model in
-    the directory is replaced atomically.
+    contain tensors only. Each tensor is stored whole, however it is sharded. A tensor with several
+    names is stored once, under its first name, as Hugging Face does. The header records the other
+    names, so :class:`FastReader` can load the tensor by any of them; this needs a
+    :class:`FastSavePlanner`, which :func:`torch_ckpt.save` uses by default. The model is one file
+    ``model.safetensors``, or several that ``model.safetensors.index.json`` lists. An existing model
+    in the directory is replaced atomically.
 
-    On a store, the files of a model that replaces another one, or must not (``overwrite=False``),
-    have other names, which the index has. With several ranks, the coordinator writes all files,
-    from a hidden checkpoint.
+    On a store, the files have other names, which the index lists, if the model replaces another
+    one or if ``overwrite`` is false. If several ranks save to a store, the coordinator writes all
+    files, from a hidden checkpoint.
 
     Args:
         path: Directory of the model, on storage that every rank can reach. Created if missing.
-        max_shard_nbytes: Maximum bytes of one file. A larger tensor gets a file of its own.
+        max_shard_nbytes: Maximum size of a file, in bytes. A larger tensor gets its own file.
         sync_files: As for :class:`FastWriter`.
-        thread_count: Number of threads with which a rank writes.
+        thread_count: Number of threads that write on each rank.
         overwrite: Whether a save may replace an existing model at ``path``.
-        io: Memory budgets and I/O modes. They do not change which bytes are written.
+        io: Memory budgets and I/O modes. They do not affect the written bytes.
         share_replicas: As for :class:`FastWriter`.
         check_replicas: As for :class:`FastWriter`.
         stager: Stager for ``async_save``. By default, all writers of the process share one.
-        base: Directory of an older model that a ``SafetensorsWriter`` has written; ``path`` itself
-            is possible. A file of it whose tensors have not changed appears by hard link, and is
-            not written again. Each rank reads its tensors of the base to compare them. This needs a
-            :class:`FastSavePlanner`. Stores write everything.
+        base: Directory of an older model that a ``SafetensorsWriter`` wrote; may be ``path``. Files
+            whose tensors have not changed since are hard links, and are not written again. Each
+            rank reads its tensors of the base to compare them. This needs a
+            :class:`FastSavePlanner`. On a store, everything is written.
 
     Raises:
         AlreadyExistsError: ``path`` has a model, and ``overwrite`` is false.
         StorageError: The disk or store failed.
-        UnsupportedError: ``path`` is a URL of an unregistered scheme. During a save: safetensors
-            does not support an object or a dtype in the state dict. The message names the FQN.
+        UnsupportedError: ``path`` is a URL of an unregistered scheme, or the state dict contains an
+            object or a dtype that safetensors does not support. The message names the FQN.
         ValueError: An argument is out of range.
 
     Example::

@@ -71,53 +71,52 @@ class FastWriter(StorageWriter):
     ``FileSystemWriter``. Its first arguments are those of ``FileSystemWriter``, in the same order.
 
     Each rank streams its shards through a bounded ring of buffers to its own ``.distcp`` files. The
-    coordinator then commits the checkpoint by publishing ``.metadata``. Before the commit, readers
-    find no new checkpoint at ``path``. After a crash, the previous checkpoint is still there.
+    coordinator then commits the checkpoint by publishing ``.metadata``. Until the commit, and
+    after a crash before it, readers see the previous checkpoint at ``path``, if there is one.
 
     Args:
-        path: Directory of the checkpoint, on storage that every rank can reach. May be a URL of a
-            store, such as ``s3://bucket/run/step-100``.
-            A relative path is that of the present working directory. Links in the path are resolved
-            once for each save, when it begins. A missing directory appears with the commit, where
-            the file system renames directories. To write other files there before the commit,
-            create it first. Subclasses of ``FastWriter`` may write other files, so they create it
-            when the save begins.
-        single_file_per_rank: Whether a rank writes ``thread_count`` files. Otherwise it writes one
+        path: Directory of the checkpoint, on storage that every rank can reach; may be a URL of a
+            store, such as ``s3://bucket/run/step-100``. A relative path is resolved against the
+            working directory, and symbolic links once per save, when the save begins. If the
+            directory does not exist, it appears with the commit on file systems that can rename
+            directories. Create it first if you write other files to it. Subclasses of
+            ``FastWriter``, which may do so, create it when the save begins.
+        single_file_per_rank: Whether a rank writes ``thread_count`` files. If false, it writes one
             file for each tensor and object.
-        sync_files: Whether a save returns only after its bytes would survive a power cut. If false,
-            the commit is still atomic and survives the end of the process. But a power cut soon
-            after the save may destroy both the new checkpoint and the replaced one.
-        thread_count: Number of files that a rank writes at a time, each in its own thread. One
+        sync_files: Whether a save returns only once its bytes would survive a power cut. If false,
+            the commit is still atomic and survives the end of the process, but a power cut soon
+            after the save may destroy both the new checkpoint and the one that it replaced.
+        thread_count: Number of files that a rank writes at the same time, each in a thread. One
             thread saturates most disks.
-        per_thread_copy_ahead: Bytes that each thread may copy ahead of the disk. A value other than
-            the default replaces ``io.buffer_nbytes / thread_count``.
+        per_thread_copy_ahead: Bytes that each thread may copy ahead of the disk. Unless it is the
+            default, it replaces ``io.buffer_nbytes / thread_count``.
         cache_staged_state_dict: No effect. ``async_save`` always reuses its staging memory.
         overwrite: Whether a save may replace a committed checkpoint at ``path``. The old checkpoint
             stays readable until the new one commits.
         _extensions: Stream transforms such as ``ZStandard``, applied to each item as in stock DCP.
         serialization_format: Must be ``SerializationFormat.TORCH_SAVE``.
-        io: Memory budgets and I/O modes. They do not change which bytes are written.
-        share_replicas: Whether to balance the bytes that ranks write. Each replica goes to the rank
-            with the least to write, and equal replicas of tensors larger than a fair share are cut
-            by rows. If false, or with DCP's plan caching, the planner's assignment is unchanged.
-            This option has no effect on :class:`FastSavePlanner`, which balances and cuts unless it
-            has ``dedup_save_to_lowest_rank``.
-        check_replicas: How the ranks find out whether their replicas are equal: by a ``"sample"``
-            of up to 8 KiB of each tensor, by the ``"full"`` tensors, or ``"off"``. A tensor whose
-            values differ is stored whole from one replica, and the coordinator warns of it once.
-            Values that a planner creates when they are written are not compared, and not cut. With
-            ``"off"``, the stored tensor may mix the rows of the ranks. A
-            :class:`FastSavePlanner` that you pass has an option of its own.
+        io: Memory budgets and I/O modes. They do not affect the written bytes.
+        share_replicas: Whether to balance the bytes that the ranks write: each replicated tensor is
+            written by the rank with the least to write, and one that exceeds a fair share is split
+            by rows if its replicas are equal. If false, or with DCP's plan caching, the planner's
+            assignment is unchanged. No effect on :class:`FastSavePlanner`, which always balances
+            unless it has ``dedup_save_to_lowest_rank``.
+        check_replicas: How to check that replicas are equal: by a ``"sample"`` of up to 8 KiB of
+            each tensor, by the ``"full"`` tensors, or not at all (``"off"``). If the values of a
+            tensor differ, one replica is stored whole, and the coordinator warns once. With
+            ``"off"``, the stored tensor may mix rows of several ranks. Values that a planner
+            creates while they are written are neither compared nor split. A
+            :class:`FastSavePlanner` that you pass has its own ``check_replicas``.
         stager: Stager for ``async_save``. By default, all writers of the process share one.
-        base: Directory of an older checkpoint, whose tensors that have not changed are not written
-            again: their files appear by hard link, or by a copy within the store. The base must
-            have been saved with a ``base`` as well, since it has digests then. For the first save,
-            pass ``path`` itself, or another directory without a checkpoint.
+        base: Directory of an older checkpoint. Tensors that have not changed since are not written
+            again: their files are hard links, or copies within the store. The base must have been
+            saved with a ``base`` too, because only such a checkpoint has digests. For the first
+            save, pass ``path`` itself, or another directory without a checkpoint.
 
     Raises:
         AlreadyExistsError: ``path`` has a committed checkpoint, and ``overwrite`` is false.
-        StorageError: The disk or store failed. ``error.retriable`` is true if the same save may
-            succeed when it is tried again. DCP wraps the error in a ``CheckpointException`` that
+        StorageError: The disk or store failed. If ``error.retriable`` is true, the same save may
+            succeed on a second attempt. DCP wraps the error in a ``CheckpointException`` that
             names the rank.
         UnsupportedError: ``path`` is a URL of an unregistered scheme, or ``serialization_format``
             is not supported.
@@ -129,12 +128,11 @@ class FastWriter(StorageWriter):
         dcp.save(state, storage_writer=FastWriter("run/step-100"))
 
     Note:
-        Saves to one directory should not overlap in time. If they do, the directory has a whole
-        checkpoint at any time. A save that another one has replaced before its commit raises an
-        error that names the other save.
+        Saves to the same directory should not overlap in time. If they do, the directory always
+        contains one whole checkpoint, and a save that another one overtook before its commit
+        raises an error that names the other save.
 
-        A writer runs one save at a time. Use the same writer for consecutive saves, so that they
-        reuse its buffers.
+        A writer runs one save at a time. Consecutive saves with the same writer reuse its buffers.
     """
 
     def __init__(
@@ -211,7 +209,7 @@ class FastWriter(StorageWriter):
 
     @property
     def path(self) -> str | os.PathLike[str]:
-        """The directory of the checkpoint: a path of this machine, or a URL."""
+        """The directory of the checkpoint: a path on this machine, or a URL."""
         return self._directory.given.checkpoint_id
 
     @property
@@ -231,7 +229,7 @@ class FastWriter(StorageWriter):
 
     @property
     def save_id(self) -> str:
-        """The UUID of the present save. It is also ``storage_meta.save_id`` of the checkpoint."""
+        """UUID of the current save; the checkpoint stores it as ``storage_meta.save_id``."""
         return self.given_save_id or uuid_of(self.file_id)
 
     @property

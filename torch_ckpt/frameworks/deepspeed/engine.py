@@ -329,20 +329,20 @@ def attach(
 ) -> FastCheckpointEngine:
     """Lets a DeepSpeed engine save and load its checkpoints through this package.
 
-    All ranks call it, after ``deepspeed.initialize``. ``engine.save_checkpoint``,
-    ``load_checkpoint`` and ``save_16bit_model`` keep their arguments, and files keep their names
-    and format: all tools of DeepSpeed read them. It works with all ZeRO stages, with experts, and
-    with tensor-parallel and pipeline stages.
+    All ranks must call it, after ``deepspeed.initialize``. The arguments of
+    ``engine.save_checkpoint``, ``load_checkpoint`` and ``save_16bit_model`` do not change, nor do
+    the names and the format of files, so all tools of DeepSpeed can read them. All ZeRO stages,
+    experts, tensor parallelism and pipeline stages are supported.
 
-    A save returns when the files of all ranks are durable and the checkpoint is committed:
-    ``latest`` names it from then on, and is never half-written. Until then, the folder has a hidden
-    name. A folder of the same tag is replaced as a whole. All ranks raise the error of one.
+    A save returns once the files of all ranks are durable and the checkpoint is committed: from
+    then on, ``latest`` names it. Until then, the folder has a hidden name. An older folder with the
+    same tag is replaced as a whole. If one rank fails, all ranks raise its error.
 
     Args:
         engine: The engine.
         asynchronous: Whether training continues as soon as the tensors are copied into host memory.
             A thread writes and commits them. The next save or load, ``wait`` and
-            ``engine.destroy()`` wait for it, and raise its error.
+            ``engine.destroy()`` wait for this save, and raise its error.
         io: Memory budgets and I/O modes.
         timeout_s: Deadline of each exchange between ranks, in seconds.
 
@@ -350,7 +350,7 @@ def attach(
         The checkpoint engine, which is ``engine.checkpoint_engine`` from now on.
 
     Raises:
-        UnsupportedError: The configuration of DeepSpeed has another checkpoint engine, or
+        UnsupportedError: DeepSpeed is configured with another checkpoint engine, or with
             ``use_node_local_storage``.
 
     Example::

@@ -19,7 +19,7 @@ from torch_ckpt.commits.replacement import Replacement, replace_file
 from torch_ckpt.commits.temporary import remove_abandoned
 from torch_ckpt.conversion.pieces import Source
 from torch_ckpt.conversion.torch_file import check_target, lay_out_value, write_files
-from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
+from torch_ckpt.errors import SITE, AlreadyExistsError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.torch_archive import ArchiveLayout, PendingTensor
 
@@ -148,7 +148,7 @@ def _warn_of_options(groups: Sequence[Mapping[str, Any]], target: Location) -> N
         f"the parameter groups in {target} differ in {'; '.join(named)}. An engine of ZeRO-3 gives "
         "all groups the options of the first one, so it does not load these: its groups keep those "
         "of its own configuration, and begin with the first rate of a scheduler. To restore them, "
-        "run this after engine.load_checkpoint (docs/formats.md): "
+        f"run this after engine.load_checkpoint ({SITE}formats/): "
         f"{RESTORE.format(path=str(target / _FOLDER / _COMMON))}",
         stacklevel=2,
     )

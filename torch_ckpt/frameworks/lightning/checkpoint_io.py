@@ -37,10 +37,10 @@ class FastCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """A Lightning plugin that saves checkpoints as directories of this package.
 
     ``ModelCheckpoint`` and ``ckpt_path`` still determine which checkpoints are saved, retained and
-    resumed. The plugin works on a single device and with DDP. ``FSDPStrategy`` and
-    ``ModelParallelStrategy`` do not work with it: with full state dicts, they refuse a checkpoint
-    that is a directory; sharded, they call DCP directly and use no plugin. Let them save sharded,
-    and use ``with torch_ckpt.installed(): trainer.fit(...)`` instead.
+    resumed. The plugin works on a single device and with DDP. It does not work with
+    ``FSDPStrategy`` and ``ModelParallelStrategy``: with full state dicts, they refuse a checkpoint
+    that is a directory, and with sharded ones, they call DCP directly. For these, save sharded
+    state dicts, and use ``with torch_ckpt.installed(): trainer.fit(...)`` instead.
 
     A tensor is stored under its path in the checkpoint, such as ``state_dict.layer.weight``. All
     other values are stored in one object. A loaded checkpoint equals the saved one, including the
@@ -49,8 +49,8 @@ class FastCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     Args:
         asynchronous: Whether training continues as soon as the checkpoint is copied. Saves do not
-            overlap. A checkpoint that Lightning removes during a save is removed when that save is
-            complete. An error is raised at the next call, or when training ends.
+            overlap. A checkpoint that Lightning removes during a save is removed after that save.
+            Errors are raised by the next call, or when training ends.
         writer: Arguments for the :class:`FastWriter` of all saves.
         reader: Arguments for each :class:`FastReader`.
 

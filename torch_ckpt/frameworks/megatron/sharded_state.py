@@ -17,14 +17,14 @@ __all__ = ["ShardedState"]
 class ShardedState:
     """A sharded state dict of Megatron-Core as a value of the state dict of a :class:`Run`.
 
-    The run saves and restores it like a module, also through the agent. The number of ranks and
-    the layout may differ at a restore. The step is a checkpoint of DCP, without the files that
-    ``dist_checkpointing.load`` requires. A tensor must have the same shape as in the checkpoint,
-    in spite of ``allow_shape_mismatch``.
+    The run saves and restores it like a module, also through the agent. A restore may have another
+    number of ranks and another layout. The step is a DCP checkpoint, without the files that
+    ``dist_checkpointing.load`` requires. The shapes of tensors must be those of the checkpoint;
+    ``allow_shape_mismatch`` has no effect.
 
     Args:
-        sharded_state_dict: State dict as for ``dist_checkpointing.save`` and ``load``, whose
-            tensors all have data. Values that are not sharded are those of one rank.
+        sharded_state_dict: State dict as for ``dist_checkpointing.save`` and ``load``. All of its
+            tensors must have data. Values that are not sharded are saved by one rank.
 
     Attributes:
         loaded: After a restore, the state dict as ``dist_checkpointing.load`` returns it, for the

@@ -63,22 +63,22 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     Pass it to ``dist_checkpointing.save`` as ``sharded_strategy``, alone or within
     ``FullyParallelSaveStrategyWrapper``. Megatron and this package read each other's checkpoints.
 
-    Replicas of a tensor must be equal. Replica ids that are tuples, as Megatron's models have them,
-    are shared out: each replica is written by the rank with the least to write. Replica ids that
-    are integers are those of ``FullyParallelSaveStrategyWrapper``, whose assignment is unchanged.
+    Replicas of a tensor must be equal. If replica ids are tuples, as in Megatron's models, each
+    tensor is written by the rank with the least to write. If they are integers, they come from
+    ``FullyParallelSaveStrategyWrapper``, whose assignment does not change.
 
     An asynchronous save copies the tensors into host memory, and a thread writes them. No process
-    is started. The thread sends its messages over connections of its own. The request is finalized
-    after the checkpoint is committed; a failure of any rank is raised there on every rank.
+    is started. The thread communicates over separate connections. The request is finalized after
+    the checkpoint is committed. If a rank failed, finalizing raises its error on every rank.
 
     Args:
         backend: As in Megatron.
         version: As in Megatron.
         thread_count: Number of files that each rank writes. Megatron sets it from
             ``--dist-ckpt-workers``.
-        cached_metadata: Whether ``.metadata`` has Megatron's ``all_local_plans``, from which
+        cached_metadata: Whether ``.metadata`` contains Megatron's ``all_local_plans``, from which
             Megatron's own strategy reuses a plan. This package does not need them.
-        separation_hint: Tensors whose keys begin with this text are written to files of their own,
+        separation_hint: Tensors whose keys begin with this text are written to separate files,
             whose names begin with it.
         io: Memory budgets and I/O modes.
         stager: The memory of asynchronous saves. By default, all writers of the process share it.
@@ -189,21 +189,21 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads ``torch_dist`` checkpoints with :class:`FastReader`, those of Megatron as well.
+    """Loads ``torch_dist`` checkpoints with :class:`FastReader`, also those that Megatron wrote.
 
     Pass it to ``dist_checkpointing.load`` as ``sharded_strategy``, alone or within
     ``FullyParallelLoadStrategyWrapper``.
 
     Args:
         *arguments: Arguments of Megatron's strategy.
-        exchange_group: Ranks that load together: one of them reads bytes that several need, and
-            passes them on. All of them must call :meth:`load`. Usually the data-parallel group.
-            Without it, each rank reads for itself.
+        exchange_group: Ranks that load together, usually the data-parallel group. One of them reads
+            the bytes that several need, and sends them to the others. All of them must call
+            :meth:`load`. If ``None``, each rank reads for itself.
         io: Memory budgets and I/O modes.
         verify: Whether to verify the bytes that are read. See :class:`FastReader`.
-        trust_pickle: Whether objects may be of any class, and run any code. By default, classes
-            that ``torch.load(weights_only=True)`` accepts, which includes those that Megatron
-            registers.
+        trust_pickle: Whether objects may be of any class, and run any code. By default, they may be
+            of the classes that ``torch.load(weights_only=True)`` accepts, which include those that
+            Megatron registers.
         timeout_s: Deadline of each exchange between ranks, in seconds.
         **options: Arguments of Megatron's strategy.
 

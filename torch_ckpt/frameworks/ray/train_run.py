@@ -35,22 +35,22 @@ _LOG = logging.getLogger("torch_ckpt")
 class RayTrainRun(Run):
     """The :class:`Run` of a ``train_loop_per_worker``, in the directory of the Ray Train run.
 
-    Step 100 is ``<storage_path>/<name>/step-100``. When it is committed there, ``save`` reports it
-    to Ray as a checkpoint with ``CheckpointUploadMode.NO_UPLOAD``, so Ray copies nothing. A save in
-    the background, or a step that is promoted from ``local``, is reported by a later ``save`` or by
-    ``close``, always in the order of the steps. A step that was committed but not reported before a
-    crash is reported after the restart.
+    Step 100 is ``<storage_path>/<name>/step-100``. Once it is committed there, ``save`` reports it
+    to Ray as a checkpoint with ``CheckpointUploadMode.NO_UPLOAD``, so Ray copies nothing. A step
+    that is saved in the background, or promoted from ``local``, is reported by a later ``save`` or
+    by ``close``. Steps are always reported in order. A step that was committed before a crash, but
+    not reported, is reported after the restart.
 
-    Ray alone removes steps, as ``CheckpointConfig(num_to_keep=...)`` requires. Ray refuses to start
-    a run whose reported checkpoints are gone, so the options of :class:`Run` for retention are
-    refused.
+    Only Ray removes steps, as ``CheckpointConfig(num_to_keep=...)`` requires. The options of
+    :class:`Run` for retention are errors, because Ray does not start a run whose reported
+    checkpoints were removed.
 
     If Ray announces the preemption of a node, ``should_save`` returns ``True`` until a step is
-    saved. That ``save`` waits until the step is in the directory of the run, and reports it. It
-    waits no longer than the node will live; a later call then reports the step.
+    saved. That ``save`` waits until the step is in the directory of the run, and reports it. If the
+    node will not live long enough, a later call reports the step.
 
-    All workers make the same calls, also of ``close``. ``restore`` loads the newest whole step,
-    reported or not, onto any number of workers.
+    All workers must make the same calls, also of ``close``. ``restore`` loads the newest whole
+    step, reported or not, on any number of workers.
 
     Args:
         **options: Options of :class:`Run`, except ``keep_last``, ``keep_every``, ``keep_best`` and
@@ -58,9 +58,9 @@ class RayTrainRun(Run):
 
     Raises:
         RuntimeError: This process is not a worker of Ray Train.
-        UnsupportedError: An option is refused, PyArrow's file system has no URL that this package
-            knows, there are no workers (``num_workers=0``), or the ranks of ``torch.distributed``
-            are not the workers.
+        UnsupportedError: An option is not supported, PyArrow's file system has no URL that this
+            package knows, there are no workers (``num_workers=0``), or the ranks of
+            ``torch.distributed`` are not the workers.
 
     Example::
 

@@ -75,14 +75,24 @@ _REFUSED = {
 class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """A checkpoint manager of torchtitan whose steps are those of a :class:`Run`.
 
-    The run finds, saves, stages and removes the steps. The files are checkpoints of DCP in
-    ``<dump_folder>/<folder>/step-<N>``, under the same names as with torchtitan's
-    ``CheckpointManager``: each loads what the other has saved.
+    The run finds, stages, saves and removes the steps. They are DCP checkpoints in
+    ``<dump_folder>/<folder>/step-<N>``, with the same names as in torchtitan's
+    ``CheckpointManager``: each can load the checkpoints of the other. torchtitan constructs the
+    manager; the arguments are those of its ``CheckpointManager``.
+
+    Args:
+        config: Options of the manager.
+        dataloader: The data loader, whose position is saved.
+        model_parts: The parts of the model on this rank.
+        optimizers: The optimizers.
+        lr_schedulers: The learning rate schedules.
+        states: Other state of the trainer.
+        sd_adapter: Converts state dicts to and from the format of Hugging Face.
+        base_folder: Directory that contains the folder of the checkpoints.
 
     Raises:
-        UnsupportedError: The configuration has an option that this class does not know, and it is
-            not at its default.
-        ValueError: Options contradict each other, or name what does not exist.
+        UnsupportedError: An option that this class does not know is not at its default.
+        ValueError: Options contradict each other, or refer to something that does not exist.
 
     Example::
 

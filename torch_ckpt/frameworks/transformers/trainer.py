@@ -37,23 +37,23 @@ __all__ = ["RunCallback"]
 class RunCallback(TrainerCallback):  # type: ignore[misc]
     """Saves the training of a ``Trainer`` in a :class:`Run`, and resumes from it.
 
-    A step contains what ``Trainer`` itself would save: model, optimizer, schedule, scaler, random
-    states and ``TrainerState``. Of a PEFT model, it contains the parameters that are trained, and
-    the base model stays as it is. All ranks save a step sharded, and any number of ranks can load
-    it. A step is saved when ``save_strategy`` requires it, and when :meth:`Run.should_save` returns
-    ``True``. The last step is saved whatever the ``on_busy`` of the run: its save waits for the
-    previous one. The results of an evaluation are stored as metrics of the step. The run removes
-    old steps; ``save_total_limit`` and ``save_on_each_node`` have no effect.
+    A step contains the state that ``Trainer`` itself would save: model, optimizer, schedule,
+    scaler, random states and ``TrainerState``. For a PEFT model, it contains only the trained
+    parameters. All ranks save a step sharded, and any number of ranks can load it. A step is saved
+    when ``save_strategy`` requires it, and when :meth:`Run.should_save` returns ``True``. The last
+    step is always saved: whatever ``on_busy`` is, its save waits for the previous one. The results
+    of an evaluation are stored as metrics of the step. The run removes old steps;
+    ``save_total_limit`` and ``save_on_each_node`` have no effect.
 
     ``load_best_model_at_end`` needs a run that retains the best step, such as
     ``Run(path, keep_best=1, monitor="eval_loss")``. It loads the best saved step.
 
     A callback alone cannot resume, because ``Trainer`` chooses its position in the data before the
-    first event of a callback. Call :meth:`train` instead of ``trainer.train()``. While it trains,
+    first event of a callback. Call :meth:`train` instead of ``trainer.train()``. During training,
     it replaces the six methods of the trainer that write and read the files of a checkpoint.
 
     Args:
-        run: Run that saves the steps.
+        run: The run that saves the steps.
 
     Raises:
         UnsupportedError: The trainer uses DeepSpeed, ``save_only_model``, ``push_to_hub``,

@@ -61,13 +61,14 @@ def _check_adapters(path: str, in_file: Collection[str], in_model: Collection[st
 class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     """Saves the model, the optimizer and the extra state of verl's workers as one checkpoint.
 
-    It loads on any number of ranks, with FSDP1 and FSDP2 alike. All ranks need the directory, so it
-    must be on shared storage. The learning rate schedule is restored on any ranks, and random
-    states on as many as saved. The folder ``huggingface`` and the other files are verl's own, as is
-    the meaning of ``checkpoint.save_contents``, ``load_contents`` and ``max_ckpt_to_keep``.
+    The checkpoint loads on any number of ranks, with FSDP1 and FSDP2 alike. Its directory must be
+    on storage that all ranks share. The learning rate schedule is restored on any number of ranks,
+    random states only on the number that saved them. verl itself still writes the folder
+    ``huggingface`` and other files, and ``checkpoint.save_contents``, ``load_contents`` and
+    ``max_ckpt_to_keep`` have the same meaning.
 
-    The files that verl has written, one for each rank, load as well. On as many ranks verl loads
-    them itself. On others, they are resharded, except the optimizer states of FSDP1.
+    Checkpoints that verl wrote, with one file for each rank, load as well: by verl on the same
+    number of ranks. On another number, they are resharded, except the optimizer states of FSDP1.
 
     Args:
         *arguments: As in verl.
