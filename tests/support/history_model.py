@@ -138,6 +138,7 @@ class Job:
         self.run: Any = None
         self.at: int | None = None
         self.term: Term | None = None
+        self.taken: list[Term] = []  # Those with a file, also if it has failed thereafter.
         self.restores: dict[int, Save] = {}
         self.seen: int | None = None  # How many terms there were when it restored.
         self.saves: list[Save] = []  # Within the operation.
@@ -164,7 +165,7 @@ class Job:
     def is_superseded(self) -> bool:
         if self.term is None:  # It was, if another one has begun since it restored.
             return self.seen is not None and self.seen < len(self.world.terms)
-        return self.term is not self.world.terms[-1]
+        return self.world.terms[-1] not in (self.term, *self.taken)
 
     def begin_operation(self) -> None:
         self.detail, self.saves, self.discarded = "", [], []
@@ -208,6 +209,7 @@ class Job:
             older = [term for term in self.world.terms if term.number < number]
             former = older[-1] if older else None
         term = Term(number, former, at, path=self.world.place.path)
+        self.taken.append(term)
         self.world.terms.append(term)
         self.world.terms.sort(key=lambda term: term.number)
         for save in self.saves:
