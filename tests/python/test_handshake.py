@@ -173,7 +173,7 @@ def test_a_stranger_at_the_address_of_a_buddy_gets_no_secret_and_no_weights(
             assert_learns_nothing(stranger, SECRET.hex())
             assert replicated(machine.folder) == []
             with machine.changed:
-                assert machine.replicas.replicated(machine.slots.scan()) == []
+                assert machine.replicated() == []
     finally:
         machine.close()
 
