@@ -28,7 +28,7 @@ from torch_ckpt.agent import MemoryCheckpoint
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "csrc/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "csrc/**/*.md", "tests/*.md")
     for path in ROOT.glob(pattern)
 )
 RUN_TIMEOUT_S = 120
