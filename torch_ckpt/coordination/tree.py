@@ -14,7 +14,7 @@ from functools import cached_property
 __all__ = ["FAN_OUT", "Tree"]
 
 FAN_OUT = 16
-"""Children per rank. The cost model of docs/benchmarks.md is flat around this value."""
+"""Children per rank. The cost model of docs/decisions/cost-model.md is flat around this value."""
 
 
 @dataclass(frozen=True)
