@@ -188,6 +188,14 @@ def test_lines_and_sentences_are_short(path: Path) -> None:
     assert not [s for s in sentences if len(s.split()) > MAX_WORDS]
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=names)
+def test_each_table_begins_with_a_heading(path: Path) -> None:
+    lines = re.sub(r"```.*?```", "", path.read_text(), flags=re.S).splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("|") and not lines[number - 1].startswith("|"):
+            assert re.fullmatch(r"\|[-:|]+\|", lines[number + 1]), line
+
+
 def without_targets(text: str) -> str:
     """The text with the targets of its links left out."""
     return re.sub(r"\]\([^)]*\)", "]", text)
