@@ -6,7 +6,7 @@ Takes about a minute:
 
     python benchmarks/bench_tree.py
 
-The tables of docs/benchmarks.md, from the costs there:
+The tables of docs/decisions/cost-model.md, from the costs there:
 
     python benchmarks/bench_tree.py --model
 """

@@ -30,7 +30,7 @@ from torch_ckpt.errors import SITE
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "csrc/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "csrc/**/*.md", "tests/*.md")
     for path in ROOT.glob(pattern)
 )
 RUN_TIMEOUT_S = 120
@@ -124,12 +124,6 @@ def test_loops_save_their_last_step() -> None:
     ]
 
 
-def test_the_journey_page_has_the_script_that_the_examples_have() -> None:
-    page = (ROOT / "docs" / "start-to-finish.md").read_text()
-    script = (ROOT / "examples" / "start_to_finish.py").read_text()
-    assert page.endswith(f"```python\n{script}```\n")
-
-
 def documented(public: Any) -> dict[str, str]:
     """The options of a class or function -> their text in `help()`, without markup."""
     document = inspect.cleandoc(public.__doc__)
@@ -202,9 +196,31 @@ def test_lines_and_sentences_are_short(path: Path) -> None:
     assert not [s for s in sentences if len(s.split()) > MAX_WORDS]
 
 
-def test_every_test_that_the_compatibility_page_names_exists() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text()
-    named = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\): `(\w+)`", page)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=names)
+def test_each_table_begins_with_a_heading(path: Path) -> None:
+    lines = re.sub(r"```.*?```", "", path.read_text(), flags=re.S).splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("|") and not lines[number - 1].startswith("|"):
+            assert re.fullmatch(r"\|[-:|]+\|", lines[number + 1]), line
+
+
+def without_targets(text: str) -> str:
+    """The text with the targets of its links left out."""
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+def test_every_test_that_the_list_of_programs_names_exists() -> None:
+    page = (ROOT / "tests" / "PROGRAMS.md").read_text()
+    named = re.findall(r"\]\(([\w/]+\.py)\): ((?:`\w+`(?:, )?)+)", page)
     assert len(named) > 20
-    for path, name in named:
-        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+    for path, tests in named:
+        for name in re.findall(r"\w+", tests):
+            assert f"def {name}(" in (ROOT / "tests" / path).read_text(), (path, name)
+
+
+def test_the_compatibility_page_lists_the_programs_that_are_tested() -> None:
+    page, tests = (ROOT / "docs" / "compatibility.md", ROOT / "tests" / "PROGRAMS.md")
+    rows = re.findall(r"^\| (.*?) \| .*? \| \[.* \|$", tests.read_text(), re.M)
+    assert len(rows) > 20
+    listed = without_targets(page.read_text())
+    assert [row for row in rows if f"| {without_targets(row)} |" not in listed] == []

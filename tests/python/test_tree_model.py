@@ -1,4 +1,4 @@
-"""The cost model of docs/benchmarks.md: its tables are what the formula and simulation give."""
+"""The page on the cost of the tree: its tables are what the formula and simulation give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from bench_tree import MODEL_FAN_OUTS, MODEL_TABLES, model_rows
 from tree_model import Cost, Costs, World, reckon, simulate
 
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "decisions" / "cost-model.md"
 
 
 @functools.cache

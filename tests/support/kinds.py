@@ -8,15 +8,15 @@ from __future__ import annotations
 
 KINDS = {
     "plain": "plain tensor, equal on all ranks",
-    "FSDP2": "`DTensor` of FSDP2: `Shard(0)`",
-    "TP": "`DTensor` of TP: `Shard(1)`",
-    "HSDP": "`DTensor` of HSDP: `Replicate()`, `Shard(0)`",
-    "2-D": "`DTensor` on a 2-D mesh: `Shard(0)`, `Shard(1)`",
-    "FSDP2 over TP": "`DTensor` of FSDP2 over TP: `_StridedShard(0)`, `Shard(0)`",
+    "FSDP2": "`DTensor` of FSDP2 (`Shard(0)`)",
+    "TP": "`DTensor` of TP (`Shard(1)`)",
+    "HSDP": "`DTensor` of HSDP (`Replicate()`, `Shard(0)`)",
+    "2-D": "`DTensor` on a 2-D mesh (`Shard(0)`, `Shard(1)`)",
+    "FSDP2 over TP": "`DTensor` of FSDP2 over TP (`_StridedShard(0)`, `Shard(0)`)",
     "strided shards of several boxes": "`DTensor` whose shard is several boxes",
-    "FSDP1": "FSDP1 without a device mesh: `ShardedTensor`",
-    "FSDP1 with a mesh": "FSDP1 with a device mesh: `DTensor`",
-    "flat shards": "FSDP1 by `fsdp1_state_dict`: `FlatShard`",
+    "FSDP1": "FSDP1 without a device mesh (`ShardedTensor`)",
+    "FSDP1 with a mesh": "FSDP1 with a device mesh (`DTensor`)",
+    "flat shards": "FSDP1 by `fsdp1_state_dict` (`FlatShard`)",
     "LocalShards": "`LocalShards` of several boxes",
     "ShardedTensor": "`ShardedTensor` of several shards, or of none on a rank",
     "wrapper subclass": "wrapper subclass",
@@ -24,9 +24,9 @@ KINDS = {
     "torchao": "quantized weight of torchao",
     "other subclass": "other subclass of `torch.Tensor`",
     "conj and neg": "lazily conjugated or negated tensor",
-    "result of a collective": "functional collective that nobody has awaited",
+    "result of a collective": "result of a functional collective, not yet awaited",
     "quantized": "quantized tensor of torch",
-    "in an object": "tensors in a tuple, also slices and sparse ones",
+    "in an object": "tensors in a tuple, including slices and sparse ones",
     "RankState": "`RankState` with tensors",
     "sparse": "sparse tensor",
     "nested": "nested tensor",
@@ -39,10 +39,10 @@ SAVES = {
     "dcp.save": "`dcp.save`",
     "torch_ckpt.async_save": "`async_save`",
     "dcp.async_save": "`dcp.async_save`",
-    "process": "`async_save`, process",
+    "process": "`async_save` in a process",
     "run": "`Run`",
-    "run, asynchronous": "`Run`, asynchronous",
-    "run, agent": "`Run`, agent",
+    "run, asynchronous": "asynchronous `Run`",
+    "run, agent": "`Run` with the agent",
     "installed": "`installed()`",
     "safetensors": "safetensors",
 }
@@ -81,7 +81,7 @@ WHOLE_ONLY = {
 
 
 def cell(kind: str, way: str) -> str:
-    """Returns ``"yes"``, ``"no"`` or ``"-"`` for a cell that does not exist."""
+    """Returns "yes", "no", or "-" for a case that does not exist."""
     if way == "reshard" and kind in WHOLE_ONLY:
         return "-"
     if way in LOADS and "dcp.save" in REFUSED.get(kind, {}):
@@ -90,8 +90,17 @@ def cell(kind: str, way: str) -> str:
 
 
 def table() -> str:
-    """Returns the table in Markdown."""
-    lines = [f"| kind | {' | '.join(WAYS.values())} |", f"|{'---|' * (len(WAYS) + 1)}"]
+    """Returns the table in Markdown: kinds that the same ways refuse share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for kind, text in KINDS.items():
-        lines.append(f"| {text} | {' | '.join(cell(kind, way) for way in WAYS)} |")
+        cells = {way: cell(kind, way) for way in WAYS}
+        refused, missing = (
+            ", ".join(WAYS[way] for way in WAYS if cells[way] == value) for value in ("no", "-")
+        )
+        if all(cells[way] == "no" for way in SAVES):
+            refused = "all saves"
+        rows.setdefault((refused, missing), []).append(text)
+    lines = ["| kind | refused by | no such case |", "|---|---|---|"]
+    for (refused, missing), texts in rows.items():
+        lines.append(f"| {'<br>'.join(texts)} | {refused or 'none'} | {missing or 'none'} |")
     return "\n".join(lines)

@@ -43,20 +43,20 @@ class Ending:
     ) -> Iterator[None]:
         """Saves the last completed step if the block raises.
 
-        The last completed step is that of the last call of :meth:`should_save` or :meth:`save`.
-        Nothing is saved if that step is already saved, if the error is from a save or load, or if
-        an optimizer of this process has begun another step: the parameters may then be partly
-        updated. State that changes before the optimizer does (random states, data position, running
-        means) is saved as it is when the block raises.
+        The last completed step is the one passed to the last call of :meth:`should_save` or
+        :meth:`save`. Nothing is saved if this step is already saved, if a save or load raised the
+        error, or if an optimizer of this process has begun another step, since the parameters may
+        then be partly updated. State that changes before the optimizer runs (random states, data
+        position, running means) is saved as it is when the block raises.
 
         All ranks must raise, as they do when a collective of training fails. If another rank does
         not raise within ``timeout_s``, nothing is saved. The exception of the block is always
-        raised, with a note about the outcome. ``SystemExit`` and ``GeneratorExit`` save nothing,
-        nor does an exception in a forked child.
+        re-raised, with a note about the outcome. ``SystemExit``, ``GeneratorExit`` and exceptions
+        in a forked child save nothing.
 
         Args:
-            state: Returns the state to save.
-            timeout_s: Seconds that this rank waits for the others.
+            state: Function that returns the state to save.
+            timeout_s: Longest time that this rank waits for the others, in seconds.
 
         Example::
 
@@ -84,26 +84,27 @@ class Ending:
     ) -> Iterator[None]:
         """Saves the step that ends next when a signal arrives, and then ends the process.
 
-        Schedulers send a signal before they kill a job: SIGTERM by default in Slurm, Kubernetes and
-        ``torchrun``. The signal may arrive at one rank only. Within the block,
-        :meth:`should_save` lets the ranks agree on the step: after each step, or after at most 16
-        steps if these take less than a second. So does the end of the block. The step is then saved
-        to disk, on all ranks, and ``SystemExit`` is raised with the status of a process that the
-        signal ended, such as 143. If the step cannot be saved in time, the reason is logged.
+        Schedulers send a signal before they kill a job: by default SIGTERM in Slurm, Kubernetes and
+        ``torchrun``. It is enough if one rank receives it. Within the block, :meth:`should_save`
+        lets the ranks agree on the step to save: after each step, or at least every 16 steps if
+        these take less than a second. They also agree at the end of the block. All ranks then save
+        the step to disk and raise ``SystemExit`` with the status of a process that the signal
+        ended, such as 143. If the step cannot be saved in time, the reason is logged.
 
-        All ranks enter the block at the same step, in their main threads, call :meth:`should_save`
-        after every step, and leave the block at the same step. If the block raises something else
-        after a signal, the background save is waited for, and the signal is sent again. Child
-        processes that are forked within the block get the signal as before.
+        All ranks must enter the block at the same step, in their main threads, call
+        :meth:`should_save` after every step, and leave the block at the same step. If the block
+        raises another exception after a signal, the run waits for the background save and sends
+        the signal again. Child processes that are forked within the block handle the signal as
+        before.
 
         Args:
-            state: Returns the state to save.
-            grace_s: Seconds from the signal until the scheduler kills the process; 30 by default in
-                Slurm (``KillWait``), Kubernetes and ``torchrun``.
+            state: Function that returns the state to save.
+            grace_s: Time from the signal until the scheduler kills the process, in seconds; 30 by
+                default in Slurm (``KillWait``), Kubernetes and ``torchrun``.
             signals: The signals, such as ``signal.SIGUSR1`` for ``sbatch --signal=USR1@60``.
 
         Raises:
-            RuntimeError: This run, or another one of this process, is within such a block.
+            RuntimeError: A run of this process is already within such a block.
             SystemExit: A signal has arrived.
             ValueError: This is not the main thread, ``grace_s`` is not positive, or a signal cannot
                 be handled.

@@ -41,31 +41,30 @@ class Saver(Ending):
         metrics: Mapping[str, float] | None = None,
         persist: bool = True,
     ) -> bool:
-        """Saves a step, and removes the steps that are not to be retained.
+        """Saves a step, and then removes steps that need not be retained.
 
         Args:
-            step: Number of completed steps: an integer, also one of NumPy or a tensor. An earlier
+            step: Number of completed steps: an integer, also of NumPy or a tensor. An earlier
                 checkpoint of the same step is replaced once the new one is complete.
             state: State dict, as for :func:`torch_ckpt.save`.
             metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
-                and :meth:`best_step`. Those of the first rank count.
-            persist: Whether to write the step to disk. With ``False``, the agent retains the step
-                in memory. It writes the newest step to disk when the ranks end or die, or when the
-                run falls back to saving without the agent.
+                and :meth:`best_step`. Those of the first rank are stored.
+            persist: Whether to write the step to disk. If false, the agent keeps it in memory, and
+                writes it if it is the newest when the ranks end or die, or the agent is given up.
 
         Returns:
             ``True`` if the step was saved, or its save began in the background; ``False`` if the
             step was skipped, or if its save failed and ``on_failure`` is ``"warn"``.
 
         Raises:
-            CheckpointError: The previous save or a promotion failed; the message names its step. A
-                StorageError if storage was the reason. Or a save is in progress (``on_busy``).
-            CheckpointException: A rank raised. It does not derive from ``Exception``.
-            RankTimeoutError: A rank was late, stuck or gone.
-            SupersededError: A newer job of the run saves. On all ranks.
-            TypeError: ``step`` is no integer, such as 2.0 or ``True``. On all ranks.
+            CheckpointError: The previous save or a promotion failed (a StorageError if storage was
+                the reason; the message names the step). Or a save is in progress (``on_busy``).
+            CheckpointException: A rank raised an error. It does not derive from ``Exception``.
+            RankTimeoutError: A rank was late, stuck or dead.
+            SupersededError: A newer job of the run saves. Raised on all ranks, as are the next two.
+            TypeError: ``step`` is not an integer; 2.0 and ``True`` are not.
             ValueError: ``step`` is negative, above 2**63 - 1 or differs between ranks, a metric is
-                no number, ``monitor`` is missing, or ``persist=False`` without an agent. On all.
+                not a number, ``monitor`` is missing, or ``persist=False`` without an agent.
         """
         self._check_open()
         begin = time.monotonic()
