@@ -167,10 +167,7 @@ class SnapshotAgent:
 
     @property
     def superseded(self) -> int:
-        """Number of saves of this machine whose replica was replaced by a newer save's.
-
-        As of the last save; 0 on all ranks but the first of the machine.
-        """
+        """Number of saves of this machine whose replica a newer one replaced; on its first rank."""
         return self._replication.superseded
 
     def reserve(self, state_dict: dict[str, Any]) -> None:
@@ -345,8 +342,7 @@ class SnapshotAgent:
             if persist:
                 return self._written(staged, phases)
             self._in_memory = staged
-        future: Future[None] = Future()
-        future.set_result(None)
+        (future := Future[None]()).set_result(None)
         return future
 
     def write_newest(self) -> tuple[int, Future[None]] | None:
@@ -384,20 +380,14 @@ class SnapshotAgent:
         return AgentCopy(source, target, connect=connect, **options)
 
     def newest(self) -> MemoryCheckpoint | None:
-        """Returns the newest save in memory that is complete on all ranks; ``None`` if none is.
-
-        All ranks must call this method, before the first save; all get the same result. A save of
-        several machines is complete if the slots of each machine, or their replicas, exist.
-
-        Raises:
-            RankTimeoutError: A rank was late or gone.
-        """
+        """Returns the newest save in memory, as :meth:`find`."""
         return self.find(None)
 
     def find(self, step: int | None) -> MemoryCheckpoint | None:
-        """Returns the newest save of a step in memory; ``None`` if there is none.
+        """Returns the newest save of a step in memory that all ranks have; ``None`` without one.
 
-        All ranks must call this method, before the first save; all get the same result.
+        All ranks must call this method, before the first save; all get the same result. Of several
+        machines, each must have its slots, or the replicas of them must exist.
 
         Args:
             step: The step; any step if ``None``.
@@ -415,9 +405,7 @@ class SnapshotAgent:
         return found
 
     def has_in_memory(self, step: int) -> bool:
-        """Returns whether a slot of this machine has a complete snapshot of a step.
-
-        Any rank may call this method alone.
+        """Returns whether this machine has a complete snapshot of a step. Ranks may call it alone.
 
         Args:
             step: The step.
