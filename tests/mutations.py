@@ -1,5 +1,6 @@
-"""Puts past faults back, one after another, and says how soon the crossed tests find each.
+"""Puts past faults back, one after another, and says how soon tests find each.
 
+The crossed tests find ``MUTATIONS``; ``OF_TESTS`` names those of a commit that find other faults.
 ``python tests/mutations.py [NAME ...]`` works in a copy of the tree, where it builds the native
 modules again for each fault in C++. It exits 1 if a fault is not found in time: if no case fails,
 or one that fails without the fault as well.
@@ -235,6 +236,34 @@ MUTATIONS = {
     ],
 }
 
+OF_TESTS = {
+    "a step of another branch is of the lineage": (
+        Mutation(
+            "torch_ckpt/commits/terms.py",
+            "return step <= self.lineage.get(term, -1)",
+            "return True",
+        ),
+        "python/test_lineages.py::"
+        "test_jobs_that_share_a_local_directory_replace_and_remove_nothing_of_a_newer_one",
+    ),
+    "a report does not tell a machine from all ranks": (
+        Mutation(
+            "torch_ckpt/records/diagnosis.py",
+            "    if len(ranks) == len(call.hosts):\n",
+            "    if False:\n",
+        ),
+        "python/test_diagnosis.py",
+    ),
+    "a state of an optimizer is tied to a weight": (
+        Mutation(
+            "torch_ckpt/conversion/ties.py",
+            "if _OPTIMIZER.search(values.names[each]):",
+            "if False:",
+        ),
+        "python/test_convert_ties.py::test_ties_by_hand_that_cannot_be_are_refused_by_name",
+    ),
+}
+
 
 def run(*command: object, folder: Path) -> None:
     """Runs a command; ends the script with its output if it fails."""
@@ -307,6 +336,25 @@ def fails(folder: Path, found: Found) -> bool:
         return crossed(folder, output, *found.arguments).wait() != 0
 
 
+def tests_pass(folder: Path, tests: str) -> bool:
+    """Whether some tests of a commit pass in a copy."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, f"tests/{tests}"], cwd=folder, env=environment)
+    return done.returncode == 0
+
+
+def is_found_by_tests(folder: Path, name: str) -> bool:
+    """Whether the tests of a fault fail with it, and pass without it."""
+    mutation, tests = OF_TESTS[name]
+    path = folder / mutation.file
+    original = path.read_text()
+    path.write_text(mutation.put_into(original))
+    fails_with_it = not tests_pass(folder, tests)
+    path.write_text(original)
+    return fails_with_it and tests_pass(folder, tests)
+
+
 def main() -> int:
     """Tries the mutations that were asked for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -319,7 +367,12 @@ def main() -> int:
         folder = options.folder or Path(temporary)
         copy_tree(folder)
         build(folder)
-        for name in options.names or MUTATIONS:
+        for name in options.names or [*MUTATIONS, *OF_TESTS]:
+            if name in OF_TESTS:
+                is_found = is_found_by_tests(folder, name)
+                print(f"{name}: {'found' if is_found else 'NOT FOUND'} by its tests")
+                missed += not is_found
+                continue
             mutations = MUTATIONS[name]
             originals = {m.file: (folder / m.file).read_text() for m in mutations}
             for mutation in mutations:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mutations import MUTATIONS, ROOT
+from mutations import MUTATIONS, OF_TESTS, ROOT
 from support import ways
 from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, Case, campaign, run_case
 from support.places import Places
@@ -38,9 +38,9 @@ def test_a_state_is_a_function_of_its_seed(seed: int, full: bool) -> None:
             assert differences(snapshot(one.state), snapshot(other.state)) == [], number
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [*MUTATIONS, *OF_TESTS])
 def test_every_past_fault_can_be_put_back(name: str) -> None:
-    for mutation in MUTATIONS[name]:
+    for mutation in MUTATIONS.get(name) or [OF_TESTS[name][0]]:
         mutation.put_into((ROOT / mutation.file).read_text())
 
 

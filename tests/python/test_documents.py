@@ -36,6 +36,9 @@ DOCUMENTS = sorted(
 RUN_TIMEOUT_S = 120
 MAX_WORDS = 35
 MAX_COLUMNS = 120
+FRAMEWORKS = re.compile(
+    r"^(?:from|import) (accelerate|deepspeed|lightning|peft|transformers)\b", re.M
+)
 UNTRIED = re.compile(r"<!-- (run command|test command|long: not run by the tests) -->")
 
 
@@ -53,6 +56,8 @@ def blocks(language: str) -> Iterator[pytest.ParameterSet]:
                 code = "\n".join(lines[number + 1 : end]) + "\n"
                 is_slow = re.search(r"torchrun|python examples/start_to_finish", code)
                 marks = [pytest.mark.slow] if is_slow else []
+                if frameworks := FRAMEWORKS.findall(code):
+                    marks.append(pytest.mark.framework(*sorted({*frameworks})))
                 yield pytest.param(code, id=f"{names(path)}:{number + 1}", marks=marks)
 
 
