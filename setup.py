@@ -30,15 +30,20 @@ def pybind11_headers() -> Path:
     raise SystemExit("pybind11 was not found: pip install pybind11")
 
 
+def program(name: str, package: str) -> str:
+    """Returns the path of a program. pip may have installed it beside this Python."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise SystemExit(f"{name} was not found: apt-get install {package}")
+    return found
+
+
 def run_cmake(*arguments: str | Path) -> None:
     """Runs CMake."""
-    # pip may have installed CMake and Ninja beside this Python.
-    path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
-    for name, package in (("cmake", "cmake"), ("ninja", "ninja-build")):
-        if shutil.which(name, path=path) is None:
-            raise SystemExit(f"{name} was not found: apt-get install {package}")
-    print("cmake", *arguments, flush=True)
-    if subprocess.run(["cmake", *arguments], env={**os.environ, "PATH": path}).returncode:
+    command = [program("cmake", "cmake"), *arguments]
+    print(*command, flush=True)
+    if subprocess.run(command).returncode:
         raise SystemExit("the native modules were not built; CMake's messages are above")
 
 
@@ -51,6 +56,8 @@ class Build(build_ext):
         headers = f"{sysconfig.get_path('include')};{pybind11_headers()}"
         run_cmake(
             *("-S", ROOT, "-B", CORE, "-G", "Ninja", f"-DTORCH_CKPT_CUDA={with_cuda}"),
+            # That of an earlier build may be gone with the environment that pip made for it.
+            f"-DCMAKE_MAKE_PROGRAM={program('ninja', 'ninja-build')}",
             f"-DTORCH_CKPT_PYTHON_INCLUDES={headers}",
         )
         run_cmake("--build", CORE, "--target", *MODULES)

@@ -40,6 +40,21 @@ for loaded in (stock, ours):
 print(f"torch_ckpt {torch_ckpt.__version__} works with torch {torch.__version__}")
 """
 
+# Two ranks load the same bytes, so that they exchange what they read.
+EXCHANGE = """
+import torch
+import torch.distributed as dist
+import torch_ckpt
+
+dist.init_process_group("gloo")
+state = {"w": torch.arange(5_000_000)}
+torch_ckpt.save(state, checkpoint_id="replicas")
+loaded = {"w": torch.zeros_like(state["w"])}
+torch_ckpt.load(loaded, checkpoint_id="replicas")
+assert torch.equal(loaded["w"], state["w"])
+dist.destroy_process_group()
+"""
+
 
 def build() -> tuple[Path, Path]:
     """Builds both; returns the paths of the wheel and the sdist."""
@@ -95,12 +110,12 @@ def try_environment(python: str, folder: str) -> None:
     alone = {"PATH": str(programs), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     _run(python, "-c", TRIAL, cwd=folder, **alone)
     _run(f"{programs}/torch-ckpt", "verify", "run", cwd=folder, **alone)
+    ranks = (python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    Path(folder, "exchange.py").write_text(EXCHANGE)
+    _run(*ranks, "exchange.py", cwd=folder, **alone)
     shutil.copy(ROOT / "examples/train_fsdp.py", folder)
     options = ("--dir", "gpt", "--steps", "8", "--save-every", "4", "--layers", "1")
-    command = (
-        *(python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *("train_fsdp.py", *options, "--width", "32", "--context", "32"),
-    )
+    command = (*ranks, "train_fsdp.py", *options, "--width", "32", "--context", "32")
     whole = _output(*command, cwd=folder, **alone)
     shutil.rmtree(f"{folder}/gpt/step-8")
     resumed = _output(*command, cwd=folder, **alone)
