@@ -287,7 +287,8 @@ TIMED = {
 CPP = {
     "base/niceness.h ).join": Wait(LOCAL, CALL),
     "base/parallel_for.h other.join": Wait(LOCAL, CALL),
-    "bindings/peers.cc work_->wait": Wait(CHANNEL, "the peer"),
+    'bindings/peers.cc handle(work_.get()).attr("wait")': Wait(CHANNEL, "the peer"),
+    'bindings/peers.cc late.attr("wait")': Wait("1 ms", "the peer"),
     "engine/exchange/assembly.cc of_buffer.wait": Wait("the device", CALL),
     "engine/exchange/exchange_stream.cc changed_.wait": Wait(
         "a transfer, a read, or the failure of one", "the peer"
@@ -445,7 +446,7 @@ def is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-CPP_WAIT = re.compile(r"([\w>\-.()\[\]*]+(?:\.|->)(?:wait|join))\(")
+CPP_WAIT = re.compile(r"([\w>\-.()\[\]*]+(?:\.|->)(?:wait|join|attr\(\"wait\"\)))\(")
 CPP_MACRO = re.compile(r"^(\(?void\)|RETURN_IF_ERROR\()")
 
 
