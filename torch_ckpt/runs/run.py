@@ -227,7 +227,7 @@ class Run(Saver, StepLoads):
     def failures(self) -> int:
         """Number of saves that failed because of storage, and did not stop training.
 
-        On the first rank, failed promotions count as well.
+        On the first rank of each local directory, failed promotions of its files count as well.
         """
         return self._failures.count + self._promotion.count
 
