@@ -66,6 +66,7 @@ Status GlobalCalls::add_global(PyObject* entry, std::string name) {
   const std::string how = quoted(PyTuple_GET_ITEM(entry, 0));
   if (how == "sizes") global.how = Global::How::kSizes;
   if (how == "choice") global.how = Global::How::kChoice;
+  if (how == "member") global.how = Global::How::kMember;
   if (how == "record") {
     global.how = Global::How::kRecord;
     global.fields = PyTuple_GET_ITEM(entry, 2);
@@ -76,10 +77,32 @@ Status GlobalCalls::add_global(PyObject* entry, std::string name) {
   return ok_status();
 }
 
+bool GlobalCalls::is_member_next() {
+  const auto is = [this](size_t from_top, Global::How how) {
+    const Value& value = stack_->at(stack_->size() - from_top);
+    return value.kind == Kind::kGlobal && globals_[value.global].how == how;
+  };
+  return stack_->need(3).ok() && is(3, Global::How::kMember) && is(2, Global::How::kChoice) &&
+         stack_->top().kind == Kind::kText;
+}
+
+Status GlobalCalls::choose_member() {
+  const Value name = stack_->pop();
+  const Value choice = stack_->pop();
+  PyObject* chosen = PyDict_GetItemWithError(choice.object.get(), name.object.get());
+  if (chosen != nullptr) return stack_->push(Kind::kMember, PyRef::share(chosen).release());
+  if (PyErr_Occurred() != nullptr) return python_error();
+  return broken(globals_[choice.global].name + " has no " + quoted(name.object.get()));
+}
+
 Status GlobalCalls::call() {
   RETURN_IF_ERROR(stack_->need(2));
   const Value args = stack_->pop();
   const Value called = stack_->pop();
+  if (args.kind == Kind::kMember && called.kind == Kind::kGlobal &&
+      globals_[called.global].how == Global::How::kMember) {
+    return stack_->push(Kind::kPlain, PyRef::share(args.object.get()).release());
+  }
   if (args.kind != Kind::kTuple) return broken("the arguments of a call are no tuple");
   if (called.kind != Kind::kGlobal || globals_[called.global].how == Global::How::kRecord) {
     return refused("a call of something that is no function");
@@ -90,6 +113,7 @@ Status GlobalCalls::call() {
   const bool all_texts = std::all_of(
       items, items + count, [](PyObject* item) { return PyUnicode_CheckExact(item) != 0; });
   const auto bad_call = [&] { return broken(global.name + " has invalid arguments"); };
+  if (global.how == Global::How::kMember) return bad_call();
   if (global.how == Global::How::kText) {
     if (!all_texts) return bad_call();
     uint64_t weight = args.weight;  // A path has a part for each slash.

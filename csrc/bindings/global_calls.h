@@ -26,6 +26,12 @@ class GlobalCalls {
   // Replaces the names of a module and a global on the stack by the global.
   Status push();
 
+  // Returns whether the stack ends in a `member` function, a choice and a text.
+  bool is_member_next();
+
+  // Replaces the choice and the text on the stack by arguments of the `member` function below them.
+  Status choose_member();
+
   // Replaces a function and its argument tuple on the stack by the result of the call.
   Status call();
 
@@ -43,7 +49,7 @@ class GlobalCalls {
  private:
   // An entry of the vocabulary, with borrowed references.
   struct Global {
-    enum class How : uint8_t { kSizes, kChoice, kText, kRecord };
+    enum class How : uint8_t { kSizes, kChoice, kMember, kText, kRecord };
 
     How how = How::kText;
     PyObject* target = nullptr;

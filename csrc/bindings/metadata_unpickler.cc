@@ -224,8 +224,10 @@ Status MetadataUnpickler::step_in_tree(uint8_t op) {
       return ok_status();
     case kEmptyTuple:
       return stack_.make_tuple(stack_.size());
-    case kTuple1:
     case kTuple2:
+      if (globals_.is_member_next()) return globals_.choose_member();
+      [[fallthrough]];
+    case kTuple1:
     case kTuple3: {
       const size_t count = static_cast<size_t>(op - kTuple1) + 1;
       RETURN_IF_ERROR(stack_.need(count));

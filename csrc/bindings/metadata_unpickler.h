@@ -24,6 +24,7 @@ namespace torch_ckpt {
 //   ("value", object)          the object itself, for example a dtype
 //   ("sizes", class)           callable with one tuple of non-negative numbers
 //   ("choice", dict)           callable with one str or int, a key of the dict
+//   ("member", object)         callable with a choice and a str, a key of its dict
 //   ("text", class)            callable with any number of str
 //   ("record", class, fields, required, hashable)
 //                              a dataclass without slots. `fields` maps each field name to a tuple

@@ -77,7 +77,8 @@ Status ValueStack::charge(uint64_t weight) {
 }
 
 Status ValueStack::close(Value& child, Value* parent) {
-  if (child.kind == Kind::kGlobal) return refused("a global as a value");
+  if (child.kind == Kind::kGlobal || child.kind == Kind::kMember)
+    return refused("a global as a value");
   RETURN_IF_ERROR(freeze(child));
   if (child.depth >= kMaxDepth) return refused("values that are nested too deeply");
   parent->depth = std::max<uint8_t>(parent->depth, child.depth + 1);

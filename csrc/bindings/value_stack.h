@@ -59,6 +59,7 @@ class ValueStack {
     kDict,    //
     kRecord,  // An instance of the class `global`.
     kGlobal,  // The callable `global`; never contained in another value.
+    kMember,  // The arguments of a call that returns `object`; never contained in another value.
   };
 
   struct Value {

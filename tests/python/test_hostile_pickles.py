@@ -18,6 +18,7 @@ import struct
 import subprocess
 from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,52 @@ def assert_refused_as_metadata(pickled: bytes, checkpoint: Path, canary: Path) -
         FastReader(checkpoint, trust_pickle=True).read_metadata()
     assert canary.exists()
     return str(caught.value)
+
+
+class ByName(pickle.Pickler):
+    """Pickles members of enums by name, as the first versions of Python 3.11 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def pickled_by_name(value: Any, protocol: int = 4) -> bytes:
+    ByName(stream := io.BytesIO(), protocol).dump(value)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_metadata_that_python_3_11_0_has_pickled_load(protocol: int, tmp_path: Path) -> None:
+    state = {"a": torch.arange(6.0), "b": torch.zeros(2, 3), "step": 3}
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    stored = FileSystemReader(tmp_path).read_metadata()
+    (tmp_path / ".metadata").write_bytes(pickled_by_name(stored, protocol))
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    found = FastReader(tmp_path).read_metadata()
+    assert found.state_dict_metadata == stored.state_dict_metadata
+    assert found.storage_data == stored.storage_data
+    loaded = {"a": torch.zeros(6), "b": torch.ones(2, 3), "step": 0}
+    load(loaded, FastReader(tmp_path))
+    assert not differences(loaded, state)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING", "mro"),
+        ("torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING", "TORCH_OTHER"),
+        ("torch.distributed.checkpoint.metadata Metadata", "storage_data"),
+        ("torch Size", "numel"),
+        ("builtins getattr", "__self__"),
+    ],
+)
+@pytest.mark.parametrize("end", [b"\x86R.", b"\x86.", b"\x86\x94h\x00.", b"\x86}\x94R."])
+def test_no_other_attribute_is_looked_up(owner: str, name: str, end: bytes, tmp_path: Path) -> None:
+    module, kind = owner.split()
+    called = stack_global("builtins", "getattr") + stack_global(module, kind) + short_text(name)
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + called + end)
+    with pytest.raises((UnsupportedError, CorruptionError)):
+        FastReader(tmp_path).read_metadata()
 
 
 @pytest.mark.parametrize("name", [*range(6), *CALLS, *PICKLES])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pathlib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from types import NoneType
 
@@ -92,13 +92,19 @@ def _properties(cls: type) -> tuple[type, _Entry]:
 
 
 def _formats(encoding: type[Enum]) -> tuple[type, _Entry]:
-    """Returns the memory format of each number, as ``TensorProperties.__setstate__`` decodes it."""
+    """Returns the memory format of each member, as ``TensorProperties.__setstate__`` decodes it."""
     formats = {
         "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
         "TORCH_CHANNELS_LAST": torch.channels_last,
         "TORCH_PRESERVE_FORMAT": torch.preserve_format,
     }
-    return encoding, ("choice", {encoding[name].value: value for name, value in formats.items()})
+    return encoding, _member({encoding[name]: value for name, value in formats.items()})
+
+
+def _member(values: Mapping[Enum, object]) -> _Entry:
+    """Returns the entry of an enum; a pickle has a member's value, or on Python 3.11.2 its name."""
+    by_name = {member.name: value for member, value in values.items()}
+    return "choice", by_name | {member.value: value for member, value in values.items()}
 
 
 def _named(entries: Iterable[tuple[type, _Entry]]) -> dict[tuple[str, str], _Entry]:
@@ -211,11 +217,12 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
                 required=3,
             ),
             _record(_StoragePrefix, {"prefix": (str,)}, required=1),
-            (WriteItemType, ("choice", {member.value: member for member in WriteItemType})),
+            (WriteItemType, _member({member: member for member in WriteItemType})),
         ]
     ),
     (_MEGATRON, "MCoreMetadata"): _record(Metadata, _METADATA, required=1)[1],
     (_MEGATRON, "MCoreSavePlan"): _record(SavePlan, _SAVE_PLAN, required=1)[1],
+    ("builtins", "getattr"): ("member", getattr),
     ("torch", "Size"): ("sizes", torch.Size),
     ("torch.serialization", "_get_layout"): (
         "choice",
