@@ -575,6 +575,8 @@ def metadata_of_everything() -> Metadata:
 
 def test_every_allowed_global_is_one_that_metadata_needs() -> None:
     needed = globals_of(pickle.dumps(metadata_of_everything()))
+    for protocol in (2, 4):
+        needed |= globals_of(pickled_by_name(metadata_of_everything(), protocol))
     for path in (pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("a")):
         needed |= globals_of(pickle.dumps(path))
     # Cannot be made here: of a job on Windows, or of Python 3.13.
@@ -588,16 +590,19 @@ def test_every_allowed_global_is_one_that_metadata_needs() -> None:
     assert needed - set(_VOCABULARY) == set()
 
 
+@pytest.mark.parametrize("dumps", [pickle.dumps, pickled_by_name])
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_metadata_of_everything_loads_as_python_loads_it(protocol: int) -> None:
-    pickled = pickle.dumps(metadata_of_everything(), protocol)
+def test_metadata_of_everything_loads_as_python_loads_it(
+    protocol: int, dumps: Callable[[Any, int], bytes]
+) -> None:
+    pickled = dumps(metadata_of_everything(), protocol)
 
     loaded: Any = load_allowed(pickled)
 
     expected = pickle.loads(pickled)
     assert loaded == expected
     assert loaded.all_local_plans == expected.all_local_plans
-    assert globals_of(pickle.dumps(loaded)) == globals_of(pickled)
+    assert globals_of(dumps(loaded, protocol)) == globals_of(pickled)
     assert check_metadata(loaded) is loaded
     assert loaded.storage_data[MetadataIndex("t0", torch.Size([0]))].length == 8
 

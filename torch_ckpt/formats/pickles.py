@@ -222,7 +222,7 @@ _VOCABULARY: dict[tuple[str, str], _Entry] = {
     ),
     (_MEGATRON, "MCoreMetadata"): _record(Metadata, _METADATA, required=1)[1],
     (_MEGATRON, "MCoreSavePlan"): _record(SavePlan, _SAVE_PLAN, required=1)[1],
-    ("builtins", "getattr"): ("member", getattr),
+    **{(module, "getattr"): ("member", getattr) for module in ("builtins", "__builtin__")},
     ("torch", "Size"): ("sizes", torch.Size),
     ("torch.serialization", "_get_layout"): (
         "choice",
