@@ -253,12 +253,12 @@ bool engine_has_cuda() {
   return *known;
 }
 
-// Returns whether torch can pin memory here. Asking it for each tensor would cost more than its
-// plan.
+// Returns whether this torch was built to pin memory. Asking for each tensor would cost more than
+// its plan. Asking the driver would initialize it, and forked children could not use it then.
 bool can_pin() {
   static std::optional<bool> known;  // As above.
   if (!known) {
-    known = py::module_::import("torch.accelerator").attr("is_available")().cast<bool>();
+    known = !py::module_::import("torch.accelerator").attr("current_accelerator")().is_none();
   }
   return *known;
 }

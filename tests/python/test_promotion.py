@@ -634,4 +634,6 @@ def test_a_damaged_step_takes_no_place_among_the_best_ones_that_are_promoted(
         data.write_bytes(data.read_bytes()[:-100])
         run.save(2, {"w": torch.ones(1000)}, metrics={"loss": 0.2})
         run.save(3, {"w": torch.ones(1000)}, metrics={"loss": 0.3})
+        with pytest.raises(StorageError, match="the store is down"):
+            run.wait(promoted=True)
     assert set(committed_steps(Location(tmp_path / "run"))) == {2, 3}

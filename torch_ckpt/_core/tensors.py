@@ -165,15 +165,15 @@ def _count_references(tensor: torch.Tensor) -> int:
     return sys.getrefcount(tensor)
 
 
-def _count_owners(tensor: torch.Tensor) -> tuple[int, int]:
+def _count_owners(tensor: torch.Tensor) -> tuple[int, object]:
     """Returns how many refer to the Python object of a tensor's storage, and to its memory."""
     storage = tensor.untyped_storage()
-    # Without this function, every tensor counts as shared.
-    count = getattr(torch._C, "_storage_Use_Count", lambda _: sys.maxsize)
+    # Without this function, every tensor counts as shared: no object is equal to another.
+    count = getattr(torch._C, "_storage_Use_Count", lambda _: object())
     return sys.getrefcount(storage), count(storage._cdata)
 
 
-def _counts_of_fresh_tensor() -> tuple[int, tuple[int, int]]:
+def _counts_of_fresh_tensor() -> tuple[int, tuple[int, object]]:
     tensor = torch.empty(0, device="cpu")
     return _count_references(tensor), _count_owners(tensor)
 

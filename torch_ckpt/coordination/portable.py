@@ -136,7 +136,8 @@ def _with_errors(value: T, change: Callable[[BaseException], BaseException]) -> 
     if not _is_wrapped_exception(value):
         return value
     error, trace = cast(tuple[BaseException, StackSummary], value)
-    return cast(T, (change(error), trace if pickles(trace) else StackSummary()))
+    sent = _with_errors(error, change)
+    return cast(T, (sent, trace if pickles(trace) else StackSummary()))
 
 
 def why(error: BaseException) -> str:

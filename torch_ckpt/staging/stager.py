@@ -384,7 +384,7 @@ class SnapshotStager:
                 staged.release()
 
     def _names_in_use(self) -> str:
-        return "; ".join(str(staged) for staged in self._in_use)
+        return "; ".join(map(str, list(self._in_use)))
 
     def after_fork(self) -> None:
         """Starts without a snapshot in a forked child, which has none of the parent's threads.

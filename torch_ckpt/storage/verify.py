@@ -257,7 +257,7 @@ def _check_blocks(
         READ_THREADS,
         io.direct,
     )
-    slices = _slices_by_file(checkpoint)
+    slices, has_all = _slices_by_file(checkpoint), True
     for number, (name, nbytes) in enumerate(checkpoint.files):
         damaged: list[tuple[int, int]] = []
         for begin in range(0, max(nbytes, 1), _STEP_NBYTES):
@@ -269,6 +269,7 @@ def _check_blocks(
                     raise  # The read failed for another reason than damage.
                 if is_part and isinstance(error, NotFoundError):
                     report.doubts.append(f"{name} is missing here: another machine may have it")
+                    has_all = False
                     break
                 fqns = [fqn for _, high, fqn in slices[number] if high > begin]
                 report.fqns.update(fqn for _, _, fqn in slices[number])
@@ -279,7 +280,7 @@ def _check_blocks(
             fqns = [fqn for low, high, fqn in slices[number] if low < end and high > begin]
             report.fqns.update(fqns)
             report.damage.append(f"{name} [{begin}, {end}): {_named(fqns)}")
-    if not report.damage and not report.doubts:
+    if has_all and not report.damage:
         _check_digests(index, job, report)
 
 
