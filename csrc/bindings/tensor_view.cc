@@ -309,7 +309,8 @@ std::string write_fault(py::handle object) {
     return "it is on the meta device, without memory; pass a tensor on another device";
   }
   const int64_t nbytes = tensor->storage_nbytes;
-  if (nbytes > 0 && tensor->data() == nullptr && object.attr("_is_zerotensor")().cast<bool>()) {
+  const bool has_memory = reinterpret_cast<int64_t>(tensor->data()) != tensor->begin();
+  if (nbytes > 0 && !has_memory && object.attr("_is_zerotensor")().cast<bool>()) {
     return "it is an immutable ZeroTensor; pass a clone of it";
   }
   if (tensor->end() > nbytes) {

@@ -13,8 +13,7 @@ namespace {
 // Returns the library that `import torch` has loaded.
 void* loaded_library() {
   void* library = ::dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-  if (library == nullptr) throw py::import_error("torch's libtorch_cpu.so is not loaded");
-  return library;
+  return library != nullptr ? library : RTLD_DEFAULT;  // Some packages name it otherwise.
 }
 
 class Symbols {

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ckpt.cli.arguments import path_of
 from torch_ckpt.cli.terminal import FAILED, SOUND, printable
-from torch_ckpt.commits.terms import newest_term
+from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import metadata_prefixes
-from torch_ckpt.ladder.step_files import listed_steps, run_of_local
+from torch_ckpt.ladder.step_files import check_same_run, listed_steps, run_of_local
 
 if TYPE_CHECKING:
     from torch_ckpt.ladder.step_directories import StepDirectories
@@ -29,8 +29,8 @@ def add_to(commands: Any) -> None:
         description="Removes what killed processes have left in the directory of a run: "
         "interrupted removals, unfinished saves that are older than the newest step, hidden "
         "directories, and expired leases. Steps with a checkpoint remain, whole or damaged, and so "
-        "do the hidden directories of live processes. No training of the run may be in progress: "
-        "its next save with keep_last removes the same. "
+        "do the hidden directories of live processes. No training of the run may be in progress, "
+        "and no agent may still promote its steps: the next save with keep_last removes the same. "
         "Exit status: 0; 3 if something cannot be removed.",
     )
     parser.add_argument("run", type=path_of, help="directory of the run")
@@ -44,10 +44,14 @@ def _gc(options: argparse.Namespace) -> int:
     if not listed_steps(run):
         raise no_checkpoint(run)
     disk, before = StepDirectories(run), set(run.names())
+    promoted_to, _ = run_of_local(run)
+    if promoted_to is not None:
+        check_same_run(run, promoted_to)
     with warnings.catch_warnings(record=True) as problems:
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
         disk.sweep()
-        disk.remove(_unfinished(disk))
+        disk.remove(_unfinished(disk, newest_term(promoted_to or run)))
     removed = sorted(before.difference(run.names()))
     for name in removed:
         print(printable(f"removed {run / name}"))
@@ -58,14 +62,13 @@ def _gc(options: argparse.Namespace) -> int:
     return FAILED if problems else SOUND
 
 
-def _unfinished(disk: StepDirectories) -> list[int]:
+def _unfinished(disk: StepDirectories, lineage: Term) -> list[int]:
     """Returns the steps without a checkpoint that are older than the newest whole step.
 
     Steps that the run has left do not count: after going back, a new save is older than these.
     """
-    run, newest, unfinished = disk.directory, None, []
-    lineage = newest_term(run_of_local(run)[0] or run)
-    for step in listed_steps(run):
+    newest, unfinished = None, []
+    for step in listed_steps(disk.directory):
         path = disk.path(step)
         if newest is not None and not metadata_prefixes(path):
             unfinished.append(step)

@@ -167,9 +167,11 @@ class OldSteps:
     def check_ids(self, *disks: StepDirectories) -> None:
         """Raises CheckpointError if one of the directories is not of this run any more."""
         for disk in disks:
-            if (found := id_in_directory(disk.directory)) is None and disk is self._local:
-                _LOG.warning("%s was removed or moved: it is used again", disk.directory)
+            found = id_in_directory(disk.directory)
+            if disk is self._local and found in (None, self._run_id):
                 self._tie()
+                if found is None:
+                    _LOG.warning("%s was removed or moved: it is used again", disk.directory)
             elif found != self._run_id:
                 now = f"belongs to run {found} now" if found else "was removed or moved"
                 text = f"it {now}, and this run has the id {self._run_id}"
@@ -266,8 +268,7 @@ class Promotion:
         self._local, self._run, self._lineage = local, run, lineage
         self._steps, self._old, self._failures = steps, old, failures
         self._commits, self._others = commits, others
-        self.is_alone = not others
-        """Whether the ranks of no other place have a part in the promotions."""
+        self.is_alone = not others  # The ranks of no other place have a part in the promotions.
         self._here = f"machine {socket.gethostname()}, {local.directory}"
         self._open_copy: Callable[..., CheckpointCopy]
         self._recorder: Recorder | None = None
@@ -392,8 +393,7 @@ class Promotion:
                     break
             attempt = self._attempt
             copy = None if attempt is None else attempt.copy
-            nbytes = 0 if copy is None else copy.done_nbytes
-            done = None if attempt is None else (attempt.step, nbytes)
+            done = None if attempt is None else (attempt.step, copy.done_nbytes if copy else 0)
             awaited = f"{self._here}: {self.awaited()}" if self._is_busy else ""
             return Progress(awaited, done, self.report())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
@@ -16,7 +16,7 @@ from torch_ckpt.errors import CorruptionError
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.options import IoOptions
 
-__all__ = ["LoadSource", "Requests", "Slice", "StoredTensor", "without_memory"]
+__all__ = ["LoadSource", "Requests", "Slice", "StoredTensor", "batches_of", "without_memory"]
 
 Slice = tuple[str, int, int, str]
 """File, offset, length in bytes, FQN."""
@@ -132,3 +132,17 @@ def without_memory(
         )
         for item, stored, dtype in tensors
     ]
+
+
+def batches_of(slices: Iterable[Slice], max_nbytes: int) -> Iterator[list[Slice]]:
+    """Groups slices into batches of up to ``max_nbytes``; a longer slice has its own batch."""
+    batch: list[Slice] = []
+    total = 0
+    for stored in slices:
+        if batch and total + stored[2] > max_nbytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(stored)
+        total += stored[2]
+    if batch:
+        yield batch

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import io as _io
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torch_ckpt.storage.load_source import (
     Requests,
     Slice,
     StoredTensor,
+    batches_of,
     without_memory,
 )
 
@@ -366,7 +368,14 @@ class _LoadByItem:
         late: list[StoredTensor],
         exchange: _native.ExchangeStream | None,
     ) -> list[tuple[ReadItem, Slice]]:
-        """Loads a batch, and the late tensors: their bytes come now, and are copied afterwards."""
+        """Loads a batch, and then the late tensors in their order; their bytes come now.
+
+        With an exchange, only those of files that are away come now, which bounds memory.
+        """
+
+        def comes_now(tensor: StoredTensor) -> bool:
+            return exchange is None or self.source.is_away(tensor[1])
+
         requests = [
             (
                 stored,
@@ -388,7 +397,7 @@ class _LoadByItem:
             self.copies.put(item, target, _tensor_of(elements, dtype, item.lengths))
 
         slices = [] if exchange is None else self.to_fetch
-        requests += without_memory(late)
+        requests += without_memory(list(filter(comes_now, late)))
         loaded, data = self.job.run(requests, slices, copy_to_target, exchange)
         data.reverse()
         for stored in slices:
@@ -399,15 +408,20 @@ class _LoadByItem:
                 self.planner.commit_tensor(item, target)
             else:
                 remaining.append((item, stored))
-        for number, (item, stored, dtype) in enumerate(late):
-            if number in received:
-                box = _tensor_of(received.pop(number), dtype, item.lengths)
-            elif item.lengths.numel() == 0:
-                box = torch.empty(item.lengths, dtype=dtype, device="cpu")
-            else:
-                self._load_streams([(item, stored)])
+        numbers = itertools.count()  # Of the tensors whose bytes have come.
+        for have_come, tensors in itertools.groupby(late, comes_now):
+            if not have_come:
+                self._load_in_turn(list(tensors), None)
                 continue
-            self._put_box(item, box)
+            for (item, stored, dtype), number in zip(tensors, numbers, strict=False):
+                if number in received:
+                    box = _tensor_of(received.pop(number), dtype, item.lengths)
+                elif item.lengths.numel() == 0:
+                    box = torch.empty(item.lengths, dtype=dtype, device="cpu")
+                else:
+                    self._load_streams([(item, stored)])
+                    continue
+                self._put_box(item, box)
         return remaining
 
     def _load_streams(self, streams: list[tuple[ReadItem, Slice]]) -> None:
@@ -422,7 +436,7 @@ class _LoadByItem:
             self._load_content(item, stored, value)
         refused: list[str] = []
         call = current_call()
-        for batch in _batches(wanted, self.max_retained_nbytes):
+        for batch in batches_of(wanted, self.max_retained_nbytes):
             archives = self.objects_are_pickled and not self.requests.transformed
             unread = [stored for stored in batch if stored not in self.fetched]
             _, slices = self.job.run([], unread, slices_are_archives=archives)
@@ -584,17 +598,3 @@ def _shape_mismatch(item: ReadItem, target: torch.Tensor, wanted: torch.Size) ->
 def _where(stored: Slice) -> str:
     file, offset, nbytes, name = stored
     return f"{name!r} ({nbytes} bytes at {offset} of {file})"
-
-
-def _batches(slices: Iterable[Slice], max_nbytes: int) -> Iterator[list[Slice]]:
-    """Groups slices into batches of up to ``max_nbytes``; a longer slice has its own batch."""
-    batch: list[Slice] = []
-    total = 0
-    for stored in slices:
-        if batch and total + stored[2] > max_nbytes:
-            yield batch
-            batch, total = [], 0
-        batch.append(stored)
-        total += stored[2]
-    if batch:
-        yield batch
