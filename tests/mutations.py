@@ -102,8 +102,8 @@ MUTATIONS = {
     "a tensor is plain whatever attributes it has": [
         Mutation(
             "csrc/bindings/state_dict.cc",
-            "return is_plannable(object) && !has_attributes(object);",
-            "return is_plannable(object);",
+            "if (!is_tensor(object) || has_attributes(object)) return std::nullopt;",
+            "if (!is_tensor(object)) return std::nullopt;",
         )
     ],
     "a copy lacks the attributes of a tensor": [

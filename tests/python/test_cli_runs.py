@@ -192,6 +192,22 @@ def test_gc_leaves_a_save_in_progress_after_a_run_has_gone_back(tmp_path: Path) 
     assert steps_in(run) == [1, 10, 20, 30]
 
 
+def test_gc_of_a_local_directory_leaves_it_if_another_run_is_under_the_path_of_its_run(
+    tmp_path: Path,
+) -> None:
+    run, local = tmp_path / "run", tmp_path / "local"
+    with Run(run, local=local) as saving:
+        saving.save(1, {"w": torch.zeros(10)})
+    shutil.rmtree(run)
+    with Run(run, local=tmp_path / "other") as another:
+        another.save(1, {"w": torch.zeros(10)})
+    unfinished = leave_unfinished(local, 0)
+    status, printed = run_command("gc", local)
+    assert status == FAILED
+    assert f"is not the run of the steps in {local}" in printed
+    assert unfinished.exists()
+
+
 def test_gc_of_no_run_says_so(tmp_path: Path) -> None:
     status, printed = run_command("gc", tmp_path / "absent")
     assert (status, "the directory does not exist" in printed) == (FAILED, True)

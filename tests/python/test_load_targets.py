@@ -84,6 +84,10 @@ UNWRITABLE: dict[str, tuple[Callable[[Path], torch.Tensor], str]] = {
     "expanded half": (lambda _: torch.zeros(4, 1).half().expand(4, 3), r"share memory"),
     "freed": (lambda _: freed(), r"storage has 0 bytes .* 48"),
     "of zeros": (lambda _: torch._efficientzerotensor((4, 3)), r"ZeroTensor.* pass a clone"),
+    "a part of zeros": (
+        lambda _: torch._efficientzerotensor((5, 3))[1:],
+        r"ZeroTensor.* pass a clone",
+    ),
     "read-only": (lambda path: read_only(np.float32, path / "r"), r"read-only.* pass a copy"),
     "read-only double": (lambda path: read_only(np.float64, path / "r"), r"read-only"),
     "of a local shard": (

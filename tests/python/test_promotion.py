@@ -515,6 +515,9 @@ def test_a_local_directory_that_was_removed_meanwhile_is_used_again(
     assert _steps(local) == [3, 2]
     with Run(tmp_path / "run", local=local) as run:
         assert run.restore(_state(0)) == 3
+        (local / "local-of").unlink()
+        run.save(4, _state(4))
+        assert (local / "local-of").exists()
 
 
 def test_best_steps_remain_in_both_directories(tmp_path: Path) -> None:

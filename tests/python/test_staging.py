@@ -145,7 +145,7 @@ def test_a_copy_that_garbage_with_a_finalizer_refers_to_is_freed_before_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alive: list[Any] = []
-    monkeypatch.setattr(staging, "time_limit_s", lambda: 0.1)
+    monkeypatch.setattr(staging, "time_limit_s", lambda: 10.0)
     gc.callbacks.append(end := lambda phase, _: alive.clear() if phase == "stop" else None)
     try:
         stager = SnapshotStager()
@@ -154,6 +154,21 @@ def test_a_copy_that_garbage_with_a_finalizer_refers_to_is_freed_before_a_wait(
         assert stager.waited == 0
     finally:
         gc.callbacks.remove(end)
+
+
+def test_garbage_of_a_save_whose_thread_lives_on_is_freed_before_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "time_limit_s", lambda: 10.0)
+    writer = FastWriter(tmp_path / "step")
+    copied: Any = writer.stage({"w": torch.ones(5000)})
+    dcp.save(copied, storage_writer=writer, no_dist=True)
+    cycle: list[Any] = [copied]
+    cycle.append(cycle)
+    del copied, cycle
+    begin = time.monotonic()
+    assert writer.stage({"w": torch.zeros(5000)})
+    assert time.monotonic() - begin < 9
 
 
 def test_a_wait_that_lasts_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

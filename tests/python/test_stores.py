@@ -117,7 +117,7 @@ def test_a_run_saves_removes_and_restores(folder: str, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main(["ls", f"{folder}/run"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in shown] == ["5", "4"]
+    assert [line.split()[0] for line in shown if "iB" in line] == ["5", "4"]
     assert main(["rm", f"{folder}/run", "--after", "4", "--yes"]) == 0
     assert names_in(f"{folder}/run") == ["step-4"]
 

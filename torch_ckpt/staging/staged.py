@@ -59,11 +59,6 @@ class Staged:
             return False
         return not thread.is_alive() or (isinstance(thread, SaveThread) and not thread.is_saving)
 
-    @property
-    def is_being_written(self) -> bool:
-        """Whether a thread writes the snapshot now."""
-        return self._thread is not None and not self.is_over
-
     def release(self) -> None:
         """Returns the snapshot to its stager. Further calls have no effect."""
         self._release(self)

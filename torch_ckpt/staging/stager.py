@@ -354,16 +354,16 @@ class SnapshotStager:
         waiting = LongWait(
             lambda: f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
         )
-        # Perhaps only by garbage: copies with methods, or frames of an error. A collection leaves
-        # what a finalizer has used meanwhile, and the next one frees it. It frees none that a
-        # thread still writes, and may take seconds.
-        for _ in range(_COLLECTIONS):
-            if self.is_busy and not any(staged.is_being_written for staged in list(self._in_use)):
-                gc.collect()
-        self.waited += self.is_busy
-        for pause_s in waiting.rounds(limit_s, POLL_S, ends_on_signal=True):
+        rounds = waiting.rounds(limit_s, POLL_S, ends_on_signal=True)
+        for number, pause_s in enumerate(rounds):
             if free := self._take_free():
                 return free
+            if number < _COLLECTIONS:
+                # Perhaps only garbage uses it: copies with methods, or frames of an error. The next
+                # collection frees what a finalizer has used meanwhile.
+                gc.collect()
+                continue
+            self.waited += number == _COLLECTIONS
             time.sleep(pause_s)
         if free := self._take_free():
             return free
