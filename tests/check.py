@@ -358,7 +358,7 @@ def main() -> None:
             test_with_torch(version)
         run(sys.executable, "tests/mutations.py")
     else:
-        run_pytest("-m", "small or not framework", workers=2)
+        run_pytest("-m", "small or not framework", workers=3)
 
 
 if __name__ == "__main__":
