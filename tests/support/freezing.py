@@ -18,9 +18,14 @@ def freeze(pid: int) -> None:
 
 
 def is_frozen(pid: int) -> bool:
-    """Returns whether all threads of a process are stopped."""
+    """Returns whether no thread of a process runs code any more.
+
+    A thread within a long system call (D), such as fsync, stops when that returns. Those of the
+    kernel's io_uring do not count.
+    """
     try:
         states = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):  # A thread has just ended.
         return False
-    return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
+    own = [state for state in states if "(iou-" not in state]
+    return not any(state.rpartition(")")[2].split()[0] in "RS" for state in own)

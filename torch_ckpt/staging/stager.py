@@ -354,16 +354,18 @@ class SnapshotStager:
         waiting = LongWait(
             lambda: f"a free snapshot, at most {limit_s:g} s. In use: {self._names_in_use()}"
         )
-        rounds = waiting.rounds(limit_s, POLL_S, ends_on_signal=True)
-        for number, pause_s in enumerate(rounds):
+        collections = 0
+        for pause_s in waiting.rounds(limit_s, POLL_S, ends_on_signal=True):
             if free := self._take_free():
                 return free
-            if number < _COLLECTIONS:
+            if collections < _COLLECTIONS:
                 # Perhaps only garbage uses it: copies with methods, or frames of an error. The next
                 # collection frees what a finalizer has used meanwhile.
                 gc.collect()
+                collections += 1
                 continue
-            self.waited += number == _COLLECTIONS
+            self.waited += collections == _COLLECTIONS
+            collections += 1
             time.sleep(pause_s)
         if free := self._take_free():
             return free
