@@ -99,21 +99,22 @@ Status GlobalCalls::call() {
   RETURN_IF_ERROR(stack_->need(2));
   const Value args = stack_->pop();
   const Value called = stack_->pop();
-  if (args.kind == Kind::kMember && called.kind == Kind::kGlobal &&
-      globals_[called.global].how == Global::How::kMember) {
-    return stack_->push(Kind::kPlain, PyRef::share(args.object.get()).release());
+  if (args.kind != Kind::kTuple && args.kind != Kind::kMember) {
+    return broken("the arguments of a call are no tuple");
   }
-  if (args.kind != Kind::kTuple) return broken("the arguments of a call are no tuple");
   if (called.kind != Kind::kGlobal || globals_[called.global].how == Global::How::kRecord) {
     return refused("a call of something that is no function");
   }
   const Global& global = globals_[called.global];
+  const auto bad_call = [&] { return broken(global.name + " has invalid arguments"); };
+  if ((global.how == Global::How::kMember) != (args.kind == Kind::kMember)) return bad_call();
+  if (global.how == Global::How::kMember) {
+    return stack_->push(Kind::kPlain, PyRef::share(args.object.get()).release());
+  }
   const Py_ssize_t count = PyTuple_GET_SIZE(args.object.get());
   PyObject* const* items = reinterpret_cast<PyTupleObject*>(args.object.get())->ob_item;
   const bool all_texts = std::all_of(
       items, items + count, [](PyObject* item) { return PyUnicode_CheckExact(item) != 0; });
-  const auto bad_call = [&] { return broken(global.name + " has invalid arguments"); };
-  if (global.how == Global::How::kMember) return bad_call();
   if (global.how == Global::How::kText) {
     if (!all_texts) return bad_call();
     uint64_t weight = args.weight;  // A path has a part for each slash.

@@ -14,7 +14,7 @@ from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import metadata_prefixes
-from torch_ckpt.ladder.step_files import check_same_run, listed_steps, run_of_local
+from torch_ckpt.ladder.step_files import listed_steps, same_run_of_local
 
 if TYPE_CHECKING:
     from torch_ckpt.ladder.step_directories import StepDirectories
@@ -44,9 +44,7 @@ def _gc(options: argparse.Namespace) -> int:
     if not listed_steps(run):
         raise no_checkpoint(run)
     disk, before = StepDirectories(run), set(run.names())
-    promoted_to, _ = run_of_local(run)
-    if promoted_to is not None:
-        check_same_run(run, promoted_to)
+    promoted_to = same_run_of_local(run)
     with warnings.catch_warnings(record=True) as problems:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)

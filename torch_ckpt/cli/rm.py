@@ -15,7 +15,7 @@ from torch_ckpt.ladder.removal import (
     steps_after,
     steps_in_memory,
 )
-from torch_ckpt.ladder.step_files import check_same_run, listed_steps, run_of_local, what_is_missing
+from torch_ckpt.ladder.step_files import listed_steps, same_run_of_local, what_is_missing
 from torch_ckpt.storage.progress import is_terminal
 from torch_ckpt.storage.verify import check_whole
 
@@ -49,9 +49,7 @@ def _rm(options: argparse.Namespace) -> int:
     run = options.run.resolved()
     if not listed_steps(run):
         raise no_checkpoint(run)
-    promoted_to, _ = run_of_local(run)
-    if promoted_to is not None:
-        check_same_run(run, promoted_to)
+    promoted_to = same_run_of_local(run)
     # The local directory last: otherwise its steps would be promoted again.
     directories = [run] if promoted_to is None else [promoted_to, run]
     alone = options.step is not None

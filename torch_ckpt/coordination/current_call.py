@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from torch_ckpt.coordination.group import Call
-
-__all__ = ["CURRENT", "claim_commit", "current_call", "setting"]
+__all__ = ["CURRENT", "RunningCall", "claim_commit", "current_call", "setting"]
 
 T = TypeVar("T")
 
-CURRENT: ContextVar[Call | None] = ContextVar("torch_ckpt_call", default=None)
+
+class RunningCall(Protocol):
+    """What the functions of a call may ask it; see :class:`torch_ckpt.coordination.group.Call`."""
+
+    group: Any
+    timeout_s: float
+
+    @property
+    def is_uncommitted(self) -> bool:
+        """Whether the call has failed, and the coordinator cannot commit any more."""
+
+    @property
+    def cancel_on_failure(self) -> Callable[[Any], None]:
+        """The function that registers a job, which a failure of the call cancels."""
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of the call if it has failed."""
+
+    def claim_commit(self) -> None:
+        """Acquires the right to commit."""
+
+
+CURRENT: ContextVar[RunningCall | None] = ContextVar("torch_ckpt_call", default=None)
 """Set by a call while its functions run."""
 
 
-def current_call() -> Call | None:
+def current_call() -> RunningCall | None:
     """Returns the call that runs in this thread; ``None`` within DCP's own functions."""
     return CURRENT.get()
 

@@ -16,19 +16,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch_ckpt.coordination.group import Group
 
 __all__ = ["Exclusive", "exclusive", "has_ended"]
 
 _POLL_S = 0.01  # Interval at which a wait finds out whether the other use has ended.
 
 M = TypeVar("M", bound=Callable[..., Any])
+
+
+class _Group(Protocol):
+    def method(self, activity: str, timeout_s: float) -> AbstractContextManager[None]: ...
 
 
 def has_ended(frame: FrameType) -> bool:
@@ -105,7 +106,7 @@ class Exclusive:
         return _Use(self, sys._getframe(1), activity, timeout_s)
 
     def use_by_all(
-        self, activity: str, group: Group, timeout_s: float
+        self, activity: str, group: _Group, timeout_s: float
     ) -> AbstractContextManager[None]:
         """Like :meth:`use`, for a block that all ranks of a group enter (``Group.method``)."""
         use = _Use(self, sys._getframe(1), activity, timeout_s)
@@ -113,7 +114,7 @@ class Exclusive:
 
     @contextlib.contextmanager
     def _used_by_all(
-        self, use: _Use, activity: str, group: Group, timeout_s: float
+        self, use: _Use, activity: str, group: _Group, timeout_s: float
     ) -> Iterator[None]:
         self.check(activity)  # A call that is refused has no number.
         with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ from torch_ckpt.errors import UnsupportedError
 __all__ = ["cause_of", "has_password", "refuse_password", "without_secrets"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(\S*)")
-_QUERY = re.compile(r"(?<!<)\?(?!>)[^\s\"')]*")  # Of a signed URL; not the "<?xml" of an answer.
+_QUERY = re.compile(r"(?<!<)\?(?!>)[^\s\"')]*")  # In a signed URL; not the "<?xml" of an answer.
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*\]")
 _PORT = re.compile(r"[0-9]{1,5}")
 

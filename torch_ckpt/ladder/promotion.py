@@ -165,7 +165,7 @@ class OldSteps:
         self._removing = threading.Lock()
 
     def check_ids(self, *disks: StepDirectories) -> None:
-        """Raises CheckpointError if one of the directories is not of this run any more."""
+        """Raises CheckpointError if a directory is not of this run; ties a removed local one."""
         for disk in disks:
             found = id_in_directory(disk.directory)
             if disk is self._local and found in (None, self._run_id):

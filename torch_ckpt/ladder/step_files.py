@@ -46,6 +46,7 @@ __all__ = [
     "refusal",
     "remove_expired_leases",
     "run_of_local",
+    "same_run_of_local",
     "step_number",
     "tie_directories",
     "what_is_missing",
@@ -201,6 +202,14 @@ def run_of_local(local: Location) -> tuple[Location | None, bool]:
         return None, False
     except ValueError as error:
         raise CorruptionError(f"{file} does not name the directory of a run: {error}") from None
+
+
+def same_run_of_local(local: Location) -> Location | None:
+    """Returns as :func:`run_of_local` the directory of the run, which has been checked."""
+    run, _ = run_of_local(local)
+    if run is not None:
+        check_same_run(local, run)
+    return run
 
 
 def check_same_run(local: Location, run: Location) -> None:

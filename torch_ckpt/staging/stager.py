@@ -101,7 +101,7 @@ class SnapshotStager:
         self._nbytes = 0  # Size of the snapshot, wherever it is.
         self._has_warned = False
         self._in_use: set[Staged] = set()
-        # Of C: an interrupt may leave `threading.Condition` locked, before its block has begun.
+        # A lock of C. An interrupt before the block of a `threading.Condition` may leave it locked.
         self._lock = threading.RLock()
         self._copying: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None

@@ -408,7 +408,7 @@ class _LoadByItem:
                 self.planner.commit_tensor(item, target)
             else:
                 remaining.append((item, stored))
-        numbers = itertools.count()  # Of the tensors whose bytes have come.
+        numbers = itertools.count()  # Positions of the tensors whose bytes have come.
         for have_come, tensors in itertools.groupby(late, comes_now):
             if not have_come:
                 self._load_in_turn(list(tensors), None)
