@@ -1,8 +1,8 @@
 """Builds the native modules: CMake compiles them, and setuptools puts them into the package.
 
 Needs CMake, Ninja, a C++20 compiler, libdeflate and the headers of xxhash and pybind11, which torch
-has as well. liburing and CUDA's nvcc are used where they are found; ``TORCH_CKPT_CUDA=0`` builds
-without CUDA. torch is not needed: one build serves all its versions.
+has as well. liburing, libzstd and CUDA's nvcc are used where they are found; ``TORCH_CKPT_CUDA=0``
+builds without CUDA. torch is not needed: one build serves all its versions.
 """
 
 import os

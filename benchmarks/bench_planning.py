@@ -35,6 +35,7 @@ REPLICAS = 100_000
 FEW_REPLICAS = 10_000  # Of which stock DCP takes its turns; of more it plans once.
 REPLICA_RANKS = 8
 SMALL = 10_000
+MANY = 100_000
 CACHED = 10_000
 
 Found = dict[str, Any]
@@ -215,6 +216,32 @@ def _small(options: Options) -> list[Bar]:
     return bars
 
 
+def _many(options: Options) -> list[Bar]:
+    tensors = options.scaled(MANY)
+    with tempfile.TemporaryDirectory(prefix="bench-planning-", dir=options.directory) as folder:
+        times = _measure("many", directory=folder, tensors=tensors, rounds=options.rounds)
+    parts = ("list", "plan", "write", "commit", "all")
+    rows = [["save", *parts]]
+    for save in ("first", "later"):
+        of_parts = [times[f"{save} {part}"] for part in parts]
+        rows.append([save, *(_spread(seconds, 1e6 / tensors) for seconds in of_parts)])
+    _title(
+        f"torch_ckpt.save of {tensors:,} tensors of 64 bytes in one process: CPU us a tensor.\n"
+        "A later save finds its plan in the cache"
+    )
+    print_table(rows)
+    return [
+        Bar(
+            f"{tensors:,} tensors, {save} save: listing and planning",
+            min(map(sum, zip(times[f"{save} list"], times[f"{save} plan"], strict=True)))
+            * (1e6 / tensors),
+            2,
+            "us a tensor",
+        )
+        for save in ("first", "later")
+    ]
+
+
 def _cached(options: Options) -> list[Bar]:
     tensors, bars = options.scaled(CACHED), []
     rows = [
@@ -297,6 +324,7 @@ WORKLOADS: dict[str, Callable[[Options], list[Bar]]] = {
     "coordinator": _coordinators,
     "replicas": _replicas,
     "small": _small,
+    "many": _many,
     "cached": _cached,
     "million": _million,
 }

@@ -3,8 +3,8 @@
 Two ranks save `--gib` in turns with and without the record, in `--rounds` rounds. Such saves differ
 by more than the record costs, which does not depend on their bytes. So the ranks also save a few
 kilobytes in turns, many times, and the median of the differences is what the record costs.
-`--ranks` simulated ranks then report the phases of one save to one recorder. Prints the machine,
-and takes two minutes:
+`--ranks` simulated ranks then report the phases of one save to one recorder. `torch-ckpt report`
+reads a record of 44 MB. Prints the machine, and takes two minutes:
 
     python benchmarks/bench_record.py --dir /data --json result.json
 """
@@ -15,6 +15,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,12 +30,13 @@ from machine import GIB, MIB, describe, remove_tree, sync_tree
 
 from torch_ckpt import Run
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.records.event_log import EventLog
+from torch_ckpt.records.event_log import EVENTS, EventLog
 from torch_ckpt.records.record import Heard, Recorder, note
 
 RANKS = 2
 PHASES = ("begin", "stage", "plan", "write", "commit")
 DETAILS = {"bytes": 1 << 30, "requests": 256, "waited": 0.123456, "mode": "direct"}
+REPORTED_NBYTES = 44_000_000
 
 
 def save_in_turns(rank: int, folder: str, nbytes: int, rounds: int) -> None:
@@ -105,16 +108,31 @@ class SimulatedCall:
         return None
 
 
-def at_scale(folder: Path, ranks: int) -> tuple[int, float]:
-    """Returns the bytes of the record of one save of many ranks, and the time to write it."""
+def at_scale(folder: Path, ranks: int, step: int = 100) -> tuple[str, float]:
+    """Returns the record of one save of many ranks, and the time to write it."""
     log = EventLog(Location(folder))
-    record = Recorder(0, log).record("save", 100)
+    record = Recorder(0, log).record("save", step)
     record.joined(SimulatedCall(ranks))
     begin = time.thread_time()
     lines = record.recorder.lines(record)
     seconds = time.thread_time() - begin
     log.close()
-    return len(lines), seconds
+    return lines, seconds
+
+
+def report_seconds(folder: Path, nbytes: int) -> list[float]:
+    """Returns how long `torch-ckpt report` takes for a record of saves of 256 ranks."""
+    folder.mkdir()
+    with open(folder / EVENTS, "w") as record:
+        while record.tell() < nbytes:
+            record.write(at_scale(folder, 256, record.tell())[0])
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        command = [sys.executable, "-m", "torch_ckpt", "report", str(folder)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
 
 
 def main() -> None:
@@ -140,7 +158,9 @@ def main() -> None:
             times.append(json.loads((folder / name / "times.json").read_text()))
         ((recorded, plain), (steps, plain_steps)), (small, _) = times
         own_s = own_seconds(folder)
-        nbytes, seconds = at_scale(folder, options.ranks)
+        lines, seconds = at_scale(folder, options.ranks)
+        nbytes = len(lines)
+        reports = report_seconds(folder / "reported", REPORTED_NBYTES)
     finally:
         remove_tree(folder)
     for name, times in (("recorded", recorded), ("without a record", plain)):
@@ -156,11 +176,16 @@ def main() -> None:
     print(f"difference: {1e3 * more_s:.2f} ms (quartiles {1e3 * low:.2f} and {1e3 * high:.2f})")
     print(f"the record's own time in a save: {1e6 * own_s:.0f} us")
     print(f"{options.ranks} ranks: {nbytes / MIB:.1f} MiB, {seconds:.2f} CPU s to merge")
+    print(
+        f"report of a record of {REPORTED_NBYTES / 1e6:.0f} MB: {min(reports):.2f} / "
+        f"{statistics.median(reports):.2f} s (min / median)"
+    )
     more_ms = 1e3 * (statistics.median(steps) - statistics.median(plain_steps))
     bars = [
         Bar("cost of the record / save", max(more_s, own_s) / statistics.median(plain), 0.01, "x"),
         Bar("training step, more", max(more_ms, 0.0), 0.2, "ms"),
         Bar(f"record of a save of {options.ranks} ranks", nbytes / 1e6, 20.0, "MB"),
+        Bar("report of a long record", min(reports), 1.0, "s"),
     ]
     samples: list[Any] = [
         {"recorded": recorded, "plain": plain, "small": small, "own_s": own_s, "nbytes": nbytes}

@@ -14,8 +14,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,6 +31,7 @@ State = dict[str, torch.Tensor]
 
 OURS = "torch-ckpt"
 OURS_UNVERIFIED = "torch-ckpt-unverified"  # The same, without checking what it reads.
+OURS_OF_SAFETENSORS = "torch-ckpt-of-safetensors"  # A file that safetensors wrote.
 
 
 @dataclass
@@ -150,10 +152,20 @@ class TorchSaveContender(Contender):
 
 
 class SafetensorsContender(Contender):
-    """`safetensors.torch.save_file`; `safe_open` plus a copy, one tensor at a time."""
+    """`safetensors.torch.save_file`; then several loaders read its file.
+
+    `safe_open` and `fastsafe_open` (without GPUDirect) give tensors, which are copied one at a
+    time. `FastReader` loads into those of the state dict.
+    """
 
     name = "safetensors"
-    loaders = ("safetensors",)
+    loaders: tuple[str, ...] = ("safetensors",)
+
+    def __init__(self) -> None:
+        if _is_built():
+            self.loaders += (OURS_OF_SAFETENSORS,)
+        if find_spec("fastsafetensors"):
+            self.loaders += ("fastsafetensors",)
 
     def save(self, state: State, directory: Path, *, share: Share | None = None) -> None:
         """Saves as one file."""
@@ -170,12 +182,22 @@ class SafetensorsContender(Contender):
         share: Share | None = None,
         planner: LoadPlanner | None = None,
     ) -> None:
-        """Maps the file and copies from it."""
-        from safetensors import safe_open
-
-        with safe_open(directory / "state.safetensors", framework="pt") as file:
+        """Loads the file as `loader` does."""
+        if loader == OURS_OF_SAFETENSORS:
+            _ours().load(OURS, state, directory)
+            return
+        with self._open(loader, directory / "state.safetensors") as file:
             for name, tensor in state.items():
                 tensor.copy_(file.get_tensor(name))
+
+    def _open(self, loader: str, path: Path) -> Any:
+        if loader == "fastsafetensors":
+            from fastsafetensors import SingleGroup, fastsafe_open
+
+            return fastsafe_open(str(path), pg=SingleGroup(), device="cpu", nogds=True)
+        from safetensors import safe_open
+
+        return safe_open(path, framework="pt")
 
 
 def _stock(name: str, loaders: tuple[str, ...], *, threads: int, sync: bool) -> DcpContender:
@@ -185,9 +207,20 @@ def _stock(name: str, loaders: tuple[str, ...], *, threads: int, sync: bool) -> 
     return DcpContender(name, loaders, make_writer, lambda path, _: FileSystemReader(path))
 
 
-def _ours() -> Contender:
+def _is_built() -> bool:
     # An installed package wins; the source tree serves where the native module was built in place.
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    root = str(Path(__file__).resolve().parent.parent)
+    if root not in sys.path:
+        sys.path.append(root)
+    try:
+        import torch_ckpt  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _ours() -> Contender:
+    _is_built()
     try:
         from torch_ckpt import FastReader, FastWriter
     except ImportError as error:

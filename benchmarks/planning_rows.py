@@ -108,6 +108,7 @@ def _fast_plans(fqns: list[str], ranks: int) -> Callable[[int], Any]:
     from torch_ckpt._core import _native
     from torch_ckpt.planning.item_views import ColumnItems, PlannedPaths
     from torch_ckpt.planning.plan_cache import digest_of
+    from torch_ckpt.planning.replica_check import DIGEST_NBYTES
 
     paths = _native.encode_paths({fqn: tuple(fqn.split(".")) for fqn in fqns})
 
@@ -120,7 +121,8 @@ def _fast_plans(fqns: list[str], ranks: int) -> Callable[[int], Any]:
             box = of_rows[number % 5]
             table.add_tensor(fqn, "bfloat16", 2, "contiguous_format", True, False, *box)
         encoded = table.encode()
-        items: Any = ColumnItems(encoded, paths, digest_of(encoded, paths))
+        values = os.urandom(DIGEST_NBYTES * len(fqns))  # Ranks compare replicas by default.
+        items: Any = ColumnItems(encoded, paths, digest_of(encoded, paths), values=values)
         return SavePlan(items, planner_data=PlannedPaths([paths]))
 
     return plan_of
@@ -262,6 +264,51 @@ def small(directory: str, tensors: int, rounds: int) -> dict[str, list[float]]:
     return times
 
 
+# Very many tensors in one process --------------------------------------------------------------
+
+
+def many(directory: str, tensors: int, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of the parts of `torch_ckpt.save` of tensors of 64 bytes, and of all of it."""
+    import torch
+
+    import torch_ckpt
+    from torch_ckpt import FastSavePlanner, FastWriter
+    from torch_ckpt.planning.plan_cache import plan_cache
+
+    state = {_fqn(number): torch.full((16,), float(number)) for number in range(tensors)}
+    times: dict[str, list[float]] = {}
+    methods = {
+        "list": (FastSavePlanner, ("set_up_planner", "create_local_plan")),
+        "plan": (FastSavePlanner, ("create_global_plan", "finish_plan")),
+        "write": (FastWriter, ("write_data",)),
+        "commit": (FastWriter, ("finish",)),
+    }
+    for _ in range(rounds):
+        plan_cache().forget()
+        for number in ("first", "later"):
+            path, clock = tempfile.mkdtemp(prefix="many-", dir=directory), Clock()
+            with contextlib.ExitStack() as stack:
+                for part, (kind, names) in methods.items():
+                    for name in names:
+                        method = _timed(clock, part, getattr(kind, name))
+                        stack.enter_context(mock.patch.object(kind, name, method))
+                with clock("all"):
+                    torch_ckpt.save(state, checkpoint_id=path)
+            shutil.rmtree(path)
+            for part, seconds in clock.seconds.items():
+                times.setdefault(f"{number} {part}", []).append(seconds)
+    return times
+
+
+def _timed(clock: Clock, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)  # DCP looks at its parameters.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with clock(name):
+            return method(*args, **kwargs)
+
+    return call
+
+
 # Saves that were planned before ----------------------------------------------------------------
 
 
@@ -307,14 +354,6 @@ def _save_again(
             self.sent_nbytes = len(pickle.dumps(plan))
             return plan
 
-    def timed(clock: Clock, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)  # DCP looks at its parameters.
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with clock(name):
-                return method(*args, **kwargs)
-
-        return call
-
     found = []
     for _ in range(rounds + 1):
         planner, clock = FastSavePlanner(), Clock()
@@ -327,7 +366,7 @@ def _save_again(
                 "create_global_plan",
                 "finish_plan",
             ):
-                method = timed(clock, name, getattr(FastSavePlanner, name))
+                method = _timed(clock, name, getattr(FastSavePlanner, name))
                 stack.enter_context(mock.patch.object(FastSavePlanner, name, method))
             torch_ckpt.save({"state": state}, storage_writer=writer, planner=planner)
         cache = planner.plan_cache

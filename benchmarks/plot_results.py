@@ -25,6 +25,7 @@ from contenders import OURS, STOCK_DEFAULT
 from load_contenders import OURS as LOAD_OURS
 from load_contenders import STOCK as LOAD_STOCK
 from load_turns import THROTTLED
+from report import round_pairs
 from workloads import COLD, SAVE, WARM
 
 matplotlib.use("Agg")
@@ -35,12 +36,7 @@ Rows = Iterator[tuple[str, list[float]]]
 
 def ratios(samples: list[dict[str, Any]], ours: str, stock: str, seconds: Any) -> list[float]:
     """Stock's seconds over ours, of each round that has both."""
-    by_round: dict[int, dict[str, float]] = {}
-    for sample in samples:
-        if sample["contender"] not in (ours, stock):
-            continue
-        by_round.setdefault(sample["round"], {})[sample["contender"]] = seconds(sample)
-    return [one[stock] / one[ours] for one in by_round.values() if {ours, stock} <= one.keys()]
+    return [other / mine for mine, other in round_pairs(samples, ours, stock, seconds)]
 
 
 def checkpoint_rows(samples: list[dict[str, Any]]) -> Rows:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from contenders import (
     MMAP_LOADER,
     OURS,
+    OURS_OF_SAFETENSORS,
     OURS_UNVERIFIED,
     STOCK_DEFAULT,
     STOCK_LOADERS,
@@ -17,6 +18,8 @@ from contenders import (
 )
 from machine import MIB
 from workloads import ALL_SLICES, COLD, FIO, SAVE, SMALL_COUNT, WARM, Sample
+
+Pairs = list[tuple[float, float]]  # Seconds of a round: ours, the other contender's.
 
 BUFFER_BUDGET_MIB = 64
 RSS_SLACK_MIB = 32
@@ -55,6 +58,17 @@ def _cpu_ratio(samples: Sequence[Sample], workload: str, phase: str, other: str)
     mine = {s.round: s.usage.cpu_s for s in _select(samples, workload, phase, OURS)}
     theirs = {s.round: s.usage.cpu_s for s in _select(samples, workload, phase, other)}
     return _median(theirs[r] / mine[r] for r in mine.keys() & theirs.keys())
+
+
+def round_pairs(
+    samples: Iterable[dict[str, Any]], ours: str, other: str, seconds: Callable[[Any], float]
+) -> Pairs:
+    """Seconds of both contenders in each round that has both, of samples from a result file."""
+    rounds: dict[int, dict[str, float]] = {}
+    for sample in samples:
+        if sample["contender"] in (ours, other):
+            rounds.setdefault(sample["round"], {})[sample["contender"]] = seconds(sample)
+    return [(one[ours], one[other]) for one in rounds.values() if {ours, other} <= one.keys()]
 
 
 # Tables ----------------------------------------------------------------------------------------
@@ -221,6 +235,11 @@ def _large_bars(samples: Sequence[Sample]) -> list[Bar]:
     saved, loaded = percent_of_fio(SAVE), percent_of_fio(COLD)
     cpu_s = _median(s.usage.cpu_s for s in _select(samples, "large-bf16", SAVE, OURS))
     mmap = ratio(samples, "large-bf16", COLD, MMAP_LOADER)
+    safetensors = [
+        ratio(samples, "large-bf16", WARM, name, ours=OURS_OF_SAFETENSORS)
+        for name in ("safetensors", "fastsafetensors")
+    ]
+    of_best = min((value for value in safetensors if value is not None), default=None)
     return [
         Bar("durable save, of fio's O_DIRECT write rate", saved, 90, "at least", "%"),
         *_stock_bars(samples, SAVE, 3),
@@ -229,6 +248,9 @@ def _large_bars(samples: Sequence[Sample]) -> list[Bar]:
         *_stock_bars(samples, COLD, 2),
         Bar(f"cold load, times as fast as {MMAP_LOADER} plus copy", mmap, 1, "more than", "x"),
         *_stock_bars(samples, WARM, 3),
+        Bar(
+            "warm load of a safetensors file, times as fast as others", of_best, 1, "at least", "x"
+        ),
         Bar("cold load, time that verifying adds", percent_for_verifying(COLD), 5, "at most", "%"),
         Bar("warm load, time that verifying adds", percent_for_verifying(WARM), 5, "at most", "%"),
     ]

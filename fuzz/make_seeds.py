@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
-from torch_ckpt._core import _native
+from torch_ckpt._core import _native, _tensor_view
 
 SEEDS = Path(__file__).parent / "seeds"
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
@@ -83,6 +83,27 @@ def make_index_seeds() -> None:
         )
         for sealed in (0, 1):
             write("index_fuzzer", f"{name}_{sealed}", bytes([sealed]) + index)
+
+
+def make_block_seeds() -> None:
+    """Encoded blocks of each unit, and pairs of versions; the target describes the bytes before."""
+    for shift, dtype in enumerate((torch.uint8, torch.int16, torch.int32, torch.int64)):
+        base = torch.arange(600, dtype=torch.int64).to(dtype)
+        for name, every in (("few", 290), ("some", 11), ("all", 1)):
+            result = base.clone()
+            result[::every] ^= 3
+            snapshot, digests = base.clone(), bytearray(8)
+            views = [_tensor_view.view(tensor, "", True) for tensor in (snapshot, result)]
+            how = 0, 1, digests, 1, _native.DifferenceMemory()
+            encoded, _ = _native.take_difference(*views, *how).encode()
+            head = bytes([shift]) + struct.pack("<H", len(base) - 1)
+            write("encoded_block_fuzzer", f"{name}_{base.itemsize}", head + encoded)
+            pair = base[:64].numpy().tobytes() + result[:64].numpy().tobytes()
+            write(
+                "encoded_block_fuzzer",
+                f"{name}_{base.itemsize}_pair",
+                bytes([4 | shift, 0, 0]) + pair,
+            )
 
 
 def varint(value: int) -> bytes:
@@ -173,6 +194,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     make_zip_seeds()
     make_index_seeds()
+    make_block_seeds()
     make_plan_seeds()
     make_pickle_seeds()
     make_save_load_seeds()

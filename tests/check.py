@@ -1,15 +1,15 @@
-"""The one entry to all checks: ``check.py [fast|frameworks|full|gpu|fuzz|wheel|site]``.
+"""The one entry to all checks: ``check.py [fast|cpp|frameworks|full|gpu|fuzz|wheel|site]``.
 
 ``fast`` (the default) checks format, lint, types and the arrows between directories, and runs the
-C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``frameworks``
-installs the frameworks, and runs the tests that need them. ``full`` is both, adds
-clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, runs
-every case of the Python tests, runs those of a commit with other versions of torch, and puts past
-faults back, which the tests have to find. ``--changed [REF]`` checks what differs from a commit:
-its style, types, and the tests that it can affect, in about two minutes. ``fuzz`` runs each fuzz
-target under libFuzzer for ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA
-device. ``wheel`` builds the wheel and the sdist, and tries them. ``site`` builds the site of the
-documents in ``build/site``, and fails on a broken link.
+C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``cpp`` runs
+only the C++ tests and the seeds. ``frameworks`` installs the frameworks, and runs the tests that
+need them. ``full`` is all of these, adds clang-tidy, the C++ tests under ASan with UBSan, under
+TSan, and built without liburing, runs every case of the Python tests, runs those of a commit with
+other versions of torch, and puts past faults back, which the tests have to find. ``--changed
+[REF]`` checks what differs from a commit: its style, types, and the tests that it can affect, in
+about two minutes. ``fuzz`` runs each fuzz target under libFuzzer for ``--seconds``, which needs
+clang. ``gpu`` runs the tests that need a CUDA device. ``wheel`` builds the wheel and the sdist, and
+tries them. ``site`` builds the site of the documents in ``build/site``, and fails on a broken link.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -44,10 +45,15 @@ VERL = [
     *("verl==0.9.1", "tensordict==0.10.0", "ray", "omegaconf", "antlr4-python3-runtime==4.9.3"),
     *("datasets", "pyarrow", "pandas", "pytz", "dill", "multiprocess", "xxhash", "codetiming"),
     *("cloudpickle", "orjson", "pyvers", "jsonschema", "jsonschema-specifications", "referencing"),
-    *("rpds-py", "requests", "charset-normalizer", "certifi", "protobuf"),
+    *("rpds-py", "requests", "charset-normalizer", "certifi", "protobuf", "urllib3", "idna"),
+    *("uvicorn", "fastapi", "starlette", "cachetools"),  # What its engines and trainers import.
 ]
 # The oldest torch that README promises, and the newest. The checks of a commit run with torch 2.13.
 OTHER_TORCHES = ["2.11.0", "2.14.1"]
+# Each source of C++ is compiled by itself, with its own includes.
+EACH_APART = ["-DTORCH_CKPT_UNITY=OFF", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON"]
+# Niceness of what runs beside the Python tests, which often wait: it takes the time that is left.
+LAST = 19
 PYTHON_DIRECTORIES = ["torch_ckpt", "tests", "benchmarks", "examples", "fuzz", "setup.py", "docs"]
 
 
@@ -65,19 +71,36 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
 
 @contextlib.contextmanager
 def beside(*command: str) -> Iterator[None]:
-    """Runs a command while others run, and shows its output then; ends the check if it fails."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            yield
-            status = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-        output.seek(0)
-        print(f"==> {' '.join(command)}", output.read(), sep="\n", end="", flush=True)
-    if status:
-        sys.exit(f"failed ({status}): {command[0]}")
+    """Runs a command while others run, and shows its output when it ends.
+
+    If the command fails, the check fails after the others have ended. If another one fails, the
+    command is killed.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+    def show() -> None:
+        output, _ = process.communicate()
+        print(f"\n==> {' '.join(command)}", output, sep="\n", end="", flush=True)
+
+    shown = threading.Thread(target=show)
+    shown.start()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        shown.join()
+    if process.returncode:
+        sys.exit(f"failed ({process.returncode}): {' '.join(command)}")
 
 
 def tool(name: str) -> str:
@@ -128,11 +151,11 @@ def check_changed(ref: str) -> None:
         print(f"{len(left_out)} files that it can affect as well were left out: {names}")
 
 
-def build_cpp(name: str, *options: str, target: str = "all") -> Path:
+def build_cpp(name: str, *options: str, target: str = "all", niceness: int = 0) -> Path:
     """Configures and builds the core and its tests in a folder of their own."""
     folder = BUILD / name
     run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *options)
-    run("cmake", "--build", folder, "--target", target)
+    run("nice", "-n", str(niceness), "cmake", "--build", folder, "--target", target)
     return folder
 
 
@@ -148,10 +171,10 @@ def fuzz_targets(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "fuzz").glob("*_fuzzer") if path.is_file())
 
 
-def build_all() -> Path:
-    """Builds the C++ tests, fuzz targets and benchmarks, and what tests of power cuts need."""
-    options = ("-DTORCH_CKPT_FUZZ=ON", "-DTORCH_CKPT_BENCHMARKS=ON")
-    return build_cpp("cpp", *python_options(), *options)
+def build_all(*, target: str = "all", niceness: int = 0, benchmarks: bool = False) -> Path:
+    """Builds the C++ tests and fuzz targets, and what tests of power cuts need."""
+    options = ("-DTORCH_CKPT_FUZZ=ON", f"-DTORCH_CKPT_BENCHMARKS={'ON' if benchmarks else 'OFF'}")
+    return build_cpp("cpp", *python_options(), *options, target=target, niceness=niceness)
 
 
 def test_cpp(folder: Path, runs: int) -> None:
@@ -199,16 +222,15 @@ def test_cpp_sanitized() -> None:
 
 
 def test_cpp_plain() -> None:
-    """The C++ tests without liburing; each source is compiled by itself, with its own includes."""
-    apart = ["-DTORCH_CKPT_UNITY=OFF", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON"]
-    folder = build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF", *apart)
+    """The C++ tests without liburing and libzstd; each source is compiled by itself."""
+    folder = build_cpp("no-uring", "-DTORCH_CKPT_URING=OFF", "-DTORCH_CKPT_ZSTD=OFF", *EACH_APART)
     run(folder / "torch_ckpt_tests", "--gtest_brief=1")
 
 
 def check_clang_tidy() -> None:
     """clang-tidy over the core; its checks are in .clang-tidy."""
     folder = BUILD / "tidy"  # Only configured: clang does not read what GCC has precompiled.
-    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON")
+    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *EACH_APART)
     sources = [p for p in (ROOT / "csrc").rglob("*.cc") if p.parent.name != "bindings"]
     run(tool("clang-tidy"), "--quiet", "-p", folder, *sorted(sources))
 
@@ -237,7 +259,8 @@ def run_pytest(
         tree: The checkout whose tests run.
     """
     by = ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")  # The longest first.
-    shown = ("-q", "-ra", "--durations=30")
+    # A run in which so many tests fail ends, and says why, before its caller ends it.
+    shown = ("-q", "-ra", "--durations=30", "--maxfail=20")
     # Each process that imports a module compiles it, where the environment forbids to keep that.
     env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     run(python, "-m", "pytest", *shown, *by, *arguments, cwd=tree, **env)
@@ -311,7 +334,7 @@ def check_site() -> None:
 def main() -> None:
     """Runs the checks that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    choices = ["fast", "frameworks", "full", "gpu", "fuzz", "wheel", "site"]
+    choices = ["fast", "cpp", "frameworks", "full", "gpu", "fuzz", "wheel", "site"]
     parser.add_argument("what", nargs="?", choices=choices, default="fast")
     parser.add_argument("--seconds", type=int, default=600, help="of each fuzz target")
     parser.add_argument("--changed", nargs="?", const="", metavar="REF", help="what differs alone")
@@ -322,6 +345,9 @@ def main() -> None:
     what = arguments.what
     if what == "fuzz":
         fuzz(arguments.seconds)
+        return
+    if what == "cpp":
+        test_cpp(build_all(niceness=LAST), 2_000)
         return
     if what == "gpu":
         test_gpu()
@@ -340,10 +366,10 @@ def main() -> None:
     full = what == "full"
     os.environ["CHECK_BEGAN"] = str(time.time())
     check_style()
-    with beside(sys.executable, "-m", "mypy"):  # It uses one core.
-        folder = build_all()
-    test_cpp(folder, 20_000 if full else 2_000)
     if full:
+        with beside(sys.executable, "-m", "mypy"):  # It uses one core.
+            folder = build_all(benchmarks=True)
+        test_cpp(folder, 20_000)
         os.environ.setdefault("TEST_SEED", "random")  # Other cases than those of every other run.
         check_clang_tidy()
         test_cpp_sanitized()
@@ -358,7 +384,12 @@ def main() -> None:
             test_with_torch(version)
         run(sys.executable, "tests/mutations.py")
     else:
-        run_pytest("-m", "small or not framework", workers=3)
+        build_all(target="recorder")  # For the Python tests.
+        with (
+            beside("nice", "-n", str(LAST), sys.executable, "-m", "mypy"),
+            beside(sys.executable, __file__, "cpp"),
+        ):
+            run_pytest("-m", "small or not framework", workers=3)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import pytest
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
 from forks import TEST_FOLDERS
 
 sys.path.extend(map(str, TEST_FOLDERS))
@@ -144,6 +145,13 @@ def seed(request: pytest.FixtureRequest) -> int:
     found = random.SystemRandom().randrange(2**32) if asked == "random" else int(asked or own)
     print(f"TEST_SEED={found}  # repeats {request.node.nodeid}")
     return found
+
+
+@pytest.fixture(autouse=True)
+def seeded(seed: int) -> None:
+    """What a test draws without a generator depends on its seed, not on the tests before it."""
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture

@@ -26,19 +26,24 @@ from torch_ckpt.known_frameworks import FRAMEWORKS
 ROOT = Path(__file__).resolve().parents[1]
 
 # Which directories of csrc/ a directory may include, itself aside.
-LEAVES = {"base", "geometry", "format", "io", "device"}
+LEAVES = {"base", "geometry", "format", "io", "device", "codec"}
 DIRECTORIES = {
     "base": set(),
     "geometry": {"base"},
     "format": {"base"},
     "io": {"base"},
     "device": {"base"},
+    "codec": {"base"},
     "plan": {"base", "geometry"},
     "engine": {*LEAVES, "plan"},
     "engine/save": {*LEAVES, "plan", "engine"},
     "engine/exchange": {*LEAVES, "plan", "engine"},
     "engine/load": {*LEAVES, "plan", "engine", "engine/exchange"},
-    "bindings": {*LEAVES, "plan", "engine", "engine/save", "engine/exchange", "engine/load"},
+    "engine/publish": {*LEAVES, "engine"},
+    "bindings": {
+        *(*LEAVES, "plan", "engine"),
+        *("engine/save", "engine/exchange", "engine/load", "engine/publish"),
+    },
 }
 
 # Packages of torch_ckpt from the ground up: each imports only from rows above its own.
@@ -57,6 +62,7 @@ PACKAGES = [
     {"agent", "conversion"},
     {"ladder"},
     {"runs"},
+    {"publishing"},
     {"integrations"},
     {"cli", "frameworks"},
     {"__init__", "__main__"},
@@ -75,6 +81,7 @@ WITHOUT_FILES = (
     "storage",
     "ladder",
     "runs",
+    "publishing",
     "coordination",
     "records",
     "conversion",
@@ -229,10 +236,10 @@ def lines_of(path: Path) -> tuple[int, int]:
 
 def core_breaches() -> Iterator[str]:
     """A core that is too large, and a table of its size that is not true."""
-    found = {"the core": [0, 0], "frameworks": [0, 0]}
+    found = {"the core": [0, 0], "publishing": [0, 0], "frameworks": [0, 0]}
     for path in (ROOT / "torch_ckpt").rglob("*.py"):
-        is_core = "frameworks" not in path.relative_to(ROOT / "torch_ckpt").parts
-        sizes = found["the core" if is_core else "frameworks"]
+        package = path.relative_to(ROOT / "torch_ckpt").parts[0]
+        sizes = found[package if package in found else "the core"]
         sizes[:] = map(sum, zip(sizes, lines_of(path), strict=True))
     if found["the core"][0] > MAX_CORE_LINES:
         yield f"torch_ckpt: the core has more than {MAX_CORE_LINES:,} lines of code"
@@ -241,7 +248,10 @@ def core_breaches() -> Iterator[str]:
         row = re.search(rf"^\| {name} \| ([\d,]+) \| ([\d,]+) \|$", page, re.M)
         stated = [] if row is None else [int(number.replace(",", "")) for number in row.groups()]
         if not stated or any(abs(a - b) > b / 50 for a, b in zip(stated, sizes, strict=True)):
-            yield f"ARCHITECTURE.md: {name} has {sizes[0]:,} lines of code of {sizes[1]:,}"
+            yield (
+                f"ARCHITECTURE.md: {name} has {sizes[0]:,} lines of code of {sizes[1]:,}; "
+                f"its table states {' of '.join(f'{number:,}' for number in stated) or 'nothing'}"
+            )
 
 
 def file_breaches() -> Iterator[str]:

@@ -98,9 +98,11 @@ def try_wheel(wheel: Path, torch: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         python = f"{folder}/venv/bin/python"
         _run(sys.executable, "-m", "venv", f"{folder}/venv")
-        _run(python, "-m", "pip", "install", "-q", f"torch=={torch}", "numpy")
+        # With the repository on the path, pip would find the package there and install nothing.
+        install = (python, "-m", "pip", "install", "-q", f"torch=={torch}")
+        _run(*install, "numpy", PYTHONPATH="")
         # pip checks the metadata: it must find that this torch is enough.
-        _run(python, "-m", "pip", "install", "-q", f"torch=={torch}", str(wheel))
+        _run(*install, str(wheel), PYTHONPATH="")
         try_environment(python, folder)
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what wheels are built with, in an image of manylinux: libdeflate, liburing, xxhash, nvcc.
+# Installs what wheels are built with, in an image of manylinux: libdeflate, liburing, libzstd, xxhash,
+# nvcc.
 #
 # cibuildwheel runs it once in each image (pyproject.toml). The libraries are static and
 # position-independent, so that the modules contain them. Sources are pinned by commit.
@@ -28,6 +29,10 @@ cd "$sources/liburing"
 ./configure --prefix="$prefix"
 make -C src ENABLE_SHARED=0 CFLAGS="-O2 -fPIC" install
 cd - >/dev/null
+
+checkout https://github.com/facebook/zstd f8745da6ff1ad1e7bab384bd1f9d742439278e99 # v1.5.7
+make -C "$sources/zstd/lib" install-static install-includes PREFIX="$prefix" \
+  CFLAGS="-O2 -fPIC" ZSTD_LEGACY_SUPPORT=0
 
 checkout https://github.com/Cyan4973/xxHash bbb27a5efb85b92a0486cf361a8635715a53f6ba # v0.8.2
 install -D -m 644 "$sources/xxHash/xxhash.h" "$prefix/include/xxhash.h"

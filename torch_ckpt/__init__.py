@@ -1,6 +1,6 @@
 """torch_ckpt: a fast checkpoint engine behind torch.distributed.checkpoint.
 
-Public names load lazily, so that a program which needs no torch can import the package without it.
+Public names are loaded lazily, so that programs can import the package without importing torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_ckpt.agent.options import AgentOptions
-    from torch_ckpt.api import async_save, load, save
+    from torch_ckpt.api import async_load, async_save, load, save
+    from torch_ckpt.commits.leases import reading
     from torch_ckpt.errors import CheckpointError
     from torch_ckpt.filesystems.location import register
     from torch_ckpt.integrations.fsdp1 import fsdp1_state_dict, load_fsdp1_state_dict
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch_ckpt.planning.load_planner import FastLoadPlanner
     from torch_ckpt.planning.rank_state import RankState
     from torch_ckpt.planning.save_planner import FastSavePlanner
+    from torch_ckpt.publishing.publisher import Publisher
+    from torch_ckpt.publishing.subscriber import Subscriber
     from torch_ckpt.runs.run import Run
     from torch_ckpt.staging.stager import SnapshotStager
     from torch_ckpt.storage.reader import FastReader
@@ -37,16 +40,20 @@ _HOMES = {
     "FastWriter": "storage.writer",
     "FlatShard": "planning.flat_shard",
     "IoOptions": "options",
+    "Publisher": "publishing.publisher",
     "RankState": "planning.rank_state",
     "Run": "runs.run",
     "SafetensorsWriter": "storage.safetensors_writer",
     "SnapshotStager": "staging.stager",
+    "Subscriber": "publishing.subscriber",
+    "async_load": "api",
     "async_save": "api",
     "fsdp1_state_dict": "integrations.fsdp1",
     "install": "integrations.installation",
     "installed": "integrations.installation",
     "load": "api",
     "load_fsdp1_state_dict": "integrations.fsdp1",
+    "reading": "commits.leases",
     "register": "filesystems.location",
     "save": "api",
 }
@@ -60,16 +67,20 @@ __all__ = [
     "FastWriter",
     "FlatShard",
     "IoOptions",
+    "Publisher",
     "RankState",
     "Run",
     "SafetensorsWriter",
     "SnapshotStager",
+    "Subscriber",
+    "async_load",
     "async_save",
     "fsdp1_state_dict",
     "install",
     "installed",
     "load",
     "load_fsdp1_state_dict",
+    "reading",
     "register",
     "save",
 ]

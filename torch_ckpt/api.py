@@ -1,4 +1,4 @@
-"""``save``, ``async_save`` and ``load``: DCP's functions with fast storage and deadlines."""
+"""``save``, ``load``, ``async_save`` and ``async_load``: DCP with fast storage and deadlines."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from torch_ckpt.coordination.waiting import OwnFuture
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import OnBusy
 from torch_ckpt.planning.load_planner import FastLoadPlanner
+from torch_ckpt.planning.load_report import LoadReport
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.records.record import phase
 from torch_ckpt.staging.stager import SnapshotStager
+from torch_ckpt.storage.host_load import LoadFuture, begin_load
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["async_save", "load", "save"]
+__all__ = ["async_load", "async_save", "load", "save"]
 
 _Path = str | os.PathLike[str]
 
@@ -195,8 +197,9 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     trust_pickle: bool = False,
+    strict: bool | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> None:
+) -> LoadReport | None:
     """Loads a state dict in place, like :func:`torch.distributed.checkpoint.load`, with a deadline.
 
     If a rank fails or misses the deadline, the load fails on every rank. All ranks of the group
@@ -213,35 +216,122 @@ def load(
         no_dist: Whether this process loads alone, without the other ranks.
         trust_pickle: Whether to unpickle objects of any class, which can run arbitrary code. See
             :class:`FastReader`.
+        strict: Which differences of names are errors. ``None``: values that the checkpoint lacks;
+            of stored values that no rank requests, a warning is logged. ``True``: both. ``False``:
+            neither; missing values stay unchanged, and only the result lists the names.
         timeout_s: Deadline of each exchange between ranks, in seconds: how long the first rank
             that arrives waits for the last one.
+
+    Returns:
+        The missing and unused names of all ranks, and the cast and resized tensors of this one, as
+        a :class:`LoadReport`. No further exchange is made for it. ``None`` if the planner is not a
+        :class:`FastLoadPlanner`, or the reader is not a :class:`FastReader`.
 
     Raises:
         CheckpointException: A rank raised an error. ``failures`` maps ranks to their errors. The
             class derives from ``BaseException``, not from ``Exception``.
         RankTimeoutError: A rank was late, stuck or dead. Some tensors of ``state_dict`` may
             already be overwritten.
-        ValueError: ``timeout_s`` is not a positive number, or ``trust_pickle`` is passed together
-            with a ``storage_reader``, which has its own ``trust_pickle``.
+        ValueError: ``timeout_s`` is not a positive number, ``trust_pickle`` is passed together
+            with a ``storage_reader``, or ``strict`` with a ``planner``, which have their own.
 
     Example::
 
-        torch_ckpt.load(state, checkpoint_id="run/step-100", timeout_s=600)
+        report = torch_ckpt.load(state, checkpoint_id="run/step-100", strict=False)
+        print(report.missing)
     """
     with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
-        if trust_pickle and storage_reader is not None:
-            text = "trust_pickle has no effect on a storage_reader: pass it to the reader"
-            raise ValueError(text)
-        planner = planner or FastLoadPlanner()
-        reader: Any = storage_reader
-        if reader is None and checkpoint_id:
-            reader = FastReader(checkpoint_id, trust_pickle=trust_pickle)
-        reader = _storage_setup(reader, checkpoint_id, reader=True)
+        if strict is not None and planner is not None:
+            raise ValueError("strict has no effect on a planner: pass it to the planner")
+        _check_strict(strict)
+        planner = planner or FastLoadPlanner(allow_partial_load=strict is False, strict=strict)
+        reader = _reader_for(checkpoint_id, storage_reader, trust_pickle=trust_pickle)
         orchestrate.load(state_dict, reader, planner, call)
+    return planner.report if isinstance(planner, FastLoadPlanner) else None
+
+
+def async_load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: _Path | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    trust_pickle: bool = False,
+    strict: bool | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> LoadFuture:
+    """Loads in the background: :func:`load` in two parts.
+
+    A thread reads into host memory while the program builds its model, or evaluates the former
+    weights. ``result()`` of the future copies the values to the state dict, in which nothing
+    changes before. Values and errors are those of :func:`load`. The thread uses connections of its
+    own, not the process group.
+
+    The host memory has the size of the tensors of this rank that are loaded, beside the buffers of
+    :class:`IoOptions` and loaded objects. It is freed by ``result()`` and ``cancel()``. Tensors on
+    the meta device need no second copy on the CPU.
+
+    All ranks must begin the same loads in the same order, and then call ``result()`` or
+    ``cancel()``, which end the load on all ranks: a rank that fails or cancels fails the others,
+    and one that calls neither is late after ``timeout_s``. Until then, the tensors of the state
+    dict must retain their storages. Their elements may change.
+
+    Args:
+        state_dict: The state dict to load into. ``state_dict()`` of its objects is called at once,
+            and ``load_state_dict()`` by ``result()``.
+        checkpoint_id: Directory of the checkpoint, as a path or URL.
+        storage_reader: Reader to use. Defaults to ``FastReader(checkpoint_id)``. It must not be
+            used for another load before the end of this one.
+        process_group: The ranks that load. Defaults to all ranks.
+        no_dist: Whether this process loads alone, without the other ranks.
+        trust_pickle: Whether to unpickle objects of any class, as in :func:`load`.
+        strict: Which differences of names are errors, as in :func:`load`.
+        timeout_s: Deadline of each exchange between ranks, in seconds. No exchange waits between
+            the end of the reads and ``result()``.
+
+    Returns:
+        The future, with ``result(timeout=None)``, ``done()`` and ``cancel()``. The result is the
+        :class:`LoadReport` of :func:`load`.
+
+    Raises:
+        CheckpointError: The system has no more threads.
+        RankTimeoutError: A rank failed here.
+        ValueError: An argument is out of range, as in :func:`load`.
+
+    Example::
+
+        future = torch_ckpt.async_load(state, checkpoint_id="run/step-100")
+        evaluate(model)
+        future.result()
+    """
+    with group_of(process_group, no_dist=no_dist).call(timeout_s) as call:
+        _check_strict(strict)
+        reader = _reader_for(checkpoint_id, storage_reader, trust_pickle=trust_pickle)
+        what = f"the asynchronous load of {getattr(reader, 'path', checkpoint_id)}"
+        return begin_load(state_dict, reader, call, what=what, strict=strict)
+
+
+def _check_strict(strict: object) -> None:
+    if strict not in (None, True, False):
+        raise ValueError(f"{strict=} is not True, False or None")
+
+
+def _reader_for(
+    checkpoint_id: _Path | None, storage_reader: StorageReader | None, *, trust_pickle: bool
+) -> StorageReader:
+    """Returns the reader of a load, for its checkpoint."""
+    if trust_pickle and storage_reader is not None:
+        text = "trust_pickle has no effect on a storage_reader: pass it to the reader"
+        raise ValueError(text)
+    reader: Any = storage_reader
+    if reader is None and checkpoint_id:
+        reader = FastReader(checkpoint_id, trust_pickle=trust_pickle)
+    return cast(StorageReader, _storage_setup(reader, checkpoint_id, reader=True))
 
 
 def _planner_for(writer: StorageWriter | None) -> FastSavePlanner:
-    """Returns a planner that compares replicas as a writer's option says."""
+    """Returns a planner with the ``check_replicas`` option of a writer."""
     if isinstance(writer, FastWriter):
         return FastSavePlanner(check_replicas=writer.check_replicas)
     return FastSavePlanner()

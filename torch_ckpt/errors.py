@@ -13,7 +13,7 @@ import logging
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 __all__ = [
     "SITE",
@@ -45,7 +45,7 @@ SITE = "https://torch-ckpt.github.io/torch-ckpt/"
 """Address of the documents, for messages; also in pyproject.toml."""
 
 _MOST_TEXT = 20_000
-"""Most characters of the text of an error that becomes part of another one."""
+"""Maximum number of characters of an error text that becomes part of another error."""
 
 
 class CheckpointError(RuntimeError):
@@ -80,7 +80,7 @@ class _ErrnoError(CheckpointError, OSError):
 
 
 class NotFoundError(_ErrnoError, FileNotFoundError):
-    """There is no committed checkpoint, or a file of the checkpoint is missing."""
+    """The directory has no committed checkpoint, or a file of the checkpoint is missing."""
 
     def __init__(self, message: str, errno: int | None = _errno.ENOENT) -> None:
         super().__init__(message, errno)
@@ -105,7 +105,7 @@ class StorageError(_ErrnoError):
 
 
 class SupersededError(CheckpointError):
-    """A newer job of the run has begun to save, so this job must not save any more."""
+    """A newer job of the run has begun to save, so this job must no longer save."""
 
 
 class MismatchError(CheckpointError):
@@ -161,10 +161,36 @@ class RankTimeoutError(CancelledError, TimeoutError):
         return type(self), arguments
 
 
+_OF_FILES = frozenset(
+    {
+        *(_errno.EIO, _errno.ENODATA, _errno.EUCLEAN, _errno.EBADMSG, _errno.EILSEQ),
+        *(_errno.EISDIR, _errno.ENOTDIR, _errno.ENXIO, _errno.ELOOP),
+    }
+)
+"""Error codes of a bad sector or a damaged file system, and of what is no file.
+``csrc/engine/open_checkpoint.cc`` has the same ones."""
+
+
+def is_damage(error: BaseException) -> bool:
+    """Returns whether stored data are the reason of an error, so that an older step may load.
+
+    Otherwise storage has failed or refused to answer, and the data may be whole. That includes each
+    error of storage without an error code.
+    """
+    if isinstance(error, StorageError):
+        return error.errno in _OF_FILES
+    return isinstance(error, CorruptionError | NotFoundError)
+
+
+def is_unreadable(error: BaseException) -> TypeGuard[StorageError]:
+    """Returns whether storage failed or refused to answer, so that the data may be whole."""
+    return isinstance(error, StorageError) and not is_damage(error)
+
+
 def listed_ranks(ranks: Sequence[int], most: int = 8) -> str:
     """Returns the start of a sentence about ranks: ``"rank 3 is"``, ``"ranks 3, 4 are"``.
 
-    There is at least one. The text lists at most ``most`` before it counts the others.
+    ``ranks`` is not empty. The text lists at most ``most`` of them, and counts the others.
     """
     if len(ranks) == 1:
         return f"rank {ranks[0]} is"
@@ -176,7 +202,7 @@ def listed_ranks(ranks: Sequence[int], most: int = 8) -> str:
 def naming(action: str, fqn: str) -> Iterator[None]:
     """Adds the FQN of a value to an error of the block: ``cannot save 'model.w': ...``.
 
-    The error stays the same object. It is unchanged if it has the name already.
+    The error remains the same object, and is unchanged if it already has the name.
     """
     try:
         yield
@@ -191,8 +217,8 @@ def naming_first(
 ) -> Iterator[None]:
     """Adds the FQN of the failing value to an error of a block that processes many values at once.
 
-    After an error, it calls ``attempt`` for each (FQN, value), until that raises too. Errors of
-    this package are unchanged: they already have a name, or concern no value.
+    After an error, calls ``attempt`` for each (FQN, value), until one raises, too. Errors of this
+    package are not changed: they already have a name, or concern no value.
     """
     try:
         yield
@@ -211,7 +237,7 @@ def naming_first(
 
 @contextlib.contextmanager
 def naming_cycle(action: str, state_dict: Any) -> Iterator[None]:
-    """Replaces the RecursionError of a container that contains itself by an error with its FQN."""
+    """Replaces the RecursionError for a container that contains itself by an error with its FQN."""
     try:
         yield
     except RecursionError:
@@ -226,7 +252,7 @@ def naming_cycle(action: str, state_dict: Any) -> Iterator[None]:
 
 
 def _first_cycle(container: Any, fqn: str, around: dict[int, str]) -> tuple[str, str] | None:
-    """Returns the FQN of a dict or list that is one of those ``around`` it, and the other name."""
+    """Returns both FQNs of a dict or list that contains itself, the inner one first."""
     around = {**around, id(container): repr(fqn) if fqn else "the state dict itself"}
     pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
     for key, value in pairs:
@@ -277,8 +303,8 @@ def portable_error(error: BaseException) -> BaseException:
 def text_of(error: BaseException) -> str:
     """Returns the text of an error of any class, for messages and for other ranks.
 
-    Its class may raise in ``__str__``, or return no string, characters that cannot be encoded, or a
-    text of any length.
+    The ``__str__`` of its class may raise, return no string, or return characters that cannot be
+    encoded or a very long text.
     """
     try:
         text = str(error)
@@ -298,9 +324,9 @@ def typed_text_of(error: BaseException) -> str:
 
 
 def warn_after_commit(message: str, *, stacklevel: int) -> None:
-    """Warns of what follows a commit; logs the warning if warnings are errors.
+    """Issues a warning after a commit; logs it instead if warnings are errors.
 
-    The checkpoint is committed: an error would state that it was not saved.
+    An error would suggest that the checkpoint was not saved.
     """
     try:
         warnings.warn(message, stacklevel=stacklevel + 1)

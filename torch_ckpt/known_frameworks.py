@@ -57,12 +57,14 @@ class Target:
         help: What it is, for ``--help``.
         write: ``(source, target, overwrite) -> None``.
         at: ``(path) -> object | None``: what a directory has of the format.
+        last: Names of files that are uploaded last to a store.
     """
 
     name: str
     help: str
     write: str
     at: str
+    last: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,13 @@ FRAMEWORKS = (
         (
             Files(re.escape(TORCH_CHECKPOINTING_METADATA), "opening:open_stated", "first"),
             Files(TORCH_CHECKPOINTING_FILE, "opening:open_by_names", "last"),
+        ),
+        target=Target(
+            "torch_checkpointing",
+            "a directory that torch_checkpointing's CheckpointManager loads",
+            write="item_files:write_items",
+            at="item_files:metadata_at",
+            last=(TORCH_CHECKPOINTING_METADATA,),
         ),
     ),
     Framework(

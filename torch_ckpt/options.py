@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["READ_THREADS", "IoMode", "IoOptions", "OnBusy", "Verification"]
 
 READ_THREADS = 4
-"""Number of threads with which one rank reads. The page Options has the reason."""
+"""Number of threads with which one rank reads. The page Options states the reason."""
 
 OnBusy = Literal["wait", "skip", "error"]
 """What a save does while an earlier save is in progress."""
@@ -30,7 +30,7 @@ class IoOptions:
 
     A save to a store writes each file in parts of 8 MiB, or 1/5,000 of the file. If the buffers of
     a thread are smaller than a part, up to two parts of a file also are in memory. A load from a
-    store uses up to twice ``buffer_nbytes``, because the client of the store keeps each response
+    store uses up to twice ``buffer_nbytes``, because the client of the store retains each response
     until it is in a buffer.
 
     Attributes:
@@ -67,7 +67,7 @@ class IoOptions:
     def block_nbytes(self, file_system: _native.FileSystem) -> int:
         """Returns the size of one buffer, and of the longest I/O request, in bytes.
 
-        It is that of the file system, but two fit in the budget.
+        It is the request size of the file system, limited so that two buffers fit in the budget.
         """
         return min(file_system.request_nbytes, self.buffer_nbytes // 2 // 4096 * 4096)
 
@@ -80,7 +80,7 @@ class IoMode:
         queue: ``"io_uring"`` or ``"threads"``.
         direct: Whether writes bypassed the page cache.
         registered_buffers: Whether the buffers were registered with the kernel.
-        reasons: Reasons for each fallback from the fastest mode; empty if there was none.
+        reasons: Reasons for each fallback from the fastest mode; empty without fallbacks.
     """
 
     queue: str

@@ -1,7 +1,7 @@
 """The single object with process-wide state.
 
-This module is below all packages, so it names none of their types. Each attribute has one owner:
-the module that writes the attribute. Importing this module does not import torch.
+All packages import this module, so it names none of their types. Each attribute has one owner: the
+module that writes the attribute. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class _Process:
             connections of a group. Owner: ``coordination/background``.
         plan_cache: Cached plans of earlier saves. Owner: ``planning/plan_cache``.
         stager: The default stager of writers. Owner: ``staging/stager``.
-        save_futures: Futures of background saves. Failures that nobody has read are reported when
-            the process exits. Owner: ``coordination/background``.
-        installed: The contexts of :func:`torch_ckpt.install`, one for each call. Owner:
+        background_futures: Futures of background saves and loads. Failures that were not read are
+            reported when the process exits. Owner: ``coordination/background``.
+        installed: The contexts of :func:`torch_ckpt.install`, one per call. Owner:
             ``integrations/installation``.
-        unreplaced: Classes of writers and readers that were used as they are, with a warning.
-            Owner: ``integrations/installation``.
-        replaced: The first value of an attribute of torch or Megatron, and the replacements that
-            apply. Owner: ``integrations/replacing``.
+        unreplaced: Classes of writers and readers that were not replaced, and warned of. Owner:
+            ``integrations/installation``.
+        replaced: The original value of an attribute of torch or Megatron, and its replacements.
+            Owner: ``integrations/replacing``.
         warned_replicas: Sets of FQNs whose replicas had different values, of which this process
             has warned. Owner: ``planning/replica_check``.
         warned_placeholders: Sets of FQNs of empty tensors that this process has warned of. Owner:
@@ -57,13 +57,12 @@ class _Process:
         temporaries: Temporary files and directories that this process uses, by name. Owner:
             ``commits/temporary``.
         removals: The files that announce removals of steps, and the frames of the functions that
-            remove them. Owner: ``ladder/step_files``.
-        storage_watch: The thread that logs long calls of storage, if there is one. Owner:
+            remove them. Owner: ``commits/leases``.
+        storage_watch: The thread that logs long calls of storage, if it runs. Owner:
             ``coordination/storage_watch``.
-        probed: Pairs of a device and a call of file systems that was not refused there. Owner:
-            ``commits/probe``.
-        preemption: The ``Preemption`` that catches signals now; ``None`` if there is none. Its
-            ``ends_at`` is when this process is killed. Owner: ``runs/preemption``.
+        probed: Pairs of a device and a file system call that it supports. Owner: ``commits/probe``.
+        preemption: The ``Preemption`` that catches signals now, or ``None``. Its ``ends_at`` is
+            the time at which this process is killed. Owner: ``runs/preemption``.
         forkable: Loops of ``coordination/loop``, futures of ``coordination/waiting``, and all
             stagers.
         unshared: Objects with descriptors, which a forked child closes; see :meth:`own`.
@@ -79,7 +78,7 @@ class _Process:
         self.registered: set[str] = set()
         self.groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.save_processes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.save_futures: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.background_futures: weakref.WeakSet[Any] = weakref.WeakSet()
         self.installed: list[Any] = []
         self.unreplaced: weakref.WeakSet[type] = weakref.WeakSet()
         self.replaced: dict[tuple[Any, str], list[Any]] = {}
@@ -98,20 +97,20 @@ class _Process:
     def own(self, opened: C) -> C:
         """Makes forked children close an object with descriptors, and returns the object.
 
-        An open copy in a child would hide the end of this process, or hold its lock.
+        An open copy in a child would hide the end of this process, or retain its lock.
         """
         self.unshared.add(opened)
         return opened
 
     def _after_fork(self) -> None:
-        """Drops background work, which stays with the parent of a forked child."""
+        """Drops background work, which remains with the parent."""
         for opened in list(self.unshared):
             with contextlib.suppress(OSError):  # The program may have closed all descriptors.
                 opened.close()
         for forkable in list(self.forkable):
             forkable.after_fork()
         self.save_processes.clear()
-        self.save_futures.clear()
+        self.background_futures.clear()
         self.temporaries.clear()
         self.removals.clear()
         self.storage_watch.clear()

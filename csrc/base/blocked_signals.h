@@ -6,8 +6,8 @@
 
 namespace torch_ckpt {
 
-// Blocks all signals of this thread while it lives. A thread that is started meanwhile inherits the
-// mask for good.
+// Blocks all signals of the calling thread for the lifetime of the object. Threads that are started
+// meanwhile inherit the mask and never restore it.
 class BlockedSignals {
  public:
   BlockedSignals() {

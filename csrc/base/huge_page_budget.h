@@ -1,11 +1,11 @@
 #pragma once
 
-// HugePageBudget: decides whether memory should go on getting huge pages while it is populated.
+// HugePageBudget: decides whether to continue to use huge pages while memory is populated.
 //
 // Huge pages usually take half the time of small ones. But if memory is fragmented, the kernel
 // moves other pages to form huge ones, which takes ten times as long. So the budget compares the
-// time of huge pages with the measured time of small pages, and ends when huge pages have cost too
-// much.
+// time of huge pages with the measured time of small pages, and is spent when huge pages have cost
+// too much.
 //
 // Memory::populate uses one budget for all its threads.
 
@@ -19,8 +19,8 @@ namespace torch_ckpt {
 // Used by several threads at a time.
 class HugePageBudget {
  public:
-  // Time beyond that of small pages which huge pages may cost in all. A save or load of a gigabyte
-  // gains more from them.
+  // Total extra time that huge pages may cost, compared to small ones. A save or load of a gigabyte
+  // gains more than this from huge pages.
   static constexpr std::chrono::nanoseconds kMaxExcess = std::chrono::milliseconds(32);
 
   // `small_time` is the time to populate `nbytes` with small pages.

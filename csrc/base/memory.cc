@@ -15,10 +15,9 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
-// What a thread populates at a time.
+// The length of the pieces that threads populate.
 constexpr int64_t kChunkNbytes = kHugePage;
 
 // Memory that shows how long small pages take.

@@ -12,6 +12,8 @@
 
 namespace torch_ckpt {
 
+inline constexpr int64_t kPage = 4096;
+
 // One page-aligned block. Move-only; the destructor frees the block.
 class Memory {
  public:

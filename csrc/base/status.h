@@ -38,7 +38,7 @@ class [[nodiscard]] Status {
   StatusCode code() const { return code_; }
   const std::string& message() const { return message_; }
 
-  // The errno of a kStorage or kNotFound status; 0 if there is none.
+  // The errno of a kStorage or kNotFound status, or 0.
   int error_number() const { return error_number_; }
 
   // "kStorage: cannot write ...", or "kOk".

@@ -13,8 +13,8 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-void copy(CopyJob& job, int64_t file, FileSystem& from, const std::filesystem::path& source,
-          FileSystem& to, const std::filesystem::path& target, int niceness) {
+void copy_one(CopyJob& job, int64_t file, FileSystem& from, const std::filesystem::path& source,
+              FileSystem& to, const std::filesystem::path& target, int niceness) {
   raise_if_error(nicely_without_gil(
       niceness, [&] { return job.copy(file, from, source.string(), to, target.string()); }));
 }
@@ -27,7 +27,7 @@ void bind_copy_job(py::module_& module) {
              return UnlockedPtr<CopyJob>(new CopyJob(std::move(index), nbytes_per_s));
            }),
            py::arg("index"), py::arg("nbytes_per_s"))
-      .def("copy", &copy, py::arg("file"), py::arg("from_file_system"), py::arg("source"),
+      .def("copy", &copy_one, py::arg("file"), py::arg("from_file_system"), py::arg("source"),
            py::arg("to_file_system"), py::arg("target"), py::arg("niceness"))
       .def("cancel", &CopyJob::cancel)
       .def_property_readonly("copied_nbytes", &CopyJob::copied_nbytes);

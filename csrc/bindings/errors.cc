@@ -72,8 +72,8 @@ void raise_if_error(const Status& status) {
   }
 
   const py::object type = py::module_::import("torch_ckpt.errors").attr(name);
-  const bool has_errno =
-      status.code() == StatusCode::kStorage || status.code() == StatusCode::kNotFound;
+  const bool has_errno = status.error_number() != 0 && (status.code() == StatusCode::kStorage ||
+                                                        status.code() == StatusCode::kNotFound);
   const py::object error = has_errno ? type(message, status.error_number()) : type(message);
   PyErr_SetObject(type.ptr(), error.ptr());
   throw py::error_already_set();

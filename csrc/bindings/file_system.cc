@@ -54,14 +54,15 @@ Caching caching_for(const FileSystem& fs, int64_t offset, int64_t nbytes) {
 }
 
 // Returns the length of a file, and its bytes in [offset, offset + nbytes). Returns fewer bytes if
-// the file ends earlier.
+// the file ends earlier. If the file is known to have all of them, a store needs one request less.
 std::pair<int64_t, py::bytes> read_range(FileSystem& fs, const std::filesystem::path& path,
-                                         int64_t offset, int64_t nbytes) {
+                                         int64_t offset, int64_t nbytes, bool exact) {
   if (offset < 0 || nbytes < 0) throw py::value_error("the offset or length of a read is negative");
   std::vector<std::byte> bytes;
   const int64_t file_nbytes = value_or_raise(at_storage([&]() -> Result<int64_t> {
     const Caching caching = caching_for(fs, offset, nbytes);
-    ASSIGN_OR_RETURN(const auto file, fs.open(path.string(), OpenMode::kRead, caching));
+    ASSIGN_OR_RETURN(const auto file, exact ? fs.open_known(path.string(), offset + nbytes, caching)
+                                            : fs.open(path.string(), OpenMode::kRead, caching));
     ASSIGN_OR_RETURN(const int64_t size, file->size());
     bytes.resize(static_cast<size_t>(std::clamp<int64_t>(size - offset, 0, nbytes)));
     if (!bytes.empty()) RETURN_IF_ERROR(file->read(offset, bytes));
@@ -200,7 +201,8 @@ void bind_file_system(py::module_& module) {
           py::arg("path"), py::arg("contents"), py::arg("sync"), py::arg("update") = false)
       .def("list_directory", &list_directory, py::arg("path"))
       .def("exists", &exists, py::arg("path"))
-      .def("read_range", &read_range, py::arg("path"), py::arg("offset"), py::arg("nbytes"))
+      .def("read_range", &read_range, py::arg("path"), py::arg("offset"), py::arg("nbytes"),
+           py::arg("exact") = false)
       .def("read_archive", &read_archive_of, py::arg("path"))
       .def("commit", &commit_checkpoint, py::arg("directory"), py::arg("metadata_name"),
            py::arg("index_name"), py::arg("metadata"), py::arg("index"), py::arg("save_id"),

@@ -3,10 +3,10 @@
 // Unlocked: releases the GIL within a scope. owned_by_any_thread: a Python object that any thread
 // may release.
 //
-// When the interpreter ends, Python ends each other thread that acquires the GIL by `pthread_exit`,
-// which unwinds the thread. A destructor must not be left that way: C++ would end the process by
-// SIGABRT. Later, there is no GIL any more. A daemon thread of this package may be in native code
-// at that time, so such a thread is suspended instead, and the process ends without it.
+// During finalization, Python calls `pthread_exit` in every other thread that acquires the GIL,
+// which unwinds the thread. Unwinding out of a destructor would end the process by SIGABRT. After
+// finalization, the GIL no longer exists. A daemon thread of this package may be in native code at
+// that time, so such a thread is suspended instead, and the process ends without it.
 
 #include <cxxabi.h>
 #include <pybind11/pybind11.h>
@@ -16,7 +16,7 @@
 
 namespace torch_ckpt {
 
-// Whether the interpreter ends, or has ended.
+// Whether the interpreter is being finalized, or has been.
 inline bool is_python_ending() {
 #if PY_VERSION_HEX >= 0x030D0000
   const bool ends = Py_IsFinalizing() != 0;
@@ -42,7 +42,8 @@ class Unlocked {
   Unlocked& operator=(const Unlocked&) = delete;
 
  private:
-  const bool ends_python_;  // Whether this thread ends the interpreter. No other one gets the GIL.
+  // Whether this thread finalizes the interpreter and may acquire the GIL.
+  const bool ends_python_;
   PyThreadState* const state_;
 };
 

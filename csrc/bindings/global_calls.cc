@@ -8,9 +8,6 @@ namespace {
 using Kind = ValueStack::Kind;
 using Value = ValueStack::Value;
 
-Status broken(std::string_view why) { return corruption(why); }
-Status refused(std::string_view what) { return unsupported("the pickle has ", what); }
-
 std::string quoted(PyObject* text) {
   Py_ssize_t nbytes = 0;
   const char* utf8 = PyUnicode_AsUTF8AndSize(text, &nbytes);

@@ -30,13 +30,14 @@ namespace {
 using PyFile = std::tuple<std::string, int64_t, py::bytes, py::bytes, uint64_t>;
 
 // Offsets, sizes, file, offset, length, plain, transforms.
-using PyBox = std::tuple<Dims, Dims, int64_t, int64_t, int64_t, bool, std::vector<std::string>>;
+using PyStoredBox =
+    std::tuple<Dims, Dims, int64_t, int64_t, int64_t, bool, std::vector<std::string>>;
 
 // Dtype, memory format, requires_grad, pin_memory, sizes.
 using PyProperties = std::tuple<std::string, std::string, bool, bool, Dims>;
 
 // FQN, properties of a tensor (None for an object), boxes.
-using PyEntry = std::tuple<std::string, std::optional<PyProperties>, std::vector<PyBox>>;
+using PyEntry = std::tuple<std::string, std::optional<PyProperties>, std::vector<PyStoredBox>>;
 
 using PyPath = std::pair<std::string, std::vector<std::variant<std::string, int64_t>>>;
 
@@ -79,7 +80,7 @@ PyEntry from_entry(const IndexedEntry& entry) {
     properties = PyProperties(entry.dtype, entry.memory_format, entry.requires_grad,
                               entry.pin_memory, entry.sizes);
   }
-  std::vector<PyBox> boxes;
+  std::vector<PyStoredBox> boxes;
   boxes.reserve(entry.boxes.size());
   for (const IndexedBox& box : entry.boxes) {
     boxes.emplace_back(box.offsets, box.sizes, box.file, box.offset, box.nbytes, box.plain,
@@ -340,12 +341,13 @@ std::optional<PyEntry> find(const StoredIndex& index, const py::str& fqn) {
 }
 
 // Returns the number and the box with these offsets. An object's box has no offsets.
-std::optional<std::pair<int64_t, PyBox>> find_box(const StoredIndex& index, const py::str& fqn,
-                                                  const std::optional<Dims>& offsets,
-                                                  std::optional<int64_t> guess) {
+std::optional<std::pair<int64_t, PyStoredBox>> find_box(const StoredIndex& index,
+                                                        const py::str& fqn,
+                                                        const std::optional<Dims>& offsets,
+                                                        std::optional<int64_t> guess) {
   const std::optional<int64_t> number = number_of(index, fqn);
   if (!number) return std::nullopt;
-  using Found = std::optional<std::pair<int64_t, PyBox>>;
+  using Found = std::optional<std::pair<int64_t, PyStoredBox>>;
   return value_or_raise(without_gil([&]() -> Result<Found> {
     ASSIGN_OR_RETURN(StoredEntry entry, index.entry(*number));
     if (entry.facts.is_tensor != offsets.has_value()) return Found();

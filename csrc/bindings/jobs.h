@@ -60,6 +60,7 @@ inline SaveOptions save_options(bool direct, bool sync, int niceness) {
 // Encodes the block sums of a file, 8 bytes each.
 pybind11::bytes to_bytes(const BlockSums& sums);
 
+void bind_codec(pybind11::module_& module);
 void bind_copy_job(pybind11::module_& module);
 void bind_exchange(pybind11::module_& module);
 void bind_file_system(pybind11::module_& module);

@@ -36,18 +36,52 @@ StoredSlice to_slice(const PySlice& slice) {
   return {file, offset, nbytes, name};
 }
 
-UnlockedPtr<LoadJob> make(FileSystem& fs, const std::filesystem::path& directory,
-                          std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
-                          int64_t block_nbytes, int threads, bool direct, bool verify,
-                          std::shared_ptr<Records> records,
-                          std::optional<ReachableFiles> reachable) {
+// By FQN: code of the dtype, sizes, block, whether it is transposed, scales, code of their dtype,
+// codes of the dtypes that targets get.
+using PyQuantized =
+    std::map<std::string, std::tuple<int, Dims, Dims, bool, PySlice, int, std::vector<int>>>;
+
+// A class of its own, since pybind11 converts maps.
+struct PyQuantizedTensors {
+  std::shared_ptr<const QuantizedTensors> tensors;
+};
+
+PyQuantizedTensors make_quantized(const PyQuantized& tensors) {
+  const auto dtype_of = [](int code) {
+    if (code < 0 || code >= kDTypeCount) throw py::value_error("there is no such dtype");
+    return static_cast<DType>(code);
+  };
+  auto out = std::make_shared<QuantizedTensors>();
+  for (const auto& [fqn, facts] : tensors) {
+    const auto& [dtype, sizes, block, is_transposed, scales, scale_dtype, targets] = facts;
+    if (targets.empty()) throw py::value_error("no dtype is given");
+    QuantizedTensor& tensor = (*out)[fqn];
+    tensor = {.dtype = dtype_of(dtype),
+              .sizes = sizes,
+              .block = block,
+              .is_transposed = is_transposed,
+              .scales = to_slice(scales),
+              .scale_dtype = dtype_of(scale_dtype),
+              .targets = {}};
+    for (const int code : targets) tensor.targets.push_back(dtype_of(code));
+  }
+  return {std::move(out)};
+}
+
+UnlockedPtr<LoadJob> make_load_job(FileSystem& fs, const std::filesystem::path& directory,
+                                   std::shared_ptr<StoredIndex> index, int64_t buffer_nbytes,
+                                   int64_t block_nbytes, int threads, bool direct, bool verify,
+                                   std::shared_ptr<Records> records,
+                                   std::optional<ReachableFiles> reachable,
+                                   const PyQuantizedTensors* quantized) {
   const LoadOptions options = {.buffer_nbytes = buffer_nbytes,
                                .block_nbytes = block_nbytes,
                                .threads = threads,
                                .caching = direct ? Caching::kDirect : Caching::kBuffered,
                                .verify = verify,
                                .records = std::move(records),
-                               .reachable = std::move(reachable)};
+                               .reachable = std::move(reachable),
+                               .quantized = quantized == nullptr ? nullptr : quantized->tensors};
   auto job = value_or_raise(without_gil(
       [&] { return LoadJob::make(fs, directory.string(), options, std::move(index)); }));
   return UnlockedPtr<LoadJob>(job.release());
@@ -73,7 +107,7 @@ std::vector<StoredSlice> to_slices(const std::vector<PySlice>& slices) {
   return out;
 }
 
-void check(LoadJob& job, const std::vector<PySlice>& slices) {
+void check_slices(LoadJob& job, const std::vector<PySlice>& slices) {
   const std::vector<StoredSlice> stored = to_slices(slices);
   raise_if_error(without_gil([&] { return job.check(stored); }));
 }
@@ -191,7 +225,7 @@ std::vector<int64_t> run_reads(const PlannedReads& reads, LoadJob& job, const Te
                                const py::function& on_tensor, ExchangeStream* exchange) {
   Devices devices;
   auto [requests, numbers, unread] =
-      value_or_raise(reads.requests(batch, [&](const TensorView& view, std::string_view name) {
+      value_or_raise(reads.requests(job, batch, [&](const TensorView& view, std::string_view name) {
         return devices.live(view, name);
       }));
   const std::vector<int64_t>& number_of = numbers;
@@ -216,12 +250,14 @@ void bind_load_job(py::module_& module) {
       });
   py::class_<Records, std::shared_ptr<Records>>(module, "Records")
       .def(py::init(&make_records), py::arg("full"), py::arg("by_file"));
+  py::class_<PyQuantizedTensors>(module, "QuantizedTensors")
+      .def(py::init(&make_quantized), py::arg("tensors"));
   py::class_<LoadJob, UnlockedPtr<LoadJob>>(module, "LoadJob")
-      .def(py::init(&make), py::arg("fs"), py::arg("directory"), py::arg("index"),
+      .def(py::init(&make_load_job), py::arg("fs"), py::arg("directory"), py::arg("index"),
            py::arg("buffer_nbytes"), py::arg("block_nbytes"), py::arg("threads"), py::arg("direct"),
            py::arg("verify"), py::arg("records") = nullptr, py::arg("reachable") = py::none(),
-           py::keep_alive<1, 2>())
-      .def("check", &check, py::arg("slices"))
+           py::arg("quantized") = static_cast<PyQuantizedTensors*>(nullptr), py::keep_alive<1, 2>())
+      .def("check", &check_slices, py::arg("slices"))
       .def("cancel", &LoadJob::cancel)
       .def_property_readonly("done_nbytes", &LoadJob::loaded_nbytes)
       .def_property_readonly("requests", &LoadJob::requests)
@@ -256,7 +292,7 @@ void bind_load_job(py::module_& module) {
           py::arg("job"))
       .def(
           "wanted_bytes",
-          [](const PlannedReads& reads, LoadJob& job) { return wanted(job, reads.requests()); },
+          [](const PlannedReads& reads, LoadJob& job) { return wanted(job, reads.requests(job)); },
           py::arg("job"))
       .def("run", &run_reads, py::arg("job"), py::arg("batch"), py::arg("on_tensor"),
            py::arg("exchange") = nullptr);

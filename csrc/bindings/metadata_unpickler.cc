@@ -45,9 +45,6 @@ class MetadataUnpickler {
     return stack_.finish(result);
   }
 
-  static Status broken(std::string_view why) { return corruption(why); }
-  static Status refused(const std::string& what) { return unsupported("the pickle has ", what); }
-
   template <typename T>
   Status read(T* value) {
     return reader_.read(value) ? ok_status() : broken("it is cut off");

@@ -12,6 +12,7 @@
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
 #include "bindings/metadata_unpickler.h"
+#include "bindings/plan.h"
 #include "device/cuda_device.h"
 #include "format/pickle_globals.h"
 #include "format/zip_directory.h"
@@ -64,16 +65,16 @@ py::object unpickle(const py::bytes& pickle, const py::dict& vocabulary) {
   return py::reinterpret_steal<py::object>(value);
 }
 
-Bytes bytes_of(const py::buffer_info& info) {
+Bytes contiguous_bytes(const py::buffer_info& info) {
   if (info.ndim != 1 || info.strides[0] != info.itemsize) throw py::value_error("not contiguous");
-  return {static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
+  return bytes_of(info);
 }
 
 // Returns the offset of the directory of an archive of `nbytes` bytes, of which `tail` is the end.
 // If `tail` includes the directory, checks that torch can read the records without expanding them.
 int64_t check_archive(const py::buffer& tail, int64_t nbytes) {
   const py::buffer_info info = tail.request();
-  const Bytes bytes = bytes_of(info);
+  const Bytes bytes = contiguous_bytes(info);
   if (ssize(bytes) > nbytes) throw py::value_error("the tail is longer than the archive");
   const int64_t offset = value_or_raise(zip_directory_offset(bytes, nbytes));
   if (offset >= nbytes - ssize(bytes)) value_or_raise(read_zip_directory(bytes, nbytes));
@@ -83,7 +84,7 @@ int64_t check_archive(const py::buffer& tail, int64_t nbytes) {
 // Returns the module and name of each global. The buffer begins with a pickle.
 std::vector<std::pair<py::str, py::str>> globals_of(const py::buffer& pickle) {
   const py::buffer_info info = pickle.request();
-  const Bytes bytes = bytes_of(info);
+  const Bytes bytes = contiguous_bytes(info);
   std::vector<std::pair<py::str, py::str>> globals;
   for (const auto& [module, name] : value_or_raise(pickle_globals(bytes))) {
     globals.emplace_back(to_text(std::string(module)), to_text(std::string(name)));
@@ -105,6 +106,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("check_archive", &check_archive, py::arg("tail"), py::arg("nbytes"));
   py::class_<TensorView>(module, "TensorView")
       .def_static("without_memory", &without_memory, py::arg("dtype"), py::arg("sizes"));
+  bind_codec(module);
   bind_copy_job(module);
   bind_exchange(module);
   bind_file_system(module);

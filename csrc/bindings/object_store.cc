@@ -13,6 +13,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/jobs.h"
+#include "bindings/plan.h"
 #include "io/store_file_system.h"
 
 namespace py = pybind11;
@@ -30,7 +31,7 @@ Status described(py::error_already_set& error) {
   const auto is = [&](const char* name) { return py::isinstance(value, errors.attr(name)); };
   const auto number = [&] {
     const py::object found = py::getattr(value, "errno", py::none());
-    return PyLong_Check(found.ptr()) != 0 ? found.cast<int>() : EIO;
+    return PyLong_Check(found.ptr()) != 0 ? found.cast<int>() : 0;
   };
   if (is("NotFoundError")) return Status(StatusCode::kNotFound, text, ENOENT);
   if (is("StorageError")) return Status(StatusCode::kStorage, text, number());
@@ -38,8 +39,8 @@ Status described(py::error_already_set& error) {
   if (is("UnsupportedError")) return unsupported(text);
   if (is("CancelledError")) return cancelled(text);
   const std::string type = py::str(py::type::of(value).attr("__name__"));
-  return Status(StatusCode::kStorage, str_cat("the client of the store failed: ", type, ": ", text),
-                EIO);
+  return Status(StatusCode::kStorage,
+                str_cat("the client of the store failed: ", type, ": ", text));
 }
 
 // As `described`, but does not throw: this thread may be native. Requires: the GIL.
@@ -51,8 +52,7 @@ Status status_of(py::error_already_set& error) {
     if (other != nullptr) retain_interrupt(*other);
     return Status(StatusCode::kStorage,
                   str_cat("the client of the store failed: ", Py_TYPE(error.value().ptr())->tp_name,
-                          ", whose message cannot be read"),
-                  EIO);
+                          ", whose message cannot be read"));
   }
 }
 
@@ -67,10 +67,6 @@ auto with_client(Work&& work) -> decltype(work()) {
   } catch (const std::exception& error) {
     return internal_error("the client of a store returned something else: ", error.what());
   }
-}
-
-Bytes bytes_of(const py::buffer_info& info) {
-  return {static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
 }
 
 // The windows of an upload, as an iterator of Python.
@@ -131,10 +127,9 @@ class PyObjectStore final : public ObjectStore {
     return with_client([&]() -> Status {
       const py::memoryview memory = py::memoryview::from_memory(
           bytes.empty() ? "" : static_cast<const void*>(bytes.data()), std::ssize(bytes));
-      using Kind = Condition::Kind;
       py::object version = py::none();
-      if (condition.kind == Kind::kAbsent) version = py::str("");
-      if (condition.kind == Kind::kVersion) version = py::str(condition.version);
+      if (condition.kind == Condition::Kind::kAbsent) version = py::str("");
+      if (condition.kind == Condition::Kind::kVersion) version = py::str(condition.version);
       client_.attr("put")(path, memory, version);
       return ok_status();
     });

@@ -9,10 +9,14 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -48,15 +52,27 @@ auto with_torch(const std::string& what, Work&& work) -> decltype(work()) {
   }
 }
 
+// A message, or its acknowledgement by the receiver.
+enum class Purpose : uint8_t { kMessage, kAcknowledgement };
+constexpr int kPurposes = 2;
+
 // Returns the tag that identifies a transfer between two ranks. In-flight transfers have different
 // tags.
-int tag_of(Channel channel, int64_t number) {
-  constexpr int64_t kNumbers = std::numeric_limits<int32_t>::max() / kChannels;
-  return static_cast<int>(number % kNumbers) * kChannels + static_cast<int>(channel);
+int tag_of(Channel channel, int64_t number, Purpose purpose) {
+  constexpr int kTags = kChannels * kPurposes;
+  constexpr int64_t kNumbers = std::numeric_limits<int32_t>::max() / kTags;
+  return static_cast<int>(number % kNumbers) * kTags + static_cast<int>(channel) * kPurposes +
+         static_cast<int>(purpose);
 }
 
 // Tag of no transfer.
 constexpr int kUnusedTag = std::numeric_limits<int32_t>::max() - 2;
+
+// Bound of the wait until the last acknowledgement has left.
+constexpr std::chrono::seconds kLastTimeout{10};
+
+// What acknowledges a message. It outlives each send for which nobody waits.
+std::byte acknowledgement{1};
 
 py::object bytes_at(std::byte* data, size_t nbytes) {
   const py::module_ torch = py::module_::import("torch");
@@ -69,6 +85,10 @@ py::object bytes_at(std::byte* data, size_t nbytes) {
 }
 
 // The connections of an exchange: a backend of torch.
+//
+// If a connection breaks, gloo ends the waits for messages from the peer, but not the wait for a
+// message to it that is partly written. So no thread waits for gloo to send: a message counts as
+// sent once its acknowledgement has arrived.
 class Wire {
  public:
   explicit Wire(py::object backend) : backend_(owned_by_any_thread(std::move(backend))) {}
@@ -81,41 +101,43 @@ class Wire {
     return start(tensors, rank, tag);
   }
 
+  // To start a transfer, lock it, then acquire the GIL. Backends number transfers as they start.
+  std::mutex& mutex() { return mutex_; }
+
+  // Retains a send for which nobody waits: gloo sends nothing more to a rank once a send that it
+  // has not completed is freed.
+  void retain(std::shared_ptr<PyObject> send) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    retained_.push_back(std::move(send));
+  }
+
   // Closes the connections, which ends all transfers of this rank and of its peers. Python has no
   // call for it, but gloo closes them if a transfer is late. Safe to call from any thread.
   void close(int32_t peer) {
-    if (is_closed_.exchange(true)) return;
     std::byte never_sent{};
     (void)with_torch("close the connections", [&]() -> Status {
+      // Raises if the connection to this peer is broken, or breaks now. Then the others remain, and
+      // the transfers with their peers close them.
       const py::object late = begin("recv", &never_sent, 1, peer, kUnusedTag);
       late.attr("wait")(std::chrono::milliseconds(1));
       return ok_status();
     });
   }
 
-  std::mutex& mutex() { return mutex_; }
-
  private:
   const std::shared_ptr<PyObject> backend_;
-  std::atomic<bool> is_closed_ = false;
-  std::mutex mutex_;  // Serializes the start of transfers: backends number them.
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<PyObject>> retained_;  // Guarded by `mutex_`.
 };
 
 class BackendTransfer : public PeerTransfer {
  public:
-  BackendTransfer(std::shared_ptr<Wire> wire, int32_t peer, py::object work,
-                  std::chrono::milliseconds timeout, std::string what)
-      : wire_(std::move(wire)),
-        peer_(peer),
-        work_(owned_by_any_thread(std::move(work))),
-        timeout_(timeout),
-        what_(std::move(what)) {}
+  BackendTransfer(std::shared_ptr<Wire> wire, int32_t peer, std::chrono::milliseconds timeout,
+                  std::string what)
+      : wire_(std::move(wire)), peer_(peer), timeout_(timeout), what_(std::move(what)) {}
 
   Status wait() override {
-    const Status status = with_torch(what_, [&]() -> Status {
-      if (py::handle(work_.get()).attr("wait")(timeout_).cast<bool>()) return ok_status();
-      return cancelled("cannot ", what_, ": the transfer was aborted");
-    });
+    const Status status = complete();
     is_over_ = true;
     return status;
   }
@@ -124,13 +146,89 @@ class BackendTransfer : public PeerTransfer {
     if (!is_over_) wire_->close(peer_);
   }
 
- private:
+ protected:
+  virtual Status complete() = 0;
+
+  // Starts a transfer of bytes with the peer.
+  Result<std::shared_ptr<PyObject>> start(const char* method, MutableBytes bytes, int tag) {
+    const std::lock_guard<std::mutex> lock(wire_->mutex());
+    return with_torch(what_, [&]() -> Result<std::shared_ptr<PyObject>> {
+      return owned_by_any_thread(wire_->begin(method, bytes.data(), bytes.size(), peer_, tag));
+    });
+  }
+
+  Status wait_for(const std::shared_ptr<PyObject>& work, std::chrono::milliseconds timeout) {
+    return with_torch(what_, [&]() -> Status {
+      if (py::handle(work.get()).attr("wait")(timeout).cast<bool>()) return ok_status();
+      return cancelled("cannot ", what_, ": the transfer was aborted");
+    });
+  }
+
   const std::shared_ptr<Wire> wire_;
   const int32_t peer_;
-  const std::shared_ptr<PyObject> work_;
   const std::chrono::milliseconds timeout_;
+
+ private:
   const std::string what_;
   std::atomic<bool> is_over_ = false;
+};
+
+class BackendSend : public BackendTransfer {
+ public:
+  using BackendTransfer::BackendTransfer;
+
+  Status begin(MutableBytes bytes, Channel channel, int64_t number) {
+    if (channel == Channel::kCopied) {
+      bytes = {&acknowledgement, 1};
+    } else {
+      const int tag = tag_of(channel, number, Purpose::kAcknowledgement);
+      ASSIGN_OR_RETURN(acknowledged_, start("recv", {&received_, 1}, tag));
+    }
+    ASSIGN_OR_RETURN(sent_, start("send", bytes, tag_of(channel, number, Purpose::kMessage)));
+    return ok_status();
+  }
+
+ private:
+  Status complete() override {
+    if (acknowledged_ == nullptr) {  // It is an acknowledgement itself.
+      wire_->retain(std::move(sent_));
+      return ok_status();
+    }
+    RETURN_IF_ERROR(wait_for(acknowledged_, timeout_));
+    return wait_for(sent_, timeout_);
+  }
+
+  std::byte received_{};
+  std::shared_ptr<PyObject> acknowledged_;
+  std::shared_ptr<PyObject> sent_;
+};
+
+class BackendReceive : public BackendTransfer {
+ public:
+  using BackendTransfer::BackendTransfer;
+
+  Status begin(MutableBytes memory, Channel channel, int64_t number) {
+    channel_ = channel;
+    number_ = number;
+    ASSIGN_OR_RETURN(received_, start("recv", memory, tag_of(channel, number, Purpose::kMessage)));
+    return ok_status();
+  }
+
+ private:
+  Status complete() override {
+    RETURN_IF_ERROR(wait_for(received_, timeout_));
+    if (channel_ == Channel::kCopied) return ok_status();
+    const int tag = tag_of(channel_, number_, Purpose::kAcknowledgement);
+    ASSIGN_OR_RETURN(auto sent, start("send", {&acknowledgement, 1}, tag));
+    // After the end of the exchange, the connections are closed.
+    if (channel_ == Channel::kEnd) return wait_for(sent, kLastTimeout);
+    wire_->retain(std::move(sent));
+    return ok_status();
+  }
+
+  Channel channel_ = Channel::kPieces;
+  int64_t number_ = 0;
+  std::shared_ptr<PyObject> received_;
 };
 
 class BackendPeers : public Peers {
@@ -147,28 +245,25 @@ class BackendPeers : public Peers {
 
   Result<std::unique_ptr<PeerTransfer>> send(Bytes bytes, int32_t rank, Channel channel,
                                              int64_t number) override {
-    return begin("send", {const_cast<std::byte*>(bytes.data()), bytes.size()}, rank,
-                 tag_of(channel, number), timeout_,
-                 str_cat("send ", bytes.size(), " bytes to ", name_of(rank)));
+    return begin<BackendSend>({const_cast<std::byte*>(bytes.data()), bytes.size()}, rank, channel,
+                              number, str_cat("send ", bytes.size(), " bytes to ", name_of(rank)));
   }
 
   Result<std::unique_ptr<PeerTransfer>> receive(MutableBytes memory, int32_t rank, Channel channel,
                                                 int64_t number) override {
-    return begin("recv", memory, rank, tag_of(channel, number),
-                 channel == Channel::kEnd ? kForever : timeout_,
-                 str_cat("receive ", memory.size(), " bytes from ", name_of(rank)));
+    return begin<BackendReceive>(memory, rank, channel, number,
+                                 str_cat("receive ", memory.size(), " bytes from ", name_of(rank)));
   }
 
  private:
-  Result<std::unique_ptr<PeerTransfer>> begin(const char* method, MutableBytes memory, int32_t rank,
-                                              int tag, std::chrono::milliseconds timeout,
-                                              std::string what) {
-    const std::lock_guard<std::mutex> lock(wire_->mutex());
-    return with_torch(what, [&]() -> Result<std::unique_ptr<PeerTransfer>> {
-      py::object work = wire_->begin(method, memory.data(), memory.size(), rank, tag);
-      return std::unique_ptr<PeerTransfer>(
-          std::make_unique<BackendTransfer>(wire_, rank, std::move(work), timeout, what));
-    });
+  template <typename Transfer>
+  Result<std::unique_ptr<PeerTransfer>> begin(MutableBytes memory, int32_t rank, Channel channel,
+                                              int64_t number, std::string what) {
+    const bool is_last = std::is_same_v<Transfer, BackendReceive> && channel == Channel::kEnd;
+    auto transfer =
+        std::make_unique<Transfer>(wire_, rank, is_last ? kForever : timeout_, std::move(what));
+    RETURN_IF_ERROR(transfer->begin(memory, channel, number));
+    return std::unique_ptr<PeerTransfer>(std::move(transfer));
   }
 
   const std::shared_ptr<Wire> wire_;

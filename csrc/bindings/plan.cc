@@ -120,7 +120,7 @@ using PyDifference = std::tuple<py::str, std::vector<std::pair<int32_t, int32_t>
 
 std::vector<PyDifference> differences(const GlobalPlan& global) {
   std::vector<PyDifference> out;
-  for (const Difference& found : global.differences()) {
+  for (const ReplicaDifference& found : global.differences()) {
     std::vector<std::pair<int32_t, int32_t>> pairs;
     for (const RankPair& pair : found.pairs) pairs.emplace_back(pair.lowest, pair.other);
     out.emplace_back(py::str(found.fqn), std::move(pairs), found.pair_count);

@@ -49,4 +49,8 @@ inline Bytes view_of(const pybind11::bytes& bytes) {
   return as_bytes(static_cast<std::string_view>(bytes));
 }
 
+inline Bytes bytes_of(const pybind11::buffer_info& info) {
+  return {static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
+}
+
 }  // namespace torch_ckpt

@@ -17,7 +17,7 @@ namespace {
 
 using PyExtent = std::pair<int64_t, int64_t>;  // Offset and length of a slice.
 
-std::vector<PyExtent> extents(const Layout& layout) {
+std::vector<PyExtent> layout_extents(const Layout& layout) {
   std::vector<PyExtent> out;
   out.reserve(layout.slices.size());
   for (const Slice& slice : layout.slices) out.emplace_back(slice.offset, slice.total_nbytes());
@@ -30,8 +30,9 @@ std::unique_ptr<BufferPool> make_pool(int64_t nbytes, int64_t block_nbytes) {
 }
 
 // py::keep_alive (below) extends the lifetime of `fs` and `pool` to that of the job.
-UnlockedPtr<SaveJob> start(FileSystem& fs, const std::filesystem::path& path, const Layout& layout,
-                           BufferPool& pool, bool direct, bool sync, int niceness) {
+UnlockedPtr<SaveJob> start_save(FileSystem& fs, const std::filesystem::path& path,
+                                const Layout& layout, BufferPool& pool, bool direct, bool sync,
+                                int niceness) {
   const SaveOptions options = save_options(direct, sync, niceness);
   auto job = value_or_raise(
       without_gil([&] { return SaveJob::start(fs, path.string(), layout, pool, options); }));
@@ -57,7 +58,7 @@ PyIoMode to_python(const IoMode& mode) {
 }
 
 void bind_save_job(py::module_& module) {
-  py::class_<Layout>(module, "Layout").def_property_readonly("extents", &extents);
+  py::class_<Layout>(module, "Layout").def_property_readonly("extents", &layout_extents);
   py::class_<BufferPool>(module, "BufferPool")
       .def(py::init(&make_pool), py::arg("nbytes"), py::arg("block_nbytes"))
       .def_property_readonly("nbytes", [](const BufferPool& pool) { return ssize(pool.arena()); });
@@ -72,9 +73,9 @@ void bind_save_job(py::module_& module) {
       .def_property_readonly("waited_s", [](const FileJob& job) { return job.counts().waited_s(); })
       .def_property_readonly("mode", [](const FileJob& job) { return to_python(job.mode()); });
   py::class_<SaveJob, FileJob, UnlockedPtr<SaveJob>>(module, "SaveJob")
-      .def(py::init(&start), py::arg("fs"), py::arg("path"), py::arg("layout"), py::arg("pool"),
-           py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0, py::keep_alive<1, 2>(),
-           py::keep_alive<1, 5>())
+      .def(py::init(&start_save), py::arg("fs"), py::arg("path"), py::arg("layout"),
+           py::arg("pool"), py::arg("direct"), py::arg("sync"), py::arg("niceness") = 0,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 5>())
       .def("append", &append, py::arg("data"))
       .def_property_readonly("sums", [](const SaveJob& job) {
         return py::make_tuple(job.sums().file_nbytes, to_bytes(job.sums()));

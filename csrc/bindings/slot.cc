@@ -91,10 +91,6 @@ py::bytes encode_table(const std::string& directory, const std::string& version,
   return to_bytes(encode(table));
 }
 
-Bytes bytes_of(const py::buffer_info& info) {
-  return {static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
-}
-
 // A snapshot and its slot. The slot stays mapped while any view of the snapshot exists.
 struct PyStoredSnapshot {
   std::shared_ptr<Slot> slot;
@@ -130,7 +126,7 @@ TensorBatch batch_of(const PyStoredSnapshot& snapshot, const std::vector<int64_t
   return batch;
 }
 
-std::vector<PyItemExtent> extents(const PyStoredSnapshot& snapshot) {
+std::vector<PyItemExtent> item_extents(const PyStoredSnapshot& snapshot) {
   std::vector<PyItemExtent> out;
   for (const ItemExtent& extent : snapshot.found.extents) {
     out.emplace_back(extent.item, extent.offset, extent.nbytes, extent.plain);
@@ -202,7 +198,7 @@ void bind_slot(py::module_& module) {
                                if (!s.found.table.paths) return std::nullopt;
                                return to_bytes(*s.found.table.paths);
                              })
-      .def_property_readonly("extents", &extents)
+      .def_property_readonly("extents", &item_extents)
       .def("batch", &batch_of, py::arg("items"))
       .def(
           "object_bytes",

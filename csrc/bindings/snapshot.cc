@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace torch_ckpt {
 namespace {
 
-std::shared_ptr<Snapshot> make(int64_t nbytes, int threads) {
+std::shared_ptr<Snapshot> make_snapshot(int64_t nbytes, int threads) {
   return value_or_raise(without_gil([&] {
     HeapMemorySource heap;
     return Snapshot::make(heap, nbytes, threads);
@@ -30,8 +30,8 @@ void pin_for(Snapshot& snapshot, const TensorBatch& batch, Devices& devices) {
 
 // Copies the tensors at these positions of the batch to `offsets` in the snapshot. Raises for a
 // tensor without memory.
-void copy(Snapshot& snapshot, const TensorBatch& batch, const std::vector<int64_t>& positions,
-          const std::vector<int64_t>& offsets, int threads, Devices& devices) {
+void copy_into(Snapshot& snapshot, const TensorBatch& batch, const std::vector<int64_t>& positions,
+               const std::vector<int64_t>& offsets, int threads, Devices& devices) {
   if (positions.size() != offsets.size()) {
     throw py::value_error("there are not as many offsets as tensors");
   }
@@ -52,11 +52,11 @@ void copy(Snapshot& snapshot, const TensorBatch& batch, const std::vector<int64_
 void bind_snapshot(py::module_& module) {
   py::class_<Devices>(module, "Devices").def(py::init<>());
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(module, "Snapshot", py::buffer_protocol())
-      .def(py::init(&make), py::arg("nbytes"), py::arg("threads"))
+      .def(py::init(&make_snapshot), py::arg("nbytes"), py::arg("threads"))
       .def_property_readonly("nbytes",
                              [](const Snapshot& snapshot) { return ssize(snapshot.bytes()); })
       .def("pin_for", &pin_for, py::arg("batch"), py::arg("devices"))
-      .def("copy", &copy, py::arg("batch"), py::arg("positions"), py::arg("offsets"),
+      .def("copy", &copy_into, py::arg("batch"), py::arg("positions"), py::arg("offsets"),
            py::arg("threads"), py::arg("devices"))
       .def_buffer([](const Snapshot& snapshot) {
         const MutableBytes bytes = snapshot.bytes();

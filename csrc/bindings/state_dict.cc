@@ -170,7 +170,7 @@ struct AttributeNames {
   PyObject* dim = PyUnicode_InternFromString("dim");
 };
 
-const AttributeNames& names() {
+const AttributeNames& attribute_names() {
   static const AttributeNames names;
   return names;
 }
@@ -200,7 +200,7 @@ ShardBoxes::ShardBoxes(py::type dtensor, py::type shard, py::type replicate, py:
 
 py::object ShardBoxes::local_of(py::handle object) const {
   if (!py::type::handle_of(object).is(dtensor_)) return {};
-  py::object local = py::getattr(object, names().local);
+  py::object local = py::getattr(object, attribute_names().local);
   return is_plannable(local) && !has_attributes(local) ? local : py::object();
 }
 
@@ -218,20 +218,20 @@ void ShardBoxes::add_placement(py::handle placement) {
   if (type.is(replicate_)) {
     key_.insert(key_.end(), {0, 0});
   } else if (type.is(shard_)) {
-    key_.insert(key_.end(), {1, py::cast<int64_t>(py::getattr(placement, names().dim))});
+    key_.insert(key_.end(), {1, py::cast<int64_t>(py::getattr(placement, attribute_names().dim))});
   } else {
     key_.insert(key_.end(), {2, number_of(placement)});
   }
 }
 
 const ShardBox* ShardBoxes::find(py::handle dtensor) {
-  const py::object spec = py::getattr(dtensor, names().spec);
-  const py::object mesh = py::getattr(spec, names().mesh);
+  const py::object spec = py::getattr(dtensor, attribute_names().spec);
+  const py::object mesh = py::getattr(spec, attribute_names().mesh);
   if (!mesh.is(mesh_)) {
     mesh_number_ = number_of(mesh);
     mesh_ = mesh;
   }
-  const py::tuple placements = py::getattr(spec, names().placements);
+  const py::tuple placements = py::getattr(spec, attribute_names().placements);
   const std::span<const int64_t> sizes = sizes_of(dtensor);
   key_.assign({mesh_number_, static_cast<int64_t>(placements.size())});
   for (const py::handle placement : placements) add_placement(placement);

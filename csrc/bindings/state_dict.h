@@ -62,7 +62,7 @@ class ShardBoxes {
   // attributes in Python. Otherwise returns an empty object.
   pybind11::object local_of(pybind11::handle object) const;
 
-  // Returns the box of a DTensor, or nullptr if there is none. Valid until the next call. Raises
+  // Returns the box of a DTensor, or nullptr. Valid until the next call. Raises
   // the exceptions of `box_of`. Requires: local_of(dtensor) is not empty.
   const ShardBox* find(pybind11::handle dtensor);
 

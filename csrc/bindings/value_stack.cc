@@ -3,13 +3,6 @@
 #include <algorithm>
 
 namespace torch_ckpt {
-namespace {
-
-Status broken(std::string_view why) { return corruption(why); }
-Status refused(std::string_view what) { return unsupported("the pickle has ", what); }
-
-}  // namespace
-
 Status ValueStack::push(Kind kind, PyObject* new_reference) {
   if (new_reference == nullptr) return python_error();
   Value& value = stack_.emplace_back();

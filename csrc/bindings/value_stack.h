@@ -18,6 +18,9 @@
 
 namespace torch_ckpt {
 
+inline Status broken(std::string_view why) { return corruption(why); }
+inline Status refused(std::string_view what) { return unsupported("the pickle has ", what); }
+
 // An owned reference to a Python object, or none.
 class PyRef {
  public:

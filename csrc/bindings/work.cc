@@ -23,7 +23,8 @@ int64_t checked(int64_t number, int64_t count) {
   return number;
 }
 
-Work make(const std::shared_ptr<PyItemTable>& table, const std::optional<py::bytes>& assigned) {
+Work make_work(const std::shared_ptr<PyItemTable>& table,
+               const std::optional<py::bytes>& assigned) {
   if (!assigned) return Work(table_of(table));
   const Assignment assignment = value_or_raise(decode_assignment(view_of(*assigned)));
   return value_or_raise(Work::assigned(table_of(table), assignment));
@@ -61,7 +62,7 @@ std::vector<int64_t> nbytes(const Work& work) {
 using PyItem = std::tuple<std::string, std::optional<PyFacts>, bool, Dims, Dims,
                           std::optional<std::pair<int64_t, int64_t>>>;
 
-PyItem describe(const Work& work, int64_t position) {
+PyItem describe_item(const Work& work, int64_t position) {
   const Work::Item& item = work.at(checked(position, work.size()));
   const ItemTable& table = work.items();
   const BoxView box = table.box(item.number);
@@ -84,8 +85,8 @@ std::vector<int64_t> plain(const TensorBatch& batch) {
   return out;
 }
 
-std::vector<const TensorView*> views_of(const TensorBatch& batch,
-                                        const std::vector<int64_t>& numbers) {
+std::vector<const TensorView*> tensors_at(const TensorBatch& batch,
+                                          const std::vector<int64_t>& numbers) {
   std::vector<const TensorView*> out;
   out.reserve(numbers.size());
   for (const int64_t number : numbers) {
@@ -98,9 +99,9 @@ std::vector<const TensorView*> views_of(const TensorBatch& batch,
 
 // Returns the digests of the values of all tensors, 8 bytes each; zeros for a tensor that is not
 // plain.
-py::bytes digests_of(const TensorBatch& batch, bool full, int threads) {
+py::bytes batch_digests(const TensorBatch& batch, bool full, int threads) {
   const std::vector<int64_t> numbers = plain(batch);
-  const std::vector<const TensorView*> tensors = views_of(batch, numbers);
+  const std::vector<const TensorView*> tensors = tensors_at(batch, numbers);
   std::vector<uint64_t> out(batch.kinds.size(), kUnknownDigest);
   without_gil([&] {
     const std::vector<uint64_t> digests = value_digests(tensors, full, threads);
@@ -122,7 +123,7 @@ std::vector<std::pair<uint64_t, uint64_t>> full_digests_of(const TensorBatch& ba
     numbers.push_back(position);
     at.push_back(i);
   }
-  const std::vector<const TensorView*> tensors = views_of(batch, numbers);
+  const std::vector<const TensorView*> tensors = tensors_at(batch, numbers);
   std::vector<std::pair<uint64_t, uint64_t>> out(positions.size());
   const std::vector<Digest128> digests =
       nicely_without_gil(niceness, [&] { return full_digests(tensors, threads); });
@@ -159,7 +160,7 @@ void digest_tensors(PlannedFile& file, const std::vector<uint64_t>& samples,
   file.add_digests(samples, positions);
 }
 
-void write(PlannedFile& file, SaveJob& job, int64_t begin, int64_t end) {
+void write_planned(PlannedFile& file, SaveJob& job, int64_t begin, int64_t end) {
   if (begin < 0 || begin > end || end > file.laid_out()) throw py::index_error("no such tensors");
   const Status status =
       nicely_without_gil(job.niceness(), [&] { return file.write(job, begin, end); });
@@ -171,16 +172,16 @@ void write(PlannedFile& file, SaveJob& job, int64_t begin, int64_t end) {
 
 void bind_work(py::module_& module) {
   py::class_<Work>(module, "Work")
-      .def(py::init(&make), py::arg("table"), py::arg("assignment") = std::nullopt)
+      .def(py::init(&make_work), py::arg("table"), py::arg("assignment") = std::nullopt)
       .def("__len__", &Work::size)
-      .def("describe", &describe, py::arg("position"))
+      .def("describe", &describe_item, py::arg("position"))
       .def_property_readonly("items", &numbers)
       .def_property_readonly("nbytes", &nbytes)
       .def_property_readonly("cuts", &cuts)
       .def("part", &part, py::arg("positions"));
   py::class_<TensorBatch>(module, "TensorBatch")
       .def_property_readonly("plain", &plain)
-      .def("digests", &digests_of, py::arg("full"), py::arg("threads"))
+      .def("digests", &batch_digests, py::arg("full"), py::arg("threads"))
       .def("full_digests", &full_digests_of, py::arg("positions"), py::arg("threads"),
            py::arg("niceness") = 0)
       .def("cut", &cut, py::arg("work"))
@@ -237,7 +238,7 @@ void bind_work(py::module_& module) {
                                return py::bytes(reinterpret_cast<const char*>(bytes.data()),
                                                 bytes.size());
                              })
-      .def("write", &write, py::arg("job"), py::arg("begin"), py::arg("end"))
+      .def("write", &write_planned, py::arg("job"), py::arg("begin"), py::arg("end"))
       .def(
           "extents",
           [](const PlannedFile& file,

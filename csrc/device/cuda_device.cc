@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "device/cuda_call.h"
@@ -129,6 +130,12 @@ class Gpu final : public CudaDevice {
                                                         CudaStream after) override {
     return start([&] { return unpack_windows(plan, piece, after); });
   }
+  Result<std::unique_ptr<DeviceEvent>> multiply(const ProductTable& table, Bytes codes,
+                                                std::span<const float> values,
+                                                std::span<const float> scales,
+                                                CudaStream after) override {
+    return start([&] { return multiply_now(table, codes, values, scales, after); });
+  }
 
  private:
   // A GPU buffer that transfers one window.
@@ -142,6 +149,8 @@ class Gpu final : public CudaDevice {
   Result<std::unique_ptr<DeviceEvent>> start(const Work& work);
   Status pack_windows(const CudaPlan& plan, MutableBytes image, CudaStream after);
   Status unpack_windows(const CudaPlan& plan, Bytes piece, CudaStream after);
+  Status multiply_now(ProductTable table, Bytes codes, std::span<const float> values,
+                      std::span<const float> scales, CudaStream after);
   Status launch(const CudaPlan& plan, const PackWindow& window, const std::byte* memory);
   Status begin(const PackPlan& plan, PackDirection direction, int64_t nbytes, CudaStream after);
   Status allocate_buffers();
@@ -268,6 +277,26 @@ Status Gpu::launch(const CudaPlan& plan, const PackWindow& window, const std::by
       launch_pack(static_cast<const Plan&>(plan).tables(), plan.plan().bases(window, memory),
                   window.first_worker, window.worker_end, kernels_.get()),
       "start a kernel that packs");
+}
+
+// One stream copies and computes: the copy takes almost all of the time.
+Status Gpu::multiply_now(ProductTable table, Bytes codes, std::span<const float> values,
+                         std::span<const float> scales, CudaStream after) {
+  RETURN_IF_ERROR(record(requested_.get(), after));
+  RETURN_IF_ERROR(wait_for(kernels_.get(), requested_.get()));
+  const Bytes parts[] = {codes, std::as_bytes(values), std::as_bytes(scales)};
+  uint64_t* const addresses[] = {&table.codes, &table.values, &table.scales};
+  int64_t nbytes = 0;
+  for (const Bytes part : parts) nbytes += align_up(ssize(part), kStagingAlignment);
+  // Freed in stream order, after the kernel.
+  ASSIGN_OR_RETURN(const StreamMemory memory, StreamMemory::allocate(nbytes, kernels_.get()));
+  std::byte* next = memory.data();
+  for (size_t i = 0; i < std::size(parts); ++i) {
+    RETURN_IF_ERROR(copy_async(next, parts[i].data(), ssize(parts[i]), kernels_.get()));
+    *addresses[i] = reinterpret_cast<uint64_t>(next);
+    next += align_up(ssize(parts[i]), kStagingAlignment);
+  }
+  return cuda_status(launch_products(table, kernels_.get()), "start a kernel that multiplies");
 }
 
 Status Gpu::pack_windows(const CudaPlan& cuda_plan, MutableBytes image, CudaStream after) {

@@ -87,6 +87,12 @@ class CudaDevice {
   // Unpacks `piece`, the whole staging buffer of the plan, in pinned memory.
   virtual Result<std::unique_ptr<DeviceEvent>> unpack_from_host(const CudaPlan& plan, Bytes piece,
                                                                 CudaStream after) = 0;
+
+  // Computes products; see Device::multiply. `codes` are in pinned memory.
+  virtual Result<std::unique_ptr<DeviceEvent>> multiply(const ProductTable& table, Bytes codes,
+                                                        std::span<const float> values,
+                                                        std::span<const float> scales,
+                                                        CudaStream after) = 0;
 };
 
 // The Device interface for GPU tensors. `pack` and `unpack` make a plan of their copies and start
@@ -103,6 +109,13 @@ class CudaTensors : public Device {
   // Also accepts unpinned memory, but then blocks the calling thread.
   Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                               Bytes buffer) const override;
+
+  Result<std::unique_ptr<DeviceEvent>> multiply(const ProductTable& table, Bytes codes,
+                                                std::span<const float> values,
+                                                std::span<const float> scales) const override {
+    const std::scoped_lock lock(mutex_);
+    return device_->multiply(table, codes, values, scales, after_);
+  }
 
   // Also accepts unpinned memory, but then blocks the calling thread. If the GPU has no free memory
   // for windows, copies contiguous tensors one by one.

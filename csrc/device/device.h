@@ -13,6 +13,7 @@
 #include "base/memory.h"
 #include "base/status.h"
 #include "base/strided.h"
+#include "device/product_lane.h"
 
 namespace torch_ckpt {
 
@@ -50,6 +51,17 @@ class Device {
   // copy is running.
   virtual Result<std::unique_ptr<DeviceEvent>> unpack(std::span<const TensorCopy> copies,
                                                       Bytes buffer) const = 0;
+
+  // Starts to compute products into a tensor, whose address `table` has. `codes` must not change
+  // until the returned event. `values` and `scales`, of which the table has no addresses, are read
+  // before the call returns. Otherwise as `unpack`. Errors: kUnsupported if the device computes no
+  // products.
+  virtual Result<std::unique_ptr<DeviceEvent>> multiply(const ProductTable& /*table*/,
+                                                        Bytes /*codes*/,
+                                                        std::span<const float> /*values*/,
+                                                        std::span<const float> /*scales*/) const {
+    return unsupported("this device computes no products");
+  }
 
   // Starts copies from tensors to `buffer`, where they do not overlap. Neither may change until the
   // returned event. Short gaps between copies may become zero, so the caller fills gaps afterwards.

@@ -37,15 +37,6 @@ struct ByteCopy {
   std::vector<Dim> dims;
 };
 
-Divisor divisor(int64_t value) {
-  uint32_t shift = 0;
-  while ((int64_t{1} << shift) < value) ++shift;
-  const uint64_t power = uint64_t{1} << shift;
-  const auto by = static_cast<uint64_t>(value);
-  return {static_cast<uint32_t>(value), static_cast<uint32_t>(((power - by) << 32) / by + 1),
-          shift};
-}
-
 // Returns the largest power of two, at most kWidest, that divides all numbers in `bits`, their
 // bitwise OR.
 int64_t widest_unit(uint64_t bits) {
@@ -328,6 +319,15 @@ void Planner::close_window() {
 }
 
 }  // namespace
+
+Divisor divisor(int64_t value) {
+  uint32_t shift = 0;
+  while ((int64_t{1} << shift) < value) ++shift;
+  const uint64_t power = uint64_t{1} << shift;
+  const auto by = static_cast<uint64_t>(value);
+  return {static_cast<uint32_t>(value), static_cast<uint32_t>(((power - by) << 32) / by + 1),
+          shift};
+}
 
 PackBases PackPlan::bases(const PackWindow& window, const std::byte* memory) const {
   const uint64_t base = bits_of(memory) - bits_of(window.base());

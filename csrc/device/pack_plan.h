@@ -24,6 +24,9 @@
 
 namespace torch_ckpt {
 
+// Requires: 0 < value < 2^31.
+Divisor divisor(int64_t value);
+
 // The alignment of the memory for a window. CUDA allocations have it.
 inline constexpr int64_t kStagingAlignment = 256;
 
@@ -32,7 +35,7 @@ enum class PackDirection {
   kUnpack,  // From the staging buffer to tensors.
 };
 
-// A contiguous tensor that is large enough for a copy call of its own.
+// A contiguous tensor that is large enough for a separate copy call.
 struct DirectCopy {
   std::byte* tensor = nullptr;
   int64_t staging_offset = 0;

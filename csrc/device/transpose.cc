@@ -20,7 +20,7 @@ constexpr int64_t kFewest = 8;
 
 constexpr int64_t kVector = 16;
 
-struct Unit16 {
+struct Bytes16 {
   uint64_t words[2];
 };
 
@@ -57,7 +57,7 @@ void transpose_block(const std::byte* src, std::byte* dst) {
 }
 
 template <>
-void transpose_block<Unit16>(const std::byte* src, std::byte* dst) {
+void transpose_block<Bytes16>(const std::byte* src, std::byte* dst) {
   std::memcpy(dst, src, kVector);
 }
 
@@ -160,7 +160,7 @@ void transpose(const Transposition& copy, int64_t itemsize, const std::byte* src
     case 8:
       return transpose_units<uint64_t>(copy, src, dst);
     case 16:
-      return transpose_units<Unit16>(copy, src, dst);
+      return transpose_units<Bytes16>(copy, src, dst);
     default:
       return;
   }

@@ -42,9 +42,9 @@ Status commit(FileSystem& fs, const Commit& what) {
   const std::string index = path(what.names.index_of(what.save_id));
   const std::string metadata = path(what.names.pending_metadata(what.save_id));
   // Best effort: readers ignore these files without a commit, and the next save removes them. An
-  // index without its pending metadata looks as if its metadata had been lost. Data files without
-  // it are never removed: somebody may have copied them there. Returns whether no data file is
-  // left.
+  // index without its pending metadata would be taken for one whose metadata was lost. Data files
+  // without pending metadata are never removed later: a user may have copied them there. Returns
+  // whether all data files were removed.
   const auto remove_index_and_data = [&] {
     (void)fs.remove(index);
     bool are_removed = !what.keeps_data_files;
@@ -56,7 +56,7 @@ Status commit(FileSystem& fs, const Commit& what) {
     const bool has_index = status.ok();
     if (has_index) status = fs.publish(path(what.names.metadata), what.metadata, what.replaced);
     if (!status.ok()) {
-      // Only a false condition says for certain that nothing was published.
+      // Only a failed condition proves that nothing was published.
       if (has_index && status.error_number() != EEXIST) return status;
       if (!remove_index_and_data()) return status;
     }

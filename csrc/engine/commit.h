@@ -22,9 +22,9 @@ struct CommitNames {
   // name. Versions before 0.3.0 renamed the index to `index`, which concurrent saves share.
   std::string index_of(const std::string& save_id) const { return index + "." + save_id; }
 
-  // Name of the metadata before the commit. The file exists, empty, from before the first data file
-  // of the save. Who removes it has ended the save: its commit renames this file, and never creates
-  // it.
+  // Name of the metadata before the commit. This file is created, empty, before the first data file
+  // of the save. A process that removes it ends the save: the commit renames this file, and never
+  // creates it.
   std::string pending_metadata(const std::string& save_id) const {
     return metadata + "." + save_id + ".tmp";
   }
@@ -42,8 +42,8 @@ struct Commit {
   // Names in `directory` of the data files that the metadata refers to. Removed on an error, if the
   // commit certainly did not happen.
   std::span<const std::string> data_files = {};
-  // Whether all data files stay after an error, since the caller tries again. The pending file then
-  // stays as well: by it, garbage collection finds them if the caller never does.
+  // Whether all data files remain after an error, since the caller tries again. The pending file
+  // then remains as well, so that garbage collection finds the data files if the caller does not.
   bool keeps_data_files = false;
   // If false, the checkpoint survives a process crash, but a power cut may lose both it and the
   // checkpoint that it replaces.
@@ -65,7 +65,7 @@ struct Commit {
 // save are removed, the metadata last and only if all data files are. Exception: if the sync in
 // step 2 fails, or the rename or the conditional write fails but may have happened, either
 // checkpoint may be committed, and no file is removed. The pending file of a conditional write then
-// stays, too: by it, a later save finds the files. Errors: kNotFound if another save has removed
+// remains, so that a later save finds the files. Errors: kNotFound if another save has removed
 // the pending metadata; kStorage, with EEXIST if another one was committed meanwhile.
 Status commit(FileSystem& fs, const Commit& what);
 

@@ -9,8 +9,11 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr auto kLongestSleep = std::chrono::milliseconds(50);  // A cancellation is noticed then.
-constexpr auto kMaxDelay = std::chrono::seconds(1);            // So much of a stall is made up for.
+// Bounds the time until a cancellation takes effect.
+constexpr auto kLongestSleep = std::chrono::milliseconds(50);
+
+// After a stall, the copy exceeds its rate only until it has recovered this much time.
+constexpr auto kMaxDelay = std::chrono::seconds(1);
 
 // Returns the length of the pieces of a file: whole blocks, and if the rate allows a block in a
 // second, no more bytes than in a second.

@@ -1,7 +1,7 @@
 #pragma once
 
-// CopyJob: copies the data files of a checkpoint to another directory or store, in the background
-// of a training. It verifies each block while it reads, keeps a rate, and can be cancelled. Used by
+// CopyJob: copies the data files of a checkpoint to another directory or store while training runs.
+// It verifies each block that it reads, limits its rate, and can be cancelled. Used by
 // storage/copying.py, for a run that saves to a local directory first.
 
 #include <atomic>

@@ -1,6 +1,7 @@
 #include "engine/open_checkpoint.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,26 @@ Result<std::shared_ptr<const StoredIndex>> open_index(FileSystem& fs, const std:
   ASSIGN_OR_RETURN(const int64_t nbytes, file->size());
   const auto read = [file](int64_t offset, MutableBytes into) { return file->read(offset, into); };
   return StoredIndex::open(read, nbytes, path);
+}
+
+// Returns whether storage failed or refused to answer, so that the file may be whole. The other
+// codes are those of a bad sector, of a damaged file system, and of what is no file.
+bool is_unknown(const Status& status) {
+  if (status.code() != StatusCode::kStorage) return false;
+  switch (status.error_number()) {
+    case EIO:
+    case ENODATA:
+    case EUCLEAN:
+    case EBADMSG:
+    case EILSEQ:
+    case EISDIR:
+    case ENOTDIR:
+    case ENXIO:
+    case ELOOP:
+      return false;
+    default:
+      return true;
+  }
 }
 
 bool belongs(const StoredIndex& index, const MetadataFile& metadata) {
@@ -52,10 +73,12 @@ Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
     const bool was_missing = first.code() == StatusCode::kNotFound;
     if (first.ok() || (was_missing && status.code() != StatusCode::kNotFound)) first = status;
   };
+  Status unknown;
   for (const std::string& name : index_names(fs, directory, names, *opened.metadata)) {
     const std::string path = str_cat(directory, "/", name);
     const auto index = open_index(fs, path);
     if (!index.ok()) {
+      if (is_unknown(index.status())) unknown = index.status();
       fail(index.status());
     } else if (belongs(**index, *opened.metadata)) {
       opened.index = *index;
@@ -72,6 +95,9 @@ Result<OpenedCheckpoint> open_once(FileSystem& fs, const std::string& directory,
       }
     }
   }
+  // Without a trailer, these are probably the indexes of other saves. Some stores refuse to answer
+  // for what does not exist.
+  if (!unknown.ok() && opened.metadata->trailer()) return unknown;
   return opened;
 }
 

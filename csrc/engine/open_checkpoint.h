@@ -19,18 +19,19 @@ namespace torch_ckpt {
 struct OpenedCheckpoint {
   std::shared_ptr<const MetadataFile> metadata;
 
-  // The index that belongs to `metadata`; null if there is none.
+  // The index that belongs to `metadata`, or null.
   std::shared_ptr<const StoredIndex> index;
 
-  // If `index` is null: data files that readable indexes in the directory name, some of each. With
-  // them, the caller distinguishes damaged metadata from metadata that never had an index.
+  // If `index` is null: a few data file names from each readable index in the directory. By them,
+  // the caller distinguishes damaged metadata from metadata that never had an index.
   std::vector<std::string> indexed_files;
-  Status index_status;  // Why there is no index that belongs to `metadata`.
+  Status index_status;  // Why `index` is null.
 };
 
 // Both files stay open, with unchanged contents, for the lifetime of the result.
 // Requires: `fs` outlives the result.
-// Errors: kNotFound if no checkpoint is committed; kStorage. A damaged index is not an error here.
+// Errors: kNotFound if no checkpoint is committed; kStorage if a file cannot be read now. A damaged
+// index is not an error here.
 Result<OpenedCheckpoint> open_checkpoint(FileSystem& fs, const std::string& directory,
                                          const CommitNames& names = {});
 

@@ -16,11 +16,14 @@
 namespace torch_ckpt {
 namespace {
 
-// Ranges with a destination and at least this length get a request of their own, in place if
-// possible.
+// Ranges with a destination and at least this length get a separate request, in place if possible.
 constexpr int64_t kInPlaceNbytes = int64_t{256} << 10;
 
-// Longest range where all ranges share requests, so that several fill one.
+// Length of the parts in which a cached read in place is verified. A part stays in the second-level
+// cache of the processor between the kernel's copy and the checksum.
+constexpr int64_t kCachedPartNbytes = int64_t{512} << 10;
+
+// Longest range if all ranges share requests, so that several fill one.
 constexpr int64_t kSharedNbytes = int64_t{1} << 20;
 
 bool is_aligned(const std::byte* address, int64_t alignment) {
@@ -193,9 +196,16 @@ struct ReadStream::Work {
   }
 
   // Verifies and consumes every range of a task, then starts the unpacking. `bytes` begin at
-  // `offset` of the file.
-  Status consume_task(const Task& task, Bytes bytes, int64_t offset, Unpacking& unpacking) const {
-    RETURN_IF_ERROR(check_task(task, slice(bytes, task.range.begin - offset, task.range.nbytes())));
+  // `offset` of the file. The first `verified_nbytes` of them are verified already.
+  Status consume_task(const Task& task, Bytes bytes, int64_t offset, int64_t verified_nbytes,
+                      Unpacking& unpacking) const {
+    if (verified_nbytes > 0) {
+      RETURN_IF_ERROR(check_blocks(task, offset + verified_nbytes,
+                                   slice(bytes, verified_nbytes, ssize(bytes) - verified_nbytes)));
+    } else {
+      RETURN_IF_ERROR(
+          check_task(task, slice(bytes, task.range.begin - offset, task.range.nbytes())));
+    }
     for (int64_t i = task.first; i < task.last; ++i) {
       const int64_t index = order[static_cast<size_t>(i)];
       const ByteRange& range = wanted[static_cast<size_t>(index)].range;
@@ -318,11 +328,13 @@ class ReadStream::LaneRun {
     int block = -1;      // -1 for a read in place.
     int64_t offset = 0;  // File offset of the first byte of `memory`.
     MutableBytes memory;
+    int64_t verified_nbytes = 0;  // Of `memory`, from the beginning: read and verified.
     Unpacking unpacking;
   };
 
   const std::string& path_in_flight() const;
   bool prepare_for_direct();
+  Status read_cached_parts(InFlight& read);
   bool submit_next();
   void complete(const IoDone& done);
   void finish(size_t slot);
@@ -352,14 +364,32 @@ bool ReadStream::LaneRun::prepare_for_direct() {
   return true;
 }
 
+// Reads and verifies all parts of a cached read in place except the last one, which the queue
+// reads.
+Status ReadStream::LaneRun::read_cached_parts(InFlight& read) {
+  const Task& task = *read.task;
+  const FileSums* const sums = work_.wanted_of(task.first).sums;
+  if (sums == nullptr) return ok_status();
+  const int64_t part = align_up(kCachedPartNbytes, sums->block_nbytes);
+  while (ssize(read.memory) - read.verified_nbytes > part && !work_.must_stop()) {
+    const int64_t offset = read.offset + read.verified_nbytes;
+    const MutableBytes memory = slice(read.memory, read.verified_nbytes, part);
+    const Status status = task.file->read(offset, memory);
+    if (!status.ok()) return work_.with_name(task, status);
+    RETURN_IF_ERROR(work_.check_blocks(task, offset, memory));
+    read.verified_nbytes += part;
+  }
+  return ok_status();
+}
+
 // Returns whether to submit more reads before handling completed ones.
 bool ReadStream::LaneRun::submit_next() {
   const size_t next = work_.next_task++;
   if (next >= work_.tasks.size()) return false;
   const Task& task = work_.tasks[next];
   const int64_t alignment = task.file->alignment();
-  const bool buffered =
-      alignment == 1 || task.file->is_resident(task.range.begin, task.range.nbytes());
+  const bool resident = task.file->is_resident(task.range.begin, task.range.nbytes());
+  const bool buffered = alignment == 1 || resident;
   const bool fits = task.range.begin % alignment == 0 && task.range.nbytes() % alignment == 0 &&
                     is_aligned(task.destination, alignment);
   InFlight read;
@@ -367,6 +397,12 @@ bool ReadStream::LaneRun::submit_next() {
   read.offset = task.range.begin;
   if (task.destination != nullptr && (buffered || fits)) {
     read.memory = {task.destination, static_cast<size_t>(task.range.nbytes())};
+    if (resident) {
+      if (const Status status = read_cached_parts(read); !status.ok()) {
+        work_.fail(status);
+        return false;
+      }
+    }
   } else {
     const int64_t grain = buffered ? 1 : alignment;
     read.block = *pool_.acquire();  // There are as many blocks as slots.
@@ -386,12 +422,13 @@ bool ReadStream::LaneRun::submit_next() {
   read.unpacking = Unpacking(read.memory);
   const size_t slot = free_slots_.back();
   free_slots_.pop_back();
-  const IoRequest request = {.kind = IoRequest::Kind::kRead,
-                             .file = task.file,
-                             .offset = read.offset,
-                             .memory = read.memory,
-                             .caching = buffered ? Caching::kBuffered : Caching::kDirect,
-                             .tag = slot};
+  const IoRequest request = {
+      .kind = IoRequest::Kind::kRead,
+      .file = task.file,
+      .offset = read.offset + read.verified_nbytes,
+      .memory = slice(read.memory, read.verified_nbytes, ssize(read.memory) - read.verified_nbytes),
+      .caching = buffered ? Caching::kBuffered : Caching::kDirect,
+      .tag = slot};
   read.is_in_queue = true;
   slots_[slot] = std::move(read);
   work_.counts.submit(queue_, request);
@@ -408,7 +445,8 @@ void ReadStream::LaneRun::complete(const IoDone& done) {
   if (!done.status.ok()) {
     status = work_.with_name(*read.task, done.status);
   } else if (!work_.stopped) {
-    status = work_.consume_task(*read.task, read.memory, read.offset, read.unpacking);
+    status = work_.consume_task(*read.task, read.memory, read.offset, read.verified_nbytes,
+                                read.unpacking);
   }
   if (!status.ok()) work_.fail(status);
   unpacking_.push_back(done.tag);

@@ -58,7 +58,7 @@ struct WantedRange {
   const Device* device = &cpu_device();  // Device of the destination tensor.
 };
 
-// Returns the first range whose device is not the host; nullptr if there is none.
+// Returns the first range whose device is not the host, or nullptr.
 const WantedRange* first_for_device(std::span<const WantedRange> wanted);
 
 // Makes a pool of the memory that the range's device copies from fastest, or of host memory if

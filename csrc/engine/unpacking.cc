@@ -1,6 +1,8 @@
 #include "engine/unpacking.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -35,21 +37,30 @@ Status with_names(const Names& names, const Status& error) {
                 error.error_number());
 }
 
-// Packs the source in row-major order first, because device plans reject elements that share bytes.
+// Copies elements to a device's tensor from a buffer, which `fill` writes in row-major order first.
 Status unpack_row_major(const Device& device, std::byte* tensor, StridedCopy copy,
-                        const std::byte* from) {
+                        const std::function<void(std::byte* buffer)>& fill) {
   const int64_t nbytes = checked_numel(copy.sizes).value_or(0) * copy.itemsize;
   ASSIGN_OR_RETURN(const Memory memory, device.buffers().allocate(nbytes));
-  StridedCopy to_row = copy;
-  to_row.dst_offset = 0;
-  to_row.dst_strides = contiguous_strides(copy.sizes);
-  for (int64_t& stride : to_row.dst_strides) stride *= copy.itemsize;
-  copy_on_cpu(to_row, from, memory.bytes().data());
+  fill(memory.bytes().data());
   copy.src_offset = 0;
-  copy.src_strides = to_row.dst_strides;
+  copy.src_strides = contiguous_strides(copy.sizes);
+  for (int64_t& stride : copy.src_strides) stride *= copy.itemsize;
   const TensorCopy one = {tensor, std::move(copy)};
   ASSIGN_OR_RETURN(const auto event, device.unpack({&one, 1}, slice(memory.bytes(), 0, nbytes)));
   return event == nullptr ? ok_status() : event->wait();
+}
+
+// Packs the source first, because device plans reject elements that share bytes.
+Status unpack_overlapping(const Device& device, std::byte* tensor, const StridedCopy& copy,
+                          const std::byte* from) {
+  return unpack_row_major(device, tensor, copy, [&](std::byte* buffer) {
+    StridedCopy to_row = copy;
+    to_row.dst_offset = 0;
+    to_row.dst_strides = contiguous_strides(copy.sizes);
+    for (int64_t& stride : to_row.dst_strides) stride *= copy.itemsize;
+    copy_on_cpu(to_row, from, buffer);
+  });
 }
 
 }  // namespace
@@ -62,7 +73,7 @@ Unpacking& Unpacking::operator=(Unpacking&& other) noexcept {
 
 Unpacking::~Unpacking() {
   for (const auto& [device, pending] : by_device_) {
-    if (pending.event != nullptr) (void)pending.event->wait();
+    for (const auto& event : pending.events) (void)event->wait();
   }
 }
 
@@ -76,7 +87,7 @@ Status Unpacking::add(const Device& device, const std::string& name, std::byte* 
   DeviceCopies& pending = by_device_[&device];
   if (pending.names.empty() || *pending.names.back() != name) pending.names.push_back(&name);
   if (source_overlaps_itself(copy)) {
-    const Status status = unpack_row_major(device, tensor, copy, from);
+    const Status status = unpack_overlapping(device, tensor, copy, from);
     return status.ok() ? status : with_names({&name}, status);
   }
   pending.copies.push_back({tensor, copy});
@@ -84,12 +95,39 @@ Status Unpacking::add(const Device& device, const std::string& name, std::byte* 
   return ok_status();
 }
 
+Status Unpacking::add_dequantized(const Device& device, const std::string& name, std::byte* tensor,
+                                  const Dims& strides, const Dequantization& dequantization,
+                                  const Box& piece, const std::byte* from) {
+  if (device.is_host()) {
+    dequantization.run(piece, from, strides, tensor);
+    return ok_status();
+  }
+  if (auto made = dequantization.for_device(piece, from, strides, tensor)) {
+    auto begun = device.multiply(made->table, made->codes, made->values, made->scales);
+    if (begun.ok()) {
+      DeviceCopies& pending = by_device_[&device];
+      if (pending.names.empty() || *pending.names.back() != name) pending.names.push_back(&name);
+      if (*begun != nullptr) pending.events.push_back(std::move(*begun));
+      return ok_status();
+    }
+    const Status& status = begun.status();
+    // A table needs memory of the device, and a copy of products may need none.
+    if (status.code() != StatusCode::kUnsupported && status.error_number() != ENOMEM) {
+      return with_names({&name}, status);
+    }
+  }
+  const Status status =
+      unpack_row_major(device, tensor, dequantization.copy_of(piece, strides),
+                       [&](std::byte* to) { dequantization.run_row_major(piece, from, to); });
+  return status.ok() ? status : with_names({&name}, status);
+}
+
 Status Unpacking::start() {
   for (auto& [device, pending] : by_device_) {
     if (pending.copies.empty()) continue;
     auto begun = device->unpack(pending.copies, buffer_);
     if (!begun.ok()) return with_names(pending.names, begun.status());
-    pending.event = std::move(*begun);
+    if (*begun != nullptr) pending.events.push_back(std::move(*begun));
     pending.copies = {};
   }
   return ok_status();
@@ -97,10 +135,11 @@ Status Unpacking::start() {
 
 Result<bool> Unpacking::done() {
   for (auto& [device, pending] : by_device_) {
-    if (pending.event == nullptr) continue;
-    const Result<bool> is_done = pending.event->done();
-    if (!is_done.ok()) return with_names(pending.names, is_done.status());
-    if (!*is_done) return false;
+    for (const auto& event : pending.events) {
+      const Result<bool> is_done = event->done();
+      if (!is_done.ok()) return with_names(pending.names, is_done.status());
+      if (!*is_done) return false;
+    }
   }
   return true;
 }
@@ -108,10 +147,10 @@ Result<bool> Unpacking::done() {
 Status Unpacking::wait() {
   Status first;
   for (auto& [device, pending] : by_device_) {
-    if (pending.event == nullptr) continue;
-    const Status status = pending.event->wait();
-    pending.event.reset();
-    if (first.ok() && !status.ok()) first = with_names(pending.names, status);
+    for (const auto& event : std::exchange(pending.events, {})) {
+      const Status status = event->wait();
+      if (first.ok() && !status.ok()) first = with_names(pending.names, status);
+    }
   }
   return first;
 }

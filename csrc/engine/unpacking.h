@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "base/strided.h"
 #include "device/device.h"
+#include "engine/dequantization.h"
 
 namespace torch_ckpt {
 
@@ -32,6 +33,13 @@ class Unpacking {
   Status add(const Device& device, const std::string& name, std::byte* tensor,
              const StridedCopy& copy, const std::byte* from);
 
+  // Adds the products of a quantised piece, whose numbers begin at `from`. The device computes
+  // them, from now on, or the CPU, immediately, if the device cannot or has no memory for that.
+  // `strides` are those of the tensor.
+  Status add_dequantized(const Device& device, const std::string& name, std::byte* tensor,
+                         const Dims& strides, const Dequantization& dequantization,
+                         const Box& piece, const std::byte* from);
+
   // Starts the added copies. Called once. Requires: the buffer does not change until they are done.
   Status start();
 
@@ -45,7 +53,7 @@ class Unpacking {
   struct DeviceCopies {
     std::vector<TensorCopy> copies;
     std::vector<const std::string*> names;  // FQNs, without consecutive duplicates.
-    std::unique_ptr<DeviceEvent> event;
+    std::vector<std::unique_ptr<DeviceEvent>> events;
   };
   Bytes buffer_;
   std::map<const Device*, DeviceCopies> by_device_;

@@ -7,8 +7,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::array<char, 8> kMagic = {'T', 'C', 'K', 'P', 'T', 'E', 'N', 'D'};
-constexpr uint32_t kVersion = 1;
+constexpr std::array<char, 8> kTrailerMagic = {'T', 'C', 'K', 'P', 'T', 'E', 'N', 'D'};
+constexpr uint32_t kTrailerVersion = 1;
 
 struct Record {
   std::array<char, 8> magic;
@@ -22,7 +22,7 @@ struct Record {
 };
 static_assert(sizeof(Record) == kMetadataTrailerNbytes);
 
-uint64_t sum_of(Bytes trailer) { return xxh3(trailer.first(offsetof(Record, sum))); }
+uint64_t trailer_sum(Bytes trailer) { return xxh3(trailer.first(offsetof(Record, sum))); }
 
 }  // namespace
 
@@ -33,15 +33,15 @@ Result<std::array<std::byte, kMetadataTrailerNbytes>> write_metadata_trailer(
                             trailer.save_id.size());
   }
   Record record = {};
-  record.magic = kMagic;
-  record.version = kVersion;
+  record.magic = kTrailerMagic;
+  record.version = kTrailerVersion;
   std::copy(trailer.save_id.begin(), trailer.save_id.end(), record.save_id.begin());
   record.pickle_nbytes = static_cast<uint64_t>(trailer.pickle.nbytes);
   record.pickle_sum = trailer.pickle.sum;
   record.term = trailer.term;
   std::array<std::byte, kMetadataTrailerNbytes> bytes;
   std::memcpy(bytes.data(), &record, sizeof(record));
-  record.sum = sum_of(bytes);
+  record.sum = trailer_sum(bytes);
   std::memcpy(bytes.data(), &record, sizeof(record));
   return bytes;
 }
@@ -50,10 +50,11 @@ Result<MetadataTrailer> parse_metadata_trailer(Bytes last, int64_t file_nbytes) 
   Record record;
   if (last.size() != sizeof(record)) return corruption("it is too short for a trailer");
   std::memcpy(&record, last.data(), sizeof(record));
-  if (record.magic != kMagic) return corruption("it does not end with a trailer");
-  if (record.sum != sum_of(last)) return corruption("its trailer fails its checksum");
-  if (record.version != kVersion) {
-    return unsupported("its trailer has version ", record.version, "; this build reads ", kVersion);
+  if (record.magic != kTrailerMagic) return corruption("it does not end with a trailer");
+  if (record.sum != trailer_sum(last)) return corruption("its trailer fails its checksum");
+  if (record.version != kTrailerVersion) {
+    return unsupported("its trailer has version ", record.version, "; this build reads ",
+                       kTrailerVersion);
   }
   if (std::cmp_not_equal(record.pickle_nbytes, file_nbytes - kMetadataTrailerNbytes)) {
     return corruption("it is ", file_nbytes, " bytes long, and its trailer follows a pickle of ",

@@ -30,7 +30,7 @@ inline constexpr int64_t kMetadataTrailerNbytes = 64;
 struct MetadataTrailer {
   std::string save_id;
   FileDigest pickle;
-  uint64_t term = 0;  // Of the job of a run that has committed the file; 0 without one.
+  uint64_t term = 0;  // Term of the job that committed the file; 0 without a run.
 
   bool operator==(const MetadataTrailer&) const = default;
 };

@@ -119,7 +119,7 @@ Status StoredIndex::check_sections(CheckedBlocks::Place* place) const {
     }
   }
   if (!CheckedBlocks::is_whole(*place)) {
-    return unsound("it has too few checksums of its own, or too many");
+    return unsound("it has too few or too many checksums of its blocks");
   }
   if (count(records::kFileSection) != count(records::kFileNameSection) ||
       count(records::kEntrySection) != count(records::kEntryNameSection) ||

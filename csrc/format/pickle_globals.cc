@@ -78,14 +78,14 @@ bool skip_argument(const Argument& argument, PickleReader* reader) {
 
 }  // namespace
 
-Result<std::vector<PickleGlobal>> pickle_globals(Bytes pickle) {
-  std::vector<PickleGlobal> globals;
+Result<std::vector<GlobalName>> pickle_globals(Bytes pickle) {
+  std::vector<GlobalName> globals;
   PickleReader reader(pickle);
   uint8_t op = 0;
   while (reader.read(&op)) {
     if (op == kStop) return globals;
     if (op == kGlobal || op == kInst) {
-      PickleGlobal& global = globals.emplace_back();
+      GlobalName& global = globals.emplace_back();
       if (!reader.read_line(&global.first) || !reader.read_line(&global.second)) break;
       continue;
     }

@@ -15,7 +15,7 @@
 namespace torch_ckpt {
 
 // Module and name. Both point into the pickle.
-using PickleGlobal = std::pair<std::string_view, std::string_view>;
+using GlobalName = std::pair<std::string_view, std::string_view>;
 
 // Returns the globals in the order of the pickle, with repetitions. Bytes after the STOP opcode are
 // ignored. Time is linear in the length of the pickle; lengths stated in it are never allocated.
@@ -23,6 +23,6 @@ using PickleGlobal = std::pair<std::string_view, std::string_view>;
 // Errors: kCorruption for bytes that are no pickle; kUnsupported for opcodes that no load of
 // objects supports. These are STACK_GLOBAL and the extension registry, which torch.save never
 // writes, and POP and POP_MARK.
-Result<std::vector<PickleGlobal>> pickle_globals(Bytes pickle);
+Result<std::vector<GlobalName>> pickle_globals(Bytes pickle);
 
 }  // namespace torch_ckpt

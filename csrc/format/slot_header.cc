@@ -9,8 +9,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kMagic("TCSLOT\r\n", 8);
-constexpr uint32_t kVersion = 2;
+constexpr std::string_view kSlotMagic("TCSLOT\r\n", 8);
+constexpr uint32_t kSlotVersion = 2;
 constexpr uint64_t kComplete = 0x4554454C504D4F43;  // "COMPLETE".
 
 // Byte offsets in the page.
@@ -24,6 +24,8 @@ constexpr size_t kNumbers = 64;
 constexpr size_t kTensorsId = 160;
 constexpr size_t kShare = 176;
 constexpr size_t kEnd = 256;  // The zeros before it are reserved.
+
+constexpr int64_t kMaxRanks = 1 << 20;
 
 // Visits the numbers of a header in their on-disk order.
 template <typename Header, typename Visit>
@@ -47,12 +49,21 @@ std::atomic_ref<uint64_t> state_of(std::byte* page) {
   return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(page + kState));
 }
 
-uint64_t sum_of(Bytes page) { return xxh3(page.subspan(kRun, kEnd - kRun)); }
+uint64_t page_sum(Bytes page) { return xxh3(page.subspan(kRun, kEnd - kRun)); }
+
+// Whether the ranks and the machines can be those of a job: each machine has a rank.
+bool are_of_a_job(const SlotHeader& header) {
+  const int64_t ranks = header.world_size;
+  if (ranks < 1 || ranks > kMaxRanks || header.node_count > ranks) return false;
+  if (header.rank < 0 || header.rank >= ranks) return false;
+  if (header.node < 0 || header.node >= header.node_count) return false;
+  const int64_t most = ranks - (header.node_count - 1);
+  const int64_t least = header.node_count == 1 ? ranks : 1;
+  return header.ranks_here >= least && header.ranks_here <= most;
+}
 
 Status check(const SlotHeader& header, int64_t nbytes) {
-  const bool sound = header.world_size > 0 && header.rank >= 0 && header.rank < header.world_size &&
-                     header.node >= 0 && header.node < header.node_count && header.ranks_here > 0 &&
-                     header.ranks_here <= header.world_size && header.sequence >= 0 &&
+  const bool sound = are_of_a_job(header) && header.sequence >= 0 &&
                      range_within(kSlotPage, header.table_nbytes, nbytes) &&
                      header.payload_begin >= kSlotPage + header.table_nbytes &&
                      range_within(header.payload_begin, header.payload_nbytes, nbytes);
@@ -70,8 +81,8 @@ void clear_slot(MutableBytes page) {
 
 void complete_slot(MutableBytes page, const SlotHeader& header) {
   std::ranges::fill(page.subspan(kMagicAt), std::byte{0});
-  std::ranges::copy(as_bytes(kMagic), page.data() + kMagicAt);
-  store_le(page.data() + kVersionAt, kVersion);
+  std::ranges::copy(as_bytes(kSlotMagic), page.data() + kMagicAt);
+  store_le(page.data() + kVersionAt, kSlotVersion);
   std::ranges::copy(header.run, page.data() + kRun);
   std::ranges::copy(header.session, page.data() + kSession);
   std::byte* at = page.data() + kNumbers;
@@ -81,7 +92,7 @@ void complete_slot(MutableBytes page, const SlotHeader& header) {
   });
   std::ranges::copy(header.tensors_id, page.data() + kTensorsId);
   std::ranges::copy(header.share, page.data() + kShare);
-  store_le(page.data() + kSum, sum_of(page));
+  store_le(page.data() + kSum, page_sum(page));
   state_of(page.data()).store(kComplete, std::memory_order_seq_cst);
 }
 
@@ -93,14 +104,18 @@ Result<SlotHeader> read_slot_header(Bytes page, int64_t nbytes) {
   if (state != kComplete) {
     return Status(StatusCode::kNotFound, "there is no complete snapshot in the slot");
   }
-  if (!std::ranges::equal(page.subspan(kMagicAt, kMagic.size()), as_bytes(kMagic))) {
+  if (!std::ranges::equal(page.subspan(kMagicAt, kSlotMagic.size()), as_bytes(kSlotMagic))) {
     return corruption("the page before a snapshot has no slot signature");
   }
   const auto version = load_le<uint32_t>(page.data() + kVersionAt);
-  if (version != kVersion) {
-    return unsupported("a snapshot is of version ", version, ", and this build reads ", kVersion);
+  if (version < kSlotVersion) {
+    return corruption("a snapshot is of the former version ", version);
   }
-  if (load_le<uint64_t>(page.data() + kSum) != sum_of(page)) {
+  if (version > kSlotVersion) {
+    return unsupported("a snapshot is of version ", version, ", and this build reads ",
+                       kSlotVersion);
+  }
+  if (load_le<uint64_t>(page.data() + kSum) != page_sum(page)) {
     return corruption("the page before a snapshot fails its checksum");
   }
   SlotHeader header;

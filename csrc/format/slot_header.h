@@ -51,7 +51,8 @@ void clear_slot(MutableBytes page);
 void complete_slot(MutableBytes page, const SlotHeader& header);
 
 // Decodes the header of a slot of `nbytes` bytes. Errors: kNotFound if the slot is not complete;
-// kCorruption for a page that `complete_slot` did not write; kUnsupported for another version.
+// kCorruption for a page that `complete_slot` did not write, in this version; kUnsupported for a
+// later version.
 Result<SlotHeader> read_slot_header(Bytes page, int64_t nbytes);
 
 }  // namespace torch_ckpt

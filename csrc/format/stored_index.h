@@ -4,8 +4,8 @@
 // the length of the file. Finding an FQN reads a few blocks.
 //
 // Every byte is verified against its checksum, and every number against the records that it refers
-// to. Callers need no checks of their own. Properties of all records together (unique names, slices
-// that do not overlap) are checked only by the functions that read all of them. Used by LoadJob and
+// to, so callers need no further checks. Properties of all records together (unique names, disjoint
+// slices) are checked only by the functions that read all of them. Used by LoadJob and
 // VerifyJob, and by Python, which builds DCP's metadata from the index.
 
 #include <cstdint>
@@ -93,7 +93,7 @@ class StoredIndex {
   Result<StoredFile> file(int64_t number) const;
   Result<StoredEntry> entry(int64_t number) const;
 
-  // Finds a file or entry by name. Returns its number, or nullopt if there is none.
+  // Finds a file or entry by name. Returns its number, or nullopt.
   Result<std::optional<int64_t>> find_file(std::string_view name) const;
   Result<std::optional<int64_t>> find_entry(std::string_view fqn) const;
 
@@ -102,15 +102,14 @@ class StoredIndex {
                                         int64_t last) const;
   // Returns the digest of a box; zeros if it is unknown. Requires: 0 <= box < box_count.
   Result<index_records::Digest> digest(const StoredEntry& entry, int64_t box) const;
-  // Returns the save that wrote a file; 0 if it is that of the index.
+  // Returns the save that wrote a file; 0 if it is the save of the index.
   // Requires: 0 <= number < file_count().
   Result<index_records::Origin> origin(int64_t number) const;
   // Returns the extents of all boxes of an entry.
   Result<std::vector<StoredPlace>> places(const StoredEntry& entry) const;
 
-  // Returns the number of a box with these offsets, or nullopt if there is none. Box `guess` is
-  // compared first, then all boxes in order. An empty box is returned only if no other one has
-  // these offsets.
+  // Returns the number of a box with these offsets, or nullopt. Box `guess` is compared first, then
+  // all boxes in order. An empty box is returned only if no other one has these offsets.
   Result<std::optional<int64_t>> find_box(const StoredEntry& entry, const Dims& offsets,
                                           std::optional<int64_t> guess) const;
 

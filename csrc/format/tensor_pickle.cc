@@ -12,9 +12,9 @@ namespace {
 using namespace pickle_opcodes;
 
 // Appends pickle opcodes to a buffer. Requires: `out` has space for all of them.
-class PickleWriter {
+class TensorWriter {
  public:
-  explicit PickleWriter(MutableBytes out) : out_(out) {}
+  explicit TensorWriter(MutableBytes out) : out_(out) {}
 
   int64_t nbytes() const { return nbytes_; }
 
@@ -364,7 +364,7 @@ Result<int64_t> write_tensor_pickle(DType dtype, std::span<const int64_t> sizes,
   const int64_t numel = empty ? 0 : *extent;
   const bool typed = !info.storage.empty();
 
-  PickleWriter pickle(out);
+  TensorWriter pickle(out);
   pickle.raw(
       "\x80\x02"
       "ctorch._utils\n");

@@ -17,7 +17,7 @@ constexpr std::string_view kByteOrderName = "archive/byteorder";
 constexpr std::string_view kVersionName = "archive/version";
 constexpr std::string_view kPayloadName = "archive/data/0";
 constexpr std::string_view kByteOrder = "little";
-constexpr std::string_view kVersion = "3\n";
+constexpr std::string_view kVersionText = "3\n";
 constexpr uint32_t kByteOrderCrc = 0x19E33D85;
 constexpr uint32_t kVersionCrc = 0x55679ED1;
 
@@ -126,7 +126,7 @@ struct FrameMap {
     pickle_data = kZipLocalNbytes + nbytes_of(kPickleName);
     byte_order = pickle_data + pickle_nbytes;
     version = byte_order + kZipLocalNbytes + nbytes_of(kByteOrderName) + nbytes_of(kByteOrder);
-    payload_header = version + kZipLocalNbytes + nbytes_of(kVersionName) + nbytes_of(kVersion);
+    payload_header = version + kZipLocalNbytes + nbytes_of(kVersionName) + nbytes_of(kVersionText);
     const int64_t unpadded = payload_header + kZipLocalNbytes + nbytes_of(kPayloadName) +
                              (is_zip64(payload_nbytes) ? kZip64ExtraNbytes : 0);
     payload = align_up(unpadded, kFrameAlignment);
@@ -198,8 +198,8 @@ void TensorFrame::write_head(MutableBytes out) const {
   head.text(as_text(slice(Bytes(pickle), 0, pickle_nbytes_)));
   write_local(head, {kByteOrderName, kByteOrderCrc, nbytes_of(kByteOrder)}, 0);
   head.text(kByteOrder);
-  write_local(head, {kVersionName, kVersionCrc, nbytes_of(kVersion)}, 0);
-  head.text(kVersion);
+  write_local(head, {kVersionName, kVersionCrc, nbytes_of(kVersionText)}, 0);
+  head.text(kVersionText);
 
   // The head may be written before the payload is summed, so a data descriptor states the CRC.
   write_local(head,
@@ -231,7 +231,7 @@ void TensorFrame::write_tail(uint32_t crc, MutableBytes out) const {
 
   write_entry(tail, {kPickleName, pickle_crc_, pickle_nbytes_}, 0);
   write_entry(tail, {kByteOrderName, kByteOrderCrc, nbytes_of(kByteOrder)}, map.byte_order);
-  write_entry(tail, {kVersionName, kVersionCrc, nbytes_of(kVersion)}, map.version);
+  write_entry(tail, {kVersionName, kVersionCrc, nbytes_of(kVersionText)}, map.version);
   write_entry(tail, {kPayloadName, crc, payload_nbytes_, kZipUtf8Flag | kZipDescriptorFlag},
               map.payload_header);
 

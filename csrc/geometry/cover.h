@@ -19,8 +19,8 @@ struct CoverFault {
   bool operator==(const CoverFault&) const = default;
 };
 
-// Returns a part of `wanted` that is not in exactly one box; nullopt if there is none. The boxes
-// may be empty, and may reach beyond `wanted`.
+// Returns a part of `wanted` that is not in exactly one box, or nullopt. Boxes may be empty, and
+// may reach beyond `wanted`.
 //
 // For boxes in a row, such as shards along one dimension, the cost is one sort. Other boxes are cut
 // into rows first: n * log(n) for a grid of n boxes.

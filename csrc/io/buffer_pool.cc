@@ -3,12 +3,6 @@
 #include <limits>
 
 namespace torch_ckpt {
-namespace {
-
-constexpr int64_t kPage = 4096;
-
-}  // namespace
-
 Status BufferPool::check(int64_t nbytes, int64_t block_nbytes) {
   if (block_nbytes <= 0 || block_nbytes > nbytes) {
     return invalid_argument("cannot cut ", nbytes, " bytes of buffers into blocks of ",

@@ -52,8 +52,7 @@ class BufferPool {
 
   int free_count() const { return static_cast<int>(free_.size()); }
 
-  // Returns the index of a free block, or nullopt if there is none. The block contains the bytes of
-  // its last use.
+  // Returns the index of a free block, or nullopt. The block contains the bytes of its last use.
   std::optional<int> acquire();
 
   // Releases a block. Does nothing if the block is not acquired.

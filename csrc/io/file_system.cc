@@ -54,7 +54,7 @@ Status FileSystem::remove_all(const std::string& path) {
 }
 
 Result<double> FileSystem::modified_s(const std::string& path) {
-  return errno_status(ENOSYS, str_cat("cannot tell when ", path, " was written"));
+  return errno_status(ENOSYS, str_cat("cannot determine when ", path, " was written"));
 }
 
 Status FileSystem::put(const std::string& path, Bytes, OpenMode) {
@@ -62,7 +62,7 @@ Status FileSystem::put(const std::string& path, Bytes, OpenMode) {
 }
 
 Result<std::string> FileSystem::version(const std::string& path) {
-  return errno_status(ENOSYS, str_cat("cannot tell the version of ", path));
+  return errno_status(ENOSYS, str_cat("cannot determine the version of ", path));
 }
 
 Status FileSystem::publish(const std::string& path, Bytes, const std::string&) {

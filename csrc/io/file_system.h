@@ -25,7 +25,7 @@ namespace torch_ckpt {
 enum class OpenMode {
   kRead,    // The file must exist.
   kCreate,  // The file must not exist: data files and temporary files have unique names. A store
-            // of streams may replace one that does.
+            // of streams may replace an existing file.
   kUpdate,  // The file must exist. Several processes may write it concurrently.
 };
 
@@ -76,9 +76,9 @@ class File {
   virtual void abandon() {}
 };
 
-// What a file system can do. The engine decides from these traits, and not from what it is.
+// The capabilities of a file system. The engine decides by these, and not by its type.
 struct Traits {
-  // Whether `publish` replaces a file only if that is still the one that the caller knows.
+  // Whether `publish` replaces a file only if it still has the version that the caller knows.
   // Otherwise `rename` publishes a file.
   bool publishes_by_condition = false;
   // Whether a file can be written at any offset, several times, and read meanwhile. Otherwise a new
@@ -90,10 +90,10 @@ struct Traits {
   bool has_folders = true;
   // Longer requests gain nothing.
   int64_t request_nbytes = int64_t{4} << 20;
-  // Reading so many unwanted bytes is cheaper than another request.
+  // Reading this many unwanted bytes is cheaper than another request.
   int64_t max_gap_nbytes = int64_t{32} << 10;
-  // Whether long ranges have requests of their own, which read into their place. Otherwise a copy
-  // of the bytes is cheaper than another request.
+  // Whether long ranges get separate requests, which read into the destination. Otherwise copying
+  // the bytes is cheaper than another request.
   bool reads_in_place = true;
 };
 
@@ -211,7 +211,7 @@ class FileSystem {
   // Gives a file another name, without moving its bytes through this process: a hard link, or a
   // copy within the store. The link sets the file's modification time to now. With `sync`, its
   // bytes survive a power cut, and the name does after `sync_directory` of the parent of `to`.
-  // Errors: kNotFound; kUnsupported if the file system cannot do that for these two; kStorage with
+  // Errors: kNotFound; kUnsupported if the file system cannot link these two; kStorage with
   // EEXIST, except on a store, which replaces `to`.
   virtual Status link(const std::string& from, const std::string& to, bool sync);
 
@@ -219,13 +219,13 @@ class FileSystem {
   // Errors: errno ENOSYS or EINVAL if the file system has no such operation.
   virtual Status exchange(const std::string& one, const std::string& other);
 
-  // Writes a whole file, durably, if it does not write at offsets. With kCreate, no file may exist
-  // there. Readers find no incomplete one.
+  // Writes a whole file, durably, on a file system that does not write at offsets. With kCreate,
+  // the file must not exist. Readers never see an incomplete file.
   // Errors: kStorage with EEXIST.
   virtual Status put(const std::string& path, Bytes bytes, OpenMode mode);
 
-  // Returns a text that differs for a file that replaces this one; an empty one if there is none.
-  // Only if it publishes by condition.
+  // Returns a text that changes whenever the file is replaced; empty if no file exists. Only for
+  // file systems that publish by condition.
   virtual Result<std::string> version(const std::string& path);
 
   // Writes a whole file if its version is this one. Errors: kStorage with EEXIST if it is not.

@@ -77,7 +77,7 @@ class ObjectStore {
   // Copies an object within the store, and replaces `to`. Errors: kNotFound.
   virtual Status copy(const std::string& from, const std::string& to) = 0;
 
-  // Removes an object. OK if there is none.
+  // Removes an object. OK if it does not exist.
   virtual Status remove(const std::string& path) = 0;
 
   // Removes all objects in a folder and its folders, those of metadata first.

@@ -51,7 +51,7 @@ Status check_regular(const struct stat& stat, const std::string& path) {
   return Status(StatusCode::kStorage,
                 str_cat("cannot open ", path, ": it is ", kind_name(stat.st_mode),
                         ", and not a regular file"),
-                EINVAL);
+                ENXIO);
 }
 
 // Opens a file for reading without blocking: a plain open of a FIFO waits for a writer. The caller

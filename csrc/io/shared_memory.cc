@@ -15,7 +15,6 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr int64_t kPage = 4096;
 constexpr int64_t kBlock = 512;  // Unit of `st_blocks`.
 constexpr mode_t kOwnerOnly = 0600;
 

@@ -31,18 +31,19 @@ struct Calls {
 thread_local bool has_call = false;
 
 // Never destroyed: threads may wait when the process ends.
-alignas(Calls) std::byte memory[sizeof(Calls)];
+alignas(Calls) std::byte memory_of_calls[sizeof(Calls)];
 
 Calls& calls() {
   static Calls* const made = [] {
     // A forked child has neither the threads of these calls nor, perhaps, a mutex that is free.
     ::pthread_atfork(nullptr, nullptr, [] {
       // Not calls(): another thread of the parent may have been about to make them.
-      const uint64_t count = std::launder(reinterpret_cast<Calls*>(memory))->count;
-      new (memory) Calls{.count = count, .inherited = count};
+      const uint64_t count = std::launder(reinterpret_cast<Calls*>(memory_of_calls))->count;
+      Calls* const anew = new (memory_of_calls) Calls();
+      anew->count = anew->inherited = count;
       has_call = false;
     });
-    return new (memory) Calls();
+    return new (memory_of_calls) Calls();
   }();
   return *made;
 }

@@ -239,7 +239,7 @@ Status StoreFileSystem::put_if(const std::string& path, Bytes bytes, const Condi
   const Result<bool> is_ours = has_bytes(path, bytes);
   if (!is_ours.ok()) {
     return Status(is_ours.status().code(),
-                  str_cat("cannot tell whether this process has written ", path, ": ",
+                  str_cat("cannot determine whether this process has written ", path, ": ",
                           is_ours.status().message()),
                   is_ours.status().error_number());
   }

@@ -173,16 +173,16 @@ Status Upload::pass(std::unique_lock<std::mutex> lock, Bytes bytes) {
 
 Status Upload::pass_copy(std::unique_lock<std::mutex> lock, Bytes bytes) {
   State& state = *state_;
-  // The client holds less than a part that waits for more. It releases the rest without more.
+  // The client retains less than one part until more bytes arrive, and releases the rest by itself.
   state.changed.wait(
       lock, [&] { return state.copied_nbytes < 2 * part_nbytes_ || !state.status().ok(); });
   RETURN_IF_ERROR(state.status());
-  lock.unlock();  // No other write passes before `end` has moved.
+  lock.unlock();  // No other write proceeds until `end` has moved.
   auto copy = std::make_shared<Copy>(state_, std::vector<std::byte>(bytes.begin(), bytes.end()));
   lock.lock();
   state.copied_nbytes += ssize(bytes);
-  if (Status failed = state.status(); !failed.ok()) {  // Nobody takes the windows any more.
-    lock.unlock();                                     // The copy takes the lock.
+  if (Status failed = state.status(); !failed.ok()) {  // The client reads no more windows.
+    lock.unlock();                                     // The destructor of the copy locks.
     return failed;
   }
   state.windows.push_back({copy->bytes, std::move(copy)});

@@ -4,12 +4,12 @@
 // `StoreFileSystem`.
 //
 // A client of a store pulls the bytes, in its own thread. The writer pushes them, from the threads
-// of a queue. A write returns once the client no longer needs its memory, so the memory in flight
-// is what the writer has in flight, and nothing is copied.
+// of a queue. A write returns once the client no longer needs its memory, so no bytes are copied,
+// and no memory is needed beyond that of the writes in flight.
 //
-// A client holds a part until all its bytes are there. If the writer has less memory than a part,
-// its bytes are copied, and at most two parts of copies are in memory. An object that fits one part
-// is copied, too, and written in one request at its end.
+// A client retains a part until all its bytes have arrived. If the writer has less memory than a
+// part, its bytes are copied, and the copies take at most the memory of two parts. An object that
+// fits one part is copied, too, and written in one request at its end.
 
 #include <cstdint>
 #include <memory>

@@ -7,8 +7,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kMagic = "TCAS";
-constexpr uint32_t kVersion = 1;
+constexpr std::string_view kAssignmentMagic = "TCAS";
+constexpr uint32_t kAssignmentVersion = 1;
 
 bool read_runs(WireReader* reader, Assignment* out) {
   int64_t count;
@@ -72,11 +72,12 @@ std::vector<std::byte> encode(const Assignment& assignment) {
     out.varint(cut.rows);
     next = cut.item + 1;
   }
-  return out.finish(kMagic, kVersion);
+  return out.finish(kAssignmentMagic, kAssignmentVersion);
 }
 
 Result<Assignment> decode_assignment(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "an assignment"));
+  ASSIGN_OR_RETURN(const Bytes body,
+                   open_wire(bytes, kAssignmentMagic, kAssignmentVersion, "an assignment"));
   WireReader reader(body);
   Assignment out;
   if (!reader.varint(&out.item_count) || !read_runs(&reader, &out) || !read_cuts(&reader, &out) ||

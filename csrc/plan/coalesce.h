@@ -25,7 +25,7 @@ struct Reads {
 
 // Groups wanted ranges into reads. A range joins the previous read if three conditions are true.
 // The gap between them has at most `max_gap` bytes. The gap is no longer than the read's wanted
-// bytes (or kSmallGap). The read stays within `max_nbytes`. A longer range is a read of its own.
+// bytes (or kSmallGap). The read stays within `max_nbytes`. A longer range is a separate read.
 // Every range lies in exactly one read.
 Reads coalesce(std::span<const ByteRange> wanted, int64_t max_nbytes, int64_t max_gap);
 

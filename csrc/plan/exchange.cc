@@ -12,10 +12,10 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr uint32_t kVersion = 1;
-constexpr std::string_view kMagic = "TCXP";
+constexpr uint32_t kExchangeVersion = 1;
+constexpr std::string_view kExchangeMagic = "TCXP";
 
-// Adjacent runs below this size are merged: a ring of their own would cost more than it saves.
+// Adjacent runs below this size are merged: a separate ring would cost more than it saves.
 constexpr int64_t kSmallNbytes = int64_t{256} << 10;
 
 // Runs of the same ranks with at most this gap are read as one: a request would cost more.
@@ -28,14 +28,14 @@ constexpr int64_t kMaxPieceNbytes = int64_t{4} << 20;
 // The memory budget has room for at least this many pieces.
 constexpr int64_t kMinPiecesInFlight = 16;
 
-constexpr int64_t kMaxOffset = int64_t{1} << 61;
+constexpr int64_t kMaxReadOffset = int64_t{1} << 61;
 
 __extension__ using Wide = __int128;  // Product of two sizes.
 
 using Requesters = std::vector<int32_t>;  // Ascending numbers of groups of ranks.
 
 // A byte range of a file with one set of requesters.
-struct Run {
+struct ReadRun {
   ByteRange range;
   Requesters requesters;
   int64_t extra_nbytes = 0;  // Bytes that some of the requesters do not want.
@@ -48,7 +48,7 @@ Requesters united(const Requesters& a, const Requesters& b) {
 }
 
 // Cuts one file wherever the set of requesters changes.
-std::vector<Run> cut_by_requesters(
+std::vector<ReadRun> cut_by_requesters(
     const std::vector<std::pair<int32_t, const std::vector<ByteRange>*>>& wanted) {
   struct Change {
     int64_t at;
@@ -63,7 +63,7 @@ std::vector<Run> cut_by_requesters(
     }
   }
   std::ranges::sort(changes, {}, &Change::at);
-  std::vector<Run> runs;
+  std::vector<ReadRun> runs;
   Requesters now;
   for (size_t i = 0; i < changes.size();) {
     const int64_t at = changes[i].at;
@@ -81,9 +81,9 @@ std::vector<Run> cut_by_requesters(
 }
 
 // Returns two adjacent runs as one.
-Run united(const Run& a, const Run& b) {
-  Run out{{a.range.begin, b.range.end}, united(a.requesters, b.requesters), 0};
-  for (const Run* run : {&a, &b}) {
+ReadRun united(const ReadRun& a, const ReadRun& b) {
+  ReadRun out{{a.range.begin, b.range.end}, united(a.requesters, b.requesters), 0};
+  for (const ReadRun* run : {&a, &b}) {
     const bool is_of_all = run->requesters == out.requesters;
     out.extra_nbytes += is_of_all ? run->extra_nbytes : run->range.nbytes();
   }
@@ -91,26 +91,26 @@ Run united(const Run& a, const Run& b) {
 }
 
 // Whether adjacent runs are better read by one ring. If one is long, the other must be short, and
-// its requesters must be in the ring anyway. Half of the bytes at most are then of no use to some
-// of them: otherwise a ring of all ranks would take in one short run after another.
-bool are_one(const Run& a, const Run& b) {
+// its requesters must be in the ring anyway. At most half of the bytes may then be useless to some
+// ranks: otherwise a ring of all ranks would absorb one short run after another.
+bool are_one(const ReadRun& a, const ReadRun& b) {
   const bool a_is_small = a.range.nbytes() < kSmallNbytes;
   const bool b_is_small = b.range.nbytes() < kSmallNbytes;
   if (a_is_small && b_is_small) return true;
   const bool is_included = (a_is_small && std::ranges::includes(b.requesters, a.requesters)) ||
                            (b_is_small && std::ranges::includes(a.requesters, b.requesters));
   if (!is_included) return false;
-  const Run both = united(a, b);
+  const ReadRun both = united(a, b);
   return 2 * both.extra_nbytes <= both.range.nbytes();
 }
 
 // Merges adjacent runs that are better read by one ring, and runs of the same requesters with a
 // small gap.
-std::vector<Run> joined(std::vector<Run> runs) {
-  std::vector<Run> out;
-  for (Run& run : runs) {
+std::vector<ReadRun> joined(std::vector<ReadRun> runs) {
+  std::vector<ReadRun> out;
+  for (ReadRun& run : runs) {
     if (!out.empty()) {
-      Run& last = out.back();
+      ReadRun& last = out.back();
       const int64_t gap = run.range.begin - last.range.end;
       if ((gap <= kMaxGap && last.requesters == run.requesters) ||
           (gap == 0 && are_one(last, run))) {
@@ -235,11 +235,12 @@ std::vector<std::byte> RankExchange::encode() const {
     out.varint(range.range.nbytes());
     last = range;
   }
-  return out.finish(kMagic, kVersion);
+  return out.finish(kExchangeMagic, kExchangeVersion);
 }
 
 Result<RankExchange> RankExchange::decode(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "an exchange"));
+  ASSIGN_OR_RETURN(const Bytes body,
+                   open_wire(bytes, kExchangeMagic, kExchangeVersion, "an exchange"));
   WireReader in(body);
   RankExchange out;
   const auto unsound = [] { return corruption("an exchange is unsound"); };
@@ -263,7 +264,7 @@ Result<RankExchange> RankExchange::decode(Bytes bytes) {
     if (!in.varint(&ranks) || ranks < 2 || ranks > in.left()) return unsound();
     for (int64_t r = 0; r < ranks; ++r) {
       int64_t share;
-      if (!in.varint(&rank) || rank > kMaxRank || !in.varint(&share) || share > kMaxOffset) {
+      if (!in.varint(&rank) || rank > kMaxRank || !in.varint(&share) || share > kMaxReadOffset) {
         return unsound();
       }
       ring.ranks.push_back(static_cast<int32_t>(rank));
@@ -287,7 +288,8 @@ Result<RankExchange> RankExchange::decode(Bytes bytes) {
     if (files >= std::ssize(out.files) - file || ring >= std::ssize(out.rings)) return unsound();
     if (files > 0) at = 0;
     file += files;
-    if (nbytes == 0 || gap > kMaxOffset - at || nbytes > kMaxOffset - at - gap) return unsound();
+    if (nbytes == 0 || gap > kMaxReadOffset - at || nbytes > kMaxReadOffset - at - gap)
+      return unsound();
     out.ranges.push_back(
         {static_cast<int32_t>(file), static_cast<int32_t>(ring), {at + gap, at + gap + nbytes}});
     at += gap + nbytes;
@@ -403,7 +405,7 @@ class Ranks {
 // A run that is passed on.
 struct SharedRun {
   std::string_view file;
-  Run run;
+  ReadRun run;
   Requesters readers;  // The requesters that reach the file.
 };
 
@@ -496,8 +498,8 @@ Result<Exchange> Exchange::make(const ExchangeInput& input) {
   Ranks ranks(input);
   std::vector<SharedRun> shared;
   for (const auto& [name, requests] : ranks.files()) {
-    std::vector<Run> runs = cut_by_requesters(requests);
-    for (const Run& run : runs) {
+    std::vector<ReadRun> runs = cut_by_requesters(requests);
+    for (const ReadRun& run : runs) {
       const Requesters reaching = ranks.reaching(run.requesters, name);
       if (reaching.size() < run.requesters.size()) out.is_necessary_ = true;
       const std::vector<int32_t> readers = ranks.ranks_of(reaching);
@@ -508,7 +510,7 @@ Result<Exchange> Exchange::make(const ExchangeInput& input) {
       out.saved_nbytes_ += run.range.nbytes() * std::max<int64_t>(uncached - 1, 0);
     }
     if (input.only_necessary) {
-      std::erase_if(runs, [&, &name = name](const Run& run) {
+      std::erase_if(runs, [&, &name = name](const ReadRun& run) {
         if (ranks.reaching(run.requesters, name).size() < run.requesters.size()) return false;
         for (const int32_t rank : ranks.ranks_of(run.requesters)) {
           ranks.add_load(rank, run.range.nbytes());
@@ -516,7 +518,7 @@ Result<Exchange> Exchange::make(const ExchangeInput& input) {
         return true;
       });
     }
-    for (Run& run : joined(std::move(runs))) {
+    for (ReadRun& run : joined(std::move(runs))) {
       Requesters readers = ranks.reaching(run.requesters, name);
       const std::vector<int32_t> alone = ranks.ranks_of(run.requesters);
       if (alone.size() == 1 && !readers.empty()) {

@@ -7,9 +7,10 @@
 // of the ring have it. FastReader requests this plan between planning and reading.
 // engine/exchange/exchange_stream.h executes it.
 //
-// A rank may reach only some of the files: its machine has a disk of its own, for example. Bytes of
-// a file are read only by ranks that reach it. If no rank of a ring does, the ring gets a *holder*:
-// a rank that reaches the file, and reads and sends the bytes without wanting them.
+// A rank may reach only some of the files, for example if they lie on the local disks of several
+// machines. Bytes of a file are read only by ranks that reach it. If no rank of a ring does, the
+// ring gets a *holder*: a rank that reaches the file, and reads and sends the bytes without wanting
+// them.
 
 #include <cstdint>
 #include <functional>
@@ -95,12 +96,12 @@ struct ExchangeInput {
 //
 // Runs of the same ranks are one run if the gap between them is at most 32 KiB; the gap is read as
 // well. Adjacent runs below 256 KiB that different ranks want go to one ring of all those ranks. A
-// shorter run than that goes to the ring of an adjacent longer one, if all its ranks are in that
-// ring: two column shards of the same rows, for example, differ in half a row at either end. A rank
-// would read a wanted range again if a part of it were in no ring. It does so only while all ranks
-// of the ring want at least half of the bytes.
-// The reads are then leveled like water. The smallest rings are distributed first, always to the
-// ranks with the fewest bytes to read. The bytes that only one rank wants count as its load.
+// run below 256 KiB also joins the ring of an adjacent longer run, if that ring contains all its
+// ranks: two column shards of the same rows, for example, differ in half a row at either end.
+// Without this, a rank would read a wanted range a second time if a part of it were in no ring. A
+// run joins only if at least half of the joined bytes are wanted by all ranks of the ring.
+// Then the reads are balanced. The smallest rings are distributed first, always to the ranks with
+// the fewest bytes to read. Bytes that only one rank wants count as its load.
 //
 // A holder is the rank with the fewest bytes to read, if possible one on the node of a rank that
 // wants the bytes. It is chosen for each run, before the reads of other rings are leveled.

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int32_t kNoRank = -1;
 constexpr int64_t kDigestNbytes = 8;
-constexpr int64_t kMaxPairs = 8;  // The most pairs of ranks that a `Difference` names.
+constexpr int64_t kMaxPairs = 8;  // The most pairs of ranks that a `ReplicaDifference` names.
 
 // Distinct sets of ranks that have the same replicas, each identified by the plans of its ranks.
 class ReplicaSets {
@@ -272,9 +272,9 @@ class GlobalPlanner {
     }
   }
 
-  // Returns the members of each box in `stored_`. Those at the same position form a replica: a rank
-  // that has all boxes. If there is none: ranks that name the same replica, and the k-th ones of
-  // every box that name none.
+  // Returns the members of each box in `stored_`. Members at the same position form a replica: all
+  // are of one rank. If no rank has all boxes, a replica consists of ranks that name the same
+  // replica, or of the k-th member of every box if they name none.
   std::vector<std::vector<Member>> replicas() const {
     for (const MatchedBy by : {MatchedBy::kRank, MatchedBy::kName}) {
       std::vector<std::vector<Member>> members = matched(by);
@@ -348,7 +348,7 @@ class GlobalPlanner {
     // Two ranks may have several boxes in common.
     std::sort(pairs_.begin(), pairs_.end());
     pairs_.erase(std::unique(pairs_.begin(), pairs_.end()), pairs_.end());
-    Difference& found = out_.differences_.emplace_back();
+    ReplicaDifference& found = out_.differences_.emplace_back();
     found.fqn = plans_.entries.fqn(entry);
     found.pair_count = std::ssize(pairs_);
     found.pairs.assign(pairs_.begin(), pairs_.begin() + std::min(found.pair_count, kMaxPairs));
@@ -433,7 +433,7 @@ class GlobalPlanner {
   const ValueDigests digests_;
   BalanceInput input_;
   Balanced balanced_;
-  // Of the present entry: the slots of each box to store, whether its replicas are known to be
+  // For the present entry: the slots of each box to store, whether its replicas are known to be
   // equal, and the pairs of ranks whose values differ.
   std::vector<std::span<const int32_t>> stored_;
   std::vector<bool> is_equal_;

@@ -35,7 +35,7 @@ struct RankPair {
 };
 
 // A tensor whose replicas have different values, although FQN, dtype and box are equal.
-struct Difference {
+struct ReplicaDifference {
   std::string fqn;
   std::vector<RankPair> pairs;  // The first few, ascending.
   int64_t pair_count = 0;       // Number of all pairs, of all boxes.
@@ -125,7 +125,7 @@ class GlobalPlan {
   const StoredTable& stored() const { return stored_; }
 
   // The tensors whose replicas have different values, in the order of `stored`. Known digests only.
-  const std::vector<Difference>& differences() const { return differences_; }
+  const std::vector<ReplicaDifference>& differences() const { return differences_; }
 
   // Returns the items of a rank whose replicas have known and equal values. The items of a replica
   // set are in the same order on all of its ranks. Requires: 0 <= rank < rank_count().
@@ -138,7 +138,7 @@ class GlobalPlan {
   std::vector<int64_t> load_;
   std::vector<std::vector<bool>> written_;  // Per rank and item: whether the rank writes the item.
   std::vector<std::vector<Cut>> cuts_;      // Per rank: cuts in ascending order of items.
-  std::vector<Difference> differences_;
+  std::vector<ReplicaDifference> differences_;
   std::vector<std::vector<EqualReplicas>> equal_;  // Per distinct plan.
   std::vector<int32_t> plan_of_rank_;
 };

@@ -136,7 +136,7 @@ class ItemTable {
   std::vector<int32_t> entries_of_;
   std::vector<ItemKind> kinds_;
   std::vector<int64_t> nbytes_;
-  std::vector<int32_t> replicas_;    // Of the first items; the others have none.
+  std::vector<int32_t> replicas_;    // Replicas of the first items; later items have none.
   std::vector<int64_t> first_dims_;  // Start of each item's box in `dims_`: offsets, then sizes.
   std::vector<int64_t> dims_;
 };

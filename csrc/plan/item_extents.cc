@@ -8,8 +8,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kMagic = "TCEX";
-constexpr uint32_t kVersion = 1;
+constexpr std::string_view kExtentsMagic = "TCEX";
+constexpr uint32_t kExtentsVersion = 1;
 constexpr int64_t kEndOfAll = int64_t{1} << 61;
 
 bool read_extents(WireReader* reader, std::vector<ItemExtent>* out) {
@@ -58,11 +58,12 @@ std::vector<std::byte> encode(std::vector<ItemExtent> extents) {
     next = extent.item + 1;
     end = extent.offset + extent.nbytes;
   }
-  return out.finish(kMagic, kVersion);
+  return out.finish(kExtentsMagic, kExtentsVersion);
 }
 
 Result<std::vector<ItemExtent>> decode_extents(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a list of extents"));
+  ASSIGN_OR_RETURN(const Bytes body,
+                   open_wire(bytes, kExtentsMagic, kExtentsVersion, "a list of extents"));
   WireReader reader(body);
   std::vector<ItemExtent> out;
   if (!read_extents(&reader, &out)) {

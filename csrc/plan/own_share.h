@@ -20,7 +20,7 @@ ItemTable tensors_of(const ItemTable& table);
 // assignment for tensors_of(table); kCorruption if it is for another table.
 Result<Assignment> own_share(const ItemTable& table, const Assignment& of_tensors);
 
-// Returns the assigned items as a table of their own. Cut items become shards.
+// Returns the assigned items as a new table. Cut items become shards.
 // Errors: those of check_assignment.
 Result<ItemTable> assigned_items(const ItemTable& table, const Assignment& assignment);
 

@@ -10,8 +10,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kMagic = "TCPP";
-constexpr uint32_t kVersion = 1;
+constexpr std::string_view kPathsMagic = "TCPP";
+constexpr uint32_t kPathsVersion = 1;
 constexpr int64_t kMaxPosition = (int64_t{1} << 62) - 1;  // Twice this value is still a varint.
 
 // Removes `prefix` from the start of `text`. Returns false if `text` starts differently.
@@ -110,11 +110,12 @@ Result<std::vector<std::byte>> encode(const std::vector<StatePath>& paths) {
     write_keys(path, &out);
     former = fqn;
   }
-  return out.finish(kMagic, kVersion);
+  return out.finish(kPathsMagic, kPathsVersion);
 }
 
 Result<std::vector<StatePath>> decode_paths(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a list of paths"));
+  ASSIGN_OR_RETURN(const Bytes body,
+                   open_wire(bytes, kPathsMagic, kPathsVersion, "a list of paths"));
   WireReader reader(body);
   std::vector<StatePath> out;
   if (!read_paths(&reader, ssize(body), &out)) {

@@ -9,8 +9,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kMagic = "TCPL";
-constexpr uint32_t kVersion = 1;
+constexpr std::string_view kPlanMagic = "TCPL";
+constexpr uint32_t kPlanVersion = 1;
 constexpr uint32_t kVersionWithReplicas = 2;
 
 enum FactsFlag : uint8_t { kIsTensor = 1, kRequiresGrad = 2, kPinMemory = 4, kIsOpaque = 8 };
@@ -149,13 +149,13 @@ std::vector<std::byte> encode(const ItemTable& table) {
   out.varint(table.size());
   int64_t seen = 0;
   for (int64_t item = 0; item < table.size(); ++item) write_item(table, item, &seen, &out);
-  return out.finish(kMagic, table.has_replicas() ? kVersionWithReplicas : kVersion);
+  return out.finish(kPlanMagic, table.has_replicas() ? kVersionWithReplicas : kPlanVersion);
 }
 
 Result<PlanSections> open_plan(Bytes bytes) {
   const bool has_replicas = wire_version(bytes) == kVersionWithReplicas;
-  const uint32_t version = has_replicas ? kVersionWithReplicas : kVersion;
-  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, version, "a plan"));
+  const uint32_t version = has_replicas ? kVersionWithReplicas : kPlanVersion;
+  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kPlanMagic, version, "a plan"));
   WireReader reader(body);
   int64_t nbytes;
   PlanSections sections;

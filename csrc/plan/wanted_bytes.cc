@@ -8,8 +8,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kMagic = "TCXW";
-constexpr uint32_t kVersion = 2;
+constexpr std::string_view kReadsMagic = "TCXW";
+constexpr uint32_t kReadsVersion = 2;
 constexpr int64_t kMaxOffset = int64_t{1} << 61;
 
 }  // namespace
@@ -65,11 +65,12 @@ std::vector<std::byte> WantedBytes::encode() {
       at = range.end;
     }
   }
-  return out.finish(kMagic, kVersion);
+  return out.finish(kReadsMagic, kReadsVersion);
 }
 
 Result<WantedBytes> WantedBytes::decode(Bytes bytes) {
-  ASSIGN_OR_RETURN(const Bytes body, open_wire(bytes, kMagic, kVersion, "a list of reads"));
+  ASSIGN_OR_RETURN(const Bytes body,
+                   open_wire(bytes, kReadsMagic, kReadsVersion, "a list of reads"));
   WireReader in(body);
   WantedBytes out;
   const auto unsound = [] { return corruption("a list of reads is unsound"); };

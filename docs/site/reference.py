@@ -27,6 +27,10 @@ PAGES: dict[str, tuple[str, Entries]] = {
             "torch_ckpt.save": None,
             "torch_ckpt.load": None,
             "torch_ckpt.async_save": None,
+            "torch_ckpt.async_load": None,
+            "torch_ckpt.storage.host_load.LoadFuture": None,
+            "torch_ckpt.reading": None,
+            "torch_ckpt.planning.load_report.LoadReport": (),
             "torch_ckpt.FastWriter": ("path", "checkpoint_id", "save_id", "io_mode", "close"),
             "torch_ckpt.FastReader": ("path", "checkpoint_id"),
             "torch_ckpt.SafetensorsWriter": (),
@@ -48,13 +52,22 @@ PAGES: dict[str, tuple[str, Entries]] = {
         {
             "torch_ckpt.Run": (
                 *("directory", "should_save", "reserve", "save", "wait", "restore"),
-                *("latest_step", "best_step", "lease", "discard_after", "saving_on_signal"),
-                *("saving_on_exception", "on_event", "close", "saved", "skipped", "failures"),
-                "unpromoted",
+                *("loaded", "latest_step", "best_step", "step_at", "lease", "discard_after"),
+                *("saving_on_signal", "saving_on_exception", "on_event", "close"),
+                *("saved", "skipped", "failures", "unpromoted"),
             ),
             "torch_ckpt.records.event.Event": ("seconds",),
             "torch_ckpt.records.reading.read_events": None,
             "torch_ckpt.records.exports.export_spans": None,
+        },
+    ),
+    "publishing": (
+        "Publish",
+        {
+            "torch_ckpt.Publisher": ("publish", "wait", "close"),
+            "torch_ckpt.Subscriber": (
+                *("update", "latest", "version", "refused", "read_nbytes", "close"),
+            ),
         },
     ),
     "agent": (
@@ -115,6 +128,8 @@ PAGES: dict[str, tuple[str, Entries]] = {
 SHOWN: Entries = {
     path: members for _, entries in PAGES.values() for path, members in entries.items()
 }
+NOT_CONSTRUCTED = ("torch_ckpt.errors.", "torch_ckpt.storage.host_load.")
+"""Modules whose classes a program does not construct."""
 PUBLIC = {path.rpartition(".")[2]: path for path in SHOWN}
 """Names that the reference has -> their paths."""
 
@@ -208,7 +223,7 @@ def check(package: griffe.Module) -> None:
         if name not in PUBLIC:
             LOG.warning("docs/site/reference.py: no page has the public name %s", name)
     for path, members in SHOWN.items():
-        if path.startswith("torch_ckpt.errors."):  # Nobody else constructs them.
+        if path.startswith(NOT_CONSTRUCTED):
             continue
         item = package[path.partition(".")[2]]
         described = [item]

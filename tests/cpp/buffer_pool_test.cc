@@ -11,8 +11,6 @@
 namespace torch_ckpt::buffer_pool_test {
 namespace {
 
-constexpr int64_t kPage = 4096;
-
 // Memory that is not to be had.
 class EmptyMemorySource : public MemorySource {
  public:

@@ -318,7 +318,7 @@ TEST(GlobalPlanTest, OnRandomMeshesReplicasAreComparedAsByLookingAtEveryRank) {
     }
     ASSERT_OK_AND_ASSIGN(const GlobalPlan global, plan(world, {}, digests));
     std::set<std::string> found;
-    for (const Difference& difference : global.differences()) found.insert(difference.fqn);
+    for (const ReplicaDifference& difference : global.differences()) found.insert(difference.fqn);
     ASSERT_EQ(found, different);
     std::map<int32_t, std::vector<Place>> places_of_set;
     for (int32_t rank = 0; rank < std::ssize(world); ++rank) {

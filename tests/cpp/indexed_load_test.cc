@@ -56,6 +56,37 @@ TEST(IndexedLoadTest, LargeBuffersReadInPlace) {
   EXPECT_TRUE(loaded.packed() == a.saved[3].packed());
 }
 
+// Between the copy and the checksum, the bytes stay in the processor's cache.
+TEST(IndexedLoadTest, CachedBytesAreVerifiedInPartsThatFitTheCache) {
+  constexpr int64_t kPart = 512 << 10;
+  constexpr size_t kLong = 9;
+  const LoadOptions options = {.buffer_nbytes = 8 << 20, .block_nbytes = 4 << 20, .threads = 1};
+  for (const int64_t alignment : {1, 4096}) {
+    Indexed a({.alignment = alignment, .resident = true});
+    const TestTensor loaded = a.destination(kLong);
+    const auto before = std::ssize(a.fs.operations());
+    ASSERT_OK(a.load({whole(a.slices[kLong], loaded)}, {}, options));
+    EXPECT_TRUE(loaded.packed() == a.saved[kLong].packed());
+    int64_t read_nbytes = 0;
+    const std::vector<Operation> operations = a.fs.operations();
+    for (auto one = operations.begin() + before; one != operations.end(); ++one) {
+      if (one->kind != Operation::Kind::kRead) continue;
+      EXPECT_LE(one->nbytes, kPart);
+      read_nbytes += one->nbytes;
+    }
+    EXPECT_EQ(read_nbytes, align_up(ssize(loaded.packed()), kBlock));
+    for (int64_t at = kBlock; at < ssize(loaded.packed()); at += kPart / 2 + 5 * kBlock) {
+      flip_bit(a.fs, "a", a.slices[kLong].offset + at);
+      const auto result = a.load({whole(a.slices[kLong], loaded)}, {}, options);
+      EXPECT_CODE(result, StatusCode::kCorruption);
+      const int64_t block = align_down(a.slices[kLong].offset + at, kBlock);
+      EXPECT_THAT(result.status().message(),
+                  AllOf(HasSubstr("'t9'"), HasSubstr(str_cat(" at ", block, " of step-1/a"))));
+      flip_bit(a.fs, "a", a.slices[kLong].offset + at);
+    }
+  }
+}
+
 TEST(IndexedLoadTest, FramesAreNotAsked) {
   Indexed a;
   std::string contents = *a.fs.contents("step-1/a");

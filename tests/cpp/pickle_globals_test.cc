@@ -16,7 +16,7 @@ using ::testing::ElementsAre;
 using ::testing::Pair;
 
 // On the heap at its stated length, so that a sanitizer sees a read beyond it.
-Result<std::vector<PickleGlobal>> globals_of(const std::string& pickle, std::vector<char>* memory) {
+Result<std::vector<GlobalName>> globals_of(const std::string& pickle, std::vector<char>* memory) {
   memory->assign(pickle.begin(), pickle.end());
   memory->shrink_to_fit();
   return pickle_globals(as_bytes({memory->data(), memory->size()}));

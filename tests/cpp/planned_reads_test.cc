@@ -44,9 +44,15 @@ struct Wanted {
   }
 
   PlannedReads reads() { return *PlannedReads::make(opened(*stored.index), table, false); }
-  PlannedReads::Requests requests() {
+  std::unique_ptr<LoadJob> job(std::shared_ptr<const QuantizedTensors> quantized = nullptr) {
+    LoadOptions options;
+    options.quantized = std::move(quantized);
+    return std::move(*LoadJob::make(stored.fs, "step-1", options));
+  }
+  PlannedReads::Requests requests(std::shared_ptr<const QuantizedTensors> quantized = nullptr) {
     return *reads().requests(
-        batch, [](const TensorView& view, std::string_view) { return to_live(view); });
+        *job(std::move(quantized)), batch,
+        [](const TensorView& view, std::string_view) { return to_live(view); });
   }
 };
 
@@ -73,7 +79,20 @@ TEST(PlannedReadsTest, ATensorOfAnotherDtypeOrPlaceIsHandedOver) {
     EXPECT_EQ(request.live.data, nullptr);
     EXPECT_EQ(request.live.dtype, DType::kFloat32);
   }
-  EXPECT_EQ(wanted.reads().requests().size(), 2);
+  EXPECT_EQ(wanted.reads().requests(*wanted.job()).size(), 2);
+}
+
+TEST(PlannedReadsTest, AQuantizedTensorIsReadInPlaceInAnyDtypeThatItIsGivenIn) {
+  auto quantized = std::make_shared<QuantizedTensors>();
+  (*quantized)["t1"].targets = {DType::kBFloat16, DType::kFloat16};
+  Wanted wanted;
+  wanted.batch.views[0].dtype = DType::kFloat16;
+  EXPECT_NE(wanted.requests(quantized).requests[0].live.data, nullptr);
+  EXPECT_EQ(wanted.requests(quantized).requests[0].live.dtype, DType::kFloat16);
+  wanted.batch.views[0].dtype = DType::kFloat32;
+  EXPECT_EQ(wanted.requests(quantized).requests[0].live.data, nullptr);
+  EXPECT_EQ(wanted.requests(quantized).requests[0].live.dtype, DType::kBFloat16);
+  EXPECT_EQ(wanted.requests(quantized).requests[1].live.dtype, DType::kFloat32);
 }
 
 TEST(PlannedReadsTest, TensorsThatShareMemoryOrHaveOtherSizesAreLeft) {
@@ -88,8 +107,8 @@ TEST(PlannedReadsTest, TensorsThatShareMemoryOrHaveOtherSizesAreLeft) {
 TEST(PlannedReadsTest, ABatchOfAnotherLengthIsRefused) {
   Wanted wanted;
   wanted.batch.views.pop_back();
-  EXPECT_CODE(wanted.reads().requests(wanted.batch, [](const TensorView& view,
-                                                       std::string_view) { return to_live(view); }),
+  const auto to_view = [](const TensorView& view, std::string_view) { return to_live(view); };
+  EXPECT_CODE(wanted.reads().requests(*wanted.job(), wanted.batch, to_view),
               StatusCode::kInvalidArgument);
 }
 

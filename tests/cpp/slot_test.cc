@@ -150,12 +150,14 @@ TEST_F(SlotTest, EveryDamagedByteOfPageAndTableIsNoticed) {
   EXPECT_OK(slot_->read());
 }
 
-TEST_F(SlotTest, ASlotOfAnotherVersionIsRefusedWithBothVersions) {
+TEST_F(SlotTest, ASlotOfALaterVersionIsRefusedWithBothVersions) {
   ASSERT_NO_FATAL_FAILURE(put_snapshot());
-  slot_->bytes()[16] = std::byte{1};
+  slot_->bytes()[16] = std::byte{3};
   const Status status = slot_->read().status();
   EXPECT_CODE(status, StatusCode::kUnsupported);
-  EXPECT_EQ(status.message(), "a snapshot is of version 1, and this build reads 2");
+  EXPECT_EQ(status.message(), "a snapshot is of version 3, and this build reads 2");
+  slot_->bytes()[16] = std::byte{1};
+  EXPECT_CODE(slot_->read().status(), StatusCode::kCorruption);
 }
 
 TEST_F(SlotTest, ATableWhoseItemsAreNotThereIsRefused) {
@@ -190,6 +192,10 @@ TEST_F(SlotTest, HeadersOfNoSnapshotAreRefused) {
   EXPECT_EQ(code_of([](SlotHeader& h) { h.rank = -1; }), corrupt);
   EXPECT_EQ(code_of([](SlotHeader& h) { h.world_size = 0; }), corrupt);
   EXPECT_EQ(code_of([](SlotHeader& h) { h.ranks_here = 3; }), corrupt);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.ranks_here = 1; }), corrupt) << "the other is nowhere";
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.node_count = 2; }), corrupt) << "without a rank";
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.ranks_here = 1, h.node_count = 2; }), StatusCode::kOk);
+  EXPECT_EQ(code_of([](SlotHeader& h) { h.world_size = h.ranks_here = 1 << 21; }), corrupt);
   EXPECT_EQ(code_of([](SlotHeader& h) { h.node = 1; }), corrupt);
   EXPECT_EQ(code_of([](SlotHeader& h) { h.sequence = -1; }), corrupt);
   EXPECT_EQ(code_of([](SlotHeader& h) { h.table_nbytes = int64_t{1} << 62; }), corrupt);

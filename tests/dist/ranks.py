@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -67,15 +69,16 @@ class Ranks:
         if self._over_tcp:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             where = f"tcp://127.0.0.1:{self._store.port}"
+        self._dumps = [Path(folder, f"stacks-{rank}") for rank in range(self.world_size)]
         context = fork_context()
         try:
             with mock.patch.dict(os.environ, rank_environment()):
-                for rank in range(self.world_size):
+                for rank, dump in enumerate(self._dumps):
                     ours, theirs = context.Pipe()
                     self._pipes.append(ours)
                     process = context.Process(
                         target=_serve,
-                        args=(rank, self.world_size, where, dict(os.environ), theirs),
+                        args=(rank, self.world_size, where, dict(os.environ), theirs, dump),
                     )
                     process.start()
                     theirs.close()
@@ -120,6 +123,7 @@ class Ranks:
             late = sorted(set(range(self.world_size)) - set(replies))
             if late:
                 bad.append(f"ranks {late} were not done when they were killed")
+                bad.extend(self._stacks(late))
             if bad:
                 raise RankError(f"{function.__name__} on {self.world_size}:\n" + "\n".join(bad))
         except BaseException:
@@ -162,6 +166,13 @@ class Ranks:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _stacks(self, ranks: list[int]) -> list[str]:
+        """What the threads of these ranks do now."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR2)
+        time.sleep(0.5)  # They may be stopped, or within a call that does not end.
+        return [f"rank {rank} is here:\n{self._dumps[rank].read_text()}" for rank in ranks]
 
     def _replies(self, timeout_s: float, grace_s: float) -> dict[int, tuple[bool, Any]]:
         """Collects (whether it returned, what it returned or why not) of the ranks done in time."""
@@ -270,9 +281,11 @@ def _serve(
     where: str,
     environment: dict[str, str],
     calls: connection.Connection,
+    dump: Path,
 ) -> None:
-    """A rank: answers calls until the pipe is closed."""
+    """A rank: answers calls until the pipe is closed. SIGUSR2 writes its stacks to ``dump``."""
     os.setsid()
+    faulthandler.register(signal.SIGUSR2, dump.open("w"))
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.pop("TORCH_CKPT_MEMORY", None)  # The fork server has that of its first test.
     os.environ.update(environment)

@@ -423,7 +423,7 @@ def test_machines_that_share_no_single_local_directory_save_without_agents(
 ) -> None:
     with Ranks(RANKS) as world:
         said = world.run(save_at_other_places, tmp_path, memory)
-        assert "the agent of each machine needs a local directory of its own" in said[0]
+        assert "the agent requires one local directory per machine" in said[0]
         assert world.run(restore, tmp_path, [0, 1, 2, 3]) == [1] * RANKS
 
 

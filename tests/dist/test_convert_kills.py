@@ -54,7 +54,7 @@ def convert_source(folder: Path, to: str) -> None:
 
 def found(folder: Path, to: str) -> int | None:
     """The version at the target, whole; ``None`` if there is none."""
-    prefix = "model." if to == "universal" else ""
+    prefix = "model." if to in ("universal", "torch_checkpointing") else ""
     state = {
         f"{prefix}large": torch.zeros(LARGE),
         f"{prefix}small": torch.zeros(SHAPE),
@@ -95,7 +95,7 @@ def convert_after(folder: Path, to: str) -> tuple[int | None, int | None]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.thin("new-torch", "over an old one-universal")
-@pytest.mark.parametrize("to", ["torch", "universal", "dcp", "safetensors"])
+@pytest.mark.parametrize("to", ["torch", "universal", "dcp", "safetensors", "torch_checkpointing"])
 @pytest.mark.parametrize("overwrites", [True, False], ids=["over an old one", "new"])
 def test_a_conversion_killed_at_any_call(
     tmp_path: Path, to: str, overwrites: bool, seed: int, full: bool

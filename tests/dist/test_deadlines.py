@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,7 +53,8 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_process_
 from torch.distributed.tensor import Shard
 
 import torch_ckpt
-from torch_ckpt import CheckpointError, FastReader
+from torch_ckpt import CheckpointError, FastReader, Run
+from torch_ckpt.agent import SnapshotAgent
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.filesystems.location import register
 from torch_ckpt.process_state import PROCESS
@@ -473,12 +477,41 @@ def test_saves_do_not_fill_the_store(worlds: Worlds, path: Path) -> None:
         assert max(counts[1:]) <= counts[0] + 1
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
-def test_deadline_that_is_none_is_refused(tmp_path: Path, timeout_s: float) -> None:
-    with pytest.raises(ValueError, match="not a positive number of seconds"):
-        torch_ckpt.save({}, checkpoint_id=tmp_path, no_dist=True, timeout_s=timeout_s)
-    with pytest.raises(ValueError, match="not a positive number of seconds"):
-        torch_ckpt.installed(timeout_s=timeout_s).__enter__()
+HUGE = pytest.param(10**400, id="an integer of 401 digits")
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, "10", None, HUGE])
+def test_deadline_that_is_none_is_refused(tmp_path: Path, seconds: Any) -> None:
+    run = Run(tmp_path / "run")
+    calls: list[Callable[[], object]] = [
+        lambda: torch_ckpt.save({}, checkpoint_id=tmp_path, no_dist=True, timeout_s=seconds),
+        lambda: torch_ckpt.installed(timeout_s=seconds).__enter__(),
+        lambda: Run(tmp_path / "run", timeout_s=seconds),
+        lambda: SnapshotAgent(tmp_path / "run", timeout_s=seconds),
+        lambda: run.saving_on_exception(dict, timeout_s=seconds).__enter__(),
+        lambda: run.saving_on_signal(dict, grace_s=seconds).__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="not a positive number of seconds"):
+            call()
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("seconds", [1e300, Fraction(121, 2), np.float32(5), np.int64(60)])
+def test_any_positive_number_is_a_deadline(tmp_path: Path, seconds: Any) -> None:
+    state = {"w": torch.ones(3)}
+    with Run(tmp_path / "run", local=tmp_path / "local", timeout_s=seconds) as run:
+        run.save(1, state)
+        assert run.restore(state) == 1
+        run.wait(promoted=True)
+    with torch_ckpt.installed(timeout_s=seconds):
+        dcp.async_save(state, checkpoint_id=tmp_path / "saved", no_dist=True).result()
+        dcp.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    agent = SnapshotAgent(tmp_path / "agent", timeout_s=seconds)
+    saved = agent.async_save(state, tmp_path / "agent" / "step-1", step=1)
+    assert saved is not None
+    saved.result()
+    agent.close()
 
 
 def assert_ranks_hold(path: Path, ranks: int, version: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from example_runs import ROOT, kill, output_of, running
 from forks import run_python
 
-from torch_ckpt import FastReader, load
+from torch_ckpt import FastReader, Subscriber, load
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -82,3 +83,24 @@ def test_a_model_is_trained_killed_moved_and_exported(tmp_path: Path) -> None:
     load({"training": weights}, storage_reader=FastReader(tmp_path / "runs/llama/step-70"))
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights["model"][name]), name
+
+
+@pytest.mark.framework("transformers")
+@pytest.mark.slow
+def test_a_model_generates_with_each_version_that_two_ranks_publish(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    sys.path.append(str(ROOT / "examples"))
+    from publish import CONFIG, PROMPT
+
+    output = output_of("publish.py", "--steps 12", ranks=1, folder=tmp_path)
+    lines = re.findall(r"version (\d+) \(([\d,]+) bytes of deltas\): (.*)", output)
+    versions = [int(version) for version, _, _ in lines]
+    assert versions == sorted(versions)
+    assert versions[-1] == 12
+    model = LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
+    assert Subscriber(tmp_path / "runs/policy").update(model) == 12
+    prompt = torch.tensor([list(PROMPT)])
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    assert lines[-1][2] == repr(bytes(tokens[0].tolist()).decode(errors="replace"))

@@ -60,13 +60,19 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    dcp.save(large_state(1), storage_writer=FastWriter(tmp_path), no_dist=True)
+    return tmp_path
+
+
 def copies(folder: Path, count: int, *, faulty: int) -> list[Path]:
     """Copies of the checkpoint in its first folder; every byte of the data of one is another."""
     paths = [folder / str(number) for number in range(count)]
     for path in paths[1:]:
         shutil.copytree(paths[0], path)
     for file in paths[faulty].glob("*.distcp"):
-        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+        file.write_bytes(file.read_bytes().translate(bytes(byte ^ 1 for byte in range(256))))
     return paths
 
 
@@ -555,7 +561,8 @@ def large_state(value: float, dtype: torch.dtype = torch.float32) -> dict[str, A
 def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> None:
     """Kills a rank when it has so many of its tensors; leaves a file that says how it ended."""
     rank = dist.get_rank()
-    copy_to = torch_ckpt.storage.loading._Copies.put
+    copies = torch_ckpt.storage.target_copies.TargetCopies
+    copy_to = copies.put
     whole = []
 
     def copy_or_die(*args: Any) -> None:
@@ -570,7 +577,7 @@ def load_beside_a_dying_rank(path: Path, by: str, dying: int, tensors: int) -> N
     began = time.monotonic()
     with (
         passed_on(by),
-        unittest.mock.patch.object(torch_ckpt.storage.loading._Copies, "put", copy_or_die),
+        unittest.mock.patch.object(copies, "put", copy_or_die),
         pytest.raises((CheckpointException, RankTimeoutError)),
     ):
         torch_ckpt.load(state, storage_reader=reader, timeout_s=TIMEOUT_S)
@@ -587,6 +594,46 @@ def test_ranks_survive_one_that_dies_with_pieces_half_sent(
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(3, load_beside_a_dying_rank, tmp_path, by, 1, tensors, grace_s=PROMPT_S)
     assert took_of_survivors(tmp_path, [0, 2], "CancelledError") < 3 * TIMEOUT_S
+
+
+class Breaking:
+    """Connections of which one breaks at the moment in which the rank closes all by it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.closing: list[int] = []  # The ranks by whose connections all are closed.
+
+    def send(self, *args: Any) -> Any:
+        return self.group.send(*args)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        if tag < 1 << 30:
+            return self.group.recv(tensors, rank, tag)
+        self.closing.append(rank)
+        return self if len(self.closing) == 1 else self.group.recv(tensors, rank, tag)
+
+    def wait(self, *_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+@on_ranks(3)
+def test_a_connection_that_breaks_while_a_rank_fails_keeps_no_other_open(large: Path) -> None:
+    exchange, copies = torch_ckpt.storage.exchange, torch_ckpt.storage.target_copies.TargetCopies
+    connect, wires = exchange._connect, list[Breaking]()
+
+    def breaking(*args: Any) -> Breaking:
+        wires.append(Breaking(connect(*args)))
+        return wires[0]
+
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(unittest.mock.patch.object(exchange, "_connect", breaking))
+            error = RuntimeError("not this tensor")
+            stack.enter_context(unittest.mock.patch.object(copies, "put", side_effect=error))
+        stack.enter_context(pytest.raises((CheckpointException, RankTimeoutError)))
+        state = large_state(-1, torch.float64)
+        torch_ckpt.load(state, storage_reader=Exchanging(large, io=TINY), timeout_s=LONG_TIMEOUT_S)
+    assert all(len(set(wire.closing)) == 2 for wire in wires)
 
 
 @on_ranks(3)

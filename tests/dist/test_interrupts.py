@@ -21,7 +21,9 @@ from ranks import Worlds
 import torch_ckpt
 from torch_ckpt import Run
 from torch_ckpt.agent import SnapshotAgent
+from torch_ckpt.coordination import connections
 from torch_ckpt.coordination import group as groups
+from torch_ckpt.errors import RankTimeoutError
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -33,6 +35,10 @@ SOON_S = 10.0  # At once, on a machine that is busy.
 TIMEOUT_S = 25.0  # A rank that waits so long was not notified.
 
 MOMENTS = ["before it sends", "after it has sent", "when the answer arrives", "after the exchange"]
+
+
+class AlarmError(Exception):
+    """What the handler of a signal raises."""
 
 
 class Interruption:
@@ -145,6 +151,7 @@ METHODS: dict[str, tuple[str, Callable[[Rank], Any]]] = {
     "restore a step": ("now", lambda rank: rank.restore(step=rank.step)),
     "latest_step": ("thread", lambda rank: rank.run.latest_step()),
     "best_step": ("now", lambda rank: rank.run.best_step()),
+    "step_at": ("now", lambda rank: rank.run.step_at("9999-01-01")),
     "discard_after": ("now", lambda rank: rank.run.discard_after(rank.step)),
     "wait": ("promoting", lambda rank: rank.run.wait(promoted=True)),
     "close": ("promoting", lambda rank: rank.run.close()),
@@ -180,7 +187,7 @@ def interrupt_once(
     with interruption.applied() if is_own else contextlib.nullcontext():
         ended, seconds = outcome(lambda: method(rank))
     found = []
-    is_interrupt = isinstance(ended, KeyboardInterrupt | SystemExit)
+    is_interrupt = isinstance(ended, KeyboardInterrupt | SystemExit | AlarmError)
     if is_interrupt != (is_own and interruption.has_come):
         found.append(f"raised {ended!r}")
     if seconds > SOON_S:
@@ -208,22 +215,46 @@ def outcome(call: Callable[[], Any]) -> tuple[BaseException | None, float]:
     return None, time.monotonic() - begin
 
 
-THIN = [
-    "Run with an agent",
-    "save",
-    "save by a thread",
-    "save by the agent",
-    "restore",
-    "discard_after",
-    "close",
-]
+THIN = ["Run with an agent", "save by a thread", "save by the agent", "close"]
 
 
-@pytest.mark.thin(*(f"KeyboardInterrupt-2-{name}" for name in THIN), "SystemExit-3-restore")
+@pytest.mark.thin(
+    *(f"KeyboardInterrupt-2-{name}" for name in THIN),
+    "SystemExit-3-restore",
+    "AlarmError-2-torch_ckpt.load",
+    "AlarmError-3-save",
+)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, AlarmError])
 def test_the_next_call_works_after_an_interrupt_of_one_rank_at_any_moment(
     worlds: Worlds, tmp_path: Path, name: str, size: int, kind: type[BaseException], full: bool
 ) -> None:
     worlds.run(size, interrupt_everywhere, tmp_path, name, kind, full, timeout_s=150)
+
+
+def interrupt_while_connecting(path: Path) -> None:
+    group, rank, state = dist.new_group(), dist.get_rank(), {"w": torch.ones(3)}
+    here = (
+        mock.patch.object(connections, "result_of", side_effect=AlarmError("it is interrupted"))
+        if rank == 1
+        else contextlib.nullcontext()
+    )
+
+    def save() -> object:
+        return torch_ckpt.save(
+            state, checkpoint_id=path / "saved", process_group=group, timeout_s=TIMEOUT_S
+        )
+
+    with here:
+        ended, seconds = outcome(save)
+    assert isinstance(ended, AlarmError if rank == 1 else RankTimeoutError), repr(ended)
+    assert "it is interrupted" in str(ended)
+    assert seconds < SOON_S
+    assert outcome(save)[0] is None
+
+
+def test_the_next_call_works_after_an_interrupt_of_one_rank_while_it_connects(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, interrupt_while_connecting, tmp_path)

@@ -100,6 +100,44 @@ def test_a_new_step_is_whole_only_when_all_machines_have_it(worlds: Worlds, tmp_
     assert worlds.run(2, restore, tmp_path, machines) == [1, 1]
 
 
+def _choices_after_a_loss(folder: Path, machines: Sequence[int]) -> list[int | None]:
+    with run_on(folder, machines, keep_local=2, monitor="loss", mode="max") as run:
+        for step in (1, 2):
+            run.save(step, state_of(step), metrics={"loss": step})
+        run.wait(promoted=True)
+        if dist.get_rank() == 1:
+            shutil.rmtree(folder / "run" / "step-2")
+            next((folder / "machine-1" / "step-2").glob("__1_*.distcp")).unlink()
+        dist.barrier()
+        return [run.latest_step(), run.best_step(), run.step_at("9998-01-01")]
+
+
+def test_no_choice_of_a_step_takes_one_that_lacks_files_of_another_machine(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    assert worlds.run(2, _choices_after_a_loss, tmp_path, [0, 1]) == [[1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_files_that_one_machine_cannot_read_for_a_moment_count_as_missing(
+    worlds: Worlds, tmp_path: Path, machine: int
+) -> None:
+    machines, options = [0, 1], {"keep_last": 4, "keep_local": 4}
+    worlds.run(2, save_steps, tmp_path, machines, [1, 2], options)
+    shutil.rmtree(tmp_path / "run" / "step-2")
+    metadata = tmp_path / f"machine-{machine}" / "step-2" / ".metadata"
+    contents = metadata.read_bytes()
+    metadata.unlink()
+    metadata.symlink_to("x" * 300)  # ENAMETOOLONG, which root gets, too.
+    assert worlds.run(2, restore, tmp_path, machines) == [1, 1]
+    worlds.run(2, save_steps, tmp_path, machines, [3], options)
+    assert steps_in(tmp_path / "run") == [3, 1]
+    metadata.unlink()
+    metadata.write_bytes(contents)
+    worlds.run(2, save_steps, tmp_path, machines, [4], options)
+    assert steps_in(tmp_path / "run") == [4, 3, 2, 1]
+
+
 def _discards(folder: Path, machines: Sequence[int]) -> list[int]:
     with run_on(folder, machines, keep_local=3) as run:
         for step in (1, 2, 3):
@@ -348,6 +386,35 @@ def _loses_what_waits(folder: Path, machines: Sequence[int], machine: int, how: 
     return records
 
 
+def refuse(*_: Any, **__: Any) -> None:
+    raise StorageError("it does not answer", errno.EIO)
+
+
+def promote_a_step_of_another_job(folder: Path, machines: Sequence[int]) -> list[int]:
+    options: dict[str, Any] = {"keep_last": 20, "keep_local": 1, "on_failure": "warn"}
+    waiting, commit = run_on(folder, machines, **options), CheckpointCopy.commit
+    CheckpointCopy.commit = refuse  # type: ignore[method-assign]
+    try:
+        run_on(folder, machines, **options).save(1, state_of(1))
+        dist.barrier()
+        assert waiting.restore(state_of(0)) == 1
+        waiting.save(2, state_of(2))
+        time.sleep(1)
+        dist.barrier()
+    finally:
+        CheckpointCopy.commit = commit  # type: ignore[method-assign]
+    for _ in range(2):
+        with contextlib.suppress(StorageError):  # The first one is of before.
+            waiting.wait(promoted=True)
+    return steps_in(folder / "run")
+
+
+def test_a_step_that_another_job_has_left_meanwhile_is_promoted(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    assert worlds.agree(2, promote_a_step_of_another_job, tmp_path, [0, 1]) == [2, 1]
+
+
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("how", ["a step", "a data file", "a byte"])
 @pytest.mark.parametrize("machine", [0, 1])
@@ -404,3 +471,39 @@ def test_the_last_whole_step_of_all_machines_is_not_discarded(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     assert worlds.run(2, _discards_after_damage, tmp_path, [0, 1]) == [[2, 1, 2, 1]] * 2
+
+
+def _lose_a_directory_to_another_run(folder: Path, machines: Sequence[int]) -> None:
+    second = dist.new_group([1])
+    run = run_on(folder, machines)
+    if dist.get_rank() == 1:
+        Run(folder / "other", local=folder / "machine-1", process_group=second).close()
+    for use in (lambda: run.save(1, state_of(1)), lambda: run.restore(state_of(0))):
+        with pytest.raises(CheckpointError, match=r"cannot use .*machine-1: it belongs to run"):
+            use()
+    run.close()
+
+
+def _lease_of_another_run(folder: Path) -> None:
+    alone = dist.new_group([0])
+    run = run_on(folder, [0, 0])
+    if dist.get_rank() == 0:
+        with Run(folder / "other", local=folder / "machine-0", process_group=alone) as other:
+            other.save(1, {"w": torch.ones(3)})
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"cannot use .*machine-0: it belongs to run"):
+        run.lease(1).__enter__()
+
+
+def test_no_rank_leases_a_step_of_another_run_that_has_taken_over_the_local_directory(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, _lease_of_another_run, tmp_path)
+
+
+def test_a_directory_that_another_run_takes_over_on_one_machine_fails_calls_on_all(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, _lose_a_directory_to_another_run, tmp_path, [0, 1])
+    assert not steps_in(tmp_path / "machine-1")
+    assert not steps_in(tmp_path / "run")

@@ -79,13 +79,18 @@ class Drifted:
         return made.state
 
 
+def numbers_in(value: torch.Tensor) -> set[float]:
+    """The smallest and the largest element: one number if all are equal."""
+    return {number.item() for number in value.aminmax()} if value.numel() else set()
+
+
 def assert_from_the_first_ranks_replica(path: Path, drifted: Drifted, readers: Any) -> None:
     numbers: list[Any] = [drifted.numbers]
     dist.broadcast_object_list(numbers)  # After the save of all ranks.
     for reader in readers.values():
         loaded = {name: torch.full(value.size(), -1.0) for name, value in drifted.state.items()}
         dcp.load(loaded, storage_reader=reader(path), no_dist=True)
-        found = {name: set(value.unique().tolist()) for name, value in loaded.items()}
+        found = {name: numbers_in(value) for name, value in loaded.items()}
         assert found == {name: {number} for name, number in numbers[0].items()}
     dist.barrier()
 
@@ -177,8 +182,7 @@ def world_of(layout: str) -> int:
 
 
 @pytest.mark.thin(
-    *("by_stock-2x2", "by_stock-a mesh for each", "by_stock-fsdp1", "by_this_package-2x3"),
-    "by_this_package-ddp and tp",
+    *("by_stock-2x2", "by_stock-fsdp1", "by_this_package-2x3", "by_this_package-ddp and tp"),
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", [by_stock, by_this_package], ids=lambda way: way.__name__)
@@ -196,7 +200,7 @@ def to_the_lowest_rank(state: State, path: Path) -> None:
 OTHER_WAYS = [way for name, way in WAYS.items() if name not in ("by_stock", "by_this_package")]
 
 
-@pytest.mark.thin("by_stocks_async_save", "to_the_lowest_rank", "by_a_run_with_an_agent")
+@pytest.mark.thin("to_the_lowest_rank", "by_a_run_with_an_agent")
 @pytest.mark.parametrize(
     "way", [*OTHER_WAYS, to_the_lowest_rank, by_a_run_with_an_agent], ids=lambda way: way.__name__
 )
@@ -217,7 +221,7 @@ def test_safetensors_have_one_replica_of_the_mesh(path: Path, planner: Any) -> N
     dcp.save(drifted.state, storage_writer=SafetensorsWriter(path), planner=planner and planner())
     dist.barrier()
     loaded = load_file(path / "model.safetensors")
-    assert {name: set(value.unique().tolist()) for name, value in loaded.items()} == {
+    assert {name: numbers_in(value) for name, value in loaded.items()} == {
         name: {0.0} for name in drifted.state
     }
 
@@ -261,7 +265,7 @@ def test_shards_that_a_planner_finds_elsewhere_are_of_one_replica_of_the_mesh(pa
     dist.barrier()
     loaded = {name: torch.full(value.size(), -1.0) for name, value in drifted.state.items()}
     dcp.load(loaded, no_dist=True, checkpoint_id=path)
-    assert all(len(value.unique()) == 1 for value in loaded.values())
+    assert all(len(numbers_in(value)) == 1 for value in loaded.values())
 
 
 @on_ranks(4)

@@ -521,9 +521,16 @@ def test_directories_of_other_machines_are_removed_once_nobody_has_written_for_a
         os.utime(file, (day_ago, day_ago))
     save(tmp_path / "checkpoint-3", 3)
     assert elsewhere.exists()
+    with mock.patch.object(
+        time, "time", return_value=day_ago + 50 * 3600
+    ):  # A clock that is ahead.
+        save(tmp_path / "checkpoint-3", 3)
+    assert elsewhere.exists()
     os.utime(deep, (day_ago, day_ago))
-    save(tmp_path / "checkpoint-3", 3)
+    with mock.patch.object(time, "time", return_value=day_ago):  # A clock that is behind.
+        save(tmp_path / "checkpoint-3", 3)
     assert not elsewhere.exists()
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     # The directory of a save that is replaced by this one is removed at once.
     dead = leave_dead_partial(Forks(), tmp_path)
     dead.rename(elsewhere)

@@ -315,6 +315,7 @@ MODES = [
 ]
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize(("kind", "way"), MODES)
 def test_parts_by_attributes_are_stored_and_loaded_as_by_stock(
     worlds: Worlds, tmp_path: Path, kind: str, way: str

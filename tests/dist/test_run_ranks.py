@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -591,3 +591,61 @@ def test_a_failed_save_keeps_no_state_alive(path: Path) -> None:
         assert not is_saved
         del tensor, state
         until(lambda: gc.collect() < 0 or alive() is None)  # The record is written first.
+
+
+@on_ranks(2)
+def test_ranks_of_which_some_wait_for_promotion_and_others_close_learn_it_at_once(
+    path: Path,
+) -> None:
+    """Both wait for promotions: those that wait would then close alone."""
+    for waits in (0, 1):
+        run = Run(path / f"{waits}", local=path / f"local-{waits}", timeout_s=TIMEOUT_S)
+        run.save(1, {"w": torch.ones(10)})
+        run.wait()
+        call = functools.partial(run.wait, promoted=True) if dist.get_rank() == waits else run.close
+        began = time.monotonic()
+        with pytest.raises(RankTimeoutError, match=r"different calls: .*promotion.*to close"):
+            call()
+        assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+LAST: dict[str, Callable[[Run], object]] = {
+    "save": lambda run: run.save(2, {"w": torch.ones(10)}),
+    "restore": lambda run: run.restore({"w": torch.ones(10)}),
+    "latest_step": lambda run: run.latest_step(),
+    "best_step": lambda run: run.best_step(),
+    "step_at": lambda run: run.step_at("9998-01-01"),
+    "discard_after": lambda run: run.discard_after(1),
+    "wait": lambda run: run.wait(promoted=True),
+}
+
+
+@on_ranks(2)
+def test_ranks_that_call_different_methods_learn_it_at_once(path: Path) -> None:
+    run = Run(path, timeout_s=TIMEOUT_S, monitor="loss")
+    run.save(1, {"w": torch.ones(10)}, metrics={"loss": 1})
+    for names in itertools.permutations(LAST, 2):
+        began = time.monotonic()
+        with pytest.raises(RankTimeoutError, match=r"ranks make different calls: rank . is"):
+            LAST[names[dist.get_rank()]](run)
+        assert time.monotonic() - began < TIMEOUT_S / 2
+        dist.barrier()
+    assert run.restore({"w": torch.ones(10)}) == 1
+
+
+@pytest.mark.parametrize("closes", [0, 1])
+@pytest.mark.parametrize("name", LAST)
+@on_ranks(2)
+def test_a_rank_that_makes_a_call_beside_one_that_closes_learns_it_at_once(
+    path: Path, closes: int, name: str
+) -> None:
+    run = Run(path, timeout_s=TIMEOUT_S, monitor="loss")
+    run.save(1, {"w": torch.ones(10)}, metrics={"loss": 1})
+    if dist.get_rank() == closes:
+        run.close()
+    else:
+        began = time.monotonic()
+        with pytest.raises(RankTimeoutError, match=f"different calls: rank {closes} .*to close"):
+            LAST[name](run)
+        assert time.monotonic() - began < TIMEOUT_S / 2
+    dist.barrier()

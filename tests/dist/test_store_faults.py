@@ -64,7 +64,7 @@ def test_faults_by_seed(
 ) -> None:
     """A save or load succeeds, or raises a typed error; no value is ever wrong."""
     campaign = Campaign(store_proxy, store_url, draws(seed), writer)
-    campaign.run(200 if full else 3)
+    campaign.run(200 if full else 2)
     assert not campaign.breaches, "\n".join(campaign.breaches)
 
 
@@ -285,7 +285,7 @@ def test_kills_at_requests(
     full: bool,
 ) -> None:
     campaign = KillCampaign(store_server, store_proxy, store_url, draws(seed), writer)
-    campaign.run(200 if full else 4)
+    campaign.run(200 if full else 2)
     assert not campaign.breaches, "\n".join(campaign.breaches)
     assert not full or campaign.found.keys() >= {"None", "1", "2"}, campaign.found
 

@@ -243,6 +243,7 @@ def test_a_tensor_in_shards_is_stored_from_one_replica(
     worlds.run(4, save_hsdp, tmp_path, WAYS[way], way != "by_a_process")
 
 
+@pytest.mark.slow  # The next test does this, and more.
 @pytest.mark.usefixtures("memory")
 @on_ranks(4)
 def test_agents_store_a_tensor_in_shards_from_one_replica(path: Path) -> None:
@@ -397,7 +398,7 @@ def test_one_byte_outside_of_the_sample_is_found_in_the_full_tensor(path: Path, 
         assert_warned(lines, int(is_found and number == 1), "w")
 
 
-@pytest.mark.thin("by_stock_with", "by_an_agent_with")
+@pytest.mark.thin("by_stock_with")
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("way", WAYS_WITH)
 @on_ranks()

@@ -171,7 +171,26 @@ def test_a_rank_without_threads_fails_a_background_save_on_all_and_not_the_next(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     for message in worlds.run(3, background_save_without_threads, tmp_path, timeout_s=LIMIT_S):
-        assert "cannot start a thread for a background save: can't start new thread" in message
+        assert "cannot start a thread for a background save or load: can't start new" in message
+
+
+def background_load_without_threads(path: Path) -> str:
+    """What each rank raises, if one of them has no threads for a background load."""
+    state = {"w": torch.ones(10)}
+    torch_ckpt.save(state, checkpoint_id=path)
+    begin = time.monotonic()
+    with without_threads("torch_ckpt-load"), pytest.raises(CheckpointError) as caught:
+        torch_ckpt.async_load(state, checkpoint_id=path, timeout_s=AMPLE_S).result()
+    assert time.monotonic() - begin < NOTICED_S
+    torch_ckpt.async_load(state, checkpoint_id=path, timeout_s=AMPLE_S).result()
+    return str(caught.value)
+
+
+def test_a_rank_without_threads_fails_a_background_load_on_all_and_not_the_next(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for message in worlds.run(3, background_load_without_threads, tmp_path, timeout_s=LIMIT_S):
+        assert "cannot start a thread for a background save or load: can't start new" in message
 
 
 def address_space_nbytes() -> int:

@@ -66,8 +66,10 @@ def calls_of(path: Path, run: Run) -> Calls:
         "dcp.load": (with_dcp("load"), {"given": state(), **place}),
         "installed": (installed_around_a_save, {**place, "timeout_s": AMPLE_S}),
         "Run": (opened_and_closed, {"directory": path / "new", "local": path / "local"}),
+        "Run without local": (opened_and_closed, {"directory": path / "alone"}),
         "Run.save": (run.save, {"step": 1, "state": state()}),
         "Run.restore": (run.restore, {"state": state(), "step": 1}),
+        "Run.step_at": (run.step_at, {"time": "9999-01-01"}),
         "Run.discard_after": (run.discard_after, {"step": 1}),
     }
 
@@ -76,7 +78,7 @@ NUMBERS_OF_RUN = (
     *("keep_local", "promote_bytes_per_s", "every", "max_overhead", "max_failures"),
     *("keep_last", "keep_every", "keep_best"),
 )
-CHOICES_OF_RUN = "mode", "on_busy", "on_failure", "verify", "reuse"
+CHOICES_OF_RUN = "mode", "on_busy", "on_failure", "verify", "reuse", "keep_for"
 
 WRONG = {
     "save": {
@@ -134,12 +136,17 @@ WRONG = {
         "agent": [True],
         "writer": [{"unknown": 1}],
     },
+    "Run without local": {
+        "writer": [WRONG_TYPE, {"unknown": 1}],
+        "reader": [WRONG_TYPE, {"unknown": 1}],
+    },
     "Run.save": {
         "step": ["x", 1.5, 2.0, True, WRONG_VALUE],
         "state": [WRONG_TYPE],
         "persist": [False],
     },
     "Run.restore": {"state": [WRONG_TYPE], "step": ["x", 1.0, True, WRONG_VALUE]},
+    "Run.step_at": {"time": [WRONG_TYPE, "never"]},
     "Run.discard_after": {"step": ["x", 1.0, True, WRONG_VALUE]},
 }
 """What each argument may be wrongly."""
@@ -173,10 +180,11 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         **{"every": 7, "max_overhead": 0.5, "max_failures": 7, "keep_last": 7, "keep_every": 7},
         **{"keep_local": 7, "monitor": "loss", "mode": "max", "asynchronous": True},
         **{"on_busy": "skip", "on_failure": "warn", "verify": "full", "reuse": "off"},
-        **{"local": None},
+        **{"local": None, "keep_for": "24h"},
     },
     "Run.save": {"step": 2},
     "Run.restore": {"step": None, "strict": True},
+    "Run.step_at": {"time": "9998-01-01"},
     "Run.discard_after": {"step": 2},
 }
 """Arguments that are right, if all ranks give them."""
@@ -217,7 +225,14 @@ def test_an_argument_that_differs_between_ranks_is_an_error_of_all_that_names_it
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.thin(
-    "Run-1", "installed-0", "Run.save-0", "Run.restore-1", "save-1", "async_save-0", "dcp.load-1"
+    "Run-1",
+    "Run without local-1",
+    "installed-0",
+    "Run.save-0",
+    "Run.restore-1",
+    "save-1",
+    "async_save-0",
+    "dcp.load-1",
 )
 @pytest.mark.parametrize("wrong_rank", [0, 1])
 @pytest.mark.parametrize("name", WRONG)

@@ -16,7 +16,7 @@ from torch_ckpt import FastSavePlanner, FastWriter, Run
 from torch_ckpt.planning.plan_cache import plan_cache
 from torch_ckpt.process_state import PROCESS
 
-SIZES = (4096, 1024)  # 16 MiB of float32.
+SIZES = (1024, 1024)  # 4 MiB of float32.
 SAVE_TIMEOUT_S = 60
 
 

@@ -14,7 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "engine/dequantization.h"
 #include "engine/load/load_job.h"
+#include "engine/unpacking.h"
 #include "support/indexed_checkpoint.h"
 #include "support/pack_cases.h"
 #include "support/status_matchers.h"
@@ -278,6 +280,44 @@ TEST_F(CudaDeviceTest, WhereTheGpuIsFullContiguousTensorsAreStagedAllTheSame) {
 }
 
 // Of many buffers at a time, by several threads, each given back when its event is done.
+TEST_F(CudaDeviceTest, ProductsAreThoseOfTheCpu) {
+  const auto tensors = std::make_unique<CudaTensors>(device(kMiB), nullptr);
+  for (const DType from : {DType::kFloat8E4M3FN, DType::kFloat8E5M2, DType::kFloat4E2M1FNX2}) {
+    for (const DType to : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      const bool is_packed = from == DType::kFloat4E2M1FNX2;
+      QuantizedTensor facts{.dtype = from,
+                            .sizes = {300, 448},
+                            .block = is_packed ? Dims{1, 32} : Dims{128, 128},
+                            .is_transposed = is_packed,
+                            .scales = {"f", 0, is_packed ? 300 * 14 : 3 * 4, "w_scale"},
+                            .scale_dtype = DType::kUInt8,
+                            .targets = {to}};
+      const Box box = is_packed ? Box{{3, 7}, {401, 290}} : Box{{7, 3}, {290, 401}};
+      auto made = Dequantization::make(facts, box, to, "w");
+      ASSERT_OK(made.status());
+      made->scales() = random_bytes(made->scale_nbytes(), 7);
+      std::vector<std::byte> stored = random_bytes(300 * 448, 8);
+      // A NaN may have any bits.
+      for (std::byte& code : stored) code &= is_packed ? std::byte{0xff} : std::byte{0xbb};
+      for (std::byte& scale : made->scales()) scale &= std::byte{0x7f};
+      const Memory codes = pinned(stored);
+      const Dims strides = {box.sizes[1] * itemsize(to), itemsize(to)};
+      std::vector<std::byte> wanted(static_cast<size_t>(290 * 401 * itemsize(to)));
+      const OnGpu found(wanted);
+      const std::string name = "w";
+      Unpacking unpacking(codes.bytes());
+      for (const QuantizedPiece& piece : made->cut(5000, 64)) {
+        const std::byte* bytes = codes.bytes().data() + piece.range.begin;
+        made->run(piece.box, bytes, strides, wanted.data());
+        ASSERT_OK(unpacking.add_dequantized(*tensors, name, found.data(), strides, *made, piece.box,
+                                            bytes));
+      }
+      ASSERT_OK(unpacking.wait());
+      EXPECT_EQ(found.fetch(), wanted);
+    }
+  }
+}
+
 TEST_F(CudaDeviceTest, ALoadLeavesOnTheGpuWhatWasSaved) {
   for (const bool indexed : {true, false}) {
     Indexed a;

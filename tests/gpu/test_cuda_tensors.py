@@ -6,6 +6,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.flips import flip
+from support.quantized import (
+    FP8,
+    MXFP4,
+    fp8_tensors,
+    mxfp4_tensors,
+    of_mxfp4,
+    scaled,
+    write_model,
+)
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 from torch_ckpt import FastLoadPlanner, FastReader, FastWriter, IoOptions
@@ -128,11 +137,34 @@ def test_dense_cuda_tensors_are_loaded_by_the_engine_and_not_by_torch(tmp_path, 
     def refuse(*_: object) -> None:
         raise AssertionError("a tensor was made on the CPU and copied by torch")
 
-    monkeypatch.setattr("torch_ckpt.storage.loading._Copies.put", refuse)
+    monkeypatch.setattr("torch_ckpt.storage.target_copies.TargetCopies.put", refuse)
     dcp.load(loaded, storage_reader=FastReader(tmp_path), no_dist=True)
 
     assert all(_tensor_view.is_loadable(tensor) for tensor in loaded.values())
     assert all(bits(loaded[name]) == bits(tensor) for name, tensor in state.items())
+
+
+def test_quantised_tensors_are_loaded_into_cuda_tensors_of_any_strides(tmp_path):
+    weight, scales = fp8_tensors(300, 200)
+    tensors = {"w.weight": weight, "w.weight_scale_inv": scales}
+    write_model(tmp_path, tensors, FP8)
+    wanted = scaled(weight, scales)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for whole in (torch.zeros(300, 200), torch.zeros(200, 300).t(), torch.zeros(300, 400)):
+            target = whole.to("cuda", dtype)[:, :200]
+            dcp.load({"w.weight": target}, storage_reader=FastReader(tmp_path), no_dist=True)
+            assert torch.equal(target.cpu(), wanted.to(dtype))
+
+
+def test_mxfp4_tensors_are_loaded_into_cuda_tensors(tmp_path):
+    blocks, scales = mxfp4_tensors(3, 48, 96)
+    write_model(tmp_path, {"up_blocks": blocks, "up_scales": scales}, MXFP4)
+    wanted = of_mxfp4(blocks, scales).mT
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        target = torch.zeros(3, 96, 48, dtype=dtype, device="cuda")
+        reader = FastReader(tmp_path, dequantize=True)
+        dcp.load({"up": target}, storage_reader=reader, no_dist=True)
+        assert torch.equal(target.cpu(), wanted.to(dtype))
 
 
 def test_a_load_comes_after_what_the_current_stream_has_still_to_do(tmp_path):

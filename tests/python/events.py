@@ -52,7 +52,7 @@ def write_record(run: Path, events: Iterable[Event], older: Sequence[Event] = ()
     for name, written in (("events.jsonl", events), ("events.1.jsonl", older)):
         lines = []
         for each in written:
-            named = {name: value for name, value in vars(each).items() if name != "details"}
+            named = {name: value for name, value in each._asdict().items() if name != "details"}
             lines.append(json.dumps({**named, **each.details}) + "\n")
         if lines or name == "events.jsonl":
             (run / name).write_text("".join(lines))

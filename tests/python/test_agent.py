@@ -29,7 +29,7 @@ from waits import SOON_S, until
 from torch_ckpt import CheckpointError, FastReader, FastSavePlanner, FastWriter, IoOptions
 from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, messages, saves
-from torch_ckpt.agent.client import Member
+from torch_ckpt.agent.client import AgentClient, Member
 from torch_ckpt.agent.memory import (
     agent_lock,
     discard_slots,
@@ -593,6 +593,16 @@ def test_a_run_has_one_process_for_each_rank(agent: SnapshotAgent, run: Path) ->
     )
     assert f"process {os.getpid()} already" in run_trainer(script, run)[1]
     agent.stage(state_of(1), run / "1", step=1)
+
+
+def test_a_job_with_more_ranks_does_not_begin_beside_one_that_saves(
+    agent: SnapshotAgent, run: Path
+) -> None:
+    later = Member(run_of(run), b"\x7f" * 16, 1, 2, 0, 1, [0, 1])
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} of another job .* rank 0 "):
+        AgentClient(run, later, AgentOptions(), timeout_s=30)
+    for step in range(3):
+        save(agent, run, step)
 
 
 def header_of(

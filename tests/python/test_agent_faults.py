@@ -214,6 +214,7 @@ def test_an_agent_that_does_not_know_failures_of_other_machines_completes_a_save
 
     def refuse(self: client.AgentClient, kind: Kind, *args: Any, **fields: Any) -> Message:
         if kind != Kind.FAIL:
+            fields.pop("has_filled", None)  # It is filled below.
             return request(self, kind, *args, **fields)
         has_failed.set()
         raise CorruptionError("cannot read a message of kind fail: unknown kind")
@@ -264,8 +265,8 @@ def test_an_agent_that_ends_does_not_register_a_rank_that_has_just_connected(
     served = Agent(run_of(run), folder, AgentOptions(linger_s=0.0))
     can_end, rank = Agent._can_end, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
-    def connect_at_the_end(self: Agent) -> bool:
-        if not can_end(self):
+    def connect_at_the_end(self: Agent, *args: Any) -> bool:
+        if not can_end(self, *args):
             return False
         rank.connect(f"{folder}/agent.socket")
         fields = {"run": run_of(run).hex(), "session": bytes(16).hex(), "rank": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -27,7 +28,7 @@ from waits import SOON_S, until
 
 import torch_ckpt
 from torch_ckpt._core import _native
-from torch_ckpt.agent import AgentOptions, client, messages
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, client, messages
 from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.agent.messages import Kind
 from torch_ckpt.errors import CheckpointError, StorageError
@@ -488,6 +489,22 @@ def test_a_run_saves_without_an_agent_of_another_version(
 ) -> None:
     monkeypatch.setattr(messages, "_VERSION", 1)
     with pytest.warns(UserWarning, match=r"without an agent: .* this process uses version 1"):
+        training = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    training.save(1, {"w": torch.ones(10)})
+    training.close()
+    assert steps_of(run) == ["step-1"]
+
+
+def test_a_run_saves_without_an_agent_that_does_not_know_an_option(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SnapshotAgent(run).leave()
+    encode = AgentOptions.encode
+    later = {"of_a_later_version": 1}
+    monkeypatch.setattr(
+        AgentOptions, "encode", lambda self: json.dumps({**json.loads(encode(self)), **later})
+    )
+    with pytest.warns(UserWarning, match=r"without an agent: .* of another version"):
         training = torch_ckpt.Run(run, asynchronous=True, agent=True)
     training.save(1, {"w": torch.ones(10)})
     training.close()

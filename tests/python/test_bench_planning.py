@@ -12,7 +12,9 @@ from checkpoints import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["small", "coordinator", "replicas", "cached", "million"])
+@pytest.mark.parametrize(
+    "workload", ["small", "many", "coordinator", "replicas", "cached", "million"]
+)
 def test_every_workload_runs_and_prints_its_tables(workload: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
@@ -27,6 +29,6 @@ def test_every_workload_runs_and_prints_its_tables(workload: str, tmp_path: Path
     assert done.returncode == 0, done.stderr
     parts = [part for part in done.stdout.split("\n\n") if part.startswith("|")]
     table, bars = parts[-2:]
-    assert "torch-ckpt" in table or workload in ("cached", "million")
+    assert "torch-ckpt" in table or workload in ("many", "cached", "million")
     assert "at most" in bars or "at least" in bars
     assert not list(tmp_path.iterdir())

@@ -18,9 +18,9 @@ from support.run_steps import data_file, restored, state_of, steps_in, warned
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent.memory import complete_slots, folder_of, run_of
+from torch_ckpt.commits import leases
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder import step_files
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -241,7 +241,7 @@ def test_discard_after_leaves_a_step_that_is_leased_meanwhile(
         rename(path, to)
 
     monkeypatch.setattr(Location, "rename", renamed)
-    monkeypatch.setattr(step_files, "_REMOVAL_S", 0.1)
+    monkeypatch.setattr(leases, "_REMOVAL_S", 0.1)
     with lease, pytest.raises(CheckpointError, match="step 500 under a lease") as raised:
         run.discard_after(300)
     assert "1 remain, 1 were removed" in str(raised.value)

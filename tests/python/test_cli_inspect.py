@@ -174,6 +174,8 @@ sys.addaudithook(lambda event, _: seen.add(event) if event.startswith("pickle.")
 from torch_ckpt.cli.main import main
 for command in (["verify"], ["inspect"], ["inspect", "--json"]):
     assert main([*command, sys.argv[1]]) == 0
+assert "torch_ckpt.cli.ls" not in sys.modules, "a command has imported others"
+assert main(["ls", sys.argv[1] + "/.."]) == 0
 print("\\nseen:", sorted(seen), "torch" in sys.modules)
 assert main(["inspect", sys.argv[2]]) == 0
 print("\\nseen:", sorted(seen), "torch" in sys.modules)
@@ -186,10 +188,11 @@ print("\\nseen:", sorted(seen), "torch" in sys.modules)
 def test_neither_torch_nor_a_pickle_is_loaded_where_there_is_an_index(
     state: dict[str, Any], run_new_python: Callable[..., str], tmp_path: Path
 ) -> None:
-    save(state, FastWriter(tmp_path / "ours"))
-    save(state, FileSystemWriter(tmp_path / "stock"))
+    ours, stock = tmp_path / "run/step-1", tmp_path / "stock"
+    save(state, FastWriter(ours))
+    save(state, FileSystemWriter(stock))
 
-    printed = run_new_python(WATCH, tmp_path / "ours", tmp_path / "stock").splitlines()
+    printed = run_new_python(WATCH, ours, stock).splitlines()
 
     assert [line for line in printed if line.startswith("seen")] == [
         "seen: [] False",

@@ -181,6 +181,7 @@ def test_tables_have_the_same_cells_with_rich(
 ) -> None:
     Table = pytest.importorskip("rich.table").Table
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
     save_steps(tmp_path, 8)
     _, plain = run_command("ls", tmp_path)
     terminal = Terminal()
@@ -191,3 +192,42 @@ def test_tables_have_the_same_cells_with_rich(
     ours = [part for part in plain.split() if part not in "0123456789"]
     theirs = [part for part in terminal.getvalue().split() if part not in "0123456789"]
     assert ours == theirs
+
+
+def printed_on_a_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+    terminal = Terminal()
+    with monkeypatch.context() as there:
+        there.setattr("sys.stdout", terminal)
+        main(list(map(str, arguments)))
+    return terminal.getvalue()
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_states_have_colors_on_a_terminal_only(
+    tmp_path: Path, has_rich: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setattr("torch_ckpt.cli.terminal.find_spec", lambda name: None)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    run = tmp_path / "unfinished"  # Only words of the table are colored.
+    save_steps(run, 8, 16)
+    (data,) = (run / "step-16").glob("*.distcp")
+    os.truncate(data, 100)
+    _, plain = run_command("ls", run)
+    shown = printed_on_a_terminal(monkeypatch, "ls", run)
+    assert re.search(r"\x1b\[31mdamaged", shown)
+    assert re.search(r"\x1b\[32mfiles present, newest", shown)
+    uncolored = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert uncolored.split() == plain.split()
+    assert "\x1b[32msound\x1b[0m (" in printed_on_a_terminal(
+        monkeypatch, "verify", "--quiet", run / "step-8"
+    )
+    json.loads(printed_on_a_terminal(monkeypatch, "ls", "--json", run))
+    for name, value in {"NO_COLOR": "1", "TERM": "dumb"}.items():
+        with monkeypatch.context() as there:
+            there.setenv(name, value)
+            assert "\x1b" not in printed_on_a_terminal(there, "ls", run)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import ROOT
-from command import DAMAGED, FAILED, SOUND, run_command
+from command import DAMAGED, FAILED, MODULE, SOUND, run_command
 
 from torch_ckpt import Run
+from torch_ckpt.commits import leases
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder import step_files
+from torch_ckpt.records.calls import in_flight
+from torch_ckpt.records.event import Event
+from torch_ckpt.records.reading import recent_events
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memory")]
 
@@ -68,7 +75,7 @@ def test_rm_of_a_step_asks_first(run: Path) -> None:
 
 
 def test_rm_of_a_leased_step_removes_nothing(run: Path) -> None:
-    with step_files.lease(Location(run), 2):
+    with leases.lease(Location(run), 2):
         status, printed = run_command("rm", run, "--step", 2, "--yes")
         assert (status, steps_in(run)) == (FAILED, [1, 2, 3])
         assert printed.startswith(
@@ -167,7 +174,7 @@ def test_gc_removes_what_killed_processes_have_left_and_nothing_else(run: Path) 
     lease = run / ".lease-1-0123456789abcdef"
     lease.write_text("{}")
     os.utime(lease, (0, 0))
-    with step_files.lease(Location(run), 2):
+    with leases.lease(Location(run), 2):
         before = set(os.listdir(run))
         status, printed = run_command("gc", run)
         left = {lease.name, ".removed-step-7-0123abcd", old.name}
@@ -268,3 +275,99 @@ def test_every_path_that_a_command_prints_is_absolute(
         _, printed = run_command(*words)
         assert str(run.parent) in printed
         assert not re.search(r"(?<![/\w-])run/", printed)
+
+
+# ---- JSON, and what is in flight ----
+
+
+def json_of(*arguments: object) -> tuple[int, Any]:
+    status, printed = run_command(*arguments, "--json")
+    return status, json.loads(printed, parse_constant=pytest.fail)
+
+
+def test_commands_that_change_a_run_print_json(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_steps(run, 1, 2, 3)
+    (run / "step-0").mkdir()
+    assert json_of("gc", run) == (
+        SOUND,
+        {"run": str(run), "removed": ["step-0"], "problems": []},
+    )
+    status, printed = run_command("rm", run, "--step", 2, "--json")
+    assert (status, "pass --yes as well. Nothing was removed" in printed) == (FAILED, True)
+    assert json_of("rm", run, "--after", 1, "--yes") == (
+        SOUND,
+        {"run": str(run), "newest": 1, "removed": [3, 2], "removed_from_memory": []},
+    )
+    assert json_of("convert", run, tmp_path / "x.pt", "--to", "torch") == (
+        SOUND,
+        {
+            "source": str(run / "step-1"),
+            "target": str(tmp_path / "x.pt"),
+            "format": "torch",
+            "ties": {},
+        },
+    )
+
+
+def test_watch_without_a_command_prints_the_steps(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    assert run_command("watch", tmp_path, "--once", "--all") == (
+        SOUND,
+        f"step 1: {tmp_path}/step-1\nstep 2: {tmp_path}/step-2\n",
+    )
+    status, printed = run_command("watch", tmp_path, "--once", "--json", "--exec", "false")
+    assert status == FAILED
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert lines == [{"step": 2, "path": f"{tmp_path}/step-2", "succeeded": False}]
+
+
+def lines_of(call: str, phase: str, end: float, **details: Any) -> str:
+    return "".join(
+        Event(call, "save", 7, rank, "host", phase, end - 6, end, details).line() for rank in (0, 1)
+    )
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_watch_shows_what_is_in_flight(tmp_path: Path, as_json: bool) -> None:
+    save_steps(tmp_path, 1)
+    record, now = tmp_path / "events.jsonl", time.time()
+    command = [*MODULE, "watch", str(tmp_path), "--interval", "0.05", *["--json"] * as_json]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as watching,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(watching.kill)
+        assert watching.stdout is not None
+        line = watching.stdout.readline()
+        assert '"step": 1' in line if as_json else line == f"step 1: {tmp_path}/step-1\n"
+        with record.open("a") as file:
+            file.write(lines_of("dead", "write", now - 60, unfinished=True))
+            file.write(lines_of("alive", "write", now, unfinished=True))
+        line = watching.stdout.readline()
+        if as_json:
+            [call] = json.loads(line)["in_flight"]
+            assert (call["kind"], call["step"], call["phases"]) == ("save", 7, ["write"])
+        else:
+            assert line == "save of step 7: all 2 ranks have not finished writing for 6 s\n"
+        with record.open("a") as file:
+            file.write(lines_of("alive", "write", now))
+            file.write(lines_of("alive", "commit", now, unfinished=True))
+        line = watching.stdout.readline()
+        assert "commit" in line
+        assert "writ" not in line
+
+
+def test_only_the_end_of_a_long_record_is_read(tmp_path: Path) -> None:
+    now = time.time()
+    with (tmp_path / "events.jsonl").open("w") as file:
+        file.write(lines_of("old", "write", now, unfinished=True))
+        file.write(lines_of("other", "write", now) * 6000)
+        file.write(lines_of("new", "write", now, unfinished=True))
+    assert (tmp_path / "events.jsonl").stat().st_size > 1 << 20
+    events = recent_events(Location(tmp_path))
+    assert {event.call for event in events} == {"other", "new"}
+    assert [call.name for call in in_flight(events, now)] == ["new"]
+    assert in_flight(events, now + 60) == []
+    assert recent_events(Location(tmp_path / "absent")) == []

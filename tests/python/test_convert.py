@@ -62,7 +62,10 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.parametrize(
     ("source", "to"),
-    [("ours", "dcp"), ("ours", "torch"), ("stock", "dcp"), ("stock", "torch"), ("torch", "dcp")],
+    [
+        *(("ours", "dcp"), ("ours", "torch"), ("stock", "dcp"), ("stock", "torch")),
+        *(("torch", "dcp"), ("ours", "torch_checkpointing"), ("torch", "torch_checkpointing")),
+    ],
 )
 def test_every_value_is_the_same_in_the_other_format(tmp_path: Path, source: str, to: str) -> None:
     SAVES[source](tmp_path / "source")
@@ -142,7 +145,7 @@ def test_a_prefix_that_no_name_has_is_an_error(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal"])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal", "torch_checkpointing"])
 def test_a_target_is_replaced_only_on_demand(
     tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +162,7 @@ def test_a_target_is_replaced_only_on_demand(
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "target", "latest_universal"}
 
 
-@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal"])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal", "torch_checkpointing"])
 @pytest.mark.parametrize("is_full", [True, False])
 def test_a_target_that_is_a_link_stays_one(tmp_path: Path, to: str, is_full: bool) -> None:
     write_deepspeed(tmp_path / "source", 3)
@@ -179,7 +182,7 @@ def test_a_target_that_is_a_link_stays_one(tmp_path: Path, to: str, is_full: boo
     assert {path.name for path in link.parent.iterdir()} <= {"link", "latest_universal"}
 
 
-@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal"])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal", "torch_checkpointing"])
 def test_a_damaged_source_leaves_no_target(
     tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,7 @@ def without_equal_offsets(boxes: Sequence[Box]) -> list[Box]:
     return list(found.values())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("seed", range(0, 120, 30))
 @pytest.mark.parametrize("way", LOADS)
 @pytest.mark.parametrize("kind", FORMATS)

@@ -94,7 +94,7 @@ def test_what_arrives_after_the_end_is_of_its_own_save(tmp_path: Path) -> None:
 
 
 def line_of(number: int) -> str:
-    return Event("a-1", "save", number, 0, "here", "write", 1.0, 2.0).line()
+    return Event("a-1", "save", number, 0, "here", "write", 1.0, 2.0, {}).line()
 
 
 def steps_in(directory: Path) -> list[int | None]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.agents import agent_pid
 from waits import SOON_S, until
 
@@ -214,3 +215,74 @@ def test_a_run_with_workers_that_raises_is_followed_by_another_with_the_agent(ru
             second.save(2, state)
             second.wait()
             assert agent_pid(run) == pid
+
+
+class Forking:
+    """A ``Stateful`` whose ``state_dict()`` forks: the child returns as well."""
+
+    def __init__(self) -> None:
+        self.child: int | None = None
+        self.w = torch.ones(1000)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        if self.child is None:
+            self.child = os.fork()
+            if self.child:  # The child fails before this process goes on.
+                assert os.waitpid(self.child, 0)[1] == 0
+        return {"w": self.w}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.w = state["w"]
+
+
+def in_run(method: str, **options: Any) -> Callable[[Path, dict[str, Any]], object]:
+    def call(run: Path, state: dict[str, Any]) -> None:
+        with torch_ckpt.Run(run, **options) as opened:
+            if method == "save":
+                opened.save(2, state)
+                opened.wait()
+            else:
+                assert opened.restore(state) == 1
+
+    return call
+
+
+def in_dcp(run: Path, state: dict[str, Any]) -> None:
+    with torch_ckpt.installed():
+        dcp.save(state, checkpoint_id=run / "step-2", no_dist=True)
+
+
+WITHIN: dict[str, Callable[[Path, dict[str, Any]], object]] = {
+    "save": lambda run, state: torch_ckpt.save(state, checkpoint_id=run / "step-2"),
+    "async_save": lambda run, state: torch_ckpt.async_save(
+        state, checkpoint_id=run / "step-2"
+    ).result(),  # type: ignore[union-attr]
+    "load": lambda run, state: torch_ckpt.load(state, checkpoint_id=run / "step-1"),
+    "installed": in_dcp,
+    "Run.save": in_run("save"),
+    "Run.save, asynchronous": in_run("save", asynchronous=True),
+    "Run.save, agent": in_run("save", asynchronous=True, agent=True),
+    "Run.restore": in_run("restore"),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_child_that_is_forked_within_a_state_dict_leaves_the_call_to_its_parent(
+    run: Path, name: str
+) -> None:
+    torch_ckpt.save({"s": {"w": torch.ones(1000)}}, checkpoint_id=run / "step-1")
+    forking = Forking()
+    try:
+        WITHIN[name](run, {"s": forking})
+    except BaseException as error:
+        if forking.child == 0:
+            os._exit(0 if "forked" in str(error) else 2)
+        raise
+    if forking.child == 0:
+        os._exit(1)
+    loaded = {"s": {"w": torch.zeros(1000)}}
+    step = "step-1" if name in ("load", "Run.restore") else "step-2"
+    torch_ckpt.load(loaded, checkpoint_id=run / step)
+    assert torch.equal(loaded["s"]["w"], torch.ones(1000))
+    if step == "step-2":  # Files of one save only.
+        assert len(list((run / step).glob("*.distcp"))) == 1

@@ -97,3 +97,77 @@ def test_a_run_may_be_the_root_of_a_store(url: str) -> None:
     finally:
         run.close()
         Location(url).remove_all()
+
+
+class _ListingStore(MemoryFileSystem):  # type: ignore[misc]
+    """Looks a file up in the listing of its folder, which it keeps, as that of ``hf://`` does."""
+
+    protocol = "listing"
+    cachable = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.listings: dict[str, list[dict[str, Any]]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.replace("listing://", "memory://")))
+
+    def ls(self, path: str, detail: bool = True, refresh: bool = False, **_: Any) -> Any:
+        path = self._strip_protocol(path)
+        if refresh or path not in self.listings:
+            self.listings[path] = super().ls(path, detail=True)
+        found = self.listings[path]
+        return found if detail else [one["name"] for one in found]
+
+    def info(self, path: str, refresh: bool = False, **_: Any) -> Any:
+        path = self._strip_protocol(path)
+        for one in self.ls(self._parent(path), refresh=refresh):
+            if one["name"] == path:
+                return one
+        raise FileNotFoundError(path)
+
+
+def test_a_client_that_keeps_listings_hides_no_file_of_another_process(tmp_path: Path) -> None:
+    fsspec.register_implementation("listing", _ListingStore, clobber=True)
+    register("listing", _native.StoreFileSystem(FsspecClient("listing")))
+    folder = Location(f"listing://tests/{tmp_path.name}")
+    theirs = Location(f"memory://tests/{tmp_path.name}")  # Another client of the same store.
+    (folder / "mine").replace(b"1", sync=True)
+    assert not (folder / "new").exists()
+    (theirs / "new").replace(b"22", sync=True)
+    (theirs / "mine").replace(b"4444", sync=True)
+    assert (folder / "new").exists()
+    assert (folder / "mine").read() == b"4444"
+    (theirs / "new").discard()
+    assert not (folder / "new").exists()
+
+
+class _PlainStore(MemoryFileSystem):  # type: ignore[misc]
+    """Knows no other options than that of ``sftp://`` does."""
+
+    protocol = "plain"
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.replace("plain://", "memory://")))
+
+    def ls(self, path: str, detail: bool = False) -> Any:
+        return super().ls(path, detail=detail)
+
+    def info(self, path: str) -> Any:
+        return super().info(path)
+
+
+def test_a_client_gets_no_options_that_it_does_not_know(tmp_path: Path) -> None:
+    fsspec.register_implementation("plain", _PlainStore, clobber=True)
+    register("plain", _native.StoreFileSystem(FsspecClient("plain")))
+    run = torch_ckpt.Run(f"plain://tests/{tmp_path.name}", keep_last=1)
+    for step in (1, 2):
+        assert run.save(step, {"w": torch.full((3,), float(step))})
+    loaded = {"w": torch.zeros(3)}
+    assert run.restore(loaded) == 2
+    assert torch.equal(loaded["w"], torch.full((3,), 2.0))
+    run.close()
+    assert not Location(f"plain://tests/{tmp_path.name}/step-1").names()

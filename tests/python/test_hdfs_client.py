@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_ckpt.errors import StorageError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, is_damage
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
 
@@ -155,3 +155,18 @@ def test_a_forked_process_is_refused() -> None:
 def test_a_url_with_a_password_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="password"):
         Location("hdfs://user:secret@127.0.0.1:9/run")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_damaged"),
+    [
+        ("ChecksumError", True),
+        ('BlocksNotFound("/run/step-1")', False),
+        ('InternalError("unexpected")', False),
+        ('InvalidArgument("unexpected")', False),
+    ],
+)
+def test_only_a_checksum_is_damage(text: str, is_damaged: bool) -> None:
+    with pytest.raises(CheckpointError) as raised, HdfsClient("hdfs")._naming("read", "a/b"):
+        raise RuntimeError(text)
+    assert is_damage(raised.value) == is_damaged

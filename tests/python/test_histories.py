@@ -10,18 +10,18 @@ import pytest
 from support.histories import AGENTS_EVERY, run_history
 
 import torch_ckpt.ladder.promotion
-import torch_ckpt.ladder.step_directories
 from torch_ckpt.commits.terms import Term, term_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.promotion import Attempt
 from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
 
 pytestmark = pytest.mark.timeout(900)
 
 PARTS, HISTORIES = 40, 50  # A check without --full runs the beginning of the first part.
-BEGINNING = 20
+BEGINNING = 10
 MOST = 600  # Histories until a missing protection is noticed.
 
 
@@ -65,6 +65,11 @@ PROTECTIONS: dict[str, tuple[object, str, Any]] = {
     "a save and a discard look for a newer job": (Lineage, "check", nothing),
     "a restore passes over the steps of other lineages": (Term, "has", lambda *_: True),
     "retention counts the steps of the lineage": (Retention, "apply", apply_to_all),
+    "retention looks how old a step is": (
+        StepDirectories,
+        "ages",
+        lambda _, steps: dict.fromkeys(steps, 1e9),
+    ),
     "a term that cannot be read is an error": (
         torch_ckpt.ladder.promotion,
         "term_of",

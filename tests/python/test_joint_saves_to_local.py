@@ -47,10 +47,10 @@ def moments(folder: Path, killer: Killer, machine: int) -> int:
 
 
 def killed_at_each_moment(
-    folder: Path, killer: Killer, machine: int
+    folder: Path, killer: Killer, machine: int, first: int, step: int
 ) -> Iterator[tuple[Path, list[Machine]]]:
-    """Yields, for each moment, new machines of which one will be killed then, and their folder."""
-    for moment in range(moments(folder / "first", killer, machine)):
+    """Yields, for each ``step``-th moment, machines of which one dies then, and their folder."""
+    for moment in range(first, moments(folder / "first", killer, machine), step):
         at = folder / str(moment)
         at.mkdir()
         machines = [Machine(at, m, killer) for m in MACHINES]
@@ -60,9 +60,10 @@ def killed_at_each_moment(
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_completed(
-    tmp_path: Path, killer: Killer, machine: int
+    tmp_path: Path, killer: Killer, machine: int, seed: int, full: bool
 ) -> None:
-    for folder, machines in killed_at_each_moment(tmp_path, killer, machine):
+    every = (0, 1) if full else (seed % 3, 3)
+    for folder, machines in killed_at_each_moment(tmp_path, killer, machine, *every):
         save(machines)
         assert killer.at == -1, f"not killed at {folder.name}"
         check_whole(folder, machines)
@@ -71,9 +72,10 @@ def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_complete
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_machine_that_does_not_come_back_fails_the_save_and_removes_nothing_committed(
-    tmp_path: Path, killer: Killer, machine: int
+    tmp_path: Path, killer: Killer, machine: int, seed: int, full: bool
 ) -> None:
-    for folder, machines in killed_at_each_moment(tmp_path, killer, machine):
+    every = (0, 1) if full else (seed % 3, 3)
+    for folder, machines in killed_at_each_moment(tmp_path, killer, machine, *every):
         other = machines[1 - machine]
         _save_until_lost(machines)
         for each in machines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from waits import until
 
 from torch_ckpt import Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
-from torch_ckpt.agent.memory import folder_of, run_of
+from torch_ckpt.agent.memory import folder_of, open_folder, run_of
+from torch_ckpt.agent.process import _Listener
 from torch_ckpt.errors import CheckpointError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
@@ -176,3 +178,38 @@ def test_the_end_of_the_process_reports_a_last_step_of_an_agent_that_was_not_sav
     printed = run_python(AT_EXIT, small_disk / "run", kind)
     assert f"step {step} was not saved: " in printed
     assert "ENOSPC" in printed
+
+
+def replace_folder(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir(mode=0o700)
+
+
+@pytest.mark.parametrize("remove", [shutil.rmtree, replace_folder])
+def test_close_does_not_wait_for_a_last_step_that_others_have_removed_from_memory(
+    run: Path, remove: Callable[[Path], None]
+) -> None:
+    options = AgentOptions(persist_on_failure=False)
+    training = Run(run, asynchronous=True, agent=options, timeout_s=30)
+    training.save(1, state_of(1), persist=False)
+    remove(folder_of(run_of(run)))
+    with pytest.raises(CheckpointError, match=r"step 1 .* a slot was removed from memory") as error:
+        training.close()
+    assert "It remains for a day" not in "".join(getattr(error.value, "__notes__", ()))
+
+
+def test_the_last_step_is_written_although_the_socket_of_its_agent_was_removed(run: Path) -> None:
+    training = Run(run, asynchronous=True, agent=True, timeout_s=20)
+    training.save(1, state_of(1), persist=False)
+    (folder_of(run_of(run)) / "agent.socket").unlink()
+    training.close()
+    assert is_on_disk(run, 1)
+
+
+def test_an_agent_that_ends_leaves_the_socket_of_the_next_one(run: Path) -> None:
+    folder = open_folder(run_of(run))
+    former, present = (_Listener(folder, lambda _: None) for _ in range(2))
+    former.close()
+    assert (folder / "agent.socket").exists()
+    present.close()
+    assert not (folder / "agent.socket").exists()

@@ -17,14 +17,15 @@ from support.store_proxy import Fault, StoreProxy
 from torch_ckpt import Run
 from torch_ckpt._core import _native
 from torch_ckpt.agent.identity import write_id
+from torch_ckpt.commits import leases
+from torch_ckpt.commits.leases import LEASE_S, lease
 from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.fsspec_client import FsspecClient
 from torch_ckpt.filesystems.location import Location, register
 from torch_ckpt.formats.committed import committed_id
-from torch_ckpt.ladder import step_files
-from torch_ckpt.ladder.step_files import LEASE_S, lease, leased_steps
+from torch_ckpt.ladder.step_files import leased_steps
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -104,7 +105,7 @@ def test_a_lease_expires_on_a_store_that_dates_no_files(
         later_s = time.time() + LEASE_S + 1
         monkeypatch.setattr(time, "time", lambda: later_s)
         assert leased_steps(Location(url)) == {1}  # Its process lives.
-        monkeypatch.setattr(step_files, "is_dead", lambda _: None)  # As on another machine.
+        monkeypatch.setattr(leases, "is_dead", lambda _: None)  # As on another machine.
         assert leased_steps(Location(url)) == set()
 
 

@@ -18,11 +18,11 @@ from support.interrupts import interrupts
 from support.run_steps import state_of
 
 from torch_ckpt import Run
+from torch_ckpt.commits import leases
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems import location
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder import step_files
 from torch_ckpt.ladder.removal import discard_after, leased_paths, remove_directories
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
@@ -130,7 +130,7 @@ def interleaved(
     with pytest.MonkeyPatch.context() as patch:
         for name in ACCESSES:
             patch.setattr(Location, name, watch(name, getattr(Location, name)))
-        patch.setattr(step_files, "_POLL_S", 0.0)
+        patch.setattr(leases, "_POLL_S", 0.0)
         yield
 
 
@@ -158,7 +158,7 @@ def test_a_lease_that_was_entered_has_its_step_until_it_ends(
 
         with interleaved(remover, before, renames_folders=renames_folders):
             try:
-                with step_files.lease(Location(run), 1):
+                with leases.lease(Location(run), 1):
                     check()
                     while not remover.has_ended:
                         remover.go_on()
@@ -184,12 +184,12 @@ def test_a_lease_that_was_entered_has_its_step_until_it_ends(
 def test_a_lease_does_not_wait_for_a_removal_whose_process_has_died(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_files, "_REMOVAL_S", 0.05)
+    monkeypatch.setattr(leases, "_REMOVAL_S", 0.05)
     shutil.copytree(saved, tmp_path / "run")
     run = Location(tmp_path / "run")
     with contextlib.ExitStack() as died:
-        died.enter_context(step_files.announced_removal(run, ["step-1"]))
-        with step_files.lease(run, 2), step_files.lease(run, 1) as path:
+        died.enter_context(leases.announced_removal(run, ["step-1"]))
+        with leases.lease(run, 2), leases.lease(run, 1) as path:
             assert path.names()
 
 
@@ -197,8 +197,8 @@ KILLED = """
 import os, sys
 from torch_ckpt.filesystems import location
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder import step_files
-with step_files.announced_removal(Location(sys.argv[1]), ["step-1"]):
+from torch_ckpt.commits import leases
+with leases.announced_removal(Location(sys.argv[1]), ["step-1"]):
     os._exit(0)
 """
 
@@ -216,23 +216,23 @@ def test_no_lease_waits_for_a_removal_that_was_killed(
     run_python(KILLED, run)
     (of_this_machine,) = announcements()
     began = time.monotonic()
-    with step_files.lease(run, 1):
+    with leases.lease(run, 1):
         pass
     of_this_machine.rename(of_this_machine.with_name(".pending-removal-0123456789abcdef"))
     (of_another,) = announcements()
-    long_ago = time.time() - 2 * step_files._REMOVAL_S
+    long_ago = time.time() - 2 * leases._REMOVAL_S
     os.utime(of_another, (long_ago, long_ago))
-    with step_files.lease(run, 1):
+    with leases.lease(run, 1):
         pass
-    assert time.monotonic() - began < step_files._REMOVAL_S / 2
+    assert time.monotonic() - began < leases._REMOVAL_S / 2
 
 
 KILLED_WHILE_IT_ASKS_THE_TIME = """
 import os, sys
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder import step_files
+from torch_ckpt.commits import leases
 Location.modified_s = lambda _: os._exit(0)
-step_files._now_s(Location(sys.argv[1]))
+leases.now_s(Location(sys.argv[1]))
 """
 
 
@@ -246,9 +246,9 @@ def test_a_retention_deletes_at_once_what_a_killed_one_has_left(
     (left,) = (tmp_path / "run").glob(".pending-*")
     of_another = left.with_name(f".pending-0123456789abcdef.{'0' * 8}-12-3")
     of_another.touch()
-    with step_files.announced_removal(Location(tmp_path / "run"), ["step-2"]):
+    with leases.announced_removal(Location(tmp_path / "run"), ["step-2"]):
         (own,) = (tmp_path / "run").glob(f".pending-removal-*.{this_process()}")
-        step_files.remove_expired_leases(Location(tmp_path / "run"))
+        leases.remove_expired_leases(Location(tmp_path / "run"))
         assert set((tmp_path / "run").glob(".pending-*")) == {of_another, own}
 
 
@@ -262,10 +262,10 @@ def test_a_lease_waits_no_longer_for_a_removal_whose_name_is_odd(
     text = process.format(machine=this_process().split("-")[0])
     odd = tmp_path / "run" / f".pending-removal-0123456789abcdef.{text}"
     odd.write_text('["step-1"]')
-    long_ago = time.time() - 2 * step_files._REMOVAL_S
+    long_ago = time.time() - 2 * leases._REMOVAL_S
     os.utime(odd, (long_ago, long_ago))
     assert is_dead(text) is None
-    with step_files.lease(Location(tmp_path / "run"), 1) as path:
+    with leases.lease(Location(tmp_path / "run"), 1) as path:
         assert path.names()
 
 
@@ -297,14 +297,14 @@ def test_an_interrupted_removal_lets_no_lease_wait_and_its_file_is_removed_by_th
     directory, raised = Location(tmp_path), []
 
     def remove() -> None:
-        with step_files.announced_removal(directory, ["step-1"]):
+        with leases.announced_removal(directory, ["step-1"]):
             pass
 
     def announced() -> list[Path]:
         return list(tmp_path.glob(".pending-removal-*"))
 
     left = 0
-    for error in interrupts(remove, [step_files, contextlib, location]):
+    for error in interrupts(remove, [leases, contextlib, location]):
         raised.append(error)  # A program may keep the errors, and so the frames of the calls.
         left += bool(announced())
         begin = time.monotonic()

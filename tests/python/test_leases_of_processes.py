@@ -11,7 +11,7 @@ import pytest
 from support.run_steps import save_steps, state_of, steps_in
 
 from torch_ckpt import Run
-from torch_ckpt.ladder import step_files
+from torch_ckpt.commits import leases
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Run:
     return save_steps(tmp_path / "run", 1, keep_last=1)
 
 
-def leases(run: Run) -> list[Path]:
+def lease_files(run: Run) -> list[Path]:
     return list(Path(run.directory).glob(".lease-*"))
 
 
@@ -43,7 +43,7 @@ def test_a_forked_child_that_leaves_the_block_does_not_end_the_lease(run: Run) -
     finally:
         if os.getpid() != parent:
             os._exit(0)
-    assert leases(run) == []
+    assert lease_files(run) == []
 
 
 def test_a_forked_child_that_raises_saves_nothing_in_the_name_of_its_parent(run: Run) -> None:
@@ -67,7 +67,7 @@ def test_a_lease_of_a_process_that_lives_protects_whatever_the_clock_is_set_to(
     by_s: float, run: Run
 ) -> None:
     with run.lease(1):
-        [file] = leases(run)
+        [file] = lease_files(run)
         then = time.time() - by_s  # As if the clock had been set since.
         os.utime(file, (then, then))
         run.save(2, state_of(2))
@@ -78,9 +78,9 @@ def test_a_lease_of_another_machine_ends_by_the_clock(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run.lease(1):
-        [file] = leases(run)
+        [file] = lease_files(run)
         long_ago = time.time() - 400
         os.utime(file, (long_ago, long_ago))
-        monkeypatch.setattr(step_files, "is_dead", lambda _: None)
+        monkeypatch.setattr(leases, "is_dead", lambda _: None)
         run.save(2, state_of(2))
         assert steps_in(Path(run.directory)) == [2]

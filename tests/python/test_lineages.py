@@ -102,6 +102,22 @@ def test_a_job_that_was_believed_dead_replaces_and_removes_nothing_of_its_succes
         old.close()
 
 
+def test_a_job_that_restored_before_a_newer_one_saved_does_not_decide_what_is_removed(
+    run: Path,
+) -> None:
+    with Run(run) as first:
+        save(first, 1, 1)
+    old = Run(run, keep_last=1)
+    assert restored(old) == (1, 1)
+    old_lineage = old._saves.lineage  # The promotion of a step of another job asks it.
+    assert old_lineage.newest().number == 1
+    with Run(run) as newer:
+        assert restored(newer) == (1, 1)
+        save(newer, 2, 2)
+    with pytest.raises(SupersededError):
+        old_lineage.newest()
+
+
 @pytest.mark.parametrize("mode", ["thread", "agent"])
 def test_a_save_in_the_background_is_not_committed_after_one_of_a_newer_job(
     mode: str, run: Path, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +236,46 @@ def test_jobs_that_share_a_local_directory_replace_and_remove_nothing_of_a_newer
         old.close()
 
 
+@pytest.mark.parametrize("has_local", [False, True])
+def test_a_step_that_a_newer_job_saves_during_the_commit_is_not_replaced(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_local: bool
+) -> None:
+    options: dict[str, Any] = {"local": tmp_path / "local"} if has_local else {}
+    old, new = Run(run, **options), Run(run, **options)
+    assert restored(old)[0] is restored(new)[0] is None
+    publish = CheckpointTransaction._publish
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.undo()
+        save(new, 100, 2)
+        publish(*arguments)
+
+    monkeypatch.setattr(CheckpointTransaction, "_publish", late)
+    with pytest.raises((CheckpointException, SupersededError), match="a newer job saves there"):
+        save(old, 100, 1)
+    new.close()
+    assert restored(Run(run, **options)) == (100, 2)
+
+
+def test_a_step_that_another_job_has_left_in_the_local_directory_is_retained_and_promoted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = tmp_path / "local"
+    options: dict[str, Any] = {"local": local, "keep_last": 2, "on_failure": "warn"}
+    waiting = Run(run, **options)
+    with monkeypatch.context() as broken:
+        broken.setattr(CheckpointCopy, "commit", refuse)
+        other = Run(run, **options)
+        save(other, 100, 1)
+        assert restored(waiting) == (100, 1)
+        save(waiting, 110, 2)
+        assert steps_in(local) == [100, 110]
+        with contextlib.suppress(StorageError):
+            waiting.wait(promoted=True)
+    waiting.wait(promoted=True)
+    assert steps_in(run) == [100, 110]
+
+
 def test_a_job_passes_over_what_a_superseded_one_saves_to_the_same_local_directory(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +362,7 @@ def test_a_step_whose_term_cannot_be_read_is_not_passed_over(
     assert restored(Run(run)) == (110, 1)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("record", [None, b"", b'{"term": ', b'{"term": 1}'])
 @pytest.mark.parametrize("has_local", [False, True], ids=["run", "local"])
 @pytest.mark.parametrize("mode", MODES)

@@ -144,7 +144,7 @@ def test_an_upload_ends_before_it_has_too_many_parts(
     count = -(-LONGEST // (1 << 20) // 8)
     stream = obstore_client._Stream(iter([Sized(window_nbytes)] * count))  # type: ignore[arg-type]
     part, lengths = 8 << 20, []
-    while not lengths or stream.goes_on:
+    while not lengths or stream.has_more:
         pulled: Iterator[Any] = stream.until(store_client.MOST_PARTS * part)
         for _ in pulled:
             pass

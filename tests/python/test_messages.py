@@ -114,6 +114,14 @@ class WithConstructor:
 
 
 @dataclasses.dataclass
+class WithEnd:
+    a: int
+
+    def __del__(self) -> None:
+        """Runs when a receiver drops the object."""
+
+
+@dataclasses.dataclass
 class WithState:
     a: int
 
@@ -264,7 +272,7 @@ REFUSED = [
         np.str_("a"),
         np.datetime64(1, "s"),
     ),
-    *(Ordinary(), WithConstructor.__new__(WithConstructor), WithState(1)),
+    *(Ordinary(), WithConstructor.__new__(WithConstructor), WithState(1), WithEnd(1)),
     *(Ordinary, print, sys.exit, tuple.__new__(WithNew, (1, 2)), [Mixed("x")], io.StringIO("x")),
 ]
 

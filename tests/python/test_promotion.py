@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import random
@@ -29,6 +31,7 @@ from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import index_name
+from torch_ckpt.ladder.promotion import OldSteps
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import committed_steps
@@ -102,17 +105,22 @@ def test_a_wait_for_promotion_may_end_before_it(
         assert _steps(tmp_path / "run") == [1]
 
 
+@pytest.mark.parametrize("call", [OldSteps.whole_in_run, CheckpointCopy.copy_files])
 def test_the_end_of_a_run_does_not_wait_for_storage_that_stands_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any]
 ) -> None:
-    goes_on = threading.Event()
-    copy_files = CheckpointCopy.copy_files
+    def promotions() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name.startswith("torch_ckpt-promote")}
 
-    def gated(copy: CheckpointCopy) -> None:
-        goes_on.wait(6)
-        copy_files(copy)
+    goes_on, before = threading.Event(), promotions()
 
-    monkeypatch.setattr(CheckpointCopy, "copy_files", gated)
+    def gated(owner: Any) -> Any:
+        if (tmp_path / "local" / "step-1").exists():
+            goes_on.wait(6)
+        return call(owner)
+
+    owner = OldSteps if call is OldSteps.whole_in_run else CheckpointCopy
+    monkeypatch.setattr(owner, call.__name__, gated)
     monkeypatch.setattr("torch_ckpt.ladder.promotion_wait.END_S", 0.1)
     run = Run(tmp_path / "run", local=tmp_path / "local", timeout_s=0.5)
     run.save(1, _state(1))
@@ -120,6 +128,7 @@ def test_the_end_of_a_run_does_not_wait_for_storage_that_stands_still(
     with pytest.raises(CheckpointError, match=f"nothing was copied for 0.5 s: {where}"):
         run.close()
     goes_on.set()
+    until(lambda: promotions() <= before)
     with Run(tmp_path / "run", local=tmp_path / "local") as again:
         assert _restored(again) == 1
     assert _steps(tmp_path / "run") == [1]
@@ -306,6 +315,34 @@ def test_a_damaged_local_step_is_not_promoted(tmp_path: Path) -> None:
         again.save(3, _state(3))
 
 
+@pytest.mark.parametrize("name", MODES)
+def test_saves_succeed_again_after_an_outage_has_filled_the_local_disk(
+    tmp_path: Path, small_disk: Path, memory: Path, name: str
+) -> None:
+    """The promotions that free the disk do not wait for a save that succeeds."""
+    run = Run(
+        *(tmp_path / "run",),
+        **{"local": small_disk / "local", "on_failure": "warn", "max_failures": 999},
+        **{"reuse": "off", **MODES[name]},
+    )
+
+    def save(step: int) -> bool:
+        run.save(step, {"w": torch.full((1 << 19,), float(step))})
+        with contextlib.suppress(StorageError):
+            run.wait()
+        return step in _steps(small_disk / "local")
+
+    assert save(1)
+    run.wait(promoted=True)
+    (tmp_path / "run").rename(tmp_path / "not mounted")
+    steps = itertools.count(2)
+    until(lambda: not save(next(steps)))
+    (tmp_path / "not mounted").rename(tmp_path / "run")
+    until(lambda: save(next(steps)))
+    run.close()
+    assert set(_steps(tmp_path / "run")) >= {1, 2, next(steps) - 1}
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_goes_on_while_the_directory_of_the_run_is_full(
     tmp_path: Path,
@@ -403,6 +440,25 @@ def test_a_step_that_is_saved_again_is_promoted_again(tmp_path: Path) -> None:
     assert torch.equal(state["w"], _state(2)["w"])
 
 
+def test_a_step_whose_second_save_has_failed_is_promoted_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StorageError("the disk is full", errno.ENOSPC)
+
+    run = Run(tmp_path / "run", local=tmp_path / "local", on_failure="warn")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointCopy, "commit", refuse)
+        run.save(1, _state(1))
+        until(lambda: run.failures)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch_ckpt.runs.step_saves.save", refuse)
+        with pytest.raises(StorageError, match="the disk is full"):
+            run.save(1, _state(2))
+    run.close()
+    assert _steps(tmp_path / "run") == [1]
+
+
 _EXITS = """
 import sys, time, torch
 from pathlib import Path
@@ -458,18 +514,46 @@ def test_a_step_that_is_saved_again_without_metrics_has_none_in_the_run(tmp_path
     assert not (tmp_path / "run" / "step-1" / "metrics.json").exists()
 
 
-def test_a_run_whose_local_directory_another_run_has_taken_over_does_not_save_there(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda run: run.save(3, _state(3)),
+        lambda run: run.restore(_state(0)),
+        lambda run: run.latest_step(),
+        lambda run: run.step_at("2999-01-01"),
+        lambda run: run.discard_after(1),
+        lambda run: run.lease(1).__enter__(),
+    ],
+    ids=["save", "restore", "latest_step", "step_at", "discard_after", "lease"],
+)
+def test_a_run_whose_local_directory_another_run_has_taken_over_does_not_use_it(
+    use: Callable[[Run], object], tmp_path: Path
 ) -> None:
     first = Run(tmp_path / "first", local=tmp_path / "local", keep_local=3)
     with Run(tmp_path / "second", local=tmp_path / "local", keep_local=3) as second:
-        with pytest.raises(CheckpointError, match=r"cannot use .*local: it belongs to run"):
-            first.save(1, _state(1))
+        second.save(1, _state(1))
         second.save(2, _state(2))
+        with pytest.raises(CheckpointError, match=r"cannot use .*local: it belongs to run"):
+            use(first)
+    assert _steps(tmp_path / "second") == [2, 1]
+    assert _steps(tmp_path / "local") == [2, 1]
     with pytest.raises(CheckpointError, match=r"cannot use .*local: it belongs to run"):
-        first.close()  # It does not promote the other run's step.
-    assert _steps(tmp_path / "second") == [2]
+        first.close()  # It does not promote the other run's steps.
     assert _steps(tmp_path / "first") == []
+
+
+def test_an_error_of_a_damaged_id_does_not_state_that_the_directory_was_removed(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path / "run", local=tmp_path / "local")
+    (tmp_path / "run" / "run-id").write_text("damaged")
+    run.save(1, _state(1))
+    with pytest.raises(
+        CheckpointError, match=r"cannot use .*run: it has no sound run-id, for exam"
+    ):
+        run.wait(promoted=True)
+    with pytest.raises(CheckpointError, match=r"run has no sound run-id: it may be new"):
+        Run(tmp_path / "run", local=tmp_path / "local")
 
 
 def test_steps_are_not_promoted_to_the_directory_of_another_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -10,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from support.run_steps import (
     steps_in,
     warned,
 )
+from waits import until
 
 from torch_ckpt import FastWriter, Run, load, save
 from torch_ckpt.errors import StorageError
@@ -133,6 +136,51 @@ def test_the_remains_of_a_killed_removal_are_deleted_after_a_sync_of_their_names
     assert made[0] == ("sync", tmp_path.name)
     assert {name for name, _ in made[1:]} == {"remove"}
     assert names_in_run(tmp_path) == ["step-3"]
+
+
+FULL: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "thread": {"asynchronous": True},
+    "agent": {"asynchronous": True, "agent": True},
+    "local": {"local": "local"},
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_disk_that_the_remains_of_a_killed_removal_have_filled_is_freed(
+    tmp_path: Path, small_disk: Path, memory: Path, name: str
+) -> None:
+    options, directory = dict(FULL[name]), small_disk / "run"
+    if "local" in options:
+        options["local"], directory = directory, tmp_path / "run"
+
+    def save(run: Run, step: int) -> bool:
+        run.save(step, state_of(step, 700_000))
+        with contextlib.suppress(StorageError):
+            run.wait()
+        return step in steps_in(small_disk / "run")
+
+    with Run(directory, **options) as run:
+        assert save(run, 1)
+    shutil.copytree(small_disk / "run" / "step-1", small_disk / "run" / ".removed-step-9-01234567")
+    with Run(directory, **options, on_failure="warn", max_failures=99, reuse="off") as run:
+        until(lambda: any([save(run, 2), save(run, 3)]))
+
+
+def test_a_run_that_the_remains_of_a_killed_removal_have_filled_is_freed(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    run = small_disk / "run"
+    save(state_of(1, 600_000), checkpoint_id=run / "step-1")
+    for number in (8, 9):
+        shutil.copytree(run / "step-1", run / f".removed-step-{number}-01234567")
+    options: dict[str, Any] = {"on_failure": "warn", "keep_last": 1, "reuse": "off"}
+    with Run(run, local=tmp_path / "local", **options) as job:
+        for step in (2, 3):
+            job.save(step, state_of(step, 600_000))
+            with contextlib.suppress(StorageError):
+                job.wait(promoted=True)
+    assert steps_in(run)[-1] == 3
 
 
 def test_a_removal_that_is_killed_at_any_call_leaves_each_step_whole_or_gone(

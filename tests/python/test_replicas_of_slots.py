@@ -6,22 +6,25 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.flips import flip
 from support.replicating import RUN, SESSION, SLOW, Machine, fill
 from waits import until
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent import SnapshotAgent
 from torch_ckpt.agent.buddies import buddies
-from torch_ckpt.agent.memory import Save, slot_path
+from torch_ckpt.agent.memory import Save, open_folder, run_of, slot_path
 from torch_ckpt.agent.messages import Kind, receive, send
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.replica_files import (
     BLOCK_NBYTES,
+    ReplicaFile,
     found_replicas,
     replica_path,
     used_nbytes,
@@ -203,6 +206,26 @@ def test_the_buddy_retains_what_has_a_mark(pair: tuple[Machine, Machine]) -> Non
     until(lambda: replicated(sender.folder) == [first, third])
     assert receiver.stored() == [first, third]
     successor.close()
+
+
+@pytest.mark.parametrize("former_ranks", [(), (7,)])
+def test_replicas_are_freed_if_slots_need_their_memory(
+    run: Path,
+    mount_tmpfs: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    former_ranks: Sequence[int],
+) -> None:
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", str(mount_tmpfs("size=40m")))
+    folder = open_folder(run_of(run))
+    for rank in former_ranks:
+        _native.Slot.create(os.fsencode(slot_path(folder, rank, 0)), 4 << 20)
+    ReplicaFile.create(replica_path(folder, 1, 1, 0), 20 << 20).move()
+    agent = SnapshotAgent(run)
+    state = {"w": torch.zeros(14 << 20, dtype=torch.uint8)}
+    agent.reserve(state)
+    assert found_replicas(folder) == []
+    agent.async_save(state, run / "step-1", step=1).result()
+    agent.close()
 
 
 def test_replication_continues_after_a_save_was_sent_twice(pair: tuple[Machine, Machine]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -159,7 +158,7 @@ def test_a_wide_terminal_gets_whole_names_and_longer_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = "training-worker-of-a-long-name-0017.us-west-2.compute.internal"
-    events = [dataclasses.replace(each, host=host) for each in save(write_3=9.0)]
+    events = [each._replace(host=host) for each in save(write_3=9.0)]
     run = write_record(tmp_path, events)
     for columns in (80, 120, 60):
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import json
 import re
@@ -186,7 +185,7 @@ LONG = "training-worker-{:04d}.cluster-prod-eu.compute.internal.example.com"
 
 
 def on_long_hosts(events: list[Event]) -> list[Event]:
-    return [dataclasses.replace(each, host=LONG.format(each.rank // 8)) for each in events]
+    return [each._replace(host=LONG.format(each.rank // 8)) for each in events]
 
 
 def test_the_page_names_the_run_the_version_and_machines_without_their_domain(
@@ -236,7 +235,7 @@ def test_names_of_machines_keep_their_number_and_end_before_the_axis(
     width: int, tmp_path: Path
 ) -> None:
     events = on_long_hosts(save(16))
-    events.append(dataclasses.replace(events[0], phase="persist", details={"background": True}))
+    events.append(events[0]._replace(phase="persist", details={"background": True}))
     found = in_browser(page(calls_of(events)[0], calls_of(events)), tmp_path, width=width)
     assert found["faults"] == []
     assert found["over_the_axis"] == 0

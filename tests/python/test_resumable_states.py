@@ -21,11 +21,14 @@ from support.resumable_states import (
     REFUSED,
     TENSORS,
     Colour,
+    Packed4,
+    Scaled8,
     Settings,
     Tagged,
     drawn,
     equal,
     packed,
+    scaled8,
 )
 from torch.distributed.checkpoint import (
     CheckpointException,
@@ -48,7 +51,8 @@ HOWS = ["stock, sync", "ours, sync", "ours, async"]  # Who saves. Stock stages n
 @pytest.fixture(autouse=True)
 def _allowed_subclasses() -> Iterator[None]:
     """As users must for their own classes; torchao's allow themselves when they are imported."""
-    with torch.serialization.safe_globals([TwoTensor, Tagged, torch.nn.Parameter]):
+    classes = [TwoTensor, Tagged, torch.nn.Parameter, Packed4, Scaled8, scaled8]
+    with torch.serialization.safe_globals(classes):
         yield
 
 
@@ -252,6 +256,51 @@ def test_a_dtype_that_torch_cannot_pickle_within_a_wrapper_is_refused_by_name(
     assert isinstance(error, UnsupportedError)
     assert "'w'" in str(error)
     assert "int4" in str(error)
+
+
+def test_a_class_that_dcp_cannot_describe_is_refused_by_name_in_every_save(tmp_path: Path) -> None:
+    class Opaque(Scaled8):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *arguments: Any) -> Any:
+            if func is torch.ops.aten.is_pinned.default:
+                raise NotImplementedError("no is_pinned")
+            return super().__torch_dispatch__(func, *arguments)
+
+    state = {"w": drawn(3), "odd": Opaque(packed(torch.uint8), drawn(1)[0])}
+    for how in HOWS[1:]:
+        with pytest.raises(CheckpointException) as caught:
+            save_as(how, state, tmp_path / how, FastSavePlanner)
+        error = caught.value.failures[0][0]
+        assert isinstance(error, UnsupportedError)
+        assert "cannot save 'odd': DCP cannot describe a" in str(error)
+        assert "Opaque (no is_pinned)" in str(error)
+        assert not list(tmp_path.glob("*/*.distcp"))
+
+
+@pytest.mark.parametrize("how", HOWS[1:])
+def test_the_first_save_of_a_class_names_the_line_that_allows_it(how: str, tmp_path: Path) -> None:
+    state = {"w": Unlisted8(packed(torch.uint8), drawn(1)[0])}
+    expected = r"'w' \(test_resumable_states\.unlisted8\).*torch\.serialization\.add_safe_globals"
+    with pytest.warns(UserWarning, match=expected):
+        save_as(how, state, tmp_path, FastSavePlanner)
+    target = {"w": Unlisted8(packed(torch.uint8), drawn(1)[0])}
+    error = failure_of(load, target, FastReader(tmp_path))
+    assert "add_safe_globals" in str(error)
+    with torch.serialization.safe_globals([unlisted8]):
+        load(target, FastReader(tmp_path))
+    assert equal(target["w"].data8, state["w"].data8)
+    assert equal(target["w"].scale, state["w"].scale)
+
+
+class Unlisted8(Scaled8):
+    """A class that nobody has allowed."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unlisted8, (self.data8, self.scale)
+
+
+def unlisted8(data8: torch.Tensor, scale: torch.Tensor) -> Unlisted8:
+    return Unlisted8(data8, scale)
 
 
 def test_load_and_installed_trust_pickles_if_they_are_told_to(tmp_path: Path) -> None:

@@ -760,7 +760,7 @@ def _killed(*_: Any) -> None:
 def test_every_step_that_remains_of_a_random_history_has_its_values(
     tmp_path: Path, seed: int, full: bool
 ) -> None:
-    for number in range(1000 if full else 40):
+    for number in range(1000 if full else 15):
         folder = tmp_path / f"{number}"
         folder.mkdir()
         history = _History(folder, seed + number)

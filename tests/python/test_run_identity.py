@@ -51,6 +51,9 @@ def training(run: Path, options: AgentOptions | bool = IN_MEMORY) -> Iterator[to
         raise ZeroDivisionError
 
 
+DAMAGED = [b"", b"two words", b"\xff", b"0" * 15]
+
+
 def save(made: torch_ckpt.Run, step: int, *, persist: bool = True) -> None:
     made.save(step, {"w": torch.full((1000,), float(step))}, persist=persist)
     made.wait()
@@ -124,7 +127,7 @@ def test_a_job_whose_directory_was_not_mounted_leaves_the_memory(run: Path) -> N
     assert restored(run) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"two words", b"\xff", b"0" * 15])
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_id_counts_as_none(run: Path, content: bytes) -> None:
     with training(run) as made:
         save(made, 1)
@@ -136,6 +139,17 @@ def test_a_damaged_id_counts_as_none(run: Path, content: bytes) -> None:
         save(made, 3)
     assert id_in_directory(Location(run)) == marks(run)[1].id
     assert restored(run) == 3
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_id_beside_the_slots_counts_as_none(run: Path, content: bytes) -> None:
+    with training(run) as made:
+        save(made, 1, persist=False)
+    (marks(run)[0] / "run-id").write_bytes(content)
+    assert restored(run) == 1
+    with training(run) as made:
+        save(made, 2)
+    assert id_in_directory(Location(run)) == marks(run)[1].id
 
 
 def test_a_mark_that_cannot_be_written_fails_no_save(run: Path) -> None:

@@ -434,7 +434,7 @@ def test_a_closed_run_refuses_to_go_on_and_a_removed_step_is_not_found(tmp_path:
         lambda: run.saving_on_signal(dict).__enter__(),
         lambda: run.on_event(print),
         lambda: run.wait(promoted=True),
-        *(run.wait, run.latest_step),
+        *(run.wait, run.latest_step, run.best_step),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match="this run is closed"):

@@ -15,6 +15,7 @@ from checkpoints import ROOT
 from torch_ckpt.agent.destination import Destination
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.saves import Saves
+from torch_ckpt.commits import leases
 from torch_ckpt.commits.small_files import BRANCH, METRICS
 from torch_ckpt.commits.terms import term_at, term_in
 from torch_ckpt.errors import CheckpointError
@@ -77,11 +78,11 @@ READERS: dict[str, tuple[str, Callable[[Path, bytes], object]]] = {
     "lease": (".lease-5-ab", lambda run, _: step_files.leased_steps(Location(run))),
     "lease on a store without times": (
         "lease",
-        lambda run, _: step_files._renewed_s(Location(run / "lease")),
+        lambda run, _: leases._renewed_s(Location(run / "lease")),
     ),
     "announced removal": (
         "removal",
-        lambda run, _: step_files._announces(Location(run / "removal"), "step-5"),
+        lambda run, _: leases._announces(Location(run / "removal"), "step-5"),
     ),
     "record": ("events.jsonl", lambda run, _: read_events(Location(run))),
     "options of an agent": ("", lambda _, text: AgentOptions.decode(text.decode(errors="replace"))),

@@ -60,6 +60,7 @@ CALLS: dict[str, Callable[[Run], Any]] = {
     "latest_step": Run.latest_step,
     "best_step": Run.best_step,
     "restore": lambda run: run.restore({"w": torch.zeros(3)}),
+    "step_at": lambda run: run.step_at("9998-01-01"),
 }
 
 

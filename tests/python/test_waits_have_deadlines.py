@@ -104,6 +104,9 @@ PYTHON = {
     "staging/stager.py SnapshotStager.close executor.shutdown": Wait(LOCAL, "no rank waits"),
     "storage/exchange.py _Connection store": Wait(STORE, "the store"),
     "storage/exchange.py _connect connection.made.exception": Wait("at once: it is done", CALL),
+    "coordination/connections.py Connections.relay relay.connected.exception": Wait(
+        "at once: it is done", CALL
+    ),
     "storage/exchange.py _delete_keys store": Wait(STORE, "no rank waits"),
     "storage/exchange.py _swapped group.recv": Wait("at once: it begins a transfer", CALL),
     "storage/file_jobs.py in_threads executor.map": Wait(DISK, CALL),
@@ -143,13 +146,16 @@ PYTHON = {
         "at once: it does not block", "no rank waits"
     ),
     "coordination/orchestrate.py save.write writes.wait": Wait(DISK, CALL),
-    "coordination/orchestrate.py load.read "
+    "coordination/orchestrate.py read.read_data "
     "reader.read_data(chosen.finish_plan(planned), chosen).wait": Wait(DISK, CALL),
     "filesystems/store_client.py StoreClient with self._lock": Wait(
         "the first request to a bucket, which has timeouts", CALL
     ),
     "frameworks/deepspeed/parallel.py unite united.result": Wait("at once", "no rank waits"),
     "frameworks/megatron/flattened.py _payloads with ThreadPoolExecutor": Wait(DISK, CALL),
+    "frameworks/verl/versions.py VersionsCheckpointEngine.publish publisher.wait": Wait(
+        "the deadline of the publisher", "the version"
+    ),
     "frameworks/deepspeed/engine.py FastCheckpointEngine.wait pending.result": Wait(
         "the deadlines of the save", "the late rank"
     ),
@@ -181,7 +187,7 @@ PYTHON = {
     "frameworks/transformers/trainer.py RunCallback.on_train_end self.run.wait": Wait(
         "the timeout of the run", "the step"
     ),
-    "coordination/background.py SaveFuture.report self.exception": Wait(
+    "coordination/background.py BackgroundFuture.report self.exception": Wait(
         "at once: it is done", "the path"
     ),
     "runs/background/agent.py AgentBackend.save.begin_save ended.exception": Wait(
@@ -209,7 +215,16 @@ PYTHON = {
     "filesystems/obstore_client.py ObstoreClient._read_back with ThreadPoolExecutor": Wait(
         STORE, "the writer of the stream"
     ),
-    "ladder/step_files.py lease thread.join": Wait("at once: it was told to end", "no rank waits"),
+    "storage/host_load.py LoadFuture._finish self._reads.result": Wait(BRIEF, CALL),
+    "storage/host_load.py LoadFuture.cancel self._reads.exception": Wait(BRIEF, "no rank waits"),
+    "storage/host_load.py LoadFuture.cancel.end reads.exception": Wait(BRIEF, "no rank waits"),
+    "commits/leases.py _held thread.join": Wait("at once: it was told to end", "no rank waits"),
+    "publishing/chain.py in_threads executor.map": Wait(CLIENT, "the caller"),
+    "publishing/chain.py in_threads with ThreadPoolExecutor": Wait(CLIENT, "the caller"),
+    "publishing/publisher.py Publisher._settle pending.result": Wait(
+        "at once: it is done", "the version"
+    ),
+    "publishing/snapshot.py Differences with self._changed": Wait(BRIEF, CALL),
     "staging/copied_state.py CopiedState._copy_values x.wait": Wait(
         "the collective of torch that makes the tensor", "torch"
     ),
@@ -254,10 +269,11 @@ TIMED = {
     "agent/replica_wire.py send_block connection.settimeout": AGENT,
     "agent/saves.py Saves._run_joint time.sleep": AGENT,
     "cli/doctor.py _within thread.join": "a probe, whose line states the time",
+    "cli/follow.py _follow time.sleep": "the user, who follows",
     "cli/watch.py _new_steps time.sleep": "the user, who watches",
     "coordination/answering.py _join thread.join": SHORT,
-    "coordination/background.py SaveFuture.exception super().exception": "OwnFuture logs",
-    "coordination/background.py SaveFuture.result super().result": "OwnFuture logs",
+    "coordination/background.py BackgroundFuture.exception super().exception": "OwnFuture logs",
+    "coordination/background.py BackgroundFuture.result super().result": "OwnFuture logs",
     "coordination/background.py _Replies._live time.sleep": NOBODY,
     "coordination/background.py _SaveProcess._ended self._process.join": SHORT,
     "coordination/connect.py _Waiting._polls time.sleep": SHORT,
@@ -274,12 +290,13 @@ TIMED = {
     "filesystems/obstore_client.py _repeated time.sleep": CLIENT,
     "records/event_log.py EventLog._work self._waiting.get": NOBODY,
     "records/event_log.py EventLog.close self._thread.join": SHORT,
-    "ladder/promotion.py Attempt._check_goes_on self._changed.wait_for": SHORT,
-    "ladder/step_files.py lease.renew ended.wait": NOBODY,
+    "ladder/promotion.py Attempt._raise_if_stopped self._changed.wait_for": SHORT,
+    "commits/leases.py _held.renew ended.wait": NOBODY,
     "storage/exchange.py _Connection._wait_for_ready time.sleep": AWAITED,
     "storage/exchange.py _swapped work.wait": AWAITED,
     "commits/late_names.py wait_on_all time.sleep": SHORT,
     "storage/exchange.py _delete_keys thread.join": "the load has ended; at most 10 s",
+    "storage/host_load.py LoadFuture.result self._reads.exception": "OwnFuture logs",
     "storage/progress.py progress_bar.show ended.wait": NOBODY,
 }
 """Waits with a time limit that are no rounds of a ``LongWait``, and why not."""
@@ -287,7 +304,7 @@ TIMED = {
 CPP = {
     "base/niceness.h ).join": Wait(LOCAL, CALL),
     "base/parallel_for.h other.join": Wait(LOCAL, CALL),
-    'bindings/peers.cc handle(work_.get()).attr("wait")': Wait(CHANNEL, "the peer"),
+    'bindings/peers.cc handle(work.get()).attr("wait")': Wait(CHANNEL, "the peer"),
     'bindings/peers.cc late.attr("wait")': Wait("1 ms", "the peer"),
     "engine/exchange/assembly.cc of_buffer.wait": Wait("the device", CALL),
     "engine/exchange/exchange_stream.cc changed_.wait": Wait(
@@ -314,7 +331,6 @@ CPP = {
     "io/io_counts.h queue.wait": Wait(DISK, CALL),
     "engine/save/snapshot.cc packed->wait": Wait("the device", CALL),
     "engine/unpacking.cc event->wait": Wait("the device", CALL),
-    "engine/unpacking.cc pending.event->wait": Wait("the device", CALL),
     "io/file_system.cc queue.wait": Wait(DISK, CALL),
     "io/storage_call.cc all.has_any.wait": Wait("the next call of storage", "no rank waits"),
     "io/thread_queue.cc news_.wait": Wait(DISK, CALL),

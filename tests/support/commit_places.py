@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch_ckpt import FastWriter
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
+from torch_ckpt.commits.delta import DELTA, DeltaTransaction, data_file
 from torch_ckpt.commits.machine import CommitFiles, MachineTransaction
 from torch_ckpt.commits.model import ModelTransaction
 from torch_ckpt.commits.replacement import Replacement
@@ -301,6 +302,47 @@ def _model_files(version: int, count: int) -> list[bytes]:
     return [file.header + bytes([version]) * 100 for file in _layout(count).files]
 
 
+class Delta:
+    """The data files of two ranks, and the file whose appearance commits them."""
+
+    foreign = ("model.safetensors", "rank-0.delta", "version.json")
+
+    def __init__(self, target: Location, version: int, **options: Any) -> None:
+        self.version, self.id = version, f"{version:016x}"
+        self.transaction = DeltaTransaction(target, self.id, **options)
+        self.files = [data_file(rank, self.id) for rank in range(2)]
+        self._may_be_committed = False
+
+    def begin(self) -> None:
+        self.transaction.begin()
+
+    def write(self) -> None:
+        for name in self.files:
+            (self.transaction.target / name).write(_contents(self.version), sync=True)
+
+    def commit(self) -> None:
+        self.transaction.check(self.files)
+        self._may_be_committed = True
+        self.transaction.commit(self.id.encode(), self.files)
+
+    def abandon(self) -> None:
+        self.transaction.abandon(() if self._may_be_committed else self.files)
+
+    def names(self) -> set[str]:
+        return {*self.files, DELTA}
+
+    @classmethod
+    def found(cls, target: Location) -> set[int | None]:
+        try:
+            found = (target / DELTA).read().decode()
+        except NotFoundError:
+            return {None}
+        (version,) = (v for v in _VERSIONS if f"{v:016x}" == found)
+        for rank in range(2):
+            assert (target / data_file(rank, found)).read() == _contents(version)
+        return {version}
+
+
 class ReplacedFile:
     """A file that gets its name once it is complete."""
 
@@ -433,6 +475,10 @@ PLACES = (
         options=_REPLACE,
     ),
     Place("index in place of a file on a store", Model, Model, on_store=True, options=_REPLACE),
+    Place("delta", Delta, Delta, options=_REPLACE),
+    Place("first delta", Delta, None, options=_REPLACE),
+    Place("delta with its directory", Delta, None, owns_folder=True, options=_REPLACE),
+    Place("delta on a store", Delta, Delta, on_store=True, options=_REPLACE),
     Place("replaced file", ReplacedFile, ReplacedFile, owns_folder=True),
     Place("replaced folder", ReplacedFolder, ReplacedFolder, owns_folder=True),
     Place("new folder", ReplacedFolder, None, owns_folder=True),

@@ -27,6 +27,7 @@ from support.aliases import share_memory
 from support.owners import OfRank, objects_in, owned, unowned
 from support.places import Place, Places
 from support.placing import Placing, boxes_like, local
+from support.quantized import exported
 from support.states import (
     CONTENTS,
     SAFE_GLOBALS,
@@ -55,7 +56,7 @@ COMMAND = "python tests/crossed.py"
 TIMEOUT_S = 60  # For a case.
 SHRINKING_S = 60
 PARTS = 7  # Tests of one process, and tests of ranks. A check without --full runs the first.
-PART_S, FULL_S = 15, 250  # Seconds of cases of one part: in each check, and in a full one.
+PART_S, FULL_S = 8, 250  # Seconds of cases of one part: in each check, and in a full one.
 PART_TIMEOUT_S = FULL_S + 2 * TIMEOUT_S + SHRINKING_S
 EXPECTED = "expected.pt"
 
@@ -318,6 +319,9 @@ def load(case: Case, path: Location, expected: Any, out: dict[str, str], run: An
     )
     if ways.format_of(case.way) == "safetensors" or reader.gives == "FQN":
         expected = flatten_state_dict(expected)[0]
+    if ways.is_quantized(case.way):
+        is_stored = ways.OUT["elements"][out["elements"]] or reader.gives is not None
+        expected = exported(expected, is_stored=is_stored)
     if reader.gives is not None:
         found: dict[str, Any] = {}
         reader.load(loading, found)

@@ -18,7 +18,6 @@ from typing import Any
 
 import forks
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import Ranks, Worlds
 from torch.distributed.checkpoint.logger import _dcp_logger
@@ -60,8 +59,7 @@ def quiet_dcp(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def rng(seed: int) -> random.Random:
-    """A generator of the test's seed, which is torch's as well."""
-    torch.manual_seed(seed)
+    """A generator of the test's seed."""
     return random.Random(seed)
 
 

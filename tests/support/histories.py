@@ -42,10 +42,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import has_agent
+from torch_ckpt.commits import leases
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder import step_files
 
 COMMAND = "python tests/histories.py"
 TIMEOUT_S = 30.0  # Of each call of a run.
@@ -311,6 +311,8 @@ class History:
             options["keep_every"] = 3
         if rng.random() < 0.2:
             options |= {"keep_best": 1, "monitor": "loss"}
+        if rng.random() < 0.2:
+            options["keep_for"] = "1h"
         if rng.random() < 0.3:
             options["on_failure"] = "warn"
         local = None
@@ -324,7 +326,11 @@ class History:
         before = self.disks.seen()
         self._let_work(job)
         self._was_struck = False
-        has_steps = is_foreign and any(local.path.glob("step-*/.metadata"))
+
+        def has_foreign_steps() -> bool:
+            return is_foreign and any(local.path.glob("step-*/.metadata"))
+
+        has_steps = has_foreign_steps()
         try:
             job.run = Run(
                 world.place.path,
@@ -338,7 +344,9 @@ class History:
             self.said[-1] += f": {error}"
             for each in self.jobs:
                 each.is_excused = each.is_excused or self._was_struck
-            if not (has_steps or self._was_struck or self._failing):
+            # Another job may have saved there within.
+            excused = self._was_struck or self._failing
+            if not (has_steps or has_foreign_steps() or excused):
                 raise Wrong("a job cannot begin") from error
             return
         if has_steps:
@@ -470,6 +478,16 @@ class History:
         for each in self.jobs:
             each.is_excused = True
 
+    def _grow_old(self, job: Job) -> None:
+        """Time passes for a step in the directory of a run."""
+        run = job.world.place
+        found = self.disks.seen()[run]
+        if found:
+            step = self.rng.choice(sorted(found))
+            job.detail = f" {step}"
+            _date_back(run.path / f"step-{step}")
+            run.aged.add(found[step])
+
     def _lose_machine(self, job: Job) -> None:
         """A machine with its jobs, its memory and its local directory is gone."""
         job.detail = f" {job.machine}"
@@ -514,7 +532,7 @@ class History:
     # ---- The end ----
 
     def _last(self) -> None:
-        """A last save with ``keep_last=1`` leaves nothing else in the directories."""
+        """A last save with ``keep_last=1`` or ``keep_for`` leaves nothing else."""
         for job in list(self.jobs):
             self._operate("close", job)
         gc.collect()  # Tracebacks of errors keep temporaries in use.
@@ -523,13 +541,15 @@ class History:
             machines = [m for m, place in self.locals.items() if place.world is world]
             for machine in [None, *machines]:
                 place = None if machine is None else self.locals[machine]
-                job = Job(
-                    next(self.numbers), machine or "m0", world, place, "direct", {"keep_last": 1}
-                )
-                self.said.append(f"{job}: saves last")
+                options: dict[str, Any] = {"keep_last": 1}
+                if place is None and rng.random() < 0.5:  # What is promoted is young in the run.
+                    options = {"keep_for": "1h"}
+                job = Job(next(self.numbers), machine or "m0", world, place, "direct", options)
+                self.said.append(f"{job}: saves last, {options}")
                 for each in filter(None, [world.place, place]):
-                    _age(each.path)
-                with mock.patch.object(step_files, "LEASE_S", 0.0):
+                    _date_back(each.path)
+                    each.aged.update(self.disks.seen()[each].values())
+                with mock.patch.object(leases, "LEASE_S", 0.0):
                     self._save_last(job, rng)
 
     def _save_last(self, job: Job, rng: random.Random) -> None:
@@ -540,8 +560,8 @@ class History:
             job.world.place.path,
             local=local,
             record=False,
-            keep_last=1,
             timeout_s=TIMEOUT_S,
+            **job.options,
         )
         with contextlib.suppress(CheckpointError):
             self._restore(job)
@@ -572,13 +592,14 @@ OPERATIONS = [
     *["leave"] * 2,
     *["discard"] * 2,
     *["damage"] * 2,
+    *["grow_old"] * 2,
     "lose_machine",
     "copy",
     "move",
 ]
 
 
-def _age(directory: Path) -> None:
+def _date_back(directory: Path) -> None:
     """Dates everything in a directory two days back."""
     old = time.time() - 2 * 24 * 3600
     for path in [directory, *directory.rglob("*")]:

@@ -63,6 +63,7 @@ class Place:
     damaged: set[int] = field(default_factory=set)
     had: set[Save] = field(default_factory=set)  # Whole saves, at any time.
     without_metadata: set[int] = field(default_factory=set)
+    aged: set[Save] = field(default_factory=set)  # Older than each ``keep_for``.
 
     def __repr__(self) -> str:
         return self.name
@@ -228,11 +229,14 @@ class Job:
         """Which saves of a lineage the options of the job retain."""
         keep, best = self.options.get("keep_last"), self.options.get("keep_best")
         ordered = sorted(saves, key=lambda save: save.key, reverse=True)
-        if keep is None and best is None:
+        has_age = "keep_for" in self.options
+        if keep is None and best is None and not has_age:
             return set(ordered)
         every = self.options.get("keep_every")
         required = set(ordered[: keep or 1])
         required |= {save for save in ordered if every is not None and save.step % every == 0}
+        if has_age:
+            required |= set(ordered) - self.world.place.aged
         if best is not None:
             required |= set(sorted(ordered, key=lambda s: (s.loss, s.step))[:best])
         return required
@@ -259,6 +263,7 @@ class Disks:
         """A copy of a run, as ``cp -r`` makes it: its saves are those of the copied one."""
         copied = World(self.place(path, "copy"), list(world.terms))
         copied.place.without_metadata |= world.place.without_metadata
+        copied.place.aged |= world.place.aged
         return copied
 
     def damaged(self, place: Place, step: int, *, lost_metadata: bool) -> None:

@@ -30,6 +30,69 @@ class Tagged(torch.Tensor):
     """A subclass that wraps nothing."""
 
 
+class Packed4(torch.nn.Parameter):
+    """Like bitsandbytes' ``Params4bit``: bytes of packed numbers, and an attribute beside them."""
+
+    quant_state: Any
+
+    def __new__(cls, data: torch.Tensor, quant_state: Any = None) -> Packed4:
+        made: Packed4 = torch.Tensor._make_subclass(cls, data, False)
+        made.quant_state = quant_state
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"data": self.data, "quant_state": self.quant_state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.data, self.quant_state = state["data"], state["quant_state"]
+
+
+class Scaled8(torch.Tensor):
+    """Like Transformer Engine's ``Float8Tensor``: bfloat16 to others, bytes and a scale inside."""
+
+    data8: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data8: torch.Tensor, scale: torch.Tensor) -> Scaled8:
+        made: Scaled8 = torch.Tensor._make_wrapper_subclass(
+            cls, data8.shape, dtype=torch.bfloat16, device=data8.device
+        )
+        made.data8, made.scale = data8, scale
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Scaled8"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return scaled8, (self.data8, self.scale)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data8", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Scaled8:
+        return cls(inner["data8"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten.detach.default:
+            return cls(args[0].data8, args[0].scale)
+        if func is aten.clone.default:
+            return cls(args[0].data8.clone(), args[0].scale.clone())
+        if func is aten.copy_.default and all(isinstance(x, Scaled8) for x in args[:2]):
+            args[0].data8.copy_(args[1].data8)
+            args[0].scale.copy_(args[1].scale)
+            return args[0]
+        wide = [x.data8.float() * x.scale if isinstance(x, Scaled8) else x for x in args]
+        return func(*wide, **(kwargs or {}))
+
+
+def scaled8(data8: torch.Tensor, scale: torch.Tensor) -> Scaled8:
+    return Scaled8(data8, scale)
+
+
 class Colour(enum.Enum):
     RED = 1
 
@@ -114,6 +177,21 @@ def of_weights(config: str) -> Callable[[], dict[str, Any]]:
     return state
 
 
+def of_blocks(name: str, *options: Any) -> Callable[[], dict[str, Any]]:
+    """A tensor of torchao that has blocks with scales."""
+
+    def state() -> dict[str, Any]:
+        pytest.importorskip("torchao")
+        from torchao.prototype.mx_formats import mx_tensor, nvfp4_tensor
+
+        make: Any = mx_tensor.MXTensor.to_mx
+        if name == "nvfp4":
+            make = nvfp4_tensor.NVFP4Tensor.to_nvfp4
+        return {"w": make(drawn(32, 64, dtype=torch.bfloat16), *options)}
+
+    return state
+
+
 def packed(dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 256, (6, 4), dtype=torch.uint8).view(dtype)
 
@@ -141,6 +219,11 @@ TENSORS: dict[str, Callable[[], dict[str, Any]]] = {
     "Int8 weights": of_weights("Int8WeightOnlyConfig"),
     "Float8 weights": of_weights("Float8WeightOnlyConfig"),
     "Int8 weights, dynamic": of_weights("Int8DynamicActivationInt8WeightConfig"),
+    "MXFP8 weights": of_blocks("mx", torch.float8_e4m3fn, 32),
+    "MXFP4 weights": of_blocks("mx", torch.float4_e2m1fn_x2, 32),
+    "NVFP4 weights": of_blocks("nvfp4"),
+    "bitsandbytes' kind": lambda: {"w": Packed4(packed(torch.uint8), drawn(3))},
+    "Transformer Engine's kind": lambda: {"w": Scaled8(packed(torch.float8_e4m3fn), drawn(1)[0])},
     "float4": lambda: {"p": packed(torch.float4_e2m1fn_x2)},
 }
 

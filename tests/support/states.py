@@ -11,8 +11,9 @@ import itertools
 import math
 import random
 from collections import Counter, OrderedDict, UserDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from support.tensors import (
     DTYPES,
     LAYOUTS,
+    NUMBER_MASKS,
     ONES,
     OVERLAPS,
     PACKED,
@@ -222,11 +224,14 @@ class Content:
         dtypes: Dtypes of its tensors.
         has_objects: Whether it has values that are no tensors, and tensors that only torch stores.
         has_ties: Whether tensors share memory.
+        has_weights: Whether it has matrices of whole blocks of 128 rows and columns, and names of
+            weights; floats are finite then.
     """
 
     dtypes: list[torch.dtype]
     has_objects: bool = True
     has_ties: bool = True
+    has_weights: bool = False
 
 
 CONTENTS = {
@@ -237,6 +242,13 @@ CONTENTS = {
         [d for d in [*DTYPES, *PACKED] if d not in (torch.complex32, torch.complex128)],
         has_objects=False,
         has_ties=False,
+    ),
+    # A model that may be quantised.
+    "weights": Content(
+        [*NUMBER_MASKS, torch.int64],
+        has_objects=False,
+        has_ties=False,
+        has_weights=True,
     ),
 }
 
@@ -396,15 +408,25 @@ class Evolving:
             depth=self.rng.choice([0, 1, 3]),
             width=50 if lengths == "many small" else 12,
             tensor=self.tensor,
-            key=lambda rng: f"{rng.choice(KEYS)}{next(self.numbers)}",  # Never the same.
+            key=self._key,
             mappings=(dict, dict, OrderedDict),
             may_be_empty=False,
             content=self.content,
         )
         self._refill()
 
+    def _key(self, rng: random.Random) -> str:
+        """A key that is never the same."""
+        end = ".weight" if self.content.has_weights and rng.random() < 0.7 else ""
+        return f"{rng.choice(KEYS)}{next(self.numbers)}{end}"
+
     def tensor(self, rng: random.Random) -> torch.Tensor:
         """A new tensor, of a length that the budget allows."""
+        if self.content.has_weights and rng.random() < 0.5 and self._left > 1 << 20:
+            sizes = rng.choice([128, 256, 384]), rng.choice([128, 256, 512])
+            made = laid_out(rng.choice(list(LAYOUTS)), sizes, rng.choice(self.content.dtypes), ONES)
+            self._left -= made.nbytes
+            return made
         lengths = self._lengths
         kind = rng.choices("sel", [lengths.small, lengths.edge, lengths.large])[0]
         nbytes = {
@@ -430,7 +452,7 @@ class Evolving:
             if found:
                 CHANGES[rng.choice(list(CHANGES))](self, rng.choice(found), found)
         rng = random.Random(rng.getrandbits(60))
-        found = [pair for pair in memories(self.state) if len(pair[0])]
+        found = [pair for pair in self._memories() if len(pair[0])]
         kind = rng.choice(["all", "all", "some", "bit", "bit", "bit"])
         if kind == "bit" and found:
             # Within a long tensor, only the digest of all of it shows such a change.
@@ -445,8 +467,11 @@ class Evolving:
             if kind == "all" or rng.random() < 0.3:
                 randomise(memory, rng.getrandbits(60), mask=mask)
 
+    def _memories(self) -> list[tuple[torch.Tensor, list[int] | None]]:
+        return memories(self.state, NUMBER_MASKS if self.content.has_weights else {})
+
     def _refill(self) -> None:
-        for memory, mask in memories(self.state):
+        for memory, mask in self._memories():
             randomise(memory, self.rng.getrandbits(60), mask=mask)
 
 
@@ -511,8 +536,10 @@ CHANGES: dict[str, Callable[[Evolving, Leaf, list[Leaf]], None]] = {
 }
 
 
-def memories(state: Any) -> list[tuple[torch.Tensor, list[int] | None]]:
-    """The bytes of each storage in a state, and the mask of their bits."""
+def memories(
+    state: Any, masks: Mapping[torch.dtype, list[int]] = MappingProxyType({})
+) -> list[tuple[torch.Tensor, list[int] | None]]:
+    """The bytes of each storage in a state, and the mask of their bits, which ``masks`` adds to."""
     found: dict[int, tuple[torch.Tensor, list[int] | None]] = {}
 
     def note(value: Any) -> None:
@@ -526,7 +553,8 @@ def memories(state: Any) -> list[tuple[torch.Tensor, list[int] | None]]:
             if storage.nbytes():
                 memory = torch.tensor([], dtype=torch.uint8).set_(storage)
                 _, mask = found.get(storage.data_ptr(), (None, None))
-                found[storage.data_ptr()] = memory, mask_of(value) or mask
+                mask = mask_of(value) or masks.get(value.dtype) or mask
+                found[storage.data_ptr()] = memory, mask
         elif isinstance(value, tuple | list):
             for each in value:
                 note(each)

@@ -20,6 +20,7 @@ from support.store_server import free_ports
 __all__ = ["Fault", "Request", "StoreProxy"]
 
 BUFFER_BYTES = 1 << 20
+BURST_S = 0.02  # What a link makes up for, if a thread was late.
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close discards what is unsent, and resets.
 CODES = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown"}
 CODES |= {409: "ConditionalRequestConflict", 500: "InternalError", 501: "NotImplemented"}
@@ -215,6 +216,7 @@ class StoreProxy:
         endpoint: Its address.
         requests: What was recorded, in the order of arrival.
         faults: The rules. The first that answers in the server's place ends a request.
+        bytes_per_s: How fast all bodies together go in each direction; ``None`` for no limit.
     """
 
     def __init__(self, server: str, *, seed: int = 0, faults: tuple[Fault, ...] = ()) -> None:
@@ -227,6 +229,8 @@ class StoreProxy:
         self._listener: socket.socket | None = None
         self.requests: list[Request] = []
         self.faults = list(faults)
+        self.bytes_per_s: float | None = None
+        self._free_s = {"up": 0.0, "down": 0.0}  # When each direction has sent all before.
         self._port = free_ports(1)[0]
         self.endpoint = f"http://127.0.0.1:{self._port}"
         self.up()
@@ -335,6 +339,7 @@ class StoreProxy:
         answered.socket.sendall(head)
         for piece, is_content in asked.body(length_of(head)):
             request.sent += len(piece) * is_content
+            self._pace("up", len(piece))
             answered.socket.sendall(piece)
         answer = answered.read_head()
         while answer is not None and answer.split(b" ", 2)[1].startswith(b"1"):
@@ -386,7 +391,17 @@ class StoreProxy:
                         return
                     self._disturb(fault, client)
             request.received += len(piece) * is_content  # Before the client can know.
+            self._pace("down", len(piece))
             client.sendall(piece)
+
+    def _pace(self, direction: str, nbytes: int) -> None:
+        """Waits as long as the link needs for so many bytes."""
+        if self.bytes_per_s is None:
+            return
+        with self._lock:
+            begin = max(self._free_s[direction], time.monotonic() - BURST_S)
+            self._free_s[direction] = end = begin + nbytes / self.bytes_per_s
+        time.sleep(max(end - time.monotonic(), 0))
 
     def _disturb(self, fault: Fault, client: socket.socket) -> None:
         """What happens in the middle of an answer."""

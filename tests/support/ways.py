@@ -118,6 +118,8 @@ class Saving:
             options["stager"] = self.stager
         if self.way["writer"] == "stock" and path.local_path is None:
             return _Uploading(path, self.place.scratch / path.name, **options)
+        if self.way["writer"] == "safetensors" and self.of("quantize"):
+            options["quantize"] = self.of("quantize")
         if self.of("base"):
             options["base"] = (self.last or path).checkpoint_id
         self.last = path
@@ -184,11 +186,11 @@ class Call:
     """
 
     function: Callable[[Saving, Any, Location], Wait]
-    uses: str = "writer planner io files queue place then directory base fault owners"
+    uses: str = "writer planner io files queue place then directory base fault owners quantize"
 
 
 STAGED = f"{Call.uses} stager ends"
-OWN_PLANNER = "io files queue place then directory fault owners"  # And its own writer.
+OWN_PLANNER = "io files queue place then directory fault owners quantize"  # And its own writer.
 
 
 def _async_save(s: Saving, state: Any, path: Location) -> Wait:
@@ -409,6 +411,7 @@ IN: dict[str, Mapping[str, Any]] = {
     "fault": FAULTS,
     "then": {"": None, "convert to dcp": "dcp", "convert to safetensors": "safetensors"}
     | {"convert to torch": "torch"},
+    "quantize": {"no": None, "FP8 blocks": "fp8-block-128"},
 }
 WEIGHTS = dict.fromkeys(FAULTS, 0.02) | {NO_FAULT: 1}
 WEIGHTS |= {"async_save by process": 0.02, "synced": 0.2, "large": 0.2}
@@ -418,6 +421,7 @@ WEIGHTS |= {
     "run, agents of machines, promoted": 0.2,
 }
 WEIGHTS |= {"one for each item": 0.5, "one for each item, by two threads": 0.5, "one": 3}
+WEIGHTS |= {"FP8 blocks": 9}
 WEIGHTS |= {"convert to dcp": 0.2, "convert to safetensors": 0.2, "convert to torch": 0.2}
 WRITERS_OWN = {
     "stock": {"one", "three", "one for each item", "transformed"},
@@ -448,7 +452,13 @@ def fits(way: Way, *, is_alone: bool, content: str) -> bool:
         and (way["directory"] == "one for each save" or way["ends"] == "in turn")
         # DCP's own saves of ranks are not to overlap: they use one process group.
         and (is_alone or way["call"] != "dcp.async_save" or way["ends"] == "in turn")
-        and (content == "model" or not has_model)
+        and (content in ("model", "weights") or not has_model)
+        # A model is not replaced by one that is quantised in another way.
+        and (
+            not is_quantized(way)
+            or (content == "weights" and has_model and way["directory"] == "one for each save")
+        )
+        and (not is_quantized(way) or way["base"] == "none")
         # Torch itself neither converts nor stages all of its own dtypes.
         and (content != "any" or (way["then"] != "convert to torch" and is_ours))
         and way["owners"] in CALLED_BY_DCP.get(way["call"], OWNERS)
@@ -479,6 +489,11 @@ def is_refused_by_name(way: Way) -> bool:
     if fault in PICKLED_BY_TORCH:
         return not is_subclass
     return not (fault in WITH_STATE and is_by_dcp and is_subclass)
+
+
+def is_quantized(way: Way) -> bool:
+    """Whether the files have FP8 numbers and scales."""
+    return IN["quantize"][way["quantize"]] is not None
 
 
 def is_planned_by_stock(way: Way) -> bool:
@@ -549,7 +564,8 @@ def convert_saved(way: Way, path: Location) -> None:
     """Puts a checkpoint into the format that the way ends with."""
     to, target = IN["then"][way["then"]], final_path(way, path)
     if to is not None:
-        convert(path, target, to, overwrite=True)
+        quantize = IN["quantize"][way["quantize"]]
+        convert(path, target, to, overwrite=True, quantize=quantize)
 
 
 @contextlib.contextmanager
@@ -679,6 +695,7 @@ def _torch_load(loading: Loading, state: dict[str, Any]) -> None:
         state |= torch.load(path, weights_only=False)
 
 
+DEQUANTIZING = "fast, dequantizing"
 READERS = {
     "fast": _by(_fast()),
     "stock": Reader(_stock, ("dcp",)),
@@ -700,6 +717,15 @@ READERS = {
             **on.ranks,
         )
     ),
+    "torch_ckpt.async_load": Reader(
+        lambda on, state: torch_ckpt.async_load(
+            state,
+            checkpoint_id=on.path.checkpoint_id,
+            trust_pickle=on.trust_pickle,
+            **on.ranks,
+        ).result()
+    ),
+    DEQUANTIZING: _by(_fast(dequantize=True), "safetensors"),
     "verify": Reader(_verify),
     "restore": Reader(
         lambda on, state: on.run.restore(state, step=_step(on.path)), ("dcp",), needs="run"
@@ -730,6 +756,7 @@ OUT: dict[str, Mapping[str, Any]] = {
     "fault": {NO_FAULT: False, "an object that takes no state": True},
     "memory": {"of each": False, "one of several": True},
     "trust": {"none": False, "full": True},
+    "elements": {"of the state": False, "as they are stored": True},
     "times": {"once": 1, "twice into the same tensors": 2},
     "ranks": {"the same": None, "each for itself": 0, "one": 1, "two": 2, "three": 3},
 }
@@ -750,7 +777,7 @@ def fits_out(out: Way, way: Way, ranks: int) -> bool:
     """Whether a checkpoint of a way in has this way out."""
     reader, count = READERS[out["reader"]], OUT["ranks"][out["ranks"]]
     is_plain = out["keys"] == "all" and out["times"] == "once" and out["ranks"] == "the same"
-    loads_objects = out["reader"] in ("torch_ckpt.load", "restore")
+    loads_objects = out["reader"] in ("torch_ckpt.load", "torch_ckpt.async_load", "restore")
     is_alone = (ranks if count is None else count) == 0
     return (
         format_of(way) in reader.formats
@@ -768,6 +795,10 @@ def fits_out(out: Way, way: Way, ranks: int) -> bool:
         and (out["memory"] == "of each" or out["owners"] != OF_RANKS)
         and (out["reader"] != "torch.load of slices" or way["files"] != "transformed")
         and (reader.needs != "run" or (_is_run(way) and is_plain))
+        and (
+            out["elements"] == "of the state"
+            or (is_quantized(way) and reader.gives is None and out["reader"] != DEQUANTIZING)
+        )
         and (reader.needs != "ranks" or not is_alone)
         and (ranks > 0 or count is None)
         and (out["planner"] != "cutting" or is_alone or count == 1)

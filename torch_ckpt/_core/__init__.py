@@ -5,7 +5,7 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports ``_tensor_view``, which reads tensors of torch, if it can read those of this torch.
+    """Imports ``_tensor_view``, which reads tensors of torch, if it matches the installed torch.
 
     Otherwise raises an ImportError that names both versions.
     """
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def _misread(module: ModuleType) -> str:
-    """Returns which facts of tensors the module reads wrongly, or an empty string."""
+    """Returns which properties of tensors the module reads incorrectly, or an empty string."""
     import torch
 
     floats = torch.zeros(2, 3, dtype=torch.complex64, device="cpu")

@@ -44,6 +44,61 @@ class SlotHeader:
     def save(self) -> tuple[bytes, int]:
         """The session and sequence, which identify a save."""
 
+BLOCK_NBYTES: int
+BLOCK_ROW_NBYTES: int
+
+def why_no_zstd() -> str | None:
+    """Returns why this build cannot encode or merge differences, or None if it can."""
+
+class DifferenceMemory:
+    """Memory that differences reuse, and fill one after another."""
+
+class Difference:
+    """The raw difference of adjacent blocks of a box, in host memory until `encode`."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def encode(self, threads: int = 1) -> tuple[bytes, bytes]:
+        """Returns the encoded blocks one after another and their table; frees the memory."""
+
+def take_difference(
+    snapshot: TensorView,
+    source: TensorView,
+    first_block: int,
+    end_block: int,
+    digests: Buffer,
+    threads: int,
+    memory: DifferenceMemory,
+) -> Difference:
+    """Both tensors have the same dtype and sizes; the source has any strides.
+
+    ``digests`` is writable and has 8 bytes for each block of the snapshot. New differences reuse
+    the memory of encoded ones, so a second one is taken faster.
+    """
+
+def take_snapshot(
+    snapshot: TensorView, source: TensorView, digests: Buffer, threads: int
+) -> None: ...
+def merge_blocks(
+    mask: Buffer | None,
+    target: TensorView | None,
+    box: tuple[Sequence[int], Sequence[int]],
+    stored: tuple[Sequence[int], Sequence[int]],
+    itemsize: int,
+    table: Buffer,
+    first_block: int,
+    payload: Buffer,
+    threads: int,
+) -> None:
+    """``table`` has the rows of blocks from ``first_block``, and ``payload`` exactly their bytes.
+
+    ``mask`` is writable: the row-major bytes of ``box``. Without it, one of zeros is only checked.
+    Boxes are offsets and sizes. Raises
+    MismatchError if the target is not of the version before, and CorruptionError for damage.
+    """
+
+def apply_mask(target: TensorView, mask: Buffer, threads: int) -> None: ...
+
 class Devices: ...
 
 class Snapshot:
@@ -164,7 +219,9 @@ class FileSystem:
     ) -> None: ...
     def list_directory(self, path: _Path) -> list[str]: ...
     def exists(self, path: _Path) -> bool: ...
-    def read_range(self, path: _Path, offset: int, nbytes: int) -> tuple[int, bytes]: ...
+    def read_range(
+        self, path: _Path, offset: int, nbytes: int, exact: bool = False
+    ) -> tuple[int, bytes]: ...
     def read_archive(self, path: _Path) -> tuple[int, list[tuple[str, int, int, int]]]: ...
     def commit(
         self,
@@ -377,6 +434,23 @@ class Records:
         self, full: bool, by_file: Mapping[str, Sequence[tuple[int, int, int]]]
     ) -> None: ...
 
+class QuantizedTensors:
+    def __init__(
+        self,
+        tensors: Mapping[
+            str,
+            tuple[
+                int,
+                Sequence[int],
+                Sequence[int],
+                bool,
+                tuple[str, int, int, str],
+                int,
+                Sequence[int],
+            ],
+        ],
+    ) -> None: ...
+
 class LoadJob:
     def __init__(
         self,
@@ -390,6 +464,7 @@ class LoadJob:
         verify: bool,
         records: Records | None = None,
         reachable: Set[str] | None = None,
+        quantized: QuantizedTensors | None = None,
     ) -> None: ...
     def cancel(self) -> None: ...
     @property

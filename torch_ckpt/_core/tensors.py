@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import gc
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -88,7 +89,7 @@ class MemoryFaultError(ValueError):
 def check_memory(tensor: torch.Tensor) -> None:
     """Raises MemoryFaultError if a storage of a tensor is too short for it.
 
-    The storages of a sparse tensor, or of a wrapper subclass, are those of the tensors in it.
+    For a sparse tensor or a wrapper subclass, checks the storages of its inner tensors.
     """
     if type(tensor) not in _WITH_STORAGE:
         if is_traceable_wrapper_subclass(tensor):
@@ -97,7 +98,7 @@ def check_memory(tensor: torch.Tensor) -> None:
                 check_memory(getattr(tensor, name))
             return
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return  # Only its class knows where its elements are.
+            return  # Only its class can locate its elements.
     for name in _PARTS.get(tensor.layout, ()):
         check_memory(getattr(tensor, name)())
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
@@ -166,9 +167,9 @@ def _count_references(tensor: torch.Tensor) -> int:
 
 
 def _count_owners(tensor: torch.Tensor) -> tuple[int, object]:
-    """Returns how many refer to the Python object of a tensor's storage, and to its memory."""
+    """Returns the numbers of references to a tensor's Python storage object, and to its memory."""
     storage = tensor.untyped_storage()
-    # Without this function, every tensor counts as shared: no object is equal to another.
+    # If torch lacks this function, every tensor counts as shared: the counts never match.
     count = getattr(torch._C, "_storage_Use_Count", lambda _: object())
     return sys.getrefcount(storage), count(storage._cdata)
 
@@ -192,6 +193,12 @@ def is_temporary(tensor: torch.Tensor) -> bool:
     return sys.getrefcount(tensor) <= _SINGLE_REFERENCE_COUNT and has_own_storage(tensor)
 
 
+def are_disjoint(tensors: Iterable[torch.Tensor]) -> bool:
+    """Returns whether no two tensors overlap in memory."""
+    ranges = sorted(range_ for range_ in map(_addresses, tensors) if range_[0] < range_[1])
+    return all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
+
+
 class Destinations:
     """The destination memory of a batch of reads. It detects reads that would overlap there.
 
@@ -204,7 +211,7 @@ class Destinations:
         # Disjoint ranges [begin, end) of addresses in ascending order. Each is the union of
         # destinations that overlap, with their FQN, or None if they have several.
         self._ranges: list[tuple[int, int, str | None]] = []
-        self._begins: set[int] = set()  # Of all destinations.
+        self._begins: set[int] = set()  # First addresses of all destinations.
 
     def overlaps(self, tensor: torch.Tensor, fqn: str) -> bool:
         """Returns whether the tensor overlaps a destination that was added before.
@@ -251,7 +258,8 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
 def cpu_as_default() -> contextlib.AbstractContextManager[object]:
     """Returns a context in which torch makes tensors on the CPU, unless another device is passed.
 
-    Torch itself makes tensors on the default device to find the box of a DTensor, and reads them.
+    To find the box of a DTensor, torch itself creates tensors on the default device, and reads
+    them.
     """
     # A torch.device as context is visible to all threads, so it is not entered without need.
     is_cpu = torch.get_default_device().type == "cpu"

@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class Answers:
-    """Calls functions that use a directory, each in a thread of its own. Owned by one thread.
+    """Calls functions that use a directory, each in a new thread. Owned by one thread.
 
-    Raises StorageError if a call does not return within ``ANSWER_S``. Until it does, all others
-    fail at once.
+    Raises StorageError if a call does not return within ``ANSWER_S``. While that call is still
+    running, all further calls fail immediately.
     """
 
     def __init__(self, directory: Location) -> None:

@@ -1,4 +1,4 @@
-"""Buddies: which machine stores the replicas of which, and how their agents find each other."""
+"""Buddies: which machine stores whose replicas, and how their agents find each other."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from torch_ckpt.records.record import note
 __all__ = ["MAX_LAG", "Replication", "buddies"]
 
 MAX_LAG = 4
-"""Saves after which a replicated save is not retained any more: a slow replica gets more time.
+"""Number of saves for which the last replicated save is retained: slow replicas get more time.
 
-After so many saves without a replica, the coordinator warns.
+After this many saves without a replica, the coordinator warns.
 """
 
 ReplicaReport = tuple[str, list[Save], str] | None
-"""The host of a machine, the saves that its buddy has too, and why sends fail; else empty.
+"""The host of a machine, the saves that its buddy also stores, and why sends fail, or empty.
 
-``None`` from all ranks but the first of the machine.
+``None`` except from the first rank of the machine.
 """
 
 
 @dataclass(frozen=True)
 class _Machine:
-    """What the first rank of a machine reports: its node, failure domain, and agent.
+    """The report of the first rank of a machine: its node, failure domain, and agent.
 
     ``machine`` is the identifier of the machine, which several nodes of a test may share.
     """
@@ -53,7 +53,7 @@ class _Machine:
 def buddies(domains: Sequence[str]) -> list[int]:
     """Returns the machine that stores the replicas of each machine, from all failure domains.
 
-    Each machine stores those of one other, which has another failure domain. Raises ValueError if
+    Each machine stores the replicas of one machine in another failure domain. Raises ValueError if
     that is impossible, because more than half of the machines share a domain.
 
     Example::
@@ -76,12 +76,12 @@ def buddies(domains: Sequence[str]) -> list[int]:
 
 
 class Replication:
-    """What the ranks decide about replicas. All ranks call the same methods, unless stated.
+    """The decisions of the ranks about replicas. All ranks call the same methods, unless stated.
 
-    ``keep`` is the save that all agents retain: the newest of which all buddies have the replicas.
-    Before there is one, it is the save that the ranks have restored. ``superseded`` is the number
-    of saves of this machine whose replica a newer save has replaced; the first rank knows it.
-    ``missing`` states why the last saves have no replicas, on the coordinator; empty if they have.
+    ``keep`` is the save that all agents retain: the newest one whose replicas are complete on all
+    buddies. Until one is complete, it is the save that the ranks have restored. ``superseded``, on
+    the first rank, is the number of saves of this machine whose replica a newer save has replaced.
+    ``missing``, on the coordinator, states why the last saves have no replicas, or is empty.
     """
 
     def __init__(self, client: AgentClient, group: Group, timeout_s: float) -> None:
@@ -89,7 +89,7 @@ class Replication:
         self.superseded = 0
         self.missing = ""
         self._has_warned = False
-        self._replicated = -1  # Sequence of the newest save of this session that all buddies had.
+        self._replicated = -1  # Sequence of the newest save of this session on all buddies.
         self._client, self._group, self._timeout_s = client, group, timeout_s
         self._is_active = self._is_reserved = False
         self._is_first = client.member.is_first_here
@@ -97,8 +97,8 @@ class Replication:
     def begin(self, process_group: dist.ProcessGroup | None, options: AgentOptions) -> None:
         """Makes the agents of all machines replicate to their buddies, if the options say so.
 
-        The addresses of the agents travel between the ranks, each with a secret token. A single
-        machine has no buddy: the coordinator warns of that. Raises ValueError if the failure
+        The ranks exchange the addresses of the agents, each with a secret token. If there is only
+        one machine, the coordinator warns that it has no buddy. Raises ValueError if the failure
         domains are unsuitable, and StorageError if an agent cannot listen.
         """
         client, group, member = self._client, self._group, self._client.member
@@ -189,7 +189,7 @@ class Replication:
         return socket.gethostname(), saves, failure
 
     def agreed(self, save: Save, reports: Sequence[ReplicaReport]) -> Save | None:
-        """Returns the save to keep during a save, on the coordinator, from the reports of all."""
+        """Returns the save to retain during a save, from all reports. Called on the coordinator."""
         if not self._is_active:
             return None
         machines = [report for report in reports if report is not None]
@@ -206,9 +206,9 @@ class Replication:
         return None if lag > MAX_LAG else keep
 
     def warn(self) -> None:
-        """Warns, once until there are replicas again, that the last saves have none.
+        """Warns that the last saves have no replicas; repeats it only after replicas were complete.
 
-        The record of the save has the text as well. On the other ranks, it does nothing.
+        The text is also added to the record of the save. Does nothing on the other ranks.
         """
         if self.missing:
             note(unreplicated=self.missing)
@@ -222,7 +222,7 @@ class Replication:
 
 
 def _missing(count: int, machines: Sequence[tuple[str, list[Save], str]]) -> str:
-    """Returns that the last saves have no replicas, and why."""
+    """Returns a message why the last saves have no replicas."""
     failures = [f"{host}: {failure}" for host, _, failure in machines if failure]
     reason = failures[0] if failures else "a replica takes longer than the time between two saves"
     return f"the last {count} saves have no replicas: {reason}"

@@ -56,7 +56,7 @@ _ANSWER_S = 30.0
 """Time without any answer after which an agent is lost, unless the client's timeout is shorter."""
 
 _POLLS = 6
-"""Pings within that time, by which a client that waits finds out whether the agent answers."""
+"""Number of pings that a waiting client sends within that time."""
 
 _LEAST_S = 0.1
 """Shortest timeout of a request: a busy machine may not run this process for a moment."""
@@ -65,17 +65,17 @@ _GRACE_S = 5.0
 """Time for the answer of an agent that was asked to wait."""
 
 _LOG_POLL_S = 0.2
-"""Interval at which a client that has sent a ping checks whether its wait is to be logged."""
+"""Interval at which a client that has sent a ping checks whether to log its wait."""
 
 _START_POLL_S = 0.02
-"""Interval at which a client finds out whether a started agent answers."""
+"""Interval at which a client checks whether the agent that it started answers."""
 
 _AWAITED = {
     Kind.ACQUIRE: "for a free slot: earlier saves occupy all slots, or it does not answer",
     Kind.PERSIST: "to commit a save",
     Kind.RESERVE: "to allocate memory",
 }
-"""What a request waits for, in the log, if it is more than the answer."""
+"""What the log names as the reason of a wait, if it is more than a missing answer."""
 
 _MAX_LOST = 3
 """A request fails after it has lost this many agents, but not before ``_START_S`` have passed."""
@@ -84,7 +84,7 @@ _MAX_CRASHES = 2
 """The client gives up after this many agents in a row have crashed during start-up."""
 
 _FIRST_WITHIN_S = 10.0
-"""Time that a started agent waits for a first rank. Several ranks may start one each."""
+"""Time that a started agent waits for a first rank. Several ranks may each start an agent."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class AgentClient:
     """Sends requests to the agent of this machine, one at a time. Owned by one thread.
 
     If the agent has died, the client starts another, which recovers its state from the slots. An
-    agent that has answered nothing for 30 s, or for ``timeout_s`` if that is shorter, is lost: it
-    is frozen. So is one that is gone, if no other could be started, and one that answers, but not
-    this request within ``timeout_s``. ``is_first`` says that the agent must check that it finds
-    the run, if that has a URL. If it may not start another (``may_start``), a dead agent is lost.
-    ``local`` is the local directory of this machine, if the run has some; see ``SnapshotAgent``.
-    Raises CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
+    agent counts as lost in three cases: it has answered nothing for 30 s (or for ``timeout_s`` if
+    that is shorter), it did not answer a request within ``timeout_s``, or it has died and no other
+    could be started. With ``may_start=False``, the client starts no agent. ``is_first`` makes the
+    agent check that it reaches the run's directory, if that is a URL. ``local`` is the local
+    directory of this machine, if the run has local directories; see ``SnapshotAgent``. Raises
+    CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class AgentClient:
         may_start: bool = True,
         local: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.member = member
+        self.member, self._pid = member, os.getpid()
         self._local = local
         self._timeout_s = timeout_s
         self._run = name_of(run)  # Resolved now: the process may change its directory.
@@ -182,9 +182,9 @@ class AgentClient:
         return [(host, port) for host, port in answer["at"]], answer["token"]
 
     def replicated(self) -> tuple[list[Save], int, str]:
-        """Returns the saves in memory that the buddy has too, and how many were superseded.
+        """Returns the saves in memory that the buddy also stores, and how many were superseded.
 
-        The text says why sends fail, or why the agent does not replicate; it is empty otherwise.
+        The text states why sends fail, or why the agent does not replicate, or is empty.
         """
         answer = self.request(Kind.REPLICATED)
         saves = list(filter(None, map(decoded_save, answer["saves"] or ())))
@@ -193,9 +193,9 @@ class AgentClient:
     def acquire(
         self, sequence: int, nbytes: int, timeout_s: float, keep: Save | None = None
     ) -> tuple[Path, bool] | None:
-        """Returns a slot for the rank to fill, and whether it was waited for.
+        """Returns a slot for the rank to fill, and whether the call waited for it.
 
-        Returns ``None`` if none becomes free in time. ``keep`` is a save to retain even if newer
+        Returns ``None`` if no slot becomes free in time. ``keep`` is a save to retain even if newer
         ones are complete. Raises StorageError if the tmpfs has too little space.
         """
         answer = self.request(
@@ -220,13 +220,14 @@ class AgentClient:
                 destination=destination._replace(small_files=None).encode(),
             )
 
-    def persist(self, sequence: int) -> None:
+    def persist(self, sequence: int, has_filled: bool = False) -> None:
         """Requests that a save of this session is persisted, and waits for its commit.
 
-        Calls ``while_waiting`` now and then. Raises CheckpointError if the save failed, and
-        StorageError if the agent does not answer.
+        Calls ``while_waiting`` repeatedly. If this rank ``has_filled`` its slot, it does not wait
+        for a slot that others have removed from memory. Raises CheckpointError if the save failed,
+        and StorageError if the agent does not answer.
         """
-        self.request(Kind.PERSIST, math.inf, sequence=sequence)
+        self.request(Kind.PERSIST, math.inf, sequence=sequence, has_filled=has_filled)
 
     def detach(self, *, drop: bool) -> None:
         """Reports the orderly end of this rank, and closes the connection.
@@ -259,10 +260,15 @@ class AgentClient:
     def request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
         """Returns the answer to a request, with the fields that its :class:`Kind` states.
 
-        It waits as long as the agent answers other requests, but at most for ``within_s``: the
-        timeout of the client if ``None``. Raises the error with which the agent answers, and
-        StorageError if it does not answer.
+        Waits as long as the agent answers other requests, but at most for ``within_s``, by default
+        the timeout of the client. Raises the error with which the agent answers, StorageError if it
+        does not answer, and CheckpointError in a forked child.
         """
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                f"cannot use the agent: it serves process {self._pid}, of which this process is a "
+                "forked child"
+            )
         within_s = self._timeout_s if within_s is None else within_s
         deadline = time.monotonic() + _START_S
         lost = 0
@@ -316,7 +322,7 @@ class AgentClient:
     def _await(self, connection: socket.socket, within_s: float, awaited: str) -> None:
         """Waits until an answer arrives.
 
-        Raises StorageError if the agent does not answer, either this or any other request.
+        Raises StorageError if the agent answers neither this nor any other request.
         """
         answered = time.monotonic()
         waiting = self._waiting(lambda: f"{self.name} {awaited}")
@@ -393,7 +399,7 @@ class AgentClient:
             return errors.read().decode(errors="replace")
 
     def _raise_if_crashing(self) -> None:
-        """Raises if the agents that this client started end by errors of their own."""
+        """Raises if several agents in a row that this client started have exited with an error."""
         if self._child is None or self._child.returncode <= 0:
             return
         self._crashes += 1
@@ -407,7 +413,7 @@ class AgentClient:
     ) -> socket.socket:
         """Returns a new connection, on which the agent has answered.
 
-        A ping only finds out whether the agent answers. It uses no directory, which may be slow.
+        A ping only checks that the agent answers. It accesses no directory, which could be slow.
         ``waiting`` is the log of the wait that sends the ping.
         """
         member = self.member
@@ -445,12 +451,12 @@ class AgentClient:
             return {"orphans": orphans}
         fields: dict[str, Any] = {"orphans": orphans, "run_id": asdict(run_id)}
         checked = self._run
-        if self._local is not None and not self._is_first:  # That of the run may not answer later.
+        if self._local is not None and not self._is_first:  # The run's may not answer.
             checked = os.fspath(self._local)
         if os.path.isabs(checked):
             seen = nearest_directory(checked)
             fields |= {"seen": seen, "inode": inode_of(seen)}
-        elif self._is_first:  # The URL may be without the id later, if somebody removes the run.
+        elif self._is_first:  # If the run is removed later, its id is gone.
             fields |= {"url": self._run, "may_end": self._child is None}
         return fields
 

@@ -1,10 +1,10 @@
 """Copies of local steps to the directory of the run, which the agent makes in place of a rank.
 
 The :class:`AgentCopy` of a rank sends one message again and again. The :class:`Copies` of the agent
-begin the copy unless it is in progress, wait a moment, and answer how far it is. So a copy goes on
-when the rank dies, and the next rank that asks for it joins it. If the agent dies, or does not
-reach the directory of the run, the rank itself copies the files that have not arrived. The agent
-copies data files only, whose names no other save has, and never commits.
+begin the copy unless it is in progress, wait a moment, and reply with its progress. So a copy
+continues when the rank dies, and the next rank that requests it joins it. If the agent dies, or
+does not reach the directory of the run, the rank itself copies the remaining files. The agent
+copies data files only, whose names are unique to their save, and never commits.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch_ckpt.storage.copying import CheckpointCopy
 __all__ = ["AgentCopy", "Copies"]
 
 _POLL_S = 0.5
-"""Longest wait of one request, and so of a rank that cancels a copy."""
+"""Longest wait of one request, and so the delay until a rank cancels a copy."""
 
 _END_S = 5.0
-"""Time for copies to end that were cancelled."""
+"""Time for cancelled copies to end."""
 
 _FIELDS = ("source", "target", "save_id", "nbytes_per_s", "base")
-"""The fields of a request that say what to copy."""
+"""The fields of a request that specify the copy."""
 
-_LOG = logging.getLogger("torch_ckpt")  # Of ranks.
+_LOG = logging.getLogger("torch_ckpt")  # For ranks.
 _log = logging.getLogger("torch_ckpt.agent")
 
 
 class AgentCopy(CheckpointCopy):
     """A copy whose data files the agent of this machine sends, if it can.
 
-    ``connect`` returns a client of the agent, and raises CheckpointError if there is none.
-    ``warned`` has the reasons for which agents could not copy, and which were logged.
+    ``connect`` returns a client of the agent, and raises CheckpointError if no agent runs.
+    ``warned`` contains the reasons, already logged, why agents could not copy.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class AgentCopy(CheckpointCopy):
             if answer["has_ended"]:
                 failure: Failure | None = answer["failure"]
                 return failure
-        raise CancelledError("the agent goes on")
+        raise CancelledError("the agent continues")
 
 
 class Copies:
-    """The copies of an agent, one at a time for each local directory.
+    """The copies by an agent, one at a time for each local directory.
 
     The caller of a method holds the lock of ``changed``, which is notified when a copy has ended.
     """
@@ -132,8 +132,8 @@ class Copies:
     def advance(self, message: Message) -> Message:
         """Begins or joins the copy of a request; returns the answer after a while.
 
-        Another copy from the same local directory is cancelled first. One that has ended begins
-        again at the first request of a rank. Raises CheckpointError if this agent cannot copy.
+        Cancels another copy from the same local directory first. A copy that has ended begins again
+        at the first request of a rank. Raises CheckpointError if this agent cannot copy.
         """
         order = tuple(message[field] for field in _FIELDS)
         wait_s, local = message["wait_s"], str(Location(message["source"]).parent)
@@ -161,12 +161,12 @@ class Copies:
 
 
 class _Copy:
-    """One copy, in a thread of its own. ``order`` has the fields of its request."""
+    """One copy, which runs in a thread. ``order`` contains the fields of its request."""
 
     def __init__(self, order: tuple[Any, ...], changed: threading.Condition) -> None:
         self.order, self._changed = order, changed
         self.has_ended = False
-        self._copy: CheckpointCopy | None = None  # Once the agent has found that it can copy.
+        self._copy: CheckpointCopy | None = None  # Set once the agent has checked that it can copy.
         self._error: BaseException | None = None
         self._is_cancelled = False
         threading.Thread(target=self._run, name="torch_ckpt-copy", daemon=True).start()
@@ -181,7 +181,7 @@ class _Copy:
         return self._changed.wait_for(lambda: self.has_ended, wait_s)
 
     def answer(self) -> Message:
-        """Returns the answer to a rank. Raises the error if it is not one of the copy itself."""
+        """Returns the answer to a rank. Raises the error of a cancelled or impossible copy."""
         if self._error is not None and (self._copy is None or self._is_cancelled):
             raise self._error
         return _answer(self._copy, has_ended=self.has_ended, error=self._error)
@@ -212,7 +212,7 @@ class _Copy:
         if run_id is None:
             raise UnsupportedError(f"{local.parent} has no id in the process of the agent")
         check_reaches(str(run.parent), RunId(run_id, True))
-        copy = CheckpointCopy(  # The process is nice.
+        copy = CheckpointCopy(  # The process has a low priority.
             local, run, nbytes_per_s=nbytes_per_s, base=None if base is None else Location(base)
         )
         if copy.save_id != save_id:
@@ -223,7 +223,7 @@ class _Copy:
 def _answer(
     copy: CheckpointCopy | None, *, has_ended: bool, error: BaseException | None = None
 ) -> Message:
-    """Returns the answer to a rank, which says how far a copy is."""
+    """Returns the reply to a rank, with the progress of a copy."""
     read_nbytes = 0 if copy is None else copy.read_nbytes
     return {
         "kind": Kind.COPIED,

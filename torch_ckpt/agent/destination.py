@@ -1,4 +1,4 @@
-"""Destination: where agents write a save, as slots and messages name it."""
+"""Destination: where agents write a save, as encoded in slots and messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 200
 
 
 def directory_name(snapshot: _native.StoredSnapshot) -> str:
-    """Returns the path or URL of the directory of a snapshot, whatever this process can reach.
+    """Returns the path or URL of the directory of a snapshot, reachable from this process or not.
 
     Raises CorruptionError if the snapshot names none.
     """
@@ -33,9 +33,9 @@ class Destination(NamedTuple):
 
     Attributes:
         directory: Directory of the checkpoint, on this machine.
-        shared: Directory of the run, if the machines do not share that of the checkpoint.
+        shared: Directory of the run, if the machines do not share the checkpoint's directory.
         small_files: Contents of the small files of the step, by name. ``None`` if the save has no
-            such files, and leaves those that the directory has.
+            such files, and does not change existing ones.
     """
 
     directory: Location
@@ -49,7 +49,7 @@ class Destination(NamedTuple):
         shared: Location | None = None,
         small_files: Mapping[str, bytes] | None = None,
     ) -> Destination:
-        """Returns what the agent receives. A link in the path may move later."""
+        """Returns the destination with links resolved, for the agent: links may change later."""
         made = cls(Location(directory).resolved(), shared, small_files)
         if unknown := sorted(set(small_files or ()) - SMALL_FILES):
             raise ValueError(
@@ -70,9 +70,9 @@ class Destination(NamedTuple):
 
     @classmethod
     def decode(cls, text: str) -> Destination:
-        """Returns the destination of a text that :meth:`encode` returned, also in version 0.2.
+        """Returns the destination that :meth:`encode` has encoded, also in version 0.2.
 
-        Raises CorruptionError if it returned no such text.
+        Raises CorruptionError if the text is no encoded destination.
         """
         directory, shared, small_files = _decoded(text)
         return cls(Location(directory), Location(shared) if shared else None, small_files)
@@ -83,7 +83,7 @@ class Destination(NamedTuple):
         return cls.decode(os.fsdecode(snapshot.directory))
 
     def encode(self) -> str:
-        """Returns the path of the directory, or a JSON object if there is more to a destination."""
+        """Returns the path of the directory, or a JSON object if further fields are set."""
         if self.shared is None and self.small_files is None:
             return str(self.directory)
         facts: dict[str, object] = {

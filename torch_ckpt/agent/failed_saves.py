@@ -1,8 +1,8 @@
 """FailedSaves: failures of joint saves, which the ranks send to each other.
 
-Agents of several machines have only the common directory to exchange files. If that does not answer
-on one machine, its agent cannot publish why the save has failed. The ranks have connections of
-their own. So each rank that waits for the commit of a failed save sends the error to the others.
+Agents of several machines exchange files only through the common directory. If that does not answer
+on one machine, its agent cannot publish why the save has failed. But the ranks are connected to
+each other: each rank that waits for the commit of a failed save sends the error to the others.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A path has no identity: another run may begin under the path of a directory that
 removed, and a copied directory has the id of the original until a job begins there. The agent
 writes the id into the directory before the first step that it writes there, and then marks the id
 in memory as written. So a run that was never written has neither an id in its directory nor the
-mark. If the mark is there, and the directory has no id or another one, then the memory is of a run
-that is no longer at this path.
+mark. If the memory is marked, and the directory has no id or another one, then the memory belongs
+to a run that is no longer at this path.
 
 Containers of one machine may share the memory, and have different directories at the same path. So
 a trainer and its agent compare a directory that both see. The same URL may lead to different
@@ -31,8 +31,11 @@ from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, Unsu
 from torch_ckpt.filesystems.location import PENDING, Location
 
 __all__ = [
+    "NO_ID",
+    "RUN_ID",
     "RunId",
     "begun_id",
+    "check_owner",
     "check_reaches",
     "check_shared",
     "claim_directory",
@@ -47,8 +50,11 @@ __all__ = [
     "write_id",
 ]
 
-_NAME = "run-id"
+RUN_ID = "run-id"
 """The file with the id. It is not hidden, so ``rm run/*`` and ``cp run/*`` include it."""
+
+NO_ID = f"has no sound {RUN_ID}, for example because it was removed or moved"
+"""Says of the directory of a run that :func:`id_in_directory` finds none there."""
 
 _ID = re.compile(r"[0-9a-f]{16}")
 
@@ -59,7 +65,7 @@ _WRITTEN = "written"
 class RunId:
     """The id of a run, as its shared memory has it: 16 hexadecimal digits.
 
-    ``is_written`` says that the directory of the run has had the id.
+    ``is_written``: whether the id was ever written to the directory of the run.
     """
 
     id: str
@@ -72,18 +78,32 @@ def id_in_directory(directory: Location) -> str | None:
     A damaged file counts as no id: the next save writes it again.
     """
     try:
-        found = (directory / _NAME).read().decode(errors="replace").strip()
+        found = (directory / RUN_ID).read().decode(errors="replace").strip()
     except NotFoundError:
         return None
     return found if _ID.fullmatch(found) else None
 
 
+def check_owner(directory: Location, run_id: str, *, may_be_gone: bool = False) -> str | None:
+    """Returns the id in a directory of a run, as :func:`id_in_directory`.
+
+    Raises CheckpointError if the directory belongs to another run, or, unless it ``may_be_gone``,
+    to none.
+    """
+    found = id_in_directory(directory)
+    if found != run_id and not (found is None and may_be_gone):
+        now = f"belongs to run {found} now" if found else NO_ID
+        text = f"it {now}, and this run has the id {run_id}"
+        raise CheckpointError(f"cannot use {directory}: {text}")
+    return found
+
+
 def own_id(directory: Location) -> str | None:
     """Returns the id of the run in a directory, which gets another one if it is a copy.
 
-    The newest term names the directory in which it began. If that still has the same id, and is not
-    this directory under another name, then this one is a copy of it, as ``cp -r`` makes it, and so
-    another run. If it is gone, the directory was moved.
+    The newest term names the directory in which it began. If that directory still has the same id,
+    and is not this one under another name, then this one is a copy (``cp -r``), and so another run.
+    If that directory is gone, it was moved here.
     """
     found = id_in_directory(directory)
     if found is not None and is_copy(directory, newest_term(directory).directory, found):
@@ -93,7 +113,7 @@ def own_id(directory: Location) -> str | None:
 
 
 def is_copy(directory: Location, name: str, run_id: str) -> bool:
-    """Returns whether another directory of this name has the same id, and lacks a file of this."""
+    """Returns whether the named directory has the same id, but is not this directory."""
     if name in ("", str(directory)):
         return False
     mark = f"{PENDING}{secrets.token_hex(8)}"
@@ -118,31 +138,34 @@ def write_id(directory: Location, run_id: str) -> None:
     """Writes the id of a run into its directory, durably. Creates the directory if necessary."""
     directory.create_directories()
     check_commit(directory, directory, sync=True)
-    (directory / _NAME).replace(f"{run_id}\n".encode(), sync=True)
+    (directory / RUN_ID).replace(f"{run_id}\n".encode(), sync=True)
     directory.sync()
 
 
 def id_in_memory(folder: Path) -> RunId | None:
-    """Returns the id of the run whose slots are in a folder; ``None`` if they have no id."""
+    """Returns the id of the run whose slots are in a folder; ``None`` if they have no id.
+
+    A damaged file counts as no id.
+    """
     try:
-        found, *marks = (folder / _NAME).read_text().split()
+        found, *marks = (folder / RUN_ID).read_text().split()
     except (OSError, ValueError):
         return None
-    return RunId(found, _WRITTEN in marks)
+    return RunId(found, _WRITTEN in marks) if _ID.fullmatch(found) else None
 
 
 def set_id(folder: Path, run_id: RunId) -> None:
     """Stores the id of the run whose slots are in a folder."""
-    pending = folder / f"{_NAME}.tmp"
+    pending = folder / f"{RUN_ID}.tmp"
     try:
         pending.write_text(f"{run_id.id} {_WRITTEN if run_id.is_written else ''}\n")
-        pending.rename(folder / _NAME)
+        pending.rename(folder / RUN_ID)
     except OSError as error:
         raise StorageError(f"cannot write {pending}: {error.strerror}", error.errno) from error
 
 
 def begun_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
-    """Returns the id with which a run goes on or begins. On a store, the directory then has it.
+    """Returns the id with which a run continues or begins. On a store, also writes it there.
 
     The ids in the memory of all machines must have been read before this call. An agent may write
     the id meanwhile: it marks the memory after the directory, so a mark that was read implies an id
@@ -185,11 +208,12 @@ def check_reaches(url: str, run_id: RunId) -> None:
 
 
 def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) -> None:
-    """Checks that a directory is that of the run in memory, and writes the id if it is new.
+    """Checks that a directory belongs to the run in memory, and writes the id if it is new.
 
-    Does nothing for memory (``folder``) without an id, as a :class:`SnapshotAgent` without a
-    ``Run`` has it. With ``may_recreate``, the run goes on in a new directory if its directory is
-    gone. Raises CheckpointError if it is gone otherwise, or belongs to another run.
+    Does nothing if the memory (``folder``) has no id: a :class:`SnapshotAgent` without a ``Run``
+    writes none. If the directory is gone, the run continues in a new one with ``may_recreate``,
+    and CheckpointError is raised without it. Raises CheckpointError, too, if the directory belongs
+    to another run.
     """
     own = id_in_memory(folder)
     if own is None:
@@ -198,7 +222,7 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
     if found is None:
         if own.is_written and not may_recreate:
             raise CheckpointError(
-                f"cannot write to {directory}: the directory of this run was removed or moved"
+                f"cannot write to {directory}: it {NO_ID}, and this run has the id {own.id}"
             )
         write_id(directory, own.id)
     elif found != own.id:
@@ -212,9 +236,10 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
 
 
 def check_shared(directory: Location, folder: Path) -> None:
-    """Checks that agents find the directory of the run in memory, which they share.
+    """Checks that a directory shared by agents belongs to the run in memory.
 
-    Raises StorageError if it does not answer, or is not that of the run: it may not be mounted.
+    Raises StorageError if it does not answer, or belongs to no or another run: it may not be
+    mounted.
     """
     own, found = id_in_memory(folder), id_in_directory(directory)
     if own is not None and (found is None or found != own.id):
@@ -227,14 +252,14 @@ def check_shared(directory: Location, folder: Path) -> None:
 
 
 def nearest_directory(path: str) -> str:
-    """Returns the first of a path and its parents that exists."""
+    """Returns the path or its nearest parent that exists."""
     return os.fspath(
         next(each for each in (Path(path), *Path(path).parents) if os.path.exists(each))
     )
 
 
 def inode_of(path: str) -> str:
-    """Returns what identifies a directory on this machine, whatever its path is."""
+    """Returns device and inode of a directory, which identify it independently of its path."""
     try:
         with _native.StorageCall("inspecting", path):
             found = os.stat(path)

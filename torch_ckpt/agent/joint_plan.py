@@ -24,10 +24,10 @@ class JointPlan:
 def joint_plan(
     files: Manifests, save: list[object], world_size: int, directory: Location
 ) -> JointPlan | None:
-    """Returns the plan of all ranks, equal on all machines; ``None`` if a list is gone.
+    """Returns the plan of all ranks, equal on all machines; ``None`` if a list was removed.
 
-    ``save`` has the facts of the save that must be equal on all machines. Raises CheckpointError if
-    they are not, or if the machines do not have all ranks.
+    ``save`` contains the facts of the save that must be equal on all machines. Raises
+    CheckpointError if they differ, or if the machines together lack a rank.
     """
     items: dict[int, bytes] = {}
     values: dict[int, bytes] = {}
@@ -70,5 +70,5 @@ def joint_plan(
 
 
 def _unknown(items: bytes) -> bytes:
-    """Returns the digests of the items of a rank that compares no replicas."""
+    """Returns unknown digests, for the items of a rank that compares no replicas."""
     return bytes(DIGEST_NBYTES * len(_native.ItemTable.decode(items)))

@@ -12,15 +12,15 @@ An epoch ends with the commit or with a failure that machine 0 publishes. If ano
 publishes a failure, machine 0 publishes it too. A restarted agent resumes the epoch from the
 published files.
 
-An agent that has begun to publish its manifest retains its data files until it reads the failure
-of machine 0 or another epoch: a write that failed may have arrived, or may still arrive. So does
-the agent that takes its place. Committed files are therefore never removed. A commit checks the
-files that its index names: a manifest that arrived late may name others than this agent has
-written.
+An agent that has begun to publish its manifest retains its data files until it reads the failure of
+machine 0 or another epoch: a write that failed may have arrived, or may still arrive. The same
+holds for the agent that replaces it. Committed files are therefore never removed. Before a commit,
+each machine checks the files that the index names: a late manifest may name other files than its
+agent has written.
 
-An agent that cannot read or publish these files tries again for ``SHUTDOWN_WAIT_S``. Then the save
-fails on it. It publishes the failure once the files can be written again. Meanwhile the ranks send
-it to the agents of the other machines.
+If an agent cannot read or publish these files, it retries for ``SHUTDOWN_WAIT_S``. Then the save
+fails on its machine. The agent publishes the failure once it can write files again. Meanwhile the
+ranks send the failure to the agents of the other machines.
 
 If the machines do not share the directory of the checkpoint, each one writes and commits in its own
 directory:
@@ -64,7 +64,7 @@ SHUTDOWN_WAIT_S = 30.0
 class _RemoteError(Exception):
     """A failure that another machine published.
 
-    ``may_be_committed`` says that the save may be committed nevertheless.
+    ``may_be_committed``: whether the save may be committed nevertheless.
     """
 
     def __init__(self, failure: Failure, may_be_committed: bool) -> None:
@@ -83,10 +83,10 @@ def manifests_of(memory: _native.Slot) -> Manifests:
 
 
 class _Deadline:
-    """The end of the wait of this machine for others. A shutdown shortens the wait.
+    """The deadline of this machine's wait for other machines. A shutdown shortens the wait.
 
-    So does the loss of the save on another machine. Machine 0 then ends it, before the others lose
-    patience: they would retain their files.
+    So does the loss of the save on another machine. Machine 0 times out before the others, and ends
+    the save: if they timed out first, they would retain their files.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class _Deadline:
         self.begin()
 
     def begin(self) -> None:
-        """Begins the wait again."""
+        """Restarts the wait."""
         self._began = time.monotonic()
         self.at = self._began + self._timeout_s
 
@@ -121,12 +121,12 @@ class _Deadline:
 class JointSave:
     """One save of several machines, on this machine. Owned by one thread, without the agent's lock.
 
-    ``memories`` are the slots of this machine, in order of rank. ``timeout_s`` is the wait for
+    ``memories`` are the slots of this machine, in order of rank. ``timeout_s`` limits the wait for
     other machines. ``is_shutting_down`` returns whether to wait for ``SHUTDOWN_WAIT_S`` at most,
-    and ``is_orphan`` whether another machine can never complete the save. ``remote_failure``
-    returns the failure of the save on another machine, if the ranks have sent it.
-    ``publish_later`` publishes a failure that this machine could not publish. Raises
-    CheckpointError if a slot contains no snapshot, or the snapshot has no directory.
+    and ``is_orphan`` whether some machine can never complete the save. ``remote_failure`` returns
+    the failure of the save on another machine, if the ranks have sent it. ``publish_later``
+    publishes a failure that this machine could not publish. Raises CheckpointError if a slot
+    contains no snapshot, or the snapshot has no directory.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class JointSave:
         self._remote_failure, self._publish_later = remote_failure, publish_later
         self._epoch = ""  # The current epoch; empty until this machine reads it.
         self._failed_before: str | None = ""  # Epoch of machine 0 that failed before `begin`.
-        self._is_resumed = True  # Whether a former agent may have published a manifest.
+        self._is_resumed = True  # Whether an earlier agent may have published a manifest.
         self._plan: JointPlan | None = None
-        self._failing_since: float | None = None  # First of the last failures to read or publish.
+        self._failing_since: float | None = None  # When reading or publishing began to fail.
 
     @property
     def has_written(self) -> bool:
@@ -175,7 +175,7 @@ class JointSave:
     def begin(self) -> None:
         """Publishes the item lists of this machine's ranks. Raises as :meth:`advance` does."""
         try:
-            # What is missing, if the file systems do not refuse what the save needs.
+            # Creates missing directories, unless the file systems refuse what the save needs.
             with created(self.directory, self._part.first.sync):
                 self._files.create_directory()
         except Exception as error:  # Nothing is published yet: other machines may not begin.
@@ -241,7 +241,7 @@ class JointSave:
         self._end_epoch(None, retain_files=not self._is_coordinator)
 
     def clear_former(self, live: Iterable[Save]) -> None:
-        """Removes what older saves have left for other machines, except for these saves."""
+        """Removes the published files of older saves, except for these saves."""
         if self._is_coordinator:
             self._files.clear_former(live)
 
@@ -254,7 +254,7 @@ class JointSave:
             if self._commits and not self._part.may_be_committed:
                 self._part.finish_commit(files.save_id(self._epoch))
             return self._end_commit(published)
-        # First: what machine 0 has committed no failure can undo.
+        # First, because no failure can undo a commit of machine 0.
         if not self._is_coordinator and 0 in published["commit"] and self._commit_too():
             return self._end_commit(published)
         self._raise_failed(published["failed"].intersection(files.others))
@@ -350,7 +350,7 @@ class JointSave:
         self._part.commit(files, self._part.own(named) if are_several else named)
 
     def _commit_too(self) -> bool:
-        """Commits what machine 0 has committed, in the directory of this machine.
+        """Commits the files of machine 0's commit in the directory of this machine.
 
         Returns whether this machine has written its files for that commit.
         """
@@ -362,7 +362,7 @@ class JointSave:
         if self._files.save_id(epoch) != facts["save_id"]:
             return False
         self._epoch = epoch
-        if not self.has_written:  # A former agent wrote the files, and may have begun to commit.
+        if not self.has_written:  # An earlier agent wrote the files, and may have begun to commit.
             self._open().resume()
             self._part.set_written(reports)
             self._deadline.begin()
@@ -373,7 +373,7 @@ class JointSave:
     def _end_commit(self, published: dict[str, set[int]]) -> bool:
         """Publishes that this machine has committed; returns whether the save has ended on it.
 
-        The save is committed. So what fails now is tried again in the next call.
+        The save is already committed, so failures are retried in the next call.
         """
         self._part.may_be_committed = True
         files = self._files
@@ -392,7 +392,7 @@ class JointSave:
         return False
 
     def _have_all_committed(self, published: dict[str, set[int]]) -> bool:
-        """Returns whether all machines have committed. Machine 0 publishes what they commit."""
+        """Returns whether all machines have committed. Machine 0 publishes the files to commit."""
         files = self._files
         # An earlier agent removes the published files once all have, the manifests first.
         is_open = self.has_written or bool(published["manifest"])
@@ -417,9 +417,9 @@ class JointSave:
 
         With ``retain_files``, the data files remain, because they may be committed.
         """
-        # After the commit of machine 0, nobody waits for a machine that may only retain its files.
+        # After machine 0 has committed, no machine waits for one that may only retain its files.
         if failure is not None and (not self._is_bound or self._files.has_files()):
-            epoch = self._epoch or None  # Without an epoch, all machines give the save up.
+            epoch = self._epoch or None  # Without an epoch, all machines abort the save.
             facts = {"epoch": epoch, "failure": failure, "unsure": self._part.may_be_committed}
             try:
                 self._files.put("failed", facts)
@@ -436,9 +436,9 @@ class JointSave:
 
     @contextlib.contextmanager
     def _retrying(self) -> Iterator[None]:
-        """Ends the block if a file cannot be read or published: the next call tries again.
+        """Ends the block if a file cannot be read or published: the next call retries.
 
-        Raises StorageError if such failures last.
+        Raises StorageError if such failures persist.
         """
         try:
             yield
@@ -468,7 +468,7 @@ class JointSave:
             self._failing_since = None
 
     def _raise_if_late(self, nodes: Sequence[int]) -> None:
-        """Raises CheckpointError if the deadline has passed; ``nodes`` are awaited."""
+        """Raises CheckpointError if the deadline has passed. ``nodes`` are the missing machines."""
         if self._deadline.has_passed():
             machines = f"machine{'s' if len(nodes) > 1 else ''} {' and '.join(map(str, nodes))}"
             raise CheckpointError(

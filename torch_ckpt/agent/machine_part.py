@@ -1,4 +1,4 @@
-"""MachinePart: what one machine writes and commits of a save of several machines."""
+"""MachinePart: the files that one machine writes and commits in a save of several machines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MachinePart:
         return [header.step, header.world_size, self.first.version, self.first.sync]
 
     def lists(self) -> tuple[dict[str, object], list[bytes]]:
-        """Returns the item lists of the ranks, with digests of their values, to publish them."""
+        """Returns the item lists of the ranks, with digests of their values, to be published."""
         facts: dict[str, object] = {
             "save": self.facts(),
             "ranks": [header.rank for header in self.headers],
@@ -93,12 +93,12 @@ class MachinePart:
             )
 
     def set_written(self, reports: list[FileReport]) -> None:
-        """Sets the files of this machine, which perhaps an earlier agent has written."""
+        """Sets the files of this machine, which an earlier agent may have written."""
         self._written = [name for _, (name, *_), _ in reports]
         self.reports = reports
 
     def own(self, files: Mapping[str, int]) -> dict[str, int]:
-        """Returns those of the data files of all ranks that this machine has."""
+        """Returns which of the data files of all ranks exist on this machine."""
         prefixes = tuple(f"__{header.rank}_" for header in self.headers)
         return {name: nbytes for name, nbytes in files.items() if name.startswith(prefixes)}
 
@@ -113,13 +113,13 @@ class MachinePart:
         remove_files(self.directory, set(self._written).difference(named))
 
     def finish_commit(self, save_id: str) -> None:
-        """Completes the commit of an earlier agent, which may have ended before its last act."""
+        """Completes the commit of an earlier agent, which may have ended before the last step."""
         if self.first.sync:
             self.directory.sync()
         self.open(save_id).replace_small_files()
 
     def discard(self) -> None:
-        """Removes the data files of this machine, and the pending file that it has created."""
+        """Removes the data files and the pending file of this machine."""
         remove_files(self.directory, self._written)
         self._written, self.reports = [], None
         transaction, self.transaction = self.transaction, None

@@ -34,15 +34,15 @@ from torch_ckpt.planning.value_digests import value_digests
 __all__ = ["Answer", "Decision", "MachineShare", "decided"]
 
 Decision = Literal["all", "assign", "shares"]
-"""The ranks copy all of their items; or first assign their shares; or copy their shares."""
+"""The ranks copy all of their items, assign shares first, or copy their shares."""
 
 
 class Answer(NamedTuple):
-    """What a rank tells the others before a save.
+    """What a rank sends to the others before a save.
 
-    ``can_share`` says that it can copy a share, and ``is_assigned`` that it knows its share.
-    ``values`` are those of its replicas, combined. ``differences`` are replicas on its machine that
-    had different values when shares were assigned, of the first save with these shares.
+    ``can_share``: whether it can copy a share. ``is_assigned``: whether it knows its share.
+    ``values`` has one digest for each set of its replicas. ``differences`` lists replicas on its
+    machine whose values differed when the shares were last assigned; they are sent once.
     """
 
     can_share: bool
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 
 
 def decided(answers: Sequence[Answer]) -> Decision:
-    """Returns what all ranks do, from the answers of all. Warns of replicas that differ."""
+    """Returns the decision of all ranks from their answers. Warns of replicas that differ."""
     if not all(answer.can_share for answer in answers):
         return "all"
     are_assigned = {answer.is_assigned for answer in answers}
@@ -68,7 +68,7 @@ def decided(answers: Sequence[Answer]) -> Decision:
 
 
 def _of_all_machines(answers: Sequence[Answer]) -> list[Difference]:
-    """Merges the differences of all machines. All ranks of a machine give the same answer."""
+    """Merges the differences of all machines. All ranks of a machine send the same list."""
     machines = {answer.node: answer.differences for answer in answers}
     found: dict[str, Difference] = {}
     for fqn, pairs, count in itertools.chain.from_iterable(machines.values()):
@@ -80,9 +80,9 @@ def _of_all_machines(answers: Sequence[Answer]) -> list[Difference]:
 class MachineShare:
     """A rank's share of the replicas on its machine, across saves.
 
-    A share is valid as long as every rank has the same tensors, and replicas that were equal have
-    equal values. Otherwise every rank copies all of its items. The ranks compare the values before
-    each save, while the tensors are those of training.
+    A share is valid as long as every rank has the same tensors, and replicas that were equal are
+    still equal. Otherwise every rank copies all of its items. The ranks compare the values before
+    each save, in the tensors of training.
 
     ``tensors`` (16 bytes) identifies the tensors of the rank in its last save, and ``sharing`` (16
     bytes) how the ranks of the machine divide their replicas; ``NOT_SHARED`` if each copies all of
@@ -98,7 +98,7 @@ class MachineShare:
         self._node = node
         self._check_replicas = check_replicas
         self._equal: Sequence[EqualReplicas] = ()  # Items of the table of this rank's tensors.
-        self._differences: list[Difference] = []  # The last assignment's, until it is answered.
+        self._differences: list[Difference] = []  # Found by the last assignment, until sent.
         self.tensors = b""
         self.sharing = NOT_SHARED
         self._assigned = b""  # Encoded assignment, if the replicas are shared.
@@ -148,9 +148,9 @@ class MachineShare:
         return contents.select(self._selection)
 
     def assign(self) -> None:
-        """Assigns shares from the slots of the save in which all ranks copied everything.
+        """Assigns shares, based on the slots of the save in which all ranks copied everything.
 
-        Raises StorageError if the slots of the previous save are gone.
+        Raises StorageError if the slots of the previous save no longer exist.
         """
         slots = whole_saves(complete_slots(self._folder, self._run)).get(self._copied_all, [])
         if not slots:
@@ -162,7 +162,7 @@ class MachineShare:
         headers = [header for header, _ in slots]
         snapshots = [_native.Slot.open(os.fsencode(path), False).read() for _, path in slots]
         tables = [_native.ItemTable.decode(s.items) for s in snapshots]
-        # Another machine may split a tensor at other rows, so that the boxes would overlap.
+        # Another machine may cut a tensor at other rows, so that boxes would overlap.
         split = headers[0].node_count == 1
         plan = _native.GlobalPlan(
             [table.tensors().encode() for table in tables],

@@ -1,4 +1,4 @@
-"""Runs an agent as the work of a whole process: its lock, its log, its signals, its end."""
+"""Runs an agent as a process: acquires the lock, opens the log, handles signals, cleans up."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_agent(run: bytes, options: AgentOptions, *, first_within_s: float | None
         for removed in remove_abandoned(folder):
             _log.info("removed %s, the memory of an abandoned run", removed)
         agent = Agent(run, folder, options, first_within_s=first_within_s, signals=signals)
-        # If others have removed the folder, a new one may be that of the next agent.
+        # If the folder was removed, a new one may belong to the next agent.
         if agent.serve() and inode_of(os.fspath(folder)) == inode:
             # The lock is removed last, so that no other agent begins in a partly deleted folder.
             for path in folder.iterdir():

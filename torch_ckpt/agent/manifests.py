@@ -1,10 +1,10 @@
 """The files through which the agents of several machines complete one save.
 
-Machines are certain to share only the file system of the checkpoints. Each agent therefore
-publishes its state as small files in the checkpoint's directory, each with an atomic rename, or on
-a store by one write. If the checkpoint goes to local directories, which the machines do not share,
+The only storage that all machines certainly share is that of the checkpoints. Each agent therefore
+publishes its state as small files in the checkpoint's directory, by an atomic rename, or on a store
+by one write. If the checkpoint is saved to local directories, which the machines do not share,
 these files lie in the directory of the run, in a folder for each save.
-:mod:`torch_ckpt.agent.joint_save` describes the order of these files.
+:mod:`torch_ckpt.agent.joint_save` describes the protocol.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["FileKind", "Manifests", "PendingFailures"]
 FileKind = Literal["epoch", "lists", "manifest", "commit", "committed", "failed"]
 
 _FOLDER = ".agents"
-"""The folder in the directory of a run, with the files of saves to local directories."""
+"""The folder in the directory of a run for the files of saves to local directories."""
 
 _UNPUBLISHED = ".tmp"
 _TAG_DIGITS = 16
@@ -71,9 +71,9 @@ class Manifests:
         checkpoint: Location,
         shared: Location | None = None,
     ) -> None:
-        self._is_apart = shared is not None  # From the checkpoint.
+        self._is_apart = shared is not None  # Whether the files lie outside the checkpoint.
         self.committers: Sequence[int] = range(node_count if shared is not None else 1)
-        """The machines that commit: all in directories of their own, or else machine 0 for all."""
+        """The machines that commit: all of them in local directories, or else machine 0 for all."""
         self.directory = checkpoint
         if shared is not None:
             self.directory = shared / _FOLDER / _folder_name((session, sequence))
@@ -102,8 +102,9 @@ class Manifests:
     def create_directory(self) -> None:
         """Creates the directory of the files, if files can be renamed there.
 
-        Does nothing if it is that of the checkpoint. A machine that has committed must not create
-        it: it exists, or machine 0 has removed it because all machines have committed.
+        Does nothing if that is the directory of the checkpoint. After a commit on this machine, the
+        directory must not be created: if it is missing, machine 0 has removed it because all
+        machines have committed.
         """
         if self._is_apart and not self.is_committed():
             self._answer(self._create_directory)
@@ -175,7 +176,7 @@ class Manifests:
         ]
 
     def reports(self, epoch: str, nodes: Iterable[int]) -> list[FileReport] | None:
-        """Returns what these machines have written in an epoch; ``None`` if a manifest lacks."""
+        """Returns the files of these machines in an epoch; ``None`` if a manifest is missing."""
         found: list[FileReport] = []
         for node in nodes:
             got = self.manifest(node)
@@ -187,7 +188,7 @@ class Manifests:
     def published(self) -> dict[str, set[int]]:
         """Returns, for each kind of file, the machines that have published one.
 
-        Raises StorageError if that is unknown.
+        Raises StorageError if the directory cannot be listed.
         """
         found: dict[str, set[int]] = {kind: set() for kind in get_args(FileKind)}
         for match in self._matches():
@@ -204,14 +205,14 @@ class Manifests:
         if not self._is_apart:
             self._remove(match[0] for match in self._files() if not match[3])
             return
-        # The manifests first: one without an answer to the commit would be waited for.
+        # The manifests first: agents would wait for a commit of a manifest that remains.
         self._remove(match[0] for match in self._files() if match[2] == "manifest")
         if not any(match[2] == "manifest" for match in self._files()):
             with contextlib.suppress(CheckpointError):  # The next save tries again.
                 self._answer(self.directory.remove_all)
 
     def clear_former(self, live: Iterable[Save]) -> None:
-        """Removes what older saves to local directories have left, except for these saves."""
+        """Removes the files of older saves to local directories, except for these saves."""
         if not self._is_apart:
             return
         folder, names_of_live = self.directory.parent, set(map(_folder_name, live))
@@ -229,7 +230,7 @@ class Manifests:
         return bool(self._files())
 
     def failure_of(self, error: BaseException) -> Failure:
-        """Returns the description of this machine's error that is published to all machines."""
+        """Returns the description of this machine's error, to be published to all machines."""
         kind, text, errno = failure_of(error)
         return kind, f"machine {self.node} ({socket.gethostname()}): {text}", errno
 
@@ -260,7 +261,7 @@ class Manifests:
 
 
 def _folder_name(save: Save) -> str:
-    """Returns the name of the folder of a save: those of older saves are less."""
+    """Returns the name of the folder of a save. Names of older saves sort before newer ones."""
     return f"{save[0].hex()}-{save[1]:020}"
 
 
@@ -277,30 +278,30 @@ class PendingFailures:
         self._is_watched = False  # Whether the thread runs.
 
     def add(self, manifests: Manifests, facts: dict[str, Any], *, within_s: float) -> None:
-        """Publishes the ``facts`` of a failure, if other machines begin the save in this time."""
+        """Publishes the ``facts`` of a failure if other machines begin the save ``within_s``."""
         with self._lock:
             deadline = time.monotonic() + within_s
             self._saves.setdefault(manifests.tag, (manifests, facts, deadline))
             while len(self._saves) > _MAX_PENDING:
                 del self._saves[next(iter(self._saves))]
             if not self._is_watched:
-                # With too many threads, the next failure starts it.
+                # If no thread can be started, the next failure retries.
                 with contextlib.suppress(RuntimeError):
                     threading.Thread(target=self._watch, daemon=True).start()
                     self._is_watched = True
 
     def abort(self, manifests: Manifests, why: str, *, within_s: float) -> None:
-        """Publishes that this machine never completes a save, if other machines begin it."""
+        """Publishes, if other machines begin a save, that this machine will never complete it."""
         facts = {"epoch": None, "failure": manifests.failure_of(CheckpointError(why))}
         self.add(manifests, facts, within_s=within_s)
 
     def discard(self, tag: str) -> None:
-        """Forgets the failure of a save that this machine begins again."""
+        """Drops the failure of a save that this machine begins again."""
         with self._lock:
             self._saves.pop(tag, None)
 
     def close(self) -> None:
-        """Waits for the failures that other machines wait for now, for a second at most."""
+        """Waits up to a second until failures that other machines wait for are published."""
         end = time.monotonic() + 2 * _POLL_S
         while self._saves and time.monotonic() < end:
             time.sleep(_POLL_S / 10)
@@ -323,7 +324,7 @@ class PendingFailures:
 
 def _is_published(manifests: Manifests, facts: dict[str, Any]) -> bool:
     """Publishes a failure if other machines have files for the save; returns whether it did."""
-    # The next poll tries again, also if there are too many threads now.
+    # The next poll retries, also if no thread could be started.
     with contextlib.suppress(CheckpointError, RuntimeError):
         if manifests.has_files():
             manifests.put("failed", facts)

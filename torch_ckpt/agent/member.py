@@ -1,4 +1,4 @@
-"""How the ranks of a run start: which machine each one has, and that all of them reach an agent."""
+"""Start-up of the ranks of a run: determines their machines, and connects them to agents."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch_ckpt.agent.memory import Save, complete_slots, folder_of, open_folder
 from torch_ckpt.agent.slot_reports import MachineSlots, machine_slots, orphans_among
 from torch_ckpt.coordination.addresses import this_machine
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 
 __all__ = ["connect_all", "find_member"]
 
 _Facts = tuple[bytes, bytes, str, RunId | None]
-"""What a rank reports at its start: run, session, machine, and the id of the run in its memory."""
+"""What a rank reports when it starts: run, session, machine, and the id of the run in memory."""
 
 
 def find_member(
@@ -28,7 +28,7 @@ def find_member(
 ) -> Member:
     """Returns the identity of this rank; all ranks call this function.
 
-    If the run has a directory, it has an id.
+    A run with a directory also has an id.
     """
     name, rank = run_of(run), group.rank
 
@@ -63,7 +63,7 @@ def find_member(
 def connect_all(group: Group, connect: Callable[[], AgentClient], timeout_s: float) -> AgentClient:
     """Returns the client that ``connect`` makes on this rank; all ranks call this function.
 
-    If a rank cannot connect, all ranks raise its error, and those that are connected detach.
+    If a rank cannot connect, all ranks raise its error, and connected ranks detach.
     """
     clients: list[AgentClient] = []
     try:
@@ -83,7 +83,16 @@ def connect_all(group: Group, connect: Callable[[], AgentClient], timeout_s: flo
 
 
 def _new_session(run: bytes) -> bytes:
-    """Returns a session later than all sessions in memory, whatever the clocks are."""
-    sessions = [header.session for header, _ in complete_slots(folder_of(run), run)]
+    """Returns a session that is later than all sessions in memory, even if clocks differ.
+
+    Raises StorageError if no session is later.
+    """
+    folder = folder_of(run)
+    sessions = [header.session for header, _ in complete_slots(folder, run)]
     since = int.from_bytes(max(sessions, default=b"")[:8], "big") + 1
+    if since >= 1 << 64:
+        raise StorageError(
+            f"cannot save with the agent: {folder} has a save later than any other can be; remove "
+            "this folder"
+        )
     return max(time.time_ns(), since).to_bytes(8, "big") + secrets.token_bytes(8)

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import name_of
 from torch_ckpt.process_state import Descriptor
 
 __all__ = [
     "LOCK_NAME",
     "NOT_SHARED",
+    "NO_SNAPSHOT",
     "SLOTS_PER_RANK",
     "Save",
     "agent_lock",
@@ -60,6 +61,13 @@ SLOTS_PER_RANK = 2
 
 NOT_SHARED = bytes(16)
 """The share id of a save in which each rank copies all of its items."""
+
+NO_SNAPSHOT = CorruptionError, NotFoundError
+"""Errors of a file without a snapshot.
+
+With another error, the newest step may be there: of a later version, or the system refuses to map
+it, for lack of address space.
+"""
 
 LOCK_NAME = "agent.lock"
 """The file that the agent of a run locks."""
@@ -93,8 +101,8 @@ def open_folder(run: bytes) -> Path:
     """Returns the folder of a run; creates it if it does not exist.
 
     Raises StorageError if it belongs to another user, other users can access it, its path is
-    relative, or it is not in memory alone. Slots have no checksums: after a power cut, those on a
-    disk may be complete by their header, with zeros in the place of tensors.
+    relative, or it is not in memory only. Slots have no checksums: after a power cut, the header of
+    a slot on disk might state that it is complete although its tensors are zeros.
     """
     folder = folder_of(run)
     if not folder.is_absolute():
@@ -202,9 +210,13 @@ def sharing_of(headers: Sequence[_native.SlotHeader]) -> bytes:
 
 
 def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[_native.SlotHeader, Path]]:
-    """Yields the header and file of every slot of a run with a complete snapshot."""
+    """Yields the header and file of every slot of a run with a complete snapshot.
+
+    Raises StorageError if the system refuses to map a slot, and UnsupportedError if a later version
+    has filled it.
+    """
     for _, _, path in found_slots(folder):
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(*NO_SNAPSHOT):
             slot = _native.Slot.open(os.fsencode(path), False)
             header = slot.header()
             slot.read()
@@ -215,13 +227,13 @@ def complete_slots(folder: Path, run: bytes) -> Iterator[tuple[_native.SlotHeade
 def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool]) -> set[int]:
     """Discards the snapshots of steps that ``is_discarded`` names, and returns these steps.
 
-    An agent that writes one of them does not commit it.
+    An agent that writes one of them does not commit it. Raises as :func:`complete_slots`.
     """
     discarded = set()
     for name in names_in(folder):
         if not (_SLOT.fullmatch(name) or name.startswith("replica-")):
             continue
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(*NO_SNAPSHOT):
             slot = _native.Slot.open(os.fsencode(folder / name), True)
             header = slot.header()
             if header.run == run and is_discarded(header.step):
@@ -232,10 +244,10 @@ def discard_slots(folder: Path, run: bytes, is_discarded: Callable[[int], bool])
 
 @contextlib.contextmanager
 def released(lock: threading.Condition) -> Iterator[None]:
-    """Releases the lock of an agent for a block of slow work. Others may change anything then.
+    """Releases the lock of an agent for a block of slow work. Other threads may change its state.
 
-    An agent that answers no request within 30 s counts as lost, and it allocates or frees a few GB
-    per second. Requires: the caller holds the lock, once.
+    An agent that answers no request within 30 s counts as lost, and allocating or freeing memory
+    takes a second for a few GB. Requires: the caller holds the lock, once.
     """
     lock.release()
     try:
@@ -245,9 +257,9 @@ def released(lock: threading.Condition) -> Iterator[None]:
 
 
 def free(doomed: list[_native.Slot]) -> None:
-    """Empties a list of slots whose files have been removed: the memory is freed with the last.
+    """Empties a list of slots whose files were removed. The last reference frees the memory.
 
-    Other threads may do so at the same time. It is slow; the caller holds no lock.
+    Several threads may call it at the same time. It is slow: the caller must hold no lock.
     """
     with contextlib.suppress(IndexError):
         while True:
@@ -316,7 +328,7 @@ def remove_abandoned(own: Path) -> list[Path]:
     removed = []
     for folder in sorted(own.parent.iterdir()):
         with contextlib.suppress(OSError):
-            # A folder of a run that is starting may still be empty.
+            # The folder of a starting run may still be empty.
             last_use = max(p.stat().st_mtime for p in (folder, *folder.iterdir()))
             if folder == own or time.time() - last_use < _ABANDONED_S:
                 continue

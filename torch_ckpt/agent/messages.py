@@ -62,8 +62,8 @@ class Kind(enum.StrEnum):
     ``options`` of the agent as JSON, and the ``orphans``: saves of earlier ranks (session and
     sequence) that some machine has lost. If the run has an id: ``run_id``, ``is_written`` (whether
     the directory of the run has the id), ``seen`` (a directory that the agent must see too), and
-    its ``inode``. In their place, a rank that begins a run of a store sends its ``url``, where the
-    agent must find the id, and whether an agent that does not may end (``may_end``)."""
+    its ``inode``. If the run is on a store, the first client sends other fields instead: ``url``,
+    at which the agent must find the id, and ``may_end``, whether it may end if it does not."""
     OK = "ok"
     ERROR = "error"
     """Reports an error: ``failure``."""
@@ -79,9 +79,10 @@ class Kind(enum.StrEnum):
     FILLED = "filled"
     """Reports a complete snapshot: ``path`` of the slot, ``sequence``."""
     PERSIST = "persist"
-    """Waits until a save of the session is on disk: ``sequence``."""
+    """Waits until a save of the session is on disk: ``sequence``, and whether the rank
+    ``has_filled`` its slot; ranks of earlier builds omit that."""
     DETACH = "detach"
-    """Reports the orderly end of a rank: whether to ``drop`` its snapshots."""
+    """Reports the orderly end of a rank, and whether to ``drop`` its snapshots."""
     ABORT = "abort"
     """Reports that a rank will fill no slot for a save: ``sequence``, ``node``, ``node_count``,
     ``destination``."""
@@ -96,7 +97,7 @@ class Kind(enum.StrEnum):
     BUDDY = "buddy"
     """Begins to replicate: ``buddy`` (the node that stores the replicas of this machine), ``at``
     and ``token`` of its agent, and ``source`` (the node whose replicas this agent stores). Without
-    fields, the agent ends to replicate."""
+    fields, the agent stops replicating."""
     RESERVE_REPLICAS = "reserve replicas"
     """Requests memory for replicas: ``slots``, the lengths of all slots of one save by node."""
     REPLICATED = "replicated"
@@ -109,12 +110,12 @@ class Kind(enum.StrEnum):
     ``node``, ``slots`` (rank and length of each), and the save to ``keep``. Blocks follow."""
 
     COPY = "copy"
-    """Requests that the data files of a step are copied, or asks for the progress: ``source`` and
-    ``target`` (its two directories), its ``save_id``, ``nbytes_per_s``, ``wait_s`` for the end,
-    ``is_first`` (whether the rank asks for the first time), and ``is_cancelled``."""
+    """Requests a copy of the data files of a step, or its progress: ``source`` and ``target`` (its
+    two directories), its ``save_id``, ``nbytes_per_s``, ``wait_s`` for the end, ``is_first``
+    (whether it is the first request of the rank), and ``is_cancelled``."""
     COPIED = "copied"
     """Answers ``COPY``: whether the copy ``has_ended``, the ``nbytes`` that were read so far, the
-    ``linked_nbytes``, and the ``failure``, or none."""
+    ``linked_nbytes``, and the ``failure``, if any."""
 
 
 Message = dict[str, Any]
@@ -175,12 +176,12 @@ def _decode_body(nbytes: int, crc: int, body: bytes) -> tuple[dict[str, Any], li
 
 
 def encoded_save(save: Save | None) -> tuple[str, int] | None:
-    """Returns session and sequence of a save as JSON has them."""
+    """Returns session and sequence of a save, as values of JSON."""
     return None if save is None else (save[0].hex(), save[1])
 
 
 def decoded_save(value: object) -> Save | None:
-    """Returns the save of which a message has the session and the sequence."""
+    """Returns the save whose session and sequence are in a message."""
     if not isinstance(value, list) or len(value) != 2:
         return None
     return bytes.fromhex(str(value[0])), int(value[1])
@@ -231,7 +232,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Returns what another process raises in the place of an exception."""
+    """Returns the description of an exception, for another process to raise."""
     kind, text = type(error).__name__, text_of(error)
     if not isinstance(error, CheckpointError):
         kind = "StorageError" if isinstance(error, OSError) else "CheckpointError"
@@ -240,7 +241,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def raise_failure(failure: Failure) -> NoReturn:
-    """Raises the exception of another process: a CheckpointError."""
+    """Raises the error that another process has described: a CheckpointError."""
     name, text, errno = failure
     found = getattr(errors, name, None)
     is_ours = isinstance(found, type) and issubclass(found, CheckpointError)

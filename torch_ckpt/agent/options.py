@@ -32,9 +32,9 @@ class AgentOptions:
             process.
         check_replicas: How to check that replicas are equal; see
             :class:`~torch_ckpt.storage.writer.FastWriter`.
-        reuse: Whether tensors that have not changed since the last save of the agent are not
-            written again; see ``base`` of :class:`~torch_ckpt.storage.writer.FastWriter`. A
-            ``Run`` sets it.
+        reuse: Whether to skip writing tensors that have not changed since the last save of the
+            agent; see ``base`` of :class:`~torch_ckpt.storage.writer.FastWriter`. A ``Run`` sets
+            it.
         replicas: 1 to also send each save to the memory of another machine, the buddy of this one.
             If a machine is lost, the others and its replacement can then restore the save from
             memory. Doubles the memory for slots.
@@ -77,7 +77,7 @@ class AgentOptions:
 
     @staticmethod
     def decode(text: str) -> AgentOptions:
-        """Returns the options of some JSON; an option that it lacks has its default.
+        """Returns the options in a JSON text. Missing options have their defaults.
 
         Raises:
             ValueError: The text is not an object of options.

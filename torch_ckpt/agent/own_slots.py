@@ -1,4 +1,4 @@
-"""OwnSlots: the slots of a rank, one of which it fills in each save."""
+"""OwnSlots: the slots of a rank. Each save fills one of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LOG = logging.getLogger("torch_ckpt")
 
 
 class OwnSlots:
-    """The slots of a rank, and the part of its state that it copies to one in each save.
+    """The slots of a rank, and the selection of items that it copies to a slot in each save.
 
-    ``sequence`` is that of the next save, the same on all ranks of ``group``.
+    ``sequence`` is the number of the next save, the same on all ranks of ``group``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OwnSlots:
         self._devices = _native.Devices()
 
     def reserve(self, contents: SlotContents) -> None:
-        """Allocates the slots for such contents; see ``SnapshotAgent.reserve``."""
+        """Allocates slots large enough for these contents; see ``SnapshotAgent.reserve``."""
         self._client.request(Kind.RESERVE, nbytes=_slot_nbytes("", contents, sync=True))
         for number in range(SLOTS_PER_RANK):
             slot = self._slot(slot_path(self._client.folder, self._client.member.rank, number))
@@ -65,7 +65,7 @@ class OwnSlots:
         *,
         sync: bool,
     ) -> tuple[Path, bool] | None:
-        """Fills a slot; returns its file, and whether it was waited for.
+        """Fills a slot; returns its file, and whether the call waited for it.
 
         Returns ``None`` if no slot becomes free within ``wait_s``.
         """
@@ -101,7 +101,7 @@ class OwnSlots:
         """Returns destination and items of the save, and whether all ranks copy only their shares.
 
         An error on one rank is raised on all ranks. The ranks agree on the sequence number of the
-        save, since the number of saves in which each has failed may differ.
+        save, because they may have failed in different numbers of saves.
         """
         found: list[tuple[Destination, SlotContents]] = []
         replication = self._replication
@@ -126,7 +126,7 @@ class OwnSlots:
         decision, replication.keep, header.sequence = self._decide(list_and_answer, decide_all)
         self.sequence = header.sequence + 1
         replication.warn()
-        if decision == "assign":  # In the save after one in which all copied everything.
+        if decision == "assign":  # In the save after the one that copied everything.
             decision = self._decide(assign_and_answer, decided)
         if decision != "shares":
             self.share.reset()

@@ -48,9 +48,9 @@ _THREADS = 2
 
 @dataclass(frozen=True)
 class Writing:
-    """How an agent writes files. All threads share the buffers of ``io``.
+    """The settings with which an agent writes files. All threads share the buffers of ``io``.
 
-    ``reuses`` says to take what has not changed from ``base``, if there is one, and to add digests
+    With ``reuses``, unchanged data is taken from ``base``, if that is set, and digests are stored
     for the next save; see :mod:`torch_ckpt.storage.reuse`.
     """
 
@@ -108,7 +108,7 @@ def persist(
 def transaction_of(snapshot: _native.StoredSnapshot, save_id: str) -> CheckpointTransaction:
     """Returns the transaction of the checkpoint that a snapshot belongs to.
 
-    A snapshot may be old when it is persisted. So it supersedes no save that was committed since.
+    A snapshot may be old when it is persisted, so it must not supersede a save committed meanwhile.
     """
     directory, _, small_files = Destination.of(snapshot)
     return CheckpointTransaction(
@@ -171,8 +171,8 @@ def snapshot_commit_files(
     """Returns the metadata and the index of the files that all ranks have written.
 
     ``first`` is any snapshot of the save; the facts about the save are equal in all of them.
-    ``paths`` are those of all snapshots in the nested state dicts. Raises CheckpointError if the
-    files do not cover whole tensors.
+    ``paths`` are the paths in the nested state dicts, of all snapshots. Raises CheckpointError if
+    the files do not cover whole tensors.
     """
     directory = str(directory_of(first))
     unique_paths = None if first.paths is None else _unique(paths)
@@ -192,10 +192,10 @@ def publish(
 ) -> None:
     """Commits the metadata and the index, and removes the files that they replace.
 
-    ``written`` has name and length of each data file. Raises CheckpointError, or StorageError with
-    EEXIST, if another save was committed in the directory meanwhile, and CheckpointError if a data
-    file is missing: the written files are removed. After another StorageError, it is unknown
-    whether the checkpoint is committed.
+    ``written`` contains name and length of each data file. Raises CheckpointError, or StorageError
+    with EEXIST, if another save was committed in the directory meanwhile, and CheckpointError if a
+    data file is missing: in both cases, removes the written files. After another StorageError, it
+    is unknown whether the checkpoint is committed.
     """
     try:
         transaction.check(())
@@ -207,7 +207,7 @@ def publish(
 
 
 def _check_lengths(directory: Location, written: Mapping[str, int]) -> None:
-    # On a store, a file is there as a whole or not at all, and a listing has it.
+    # On a store, files are never incomplete, and listings are current.
     is_store = directory.file_system.publishes_by_condition
     listed = frozenset(directory.names()) if is_store and written else frozenset()
     for name, nbytes in written.items():
@@ -235,7 +235,7 @@ def _check_one_save(snapshots: Sequence[_native.StoredSnapshot]) -> None:
 
 @dataclass(frozen=True)
 class _Share:
-    """The share of one rank, which goes to files in a directory."""
+    """The share of one rank, which is written to files in a directory."""
 
     snapshot: _native.StoredSnapshot
     work: _native.Work
@@ -245,7 +245,7 @@ class _Share:
     def write(
         self, pool: _native.BufferPool, how: Writing, jobs: FileJobs, written: list[str]
     ) -> list[FileReport]:
-        """Takes what has not changed from the base, and writes the rest.
+        """Takes unchanged data from the base, and writes the rest.
 
         ``written`` receives the name of each complete file.
         """
@@ -311,7 +311,7 @@ class _Share:
 
 
 def directory_of(snapshot: _native.StoredSnapshot) -> Location:
-    """Returns the checkpoint directory that a snapshot is to be written to."""
+    """Returns the checkpoint directory to which a snapshot must be written."""
     return Destination.of(snapshot).directory
 
 

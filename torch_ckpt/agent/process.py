@@ -71,14 +71,21 @@ class _Listener:
         with short_path(folder) as short:
             self._socket.bind(f"{short}/{self._path.name}")
         self._path.chmod(0o600)
+        self._inode = inode_of(os.fspath(self._path))
         self._socket.listen(4096)  # Ranks ping an agent that is busy or frozen meanwhile.
         threading.Thread(target=self._accept, daemon=True).start()
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a rank that connects now reaches this agent: others may remove its memory."""
+        return inode_of(os.fspath(self._path)) == self._inode
+
     def close(self) -> None:
         self._is_closed = True
-        self._socket.shutdown(socket.SHUT_RDWR)  # A close alone wakes no thread that accepts.
+        self._socket.shutdown(socket.SHUT_RDWR)  # `close` alone does not wake the accepting thread.
         self._socket.close()
-        self._path.unlink(missing_ok=True)
+        if self.is_reachable:  # Else it may be that of the next agent.
+            self._path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         while True:
@@ -97,12 +104,27 @@ class _Listener:
                 connection.close()
 
 
+def _wanted_by(message: Message) -> tuple[AgentOptions, RunId | None]:
+    """Returns the options of a rank and the id of its run.
+
+    Raises UnsupportedError if a rank of a later version wants more than this agent knows.
+    """
+    try:
+        run_id = RunId(**message["run_id"]) if "run_id" in message else None
+        return AgentOptions.decode(message["options"]), run_id
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"cannot save with the agent (process {os.getpid()}): it is probably of another "
+            f"version, and does not know what rank {message['rank']} wants: {error}"
+        ) from error
+
+
 class Agent:
     """The server of one run, which 16 bytes identify, on this machine.
 
     The options apply until a rank registers. The agent waits ``first_within_s`` for a first
     trainer, or ``linger_s`` if that is longer and the memory contains a snapshot. ``signals`` are
-    the termination signals received so far. Once there is one, the agent persists the newest
+    the termination signals received so far. After the first one, the agent persists the newest
     complete snapshot and ends.
     """
 
@@ -142,11 +164,11 @@ class Agent:
         self._admitted: dict[Save, bool] = {}
         self._is_dropped = False  # Whether the trainers discarded their snapshots.
         self._has_ended = False
-        self._is_useless = False  # Whether it does not reach the store of the run.
+        self._is_useless = False  # Whether it cannot reach the store of the run.
         self._next_id: RunId | None = None  # The run whose first save frees the slots.
 
     def serve(self) -> bool:
-        """Serves trainers until all have detached, or none has been alive for ``linger_s``.
+        """Serves trainers until all detached, none lived for ``linger_s``, or its socket is gone.
 
         Returns whether the memory can be removed: its snapshots are on disk or were discarded.
         """
@@ -154,7 +176,7 @@ class Agent:
         listener = _Listener(self.folder, self._serve_connection)
         with self._changed, contextlib.closing(self._failures):
             self._saves.begin_next()  # An earlier agent may have left pending saves.
-            while not self._can_end():
+            while not self._can_end(listener):
                 self._changed.wait(_POLL_S)
                 self._check_trainers()
             self._has_ended = True
@@ -168,12 +190,12 @@ class Agent:
                 return True
             return self._ranks.all_detached and self._saves.failure_of(newest.save) is None
 
-    def _can_end(self) -> bool:
+    def _can_end(self, listener: _Listener) -> bool:
         """Returns whether the agent can end, once it has persisted the newest snapshot."""
         is_over = not self._saves.is_running and self._ranks.have_ended(
             self.options.linger_s, self._first_within_s
         )
-        if not (self._signals or self._is_useless or is_over):
+        if not (self._signals or self._is_useless or is_over or not listener.is_reachable):
             return False
         if not self._is_dropped and not self._is_useless:
             if self._ranks.all_detached or self.options.persist_on_failure:
@@ -199,7 +221,7 @@ class Agent:
             return self._ranks.are_live(save)
 
     def _is_needed(self, save: Save, scan: SlotScan) -> bool:
-        """Returns whether a save is still to be persisted, or may still be completed."""
+        """Returns whether a save must still be persisted, or may still be completed."""
         is_whole = save in scan.complete
         return (self._saves.is_pending if is_whole else self._ranks.is_awaited)(save, scan)
 
@@ -260,9 +282,8 @@ class Agent:
         session, rank = bytes.fromhex(message["session"]), int(message["rank"])
         if message["run"] != self.run.hex():
             raise CheckpointError(f"cannot register rank {rank}: this agent belongs to another run")
-        options = AgentOptions.decode(message["options"])
         ranks = [int(each) for each in message["ranks_here"]]
-        run_id = RunId(**message["run_id"]) if "run_id" in message else None
+        options, run_id = _wanted_by(message)
         if run_id is not None and "url" in message:
             self._check_reaches(message, run_id)
         if "seen" in message and inode_of(message["seen"]) != message["inode"]:
@@ -272,7 +293,7 @@ class Agent:
                 "process shares the memory"
             )
         with self._changed:
-            self._changed.wait_for(lambda: not self._ranks.is_leaving(pid, session), _POLL_S)
+            self._changed.wait_for(lambda: not self._ranks.is_leaving(pid, session, ranks), _POLL_S)
             if self._has_ended:
                 raise ConnectionAbortedError("this agent has ended")
             if run_id is not None:
@@ -289,8 +310,8 @@ class Agent:
     def _check_reaches(self, message: Message, run_id: RunId) -> None:
         """Checks that this agent reaches the store of a rank; see :func:`check_reaches`.
 
-        If not, and no rank uses this agent, it ends, and leaves the memory to one that the rank
-        starts: that has the rank's environment, such as credentials that have been renewed.
+        If not, and no rank uses this agent, it ends, and leaves the memory to an agent that the
+        rank starts: that one has the environment of the rank, such as renewed credentials.
         """
         try:
             check_reaches(message["url"], run_id)  # Without the lock: the store may be slow.
@@ -304,10 +325,10 @@ class Agent:
             raise ConnectionAbortedError from error
 
     def _become(self, run_id: RunId, pid: int) -> None:
-        """Serves the run with this id from now on; the memory of another run is to be freed.
+        """Serves the run with this id from now on. The memory of another run will be freed.
 
-        It is freed when the run first allocates memory: until then, the trainers may find out that
-        the directory is only not mounted, and end.
+        It is freed when the run first allocates memory: until then, the trainers may detect that
+        the directory is merely not mounted, and end.
         """
         own = id_in_memory(self.folder)
         present = self._next_id or own
@@ -340,16 +361,16 @@ class Agent:
         self._with_memory(lambda: self._slots.reserve(trainer.rank, message["nbytes"]))
 
     def _with_memory(self, allocate: Callable[[], T]) -> T:
-        """Allocates memory; on failure releases slots of former ranks, or replicas, and retries."""
-        try:
-            return allocate()
-        except StorageError:
-            is_released = self._slots.release(self._ranks.ranks, self._saves.is_done)
-            if not is_released and not self._replicas.give_up():
-                raise
-            with released(self._changed):
-                free(self._slots.doomed)
-            return allocate()
+        """Allocates memory; on failure frees slots of former ranks, then replicas, and retries."""
+        while True:
+            try:
+                return allocate()
+            except StorageError:
+                is_released = self._slots.release(self._ranks.ranks, self._saves.is_done)
+                if not is_released and not self._replicas.give_up():
+                    raise
+                with released(self._changed):
+                    free(self._slots.doomed)
 
     def _acquire(self, trainer: RankProcess, message: Message) -> Message:
         sequence, nbytes, wait_s = int(message["sequence"]), message["nbytes"], message["wait_s"]
@@ -396,7 +417,7 @@ class Agent:
         if newest is not None and newest.session == trainer.session:
             self._slots.retain(self._ranks.ranks, self._replicas.keep)
             if not self._replicas.is_active:
-                self._replicas.discard()  # Those of a former session.
+                self._replicas.discard()  # The replicas of an earlier session.
         self._changed.notify_all()
 
     def _abort(self, trainer: RankProcess, message: Message) -> None:
@@ -422,6 +443,7 @@ class Agent:
 
     def _persist(self, trainer: RankProcess, message: Message) -> None:
         save = trainer.session, message["sequence"]
+        trainer.reached = max(trainer.reached, save[1] + message.get("has_filled", False))
         has_requested = False
         while not self._saves.is_done(save):
             failure = self._saves.failure_of(save)
@@ -438,7 +460,7 @@ class Agent:
             self._changed.wait(_POLL_S)
 
     def _raise_if_lost(self, save: Save, scan: SlotScan) -> None:
-        """Raises if an incomplete save can no longer complete."""
+        """Raises if an incomplete save can never complete."""
         newest = scan.newest
         if newest is not None and newest.save > save:
             raise CancelledError(
@@ -446,7 +468,8 @@ class Agent:
             )
         if not self._ranks.is_awaited(save, scan):
             raise CancelledError(
-                f"cannot persist save {save[1]}: a rank ended or failed before it filled a slot"
+                f"cannot persist save {save[1]}: a slot was removed from memory, or a rank ended "
+                "or failed before it filled a slot"
             )
 
     def _detach(self, trainer: RankProcess, message: Message) -> None:

@@ -25,14 +25,14 @@ _REGISTER_S = 10.0
 class RankProcess:
     """A trainer process that saves through the agent.
 
-    The kernel reports the end of a process through a pidfd. Old kernels and some sandboxes refuse
-    one: then ``/proc`` is polled. If that is impossible too, because the process is in another
-    namespace of process ids (its ``pid`` is 0), the process counts as alive as long as it is
-    connected.
+    The kernel reports the end of a process through a pidfd. Old kernels and some sandboxes have no
+    pidfds: then ``/proc`` is polled. If that is impossible too, because the process is in another
+    pid namespace (its ``pid`` is 0), the process counts as alive as long as it is connected.
 
-    ``session`` (16 bytes) identifies the ranks that started together. ``has_detached`` says that
-    the process has ended in good order, or is about to. ``reached`` is the sequence of the save
-    that the rank fills a slot for, or of its next save. ``connections`` counts the open ones.
+    ``session`` (16 bytes) identifies the ranks that started together. ``has_detached``: whether
+    the process has ended in good order, or is about to. ``reached`` is the sequence number of the
+    save whose slot the rank is filling, or of its next save. ``connections`` is the number of open
+    connections.
     """
 
     def __init__(self, rank: int, session: bytes, pid: int) -> None:
@@ -65,7 +65,7 @@ class RankProcess:
         return not self._died
 
     def is_active(self, pid: int) -> bool:
-        """Returns whether the trainer lives, so that process ``pid`` cannot have its rank."""
+        """Returns whether the trainer is alive, so that process ``pid`` cannot take its rank."""
         if self.pid == pid and not self.connections:  # It has left, and begins a new session.
             return False
         return not self.has_detached and self.is_alive
@@ -74,7 +74,8 @@ class RankProcess:
 class RankProcesses:
     """The trainers of a machine. Requires: the caller holds the lock of the agent.
 
-    ``ranks`` are those of this machine in the present session. Processes may be of earlier ones.
+    ``ranks`` are the ranks of this machine in the present session. Processes of earlier sessions
+    may remain.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,17 @@ class RankProcesses:
         self._lost_since: float | None = None
 
     def register(self, rank: int, session: bytes, pid: int, ranks: Sequence[int]) -> RankProcess:
-        """Returns the trainer of a rank, one of ``ranks``. Raises CheckpointError if it has one."""
+        """Returns the trainer of a rank, one of ``ranks``.
+
+        Raises CheckpointError if another process has the rank, or if another session still saves
+        with one of ``ranks``: two sessions would wait for each other's ranks.
+        """
+        for each in self._of_other_sessions(session, ranks):
+            if each.rank != rank and each.is_active(pid):
+                raise CheckpointError(
+                    f"cannot register rank {rank}: process {each.pid} of another job already has "
+                    f"rank {each.rank} of this run"
+                )
         found = self._processes.get(rank)
         if found is None or found.pid != pid or found.session != session:
             if found is not None and found.is_active(pid):
@@ -99,13 +110,19 @@ class RankProcesses:
         return found
 
     def active(self, pid: int = 0) -> list[RankProcess]:
-        """Returns the trainers that live, so that process ``pid`` cannot have their ranks."""
+        """Returns the trainers that are alive, so that process ``pid`` cannot take their ranks."""
         return [each for each in self._processes.values() if each.is_active(pid)]
 
-    def is_leaving(self, pid: int, session: bytes) -> bool:
-        """Returns whether connections of an earlier session of a process are open."""
+    def is_leaving(self, pid: int, session: bytes, ranks: Sequence[int]) -> bool:
+        """Returns whether connections of an earlier session of a process, or of ranks, are open."""
         former = [p for p in self._processes.values() if p.pid == pid and p.session != session]
+        former += self._of_other_sessions(session, ranks)
         return any(each.connections and not each.has_detached for each in former)
+
+    def _of_other_sessions(self, session: bytes, ranks: Sequence[int]) -> list[RankProcess]:
+        """Returns the connected trainers that have one of these ranks in another session."""
+        found = filter(None, map(self._processes.get, ranks))
+        return [each for each in found if each.session != session and each.connections]
 
     @property
     def all_detached(self) -> bool:
@@ -114,11 +131,11 @@ class RankProcesses:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since :meth:`have_ended` has last found a trainer alive."""
+        """Seconds since :meth:`have_ended` last found a live trainer."""
         return time.monotonic() - self._idle_since
 
     def have_ended(self, linger_s: float, first_within_s: float) -> bool:
-        """Returns whether all have detached, or none has been alive for ``linger_s``.
+        """Returns whether all trainers have detached, or none has been alive for ``linger_s``.
 
         ``first_within_s`` is the wait for a first trainer.
         """
@@ -130,7 +147,7 @@ class RankProcesses:
         return self.idle_s > (linger_s if self._processes else first_within_s)
 
     def lost_s(self) -> float:
-        """Returns for how many seconds there have been trainers that died without detaching."""
+        """Returns the seconds since the first trainer died without detaching."""
         lost = [p for p in self._processes.values() if not (p.has_detached or p.is_alive)]
         if not lost:
             self._lost_since = None
@@ -141,16 +158,16 @@ class RankProcesses:
         return time.monotonic() - self._lost_since
 
     def have_restarted(self, save: Save) -> bool:
-        """Returns whether ranks of a later session than that of a save live."""
+        """Returns whether ranks of a later session than that of the save are alive."""
         return any(p.session > save[0] and p.is_alive for p in self._processes.values())
 
     def are_live(self, save: Save) -> bool:
-        """Returns whether trainers of a save live, or have ended in good order."""
+        """Returns whether any trainer of a save is alive, or has ended in good order."""
         trainers = [p for p in self._processes.values() if p.session == save[0]]
         return any(p.has_detached or (p.connections and p.is_alive) for p in trainers)
 
     def is_awaited(self, save: Save, scan: SlotScan) -> bool:
-        """Returns whether the ranks that have not completed a save may still complete it."""
+        """Returns whether the missing ranks may still complete a save."""
         missing = set(self.ranks).difference(scan.ranks_of(save))
         if missing & scan.ranks_beyond(save):  # A restarted agent lacks their reports.
             return False

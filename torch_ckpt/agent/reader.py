@@ -32,7 +32,7 @@ class MemoryCheckpoint:
         folder: Folder of the slots.
         slots: Files of the save's slots on this machine, the slot with this rank's number first.
         replicas: Those slots that are replicas from another machine.
-        part: The part of the replicas that this rank verifies: its number, and the number of parts.
+        part: Number of the part of the replicas that this rank verifies, and the number of parts.
         others: Index of the slots on all machines; ``None`` if all are on this one.
     """
 
@@ -80,7 +80,7 @@ class SnapshotReader(FastReader):
         checkpoint = self.checkpoint
         if prefix:
             raise NotFoundError(
-                f"cannot open {prefix!r} in memory: no rank has a checkpoint of its own there"
+                f"cannot open {prefix!r} in memory: a save in memory is one checkpoint of all ranks"
             )
         for replica in checkpoint.replicas:
             verify_replica(replica, *checkpoint.part)
@@ -100,11 +100,11 @@ def find_snapshot(
     report: Callable[[], SlotReport],
     decide: Callable[..., Any],
 ) -> MemoryCheckpoint | None:
-    """Returns the newest save of a step, or of any step; ``None`` if there is none in memory.
+    """Returns the newest save of a step, or of any step; ``None`` if memory contains none.
 
     All ranks call this function. ``decide`` is :meth:`Group.decide
-    <torch_ckpt.coordination.group.Group.decide>` with a timeout, and ``report`` returns what this
-    machine has in memory.
+    <torch_ckpt.coordination.group.Group.decide>` with a timeout, and ``report`` returns the slots
+    in the memory of this machine.
     """
 
     def choose(reports: list[SlotReport]) -> list[SlotSource] | None:

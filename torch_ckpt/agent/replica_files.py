@@ -1,8 +1,8 @@
 """The files of replicas: slots of another machine, with a checksum of each block.
 
-A replica is a copy of a slot, in the same form, so the same reader opens it. The XXH3-64 of each of
-its blocks follow, and a trailer at the end of the file. A replica counts only once those of all
-ranks of its machine are complete.
+A replica is a copy of a slot in the same format, so the same reader opens it. After the slot, the
+file contains the XXH3-64 of each block, and a trailer. A replica is used only once the replicas of
+all ranks of its machine are complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt._core import _native
-from torch_ckpt.agent.memory import Save, names_in, whole_saves
+from torch_ckpt.agent.memory import NO_SNAPSHOT, Save, names_in, whole_saves
 from torch_ckpt.errors import CheckpointError, CorruptionError
 
 __all__ = [
@@ -36,16 +36,16 @@ __all__ = [
 ]
 
 BLOCK_NBYTES = 1 << 20
-"""Bytes with one checksum."""
+"""Bytes per checksum."""
 
 PENDING_REPLICA = "pending-replica-"
 """Prefix of the file of a replica whose memory is being allocated."""
 
 GENERATIONS = 2
-"""Replicas of each rank: one remains complete while the next one arrives."""
+"""Replicas per rank: one remains complete while the next one arrives."""
 
 _COMPLETE = b"COMPLETE"  # The first bytes of a complete slot; see csrc/format/FORMAT.md.
-_PAYLOAD_AT = 144  # Where a slot has begin and length of its payload.
+_PAYLOAD_AT = 144  # Where a slot stores begin and length of its payload.
 _PAYLOAD = struct.Struct("<2q")
 _TRAILER = struct.Struct("<8s2qQ")  # Magic, bytes per block, bytes of the slot, XXH3 of sums.
 _MAGIC = b"TCREP2\r\n"
@@ -66,10 +66,13 @@ def found_replicas(folder: Path) -> list[tuple[int, int, Path]]:
 def whole_replicas(
     folder: Path, run: bytes
 ) -> dict[tuple[Save, int], list[tuple[_native.SlotHeader, Path]]]:
-    """Returns the replicas of each save and node that are complete for all ranks of the node."""
+    """Returns the replicas of each save and node that are complete for all ranks of the node.
+
+    Raises as :func:`~torch_ckpt.agent.memory.complete_slots`.
+    """
     by_node: dict[int, list[tuple[_native.SlotHeader, Path]]] = {}
     for _, _, path in found_replicas(folder):
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(*NO_SNAPSHOT):
             header = _native.Slot.open(os.fsencode(path), False).header()
             if header.run == run:
                 by_node.setdefault(header.node, []).append((header, path))
@@ -81,7 +84,7 @@ def whole_replicas(
 
 
 def clear_replica(path: Path) -> list[_native.Slot]:
-    """Marks a replica as incomplete, and returns its memory; empty if its file is no slot."""
+    """Marks a replica as incomplete, and returns its memory; empty if the file is not a slot."""
     with contextlib.suppress(CheckpointError):
         slot = _native.Slot.open(os.fsencode(path), True)
         slot.clear()
@@ -121,7 +124,7 @@ def _sums_nbytes(slot_nbytes: int) -> int:
 
 @dataclass
 class ReplicaFile:
-    """A replica that arrives. ``slot_nbytes`` is the length of the slot without its checksums."""
+    """A replica that is being received. ``slot_nbytes`` is the length without checksums."""
 
     path: Path
     slot_nbytes: int
@@ -136,9 +139,9 @@ class ReplicaFile:
 
     @classmethod
     def create(cls, path: Path, slot_nbytes: int) -> ReplicaFile:
-        """Returns an incomplete replica in new memory, whose file is not at ``path`` yet.
+        """Returns an incomplete replica in new memory, under a temporary name.
 
-        :meth:`move` puts it there. Raises StorageError if the tmpfs has too little space.
+        :meth:`move` renames it to ``path``. Raises StorageError if the tmpfs has too little space.
         """
         pending = path.with_name(f"{PENDING_REPLICA}{secrets.token_hex(8)}")
         memory = _native.Slot.create(os.fsencode(pending), cls.file_nbytes(slot_nbytes))
@@ -171,9 +174,9 @@ class ReplicaFile:
 
 
 def verify_replica(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Compares blocks of a replica with their checksums: one part of several equal ones.
+    """Compares the blocks in one of several equal parts of a replica with their checksums.
 
-    Raises CorruptionError, with the name of the file, if a block is damaged.
+    Raises CorruptionError, which names the file, if a block is damaged.
     """
     with memoryview(_native.Slot.open(os.fsencode(path), False)) as view:
         blocks = _blocks(path, view)

@@ -70,7 +70,7 @@ class ReplicaReceiver:
         self._accepting.start()
 
     def close(self) -> None:
-        """Ends the threads soon. A replica that is arriving is removed at once."""
+        """Ends the threads soon. Immediately removes a replica that is being received."""
         with self._lock:
             self._is_closed = True
             for file in self._arriving:
@@ -84,17 +84,23 @@ class ReplicaReceiver:
         self._replace(None)
 
     def _replace(self, connection: socket.socket | None) -> None:
-        """Serves a new connection in the place of the former one."""
+        """Serves a new connection instead of the former one."""
         former, self._connection = self._connection, connection
         if former is not None and self._serving is not None:
             with contextlib.suppress(OSError):  # The sender may have closed it.
                 former.shutdown(socket.SHUT_RDWR)
             self._serving.join(IO_TIMEOUT_S)
         if connection is not None:
-            self._serving = threading.Thread(
+            serving = threading.Thread(
                 target=self._serve, args=(connection,), name="torch_ckpt-replica", daemon=True
             )
-            self._serving.start()
+            try:
+                serving.start()
+                self._serving = serving
+            except RuntimeError as error:  # Too many threads; the sender connects again.
+                _log.warning("cannot receive a replica of node %d: %s", self._source, error)
+                connection.close()
+                self._connection = None
 
     def _is_wanted(self, connection: socket.socket) -> bool:
         return not self._is_closed and self._connection is connection
@@ -134,7 +140,7 @@ class ReplicaReceiver:
         send(connection, Kind.OK)
 
     def _checked(self, message: Message) -> tuple[list[tuple[int, int]], Save]:
-        """Returns rank and length of each slot, and the save, of a message from the network."""
+        """Returns rank and length of each slot, and the save, from a message of the network."""
         expected = Kind.REPLICA, self._run.hex(), self._session.hex(), self._source
         if tuple(message.get(k) for k in ("kind", "run", "session", "node")) != expected:
             raise CheckpointError("cannot store a replica: it is of another run or session")
@@ -154,8 +160,9 @@ class ReplicaReceiver:
     ) -> list[ReplicaFile]:
         """Returns incomplete files for the slots of a save.
 
-        One earlier save remains: the one to keep, or else the newest. Raises StorageError if there
-        is too little memory, and ConnectionAbortedError if the connection is no longer wanted.
+        One earlier save remains: the one to retain, or else the newest. Raises StorageError if
+        there is too little memory, and ConnectionAbortedError if the connection is no longer
+        wanted.
         """
         with self._locked(connection):
             paths, files, doomed = self._choose(slots, save, keep)
@@ -179,9 +186,9 @@ class ReplicaReceiver:
 
     @contextlib.contextmanager
     def _locked(self, connection: socket.socket) -> Iterator[None]:
-        """Holds the lock for a block. Raises ConnectionAbortedError unless the connection serves.
+        """Acquires the lock for a block. Raises ConnectionAbortedError for a replaced connection.
 
-        Memory is allocated and freed without it: :meth:`close` must not wait.
+        Memory is allocated and freed without the lock, because :meth:`close` must not wait.
         """
         with self._lock:
             if not self._is_wanted(connection):
@@ -191,15 +198,15 @@ class ReplicaReceiver:
     def _choose(
         self, slots: Sequence[tuple[int, int]], save: Save, keep: Save | None
     ) -> tuple[list[Path], dict[Path, ReplicaFile], list[_native.Slot]]:
-        """Returns the paths of the files for a save, and those files whose memory is large enough.
+        """Returns the paths of the files for a save, and existing files that are large enough.
 
-        Removes all other files, except those that remain, and returns their memory as well.
+        Removes all other files, except those of the retained save, and also returns their memory.
         """
         whole = whole_replicas(self._folder, self._run)
         saves = {found for found, _ in whole}
         retained = keep if keep in saves else max(saves - {save}, default=None)
         of_retained = [each for (found, _), each in whole.items() if found == retained]
-        # A save is in both if its sender lost the mark, and sent it again.
+        # A save is in both if its sender lost the mark, and sends the save again.
         in_generation = [
             {path for each in of_retained for _, path in each if path.suffix == f".{number}"}
             for number in range(GENERATIONS)
@@ -229,9 +236,9 @@ class ReplicaReceiver:
         return paths, files, doomed
 
     def _receive(self, connection: socket.socket, files: Sequence[ReplicaFile]) -> bool:
-        """Receives the blocks of all files; returns whether the sender has sent all of them.
+        """Receives the blocks of all files; returns whether all of them arrived.
 
-        Raises CorruptionError if a block does not have its checksum, and OSError.
+        Raises CorruptionError if a block does not match its checksum, and OSError.
         """
         head = bytearray(HEAD.size)
         for file in files:
@@ -272,7 +279,7 @@ class ReplicaReceiver:
 
 
 def check_memory(folder: Path, missing: int) -> None:
-    """Raises StorageError if the tmpfs or the container leaves fewer bytes than are missing."""
+    """Raises StorageError if the tmpfs or the container has less free memory than is needed."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     if missing > free:

@@ -37,7 +37,7 @@ _RETRY_S = 1.0
 """Time between attempts to connect."""
 
 _REFUSED_S = 10.0
-"""Time between attempts to send to a buddy that has refused a save, for lack of memory."""
+"""Time between attempts to send to a buddy that has refused a save because it lacks memory."""
 
 _MARK = re.compile(r"replicated-([0-9a-f]{32})-(\d+)")
 
@@ -53,7 +53,7 @@ class Buddy:
 
 @dataclass(frozen=True)
 class _SentSlot:
-    """A slot as it was when its replica began. It is overtaken once a rank fills it again."""
+    """A slot at the begin of its replica. It is overtaken once a rank fills the slot again."""
 
     file: SlotFile
     memory: _native.Slot
@@ -66,16 +66,16 @@ class _SentSlot:
 
 
 class ReplicaSender:
-    """Sends each newest complete save of a session to a buddy, in a thread, until :meth:`close`.
+    """Sends the newest complete saves of a session to a buddy, in a thread, until :meth:`close`.
 
-    A save that a newer one replaces before it was sent, or while it is sent, is *superseded*: a
-    rank never waits for a replica. ``changed`` is the lock of the agent, and is notified when a
-    replica is complete. ``keep`` returns the save that the buddy must retain, and ``rate`` the
-    maximum bytes per second. Marks beside the slots record the replicas that the buddy has.
+    A save is *superseded* if a newer one replaces it before or while it is sent: a rank never waits
+    for a replica. ``changed`` is the lock of the agent, and is notified when a replica is complete.
+    ``keep`` returns the save that the buddy must retain, and ``rate`` the maximum bytes per second.
+    Marks beside the slots record which replicas the buddy stores.
 
-    The buddy has room for two saves: while one arrives, it retains one. So the mark of any other is
-    removed first. No replica begins while the ranks decide (``is_deciding``) which save to retain,
-    from marks that they have seen.
+    The buddy stores two saves: it retains one while another arrives. So the marks of all other
+    saves are removed first. No replica begins while the ranks decide (``is_deciding``), based on
+    the marks, which save to retain.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class ReplicaSender:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread soon; it records nothing any more. Requires the lock."""
+        """Ends the thread soon. It no longer records anything. Requires the lock."""
         self._is_closed = True
 
     def is_complete(self, save: Save) -> bool:
-        """Returns whether the buddy has the replica of a save. Requires the lock."""
+        """Returns whether the buddy stores the replica of a save. Requires the lock."""
         return save in self._marked
 
     def _run_all(self) -> None:
@@ -157,7 +157,7 @@ class ReplicaSender:
         return f"machine {self._buddy.node}"
 
     def _next(self) -> tuple[Save, list[_SentSlot], Save | None] | None:
-        """Returns the newest complete save, unless it is replicated, and the save to retain."""
+        """Returns the newest complete save, unless it has a replica, and the save to retain."""
         if self._is_deciding():
             return None
         complete = self._slots.scan().complete
@@ -188,7 +188,7 @@ class ReplicaSender:
         return save, slots, retained
 
     def _send(self, save: Save, slots: Sequence[_SentSlot], keep: Save | None) -> bool:
-        """Sends a save; returns whether the buddy has stored it, and not if it was overtaken."""
+        """Sends a save; returns whether the buddy has stored it, ``False`` if overtaken."""
 
         def is_overtaken() -> bool:
             return self._is_closed or any(slot.is_overtaken for slot in slots)
@@ -216,7 +216,7 @@ class ReplicaSender:
                         head = HEAD.pack(len(block), _native.xxh3(block))
                         send_block(connection, [head, block], is_overtaken)
                         pace.wait(len(block), is_overtaken)
-            if is_overtaken():  # Else no block was changed before it was sent.
+            if is_overtaken():  # Otherwise, no block has changed before it was sent.
                 raise OvertakenError
         except OvertakenError:
             self._disconnect()
@@ -265,7 +265,7 @@ class _Pace:
 
 
 def replicated(folder: Path) -> list[Save]:
-    """Returns the saves of which marks state that a buddy has them, in order."""
+    """Returns the saves that a buddy stores according to the marks, in order."""
     matches = filter(None, map(_MARK.fullmatch, os.listdir(folder)))
     return sorted((bytes.fromhex(match[1]), int(match[2])) for match in matches)
 

@@ -53,7 +53,7 @@ class OvertakenError(Exception):
 def dial(addresses: Sequence[tuple[str, int]], token: str, node: int) -> socket.socket:
     """Connects to an agent at the first of its addresses where it confirms the handshake.
 
-    Raises OSError if none does, at the latest after ``DIAL_S`` for each address.
+    Raises OSError if none does, at most ``DIAL_S`` later for each address.
     """
     failures = []
     for host, port in addresses:
@@ -105,7 +105,7 @@ def send_block(
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Receives exactly as many bytes as a view has. Raises OSError if the connection ends."""
+    """Fills a view with received bytes. Raises OSError if the connection ends."""
     while len(view):
         count = connection.recv_into(view)
         if not count:
@@ -114,7 +114,7 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 
 
 def wait_readable(connection: socket.socket, is_wanted: Callable[[], bool]) -> bool:
-    """Waits until bytes have arrived; returns whether they are still wanted."""
+    """Waits until bytes have arrived; returns whether the connection is still wanted."""
     while is_wanted():
         if has_arrived(connection, POLL_S):
             return True

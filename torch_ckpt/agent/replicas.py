@@ -1,4 +1,4 @@
-"""Replicas: what an agent sends to its buddy's agent, and what it stores for another machine."""
+"""Replicas: saves that an agent sends to its buddy's agent, and stores for another machine."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ __all__ = ["Replicas"]
 _log = logging.getLogger("torch_ckpt.agent")
 
 _STATE_NAME = "replication"
-"""The file beside the slots with which a restarted agent continues. It has the secret tokens."""
+"""The file beside the slots from which a restarted agent resumes. It contains the secret tokens."""
 
 
 class Replicas:
     """The replicas of one agent. Requires: the caller holds the lock ``changed`` of the agent.
 
-    ``keep`` is the save that the ranks retain on all machines: the newest that all buddies have.
-    A restarted agent listens at the addresses of the former one, with the same token. It does not
-    know what the ranks retain, nor whether they decide now, and sends nothing until they tell it.
+    ``keep`` is the save that the ranks retain on all machines: the newest with all its replicas. A
+    restarted agent listens at the addresses of the former one, with the same token. It does not
+    know which save the ranks retain, nor whether they are deciding on one, and sends nothing until
+    they have sent it.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Replicas:
         self._listeners: Listeners | None = None  # Until its receiver has it.
         self._sender: ReplicaSender | None = None
         self._receiver: ReplicaReceiver | None = None
-        for path in folder.glob(f"{PENDING_REPLICA}*"):  # A former agent was allocating these.
+        for path in folder.glob(f"{PENDING_REPLICA}*"):  # An earlier agent was allocating these.
             path.unlink()
         state = folder / _STATE_NAME
         try:
@@ -69,18 +70,18 @@ class Replicas:
             _log.warning("cannot replicate until the ranks restart: %s", error)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Continues after a former agent of the same session."""
+        """Continues the work of an earlier agent of the same session."""
         token = state["token"]
         self._listeners = Listeners(
             [(host, int(port)) for host, port in state["at"]], state["node"], token
         )
         self._state = state
-        self._is_deciding = True  # The former agent may have reported marks.
+        self._is_deciding = True  # The earlier agent may have reported marks.
         self._start()
         _log.info("replicating to machine %d", state["buddy"])
 
     def listen(self, session: bytes, node: int, hosts: Sequence[str]) -> Message:
-        """Listens for another agent, in a new session; answers where, and the secret token.
+        """Listens for another agent, in a new session; returns the addresses and the secret token.
 
         Raises StorageError if the system cannot listen.
         """
@@ -99,9 +100,9 @@ class Replicas:
     def connect(
         self, buddy: int, at: Sequence[tuple[str, int]], token: str, source: int, rank: int
     ) -> None:
-        """Begins to send to a buddy, and to receive from a source, as ``rank`` wants.
+        """Begins to send to a buddy, and to receive from a source, as ``rank`` requested.
 
-        The same rank asks for a :meth:`report`.
+        The same rank requests a :meth:`report`.
         """
         if self._listeners is None:
             raise CheckpointError("cannot replicate: this agent does not listen for replicas")
@@ -148,7 +149,7 @@ class Replicas:
         return self._sender is not None
 
     def report(self, scan: SlotScan) -> Message:
-        """Answers of which complete saves of this machine the buddy has the replica.
+        """Returns the complete saves of this machine whose replicas the buddy stores.
 
         The buddy retains them until the rank of :meth:`connect` has :meth:`decided`.
         """
@@ -162,14 +163,14 @@ class Replicas:
         return {"kind": Kind.SAVES, "saves": saves, **facts}
 
     def decided(self, rank: int, keep: Save | None) -> None:
-        """Sets ``keep``, as the ranks have decided it; ``rank`` is one of them."""
+        """Sets ``keep`` to the decision of the ranks. ``rank`` is one of them."""
         self.keep = keep
         if self._is_deciding and rank == self._state.get("rank"):
             self._is_deciding = False
             self._changed.notify_all()
 
     def reserve(self, slots: dict[int, int]) -> None:
-        """Checks that there is memory for replicas, besides the slots of this machine's ranks.
+        """Checks that memory remains for replicas, besides the slots of this machine's ranks.
 
         ``slots`` has the length of all slots of one save, by node. Raises StorageError if the tmpfs
         or the container's memory limit has too little.
@@ -195,12 +196,12 @@ class Replicas:
         (self._folder / _STATE_NAME).unlink(missing_ok=True)
 
     def begin_session(self, session: bytes) -> None:
-        """Ends what an earlier session has begun, so that no replica of it is replaced any more."""
+        """Ends transfers of an earlier session, so that its replicas are no longer replaced."""
         if self._state and bytes.fromhex(self._state["session"]) < session:
             self.end()
 
     def discard(self) -> bool:
-        """Removes all replicas that are stored here; returns whether there were any."""
+        """Removes all replicas stored here; returns whether any existed."""
         found = found_replicas(self._folder)
         self._slots.doomed += remove_replicas(self._folder)
         return bool(found)

@@ -1,4 +1,4 @@
-"""SnapshotRung: the steps of a run that are in the agent's memory."""
+"""SnapshotRung: the steps of a run in the memory of its agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_ckpt.agent.slot_reports import SlotReport, sources_of_whole_saves
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.commits.terms import Term
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CorruptionError, NotFoundError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 
 __all__ = ["SnapshotRung"]
 
@@ -24,18 +24,19 @@ class SnapshotRung:
     def __init__(self, agent: SnapshotAgent, *, reader: dict[str, Any] | None = None) -> None:
         self._agent = agent
         self._has_ended = False
+        self.unreadable: dict[int, StorageError] = {}  # Memory is read as a whole, or not at all.
         self._reader = reader or {}
 
     def end(self) -> None:
-        """Makes the rung empty: the agent ends, and first writes its steps to disk."""
+        """Makes the rung empty, because the agent writes its steps to disk and ends."""
         self._has_ended = True
 
     def report(self) -> SlotReport:
-        """Returns what this machine has in memory, on its first rank."""
+        """Returns the slots in the memory of this machine, on its first rank."""
         return (-1, []) if self._has_ended else self._agent.slot_report()
 
     def steps(self, reports: Sequence[SlotReport], lineage: Term | None = None) -> Iterator[int]:
-        """Returns the steps of which all slots are in memory somewhere, the newest first."""
+        """Returns the steps whose slots are all in memory on some machine, the newest first."""
         whole = sources_of_whole_saves(reports).values()
         return iter(sorted({sources[0][1].step for sources in whole}, reverse=True))
 

@@ -60,10 +60,10 @@ class Saves:
     them: marks of saves on disk, and errors of failed saves.
 
     Requires: the caller holds the lock of ``changed``, which is notified when a save has ended,
-    unless a method states otherwise. ``options`` returns the present ones of the agent.
-    ``is_shutting_down`` returns whether a save waits for a short time only, and ``is_live`` whether
-    trainers of the save live, or ended in good order; both are called without the lock.
-    ``failures`` are those that joint saves could not publish.
+    unless a method states otherwise. ``options`` returns the current options of the agent.
+    ``is_shutting_down`` returns whether a save must shorten its waits, and ``is_live`` whether any
+    trainer of the save is alive, or ended in good order. Both are called without the lock.
+    ``failures`` are failures that joint saves could not publish.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Saves:
         self._offered: set[Save] = set()
         self._failures: dict[
             Save, Failure
-        ] = {}  # Also where a file of the failure cannot be written.
+        ] = {}  # Also if the file of the failure cannot be written.
         self._answers: dict[str, Answers] = {}
         self._last: Location | None = None  # The last checkpoint that this agent has written.
         self.is_running = False
@@ -99,7 +99,7 @@ class Saves:
         self._done = {(bytes.fromhex(match[1]), int(match[2])) for match in matches}
 
     def is_pending(self, save: Save, scan: SlotScan) -> bool:
-        """Returns whether a complete save is still to be persisted, and has not failed."""
+        """Returns whether a complete save must still be persisted, and has not failed."""
         slots = scan.complete.get(save)
         if slots is None or save in self._done or self.failure_of(save) is not None:
             return False
@@ -122,7 +122,7 @@ class Saves:
     def request(self, save: Save, *, is_offer: bool = False) -> None:
         """Requests that a save is persisted; retries a failed save.
 
-        With ``is_offer``, it need not be if a newer save reaches the disk first.
+        With ``is_offer``, the save is skipped if a newer save reaches the disk first.
         """
         (self._offered if is_offer else self._requested).add(save)
         self._failures.pop(save, None)
@@ -130,7 +130,7 @@ class Saves:
         self.begin_next()
 
     def lose(self, saves: Iterable[Save]) -> None:
-        """Ends saves that other machines have lost with their memory, instead of a long wait."""
+        """Ends saves whose slots another machine has lost, instead of waiting long for them."""
         self._orphans.update(saves)
 
     def fail(self, save: Save, failure: Failure) -> None:
@@ -295,7 +295,7 @@ class Saves:
         self._changed.notify_all()
 
     def _claim_directory(self, save: Save, slots: list[SlotFile]) -> Location:
-        """Returns the directory of the checkpoint. Raises if it is no longer that of its run."""
+        """Returns the directory of the checkpoint. Raises if it no longer belongs to its run."""
         assert slots[0].memory is not None
         snapshot = slots[0].memory.read()
         if not snapshot.directory:
@@ -323,10 +323,10 @@ class Saves:
         return differences
 
     def _writing(self, directory: Location) -> Writing:
-        """Returns how to write a save: the base is the last one that was written."""
+        """Returns how to write a save. Its base is the last save that was written."""
         options = self._options()
         if self._last is None and options.reuse:
-            self._last = _newest_beside(directory)  # A former agent wrote it.
+            self._last = _newest_beside(directory)  # An earlier agent wrote it.
         base = self._last
         if base is not None and str(base) == str(directory):
             base = None
@@ -351,7 +351,7 @@ def _failure(facts: list[object]) -> Failure:
 
 
 def _newest_beside(directory: Location) -> Location | None:
-    """Returns the newest checkpoint beside another, whose name differs in its numbers only."""
+    """Returns the newest checkpoint beside another one whose name differs only in its numbers."""
     found = []
     form = _DIGITS.sub("0", directory.name)
     with contextlib.suppress(CheckpointError):  # Then the save has no base.
@@ -365,7 +365,7 @@ def _newest_beside(directory: Location) -> Location | None:
 
 
 def _progress(pending: dict[Save, _PendingSave]) -> list[tuple[Save, tuple[bool, bool]]]:
-    """Returns how far each save is on this machine."""
+    """Returns the progress of each save on this machine."""
     return [
         (save, (False, False) if entry.joint is None else entry.joint.progress)
         for save, entry in pending.items()

@@ -29,8 +29,8 @@ _THREADS = min(4, os.cpu_count() or 1)
 class Selection:
     """The share of a rank's items that the rank copies.
 
-    ``numbers`` are those of the items in the rank's full list. ``rows`` has first row and number of
-    rows of each split item, by position in ``numbers``.
+    ``numbers`` are the numbers of the items in the rank's full list. ``rows`` contains first row
+    and number of rows of each cut item, by position in ``numbers``.
     """
 
     numbers: Sequence[int]
@@ -49,10 +49,10 @@ def _named(work: _native.Work, sources: Sequence[object]) -> Iterator[tuple[str,
 class SlotContents:
     """Items of a rank's state dict, and their offsets in a slot.
 
-    ``items`` may be a subset of those that the planner listed, of which ``digest`` is. A source is
-    ``None`` for an object, and for a tensor that only DCP can resolve. ``pickled`` has the bytes of
-    items that are already pickled, by number. ``nbytes`` are those of all items in the slot,
-    padding included. ``batch`` has the tensors.
+    ``items`` may be a subset of the items that the planner listed; ``digest`` is the digest of the
+    full list. A source is ``None`` for an object, and for a tensor that only DCP can resolve.
+    ``pickled`` contains the bytes of items that are already pickled, by number. ``nbytes`` is the
+    size of all items in the slot, including padding. ``batch`` contains the tensors.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SlotContents:
             self.nbytes = self._offsets[-1] + item_nbytes
 
     def _pickle(self, item: WriteItem) -> tuple[memoryview, Sequence[str]]:
-        """Pickles an item, without the storages around the tensors that it has in containers."""
+        """Pickles an item. Tensors in containers are pickled without the rest of their storages."""
         values, fqn = self._planner.state_dict, item.index.fqn
         if item.type != WriteItemType.BYTE_IO or not tensors_in(value := values[fqn]):
             return pickle_item(item, self._planner)

@@ -1,4 +1,4 @@
-"""Slot reports: which slots of which saves each machine has, and which saves are whole."""
+"""Slot reports: the slots of each save on each machine, and which saves are whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
-from torch_ckpt.agent.identity import RunId, id_in_memory
+from torch_ckpt.agent.identity import NO_ID, RunId, id_in_memory
 from torch_ckpt.agent.memory import Save, complete_slots, whole_saves
 from torch_ckpt.agent.replica_files import whole_replicas
 from torch_ckpt.commits.terms import term_in
@@ -35,8 +35,9 @@ _LOG = logging.getLogger("torch_ckpt")
 class MachineSlots:
     """All slots that one machine has filled in one save: its own, or replicas on its buddy.
 
-    ``node`` is the machine that has filled them, one of ``node_count``, as numbered then. ``names``
-    are the files, in order of rank. ``term`` is that of the run in which the step was saved.
+    ``node`` is the number, at that time, of the machine that filled them, one of ``node_count``.
+    ``names`` are the files, in order of rank. ``term`` is the term of the run in which the step was
+    saved.
     """
 
     save: Save
@@ -76,9 +77,9 @@ def _term_in(slot: Path) -> int:
 
 
 def orphans_among(slots: Iterable[MachineSlots]) -> list[Save]:
-    """Returns the saves that agents never complete: a machine has lost its own slots.
+    """Returns the saves that agents can never complete, because a machine has lost its slots.
 
-    An agent persists no replicas.
+    Agents do not persist replicas.
     """
     nodes: dict[Save, set[int]] = {}
     counts: dict[Save, int] = {}
@@ -89,9 +90,9 @@ def orphans_among(slots: Iterable[MachineSlots]) -> list[Save]:
 
 
 def sources_of_whole_saves(reports: Iterable[SlotReport]) -> dict[Save, list[SlotSource]]:
-    """Returns the saves of which all machines' slots exist, and where, in order of their nodes.
+    """Returns the saves with the slots of all machines, and their sources, in order of nodes.
 
-    Slots of the machine that filled them are preferred to replicas.
+    Prefers the slots of the machine that filled them to replicas.
     """
     found: dict[Save, dict[int, SlotSource]] = {}
     for machine, report in reports:
@@ -110,13 +111,13 @@ def sources_of_whole_saves(reports: Iterable[SlotReport]) -> dict[Save, list[Slo
 
 
 def former_run(folder: Path, own: RunId | None) -> RunId | None:
-    """Returns the other run that the memory is of, until the first save frees it."""
+    """Returns the other run to which the memory belongs, until the first save frees it."""
     found = id_in_memory(folder)
     return found if own is not None and found is not None and found.id != own.id else None
 
 
 def warn_of_former(folder: Path, run: bytes, own: RunId | None, name: str) -> None:
-    """Logs that the memory of this machine is of another run than ``own``, and is not restored."""
+    """Logs that the memory of this machine belongs to another run than ``own``, and is ignored."""
     former = former_run(folder, own)
     steps = sorted({header.step for header, _ in complete_slots(folder, run)})
     if former is None or own is None or not steps:
@@ -129,6 +130,5 @@ def warn_of_former(folder: Path, run: bytes, own: RunId | None, name: str) -> No
         former.id,
         f"and the directory now belongs to another run, {own.id}"
         if own.is_written
-        else "whose directory was removed or moved. If it is not mounted, end this job before it "
-        "saves",
+        else f"whose directory {NO_ID}. If it is not mounted, end this job before it saves",
     )

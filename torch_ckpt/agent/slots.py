@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.memory import (
+    NO_SNAPSHOT,
     SLOTS_PER_RANK,
     Save,
     found_slots,
@@ -79,10 +80,12 @@ class Slots:
     """All slots of a run on this machine. Requires: the caller holds ``changed``, the agent's lock.
 
     Each slot's header describes its snapshot, so a restarted agent recovers all state from files.
-    Slots of other runs, by their 16 bytes, are ignored. :meth:`reserve` and :meth:`acquire` release
-    the lock while they allocate memory. Removed memory is ``doomed``: the caller passes that to
+    Slots of other runs (16 bytes) are ignored. :meth:`reserve` and :meth:`acquire` release the lock
+    while they allocate memory. Removed memory is added to ``doomed``: the caller passes that to
     :func:`~torch_ckpt.agent.memory.free` without the lock. ``is_needed`` returns whether a save is
-    complete, and still to be persisted, or other ranks may still complete it.
+    complete and must still be persisted, or other ranks may still complete it. Raises StorageError
+    if the system refuses to map a slot, and UnsupportedError if a later version has filled it: it
+    would count as empty otherwise, and be filled again.
     """
 
     def __init__(
@@ -94,15 +97,17 @@ class Slots:
     ) -> None:
         self.doomed: list[_native.Slot] = []
         self.is_allocating = False
-        """Whether a rank's memory is being allocated. Only one is at a time."""
+        """Whether memory of a rank is being allocated, one rank at a time."""
         self._changed, self._is_needed = changed, is_needed
         self._folder = folder
         self._run = run
         self._slots: dict[int, list[SlotFile]] = {}
         for rank, number, path in found_slots(folder):
             if number < SLOTS_PER_RANK:
-                with contextlib.suppress(CheckpointError):
-                    self._slots_of(rank)[number].memory = _native.Slot.open(os.fsencode(path), True)
+                with contextlib.suppress(*NO_SNAPSHOT):
+                    memory = _native.Slot.open(os.fsencode(path), True)
+                    self._slots_of(rank)[number].memory = memory
+                    memory.header()
 
     def _slots_of(self, rank: int) -> list[SlotFile]:
         return self._slots.setdefault(
@@ -121,7 +126,7 @@ class Slots:
     def check_filled(self, rank: int, session: bytes, path: Path) -> None:
         """Checks a slot that a rank has reported as filled.
 
-        Raises CheckpointError if it is not the rank's, or contains no complete snapshot.
+        Raises CheckpointError if the slot is not one of the rank, or contains no complete snapshot.
         """
         slot = next((slot for slot in self._slots_of(rank) if slot.path == path), None)
         header = None if slot is None else slot.header
@@ -148,7 +153,7 @@ class Slots:
     def release(self, ranks: Collection[int], is_done: Callable[[Save], bool]) -> bool:
         """Removes the slots of former ranks whose snapshots are all on disk (``is_done``).
 
-        Returns whether any were removed. ``ranks`` are the present ones.
+        Returns whether any were removed. ``ranks`` are the present ranks.
         """
         gone = []
         for rank in set(self._slots).difference(ranks):
@@ -162,7 +167,7 @@ class Slots:
         return bool(gone)
 
     def discard_all(self) -> None:
-        """Frees all slots. A save that reads them commits nothing: its headers are gone."""
+        """Frees all slots. A save that reads them cannot commit: their headers are cleared."""
         for slots in self._slots.values():
             for slot in slots:
                 if slot.memory is not None:
@@ -207,9 +212,9 @@ class Slots:
     def acquire(self, rank: int, nbytes: int, keep: Save | None = None) -> SlotFile | None:
         """Clears a slot of a rank and returns it, for the rank to fill; ``None`` if none is free.
 
-        Never free are the slots of the newest complete save, and of one that is needed. If ``keep``
-        is complete, it remains in the place of the newest, unless the rank would have to wait.
-        Raises StorageError if the tmpfs or the container's memory limit has too little space.
+        The slots of the newest complete save, and of needed saves, are never free. If ``keep`` is
+        complete, it remains instead of the newest, unless the rank would have to wait. Raises
+        StorageError if the tmpfs or the container's memory limit has too little space.
         """
         slot = None
         if keep is not None and keep in self.scan().complete:
@@ -222,7 +227,7 @@ class Slots:
         return slot
 
     def find_free(self, rank: int, keep: Save | None = None) -> SlotFile | None:
-        """Returns an empty slot, or else that of the oldest save that is not needed."""
+        """Returns an empty slot, or else the slot of the oldest save that is not needed."""
         scan = self.scan()
         retained = max(scan.complete, default=None) if keep is None else keep
         free: list[tuple[Save, SlotFile]] = []
@@ -239,7 +244,7 @@ class Slots:
     def _check_limit(self, slot: SlotFile, nbytes: int) -> None:
         """Raises if the container's memory limit leaves too little for all slots of all ranks.
 
-        Linux would end the agent or a trainer once the memory is used.
+        Otherwise, Linux would kill the agent or a trainer once the memory is used.
         """
         limit = memory_limit()
         if limit is None:

@@ -40,10 +40,10 @@ from torch_ckpt.agent.slot_reports import (
     machine_slots,
     warn_of_former,
 )
-from torch_ckpt.coordination.background import SaveFuture
+from torch_ckpt.coordination.background import BackgroundFuture
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import Group, group_of
-from torch_ckpt.coordination.waiting import submitted
+from torch_ckpt.coordination.waiting import duration, submitted
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.formats.committed import open_committed
@@ -127,13 +127,13 @@ class SnapshotAgent:
         self._stages = self._group.series()
         self._failed = FailedSaves(self._group)
         self.on_busy: OnBusy = on_busy
-        self.timeout_s = timeout_s
         self._exclusive = Exclusive("the agent")
         self.waited = self.skipped = self.refused = 0
         options = options or AgentOptions()
         with self._group.method("start the agent", timeout_s), contextlib.ExitStack() as undo:
+            self.timeout_s = timeout_s = duration("timeout_s", timeout_s)
             directory = Location(run).resolved() if has_directory else None
-            run = name_of(run)  # Once: a link in the path may move.
+            run = name_of(run)  # Resolved once, because links in the path may change.
             self._shared = None if local is None else Location(run)
             self._member = member = find_member(run, self._group, timeout_s, directory)
             connect = functools.partial(AgentClient, run, member, options, local=local)
@@ -146,7 +146,7 @@ class SnapshotAgent:
                 warn_of_former(self._client.folder, member.run, member.run_id, run)
             undo.pop_all()
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
-        self._in_memory: StagedSave | None = None  # The last save, if nobody has asked to write it.
+        self._in_memory: StagedSave | None = None  # The last save, unless its write was requested.
         self._slots = OwnSlots(
             self._client, self._stages, self._replication, options.check_replicas, timeout_s
         )
@@ -167,7 +167,7 @@ class SnapshotAgent:
 
     @property
     def superseded(self) -> int:
-        """Number of saves of this machine whose replica a newer one replaced; on its first rank."""
+        """On the first rank: number of this machine's saves whose replica a newer save replaced."""
         return self._replication.superseded
 
     def reserve(self, state_dict: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ class SnapshotAgent:
     def forget(self) -> None:
         """Forgets the save that was staged last, after its snapshots were discarded.
 
-        All ranks call this method, and then agree that all have, before one saves again.
+        All ranks call this method, and no rank saves again before all have.
         """
         self._newest = self._in_memory = None
         self._slots.share.reset()
@@ -288,7 +288,7 @@ class SnapshotAgent:
         def pass_on() -> None:
             failure = self._failed.received(sequence) if is_joint else None
             if failure is not None:
-                # An agent that has just died gets it later, one of an older version never.
+                # If the agent has just died, the next one gets it later; older versions never do.
                 with (
                     contextlib.suppress(CheckpointError),
                     contextlib.closing(self._client.clone()) as other,
@@ -298,7 +298,7 @@ class SnapshotAgent:
         with contextlib.closing(self._client.clone()) as client:
             client.while_waiting = pass_on
             try:
-                client.persist(sequence)
+                client.persist(sequence, True)
             except CheckpointError as error:
                 if is_joint:  # The agent may have no other way to inform other machines.
                     self._failed.send(sequence, error)
@@ -355,7 +355,7 @@ class SnapshotAgent:
         phases.begin("persisting")
         client, is_named = self._client, self._member.is_first_here
         self._in_memory, work = None, (self._waiting, self._persist, staged, phases)
-        outcome: SaveFuture[None] = SaveFuture(
+        outcome: BackgroundFuture[None] = BackgroundFuture(
             f"step {staged.header.step} was not saved",
             lambda: f"{client.name} to commit {staged.directory}",
             is_named=is_named,
@@ -386,8 +386,8 @@ class SnapshotAgent:
     def find(self, step: int | None) -> MemoryCheckpoint | None:
         """Returns the newest save of a step in memory that all ranks have; ``None`` without one.
 
-        All ranks must call this method, before the first save; all get the same result. Of several
-        machines, each must have its slots, or the replicas of them must exist.
+        All ranks must call this method, before the first save; it returns the same save on all. The
+        slots of every machine, or their replicas, must be in memory.
 
         Args:
             step: The step; any step if ``None``.
@@ -414,7 +414,7 @@ class SnapshotAgent:
         return any(header.step == step for header, _ in found)
 
     def slot_report(self) -> SlotReport:
-        """Returns what this machine holds in memory, on its first rank; nothing on the others."""
+        """Returns the slots in memory on the first rank of this machine; nothing on others."""
         member, former = self._member, former_run(self.folder, self._member.run_id)
         is_silent = not member.is_first_here or former is not None
         return member.node, [] if is_silent else machine_slots(self.folder, member.run)
@@ -422,13 +422,13 @@ class SnapshotAgent:
     def close(self, *, drop: bool = False) -> None:
         """Detaches this rank from the agent, once the futures of all its saves have completed.
 
-        If the last save was to stay in memory, the method waits until the agent has written it.
+        If the last save is in memory only, waits until the agent has written it.
 
         Args:
             drop: Whether the agent discards snapshots that are not on disk.
 
         Raises:
-            CheckpointError: The last save was to stay in memory, and the agent cannot write it.
+            CheckpointError: The last save is in memory only, and the agent cannot write it.
         """
         if self._has_left or os.getpid() != self._pid:
             return
@@ -442,7 +442,7 @@ class SnapshotAgent:
             newest[1].result()
 
     def leave(self) -> None:
-        """Disconnects from the agent, which keeps the snapshots in memory for the next process."""
+        """Disconnects from the agent, which retains the snapshots for the next process."""
         self._has_left = True
         atexit.unregister(self._at_exit)
         self._client.close()
@@ -451,8 +451,8 @@ class SnapshotAgent:
         # After an exception, the snapshots remain for the next process.
         if getattr(sys, "last_type", None) is not None or os.getpid() != self._pid:
             return
-        if (staged := self._in_memory) is not None:  # Nobody would report its failure later.
-            outcome: SaveFuture[None] = SaveFuture(f"step {staged.header.step} was not saved")
+        if (staged := self._in_memory) is not None:  # Its failure would not be reported later.
+            outcome = BackgroundFuture[None](f"step {staged.header.step} was not saved")
             try:
                 self.persist(staged)
             except CheckpointError as error:

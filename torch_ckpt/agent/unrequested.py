@@ -1,4 +1,4 @@
-"""UnrequestedSaves: an agent persists what is in memory after its trainers have died or ended."""
+"""UnrequestedSaves: persists the newest saves after the trainers have died or ended."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["UnrequestedSaves"]
 _log = logging.getLogger("torch_ckpt.agent")
 
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 30.0
-"""Pauses between attempts to write the step of trainers that have died; each one doubles."""
+"""First and longest pause between attempts to write the step of dead trainers. Pauses double."""
 
 
 class UnrequestedSaves:
     """Requests saves that the trainers did not request. Requires: the caller holds the lock.
 
-    A save that fails is retried as long as the agent lives, since a full disk may have space again:
-    after longer and longer pauses, and once more before the agent ends.
+    A failed save is retried as long as the agent runs, because a full disk may have space again:
+    after increasing pauses, and once more before the agent ends.
     """
 
     def __init__(self, saves: Saves, slots: Slots) -> None:
@@ -32,10 +32,10 @@ class UnrequestedSaves:
         self._last_tries: set[Save] = set()
 
     def persist_newest(self, *, is_last: bool = False) -> None:
-        """Requests the newest complete save; ``is_last`` says that the agent ends afterwards.
+        """Requests the newest complete save. ``is_last``: whether the agent ends afterwards.
 
-        Other machines may lack it. So all saves of several machines are offered that are newer than
-        the last one on disk.
+        Other machines may lack it. So if the saves are of several machines, all saves that are
+        newer than the last one on disk are offered.
         """
         scan = self._slots.scan()
         found = [slots[0][0] for slots in reversed(scan.complete.values())]

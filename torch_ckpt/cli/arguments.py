@@ -1,4 +1,4 @@
-"""Arguments that several commands have in common."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.known_frameworks import FRAMEWORKS
 from torch_ckpt.ladder.step_files import committed_steps
+from torch_ckpt.ladder.times import time_s
 
 __all__ = [
     "add_json",
@@ -18,6 +19,8 @@ __all__ = [
     "checkpoint_at",
     "command",
     "path_of",
+    "point_in_time",
+    "positive",
     "rules_of",
     "seconds",
     "tolerance",
@@ -28,7 +31,7 @@ _WITH_RULES = " or ".join(row.title for row in FRAMEWORKS if row.rules)
 
 
 def path_of(text: str) -> Location:
-    """Returns the location of an argument. It is absolute, as the paths in errors are."""
+    """Returns the location of an argument: absolute, like the paths in errors."""
     return Location(text).absolute()
 
 
@@ -59,12 +62,28 @@ def rules_of(options: argparse.Namespace) -> str | None:
     return None if options.rules is None else options.rules.read().decode(errors="replace")
 
 
+def positive(text: str) -> int:
+    """Returns a positive integer; argparse reports a ``ValueError`` as a usage error."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def seconds(text: str) -> float:
     """Returns a positive number of seconds; argparse reports a ``ValueError`` as a usage error."""
     value = float(text)
     if not value > 0:
         raise ValueError(text)
     return value
+
+
+def point_in_time(text: str) -> float:
+    """Returns a point in time, in seconds since 1970."""
+    try:
+        return time_s(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def tolerance(text: str) -> float:
@@ -84,7 +103,7 @@ def command(text: str) -> list[str]:
 
 
 def checkpoint_at(path: Location) -> Location:
-    """Returns the path itself, or of a run the directory of the newest committed step."""
+    """Returns the path itself, or for a run the directory of its newest committed step."""
     if path.is_file() or metadata_prefixes(path):
         return path
     steps = [path / f"step-{number}" for number in committed_steps(path)]

@@ -5,8 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_rules, add_trust_pickle, checkpoint_at, path_of, rules_of
-from torch_ckpt.cli.terminal import SOUND, printable
+from torch_ckpt.cli.arguments import (
+    add_json,
+    add_rules,
+    add_trust_pickle,
+    checkpoint_at,
+    path_of,
+    positive,
+    rules_of,
+)
+from torch_ckpt.cli.terminal import SOUND, print_json, printable
 from torch_ckpt.known_frameworks import FRAMEWORKS
 
 __all__ = ["add_to"]
@@ -17,7 +25,7 @@ _FORMATS = {
     "torch": "one file for torch.load",
     **{row.target.name: row.target.help for row in FRAMEWORKS if row.target is not None},
 }
-"""What ``--to`` may be, and its help."""
+"""Values of ``--to``, and their help."""
 
 
 def add_to(commands: Any) -> None:
@@ -58,17 +66,31 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="store a tied tensor under each of its names",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=["fp8-block-128"],
+        help="store matrices in 8 bits, with a scale for each block, as files of safetensors. "
+        "Norms, embeddings, heads and routers stay as they are",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        help="number of ranks that load a directory of torch_checkpointing, each of which needs "
+        "files of items without tensors (default: 1, or that of the states of ranks in the source)",
+    )
     add_rules(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
     add_trust_pickle(parser)
+    add_json(parser)
     parser.set_defaults(command=_convert)
 
 
 def _convert(options: argparse.Namespace) -> int:
     from torch_ckpt.conversion.convert import convert  # Imports torch.
 
+    source = checkpoint_at(options.source)
     ties = convert(
-        checkpoint_at(options.source),
+        source,
         options.target,
         options.to,
         prefix=options.prefix,
@@ -76,7 +98,13 @@ def _convert(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         trust_pickle=options.trust_pickle,
         ties=None if options.no_ties else dict(options.ties),
+        quantize=options.quantize,
+        ranks=options.ranks,
     )
+    if options.json:
+        facts = {"source": str(source), "target": str(options.target), "format": options.to}
+        print_json({**facts, "ties": ties})
+        return SOUND
     for name, first in ties.items():
         print(f"stored once: {printable(name)} is {printable(first)}")
     print(f"wrote {options.target}")

@@ -1,4 +1,4 @@
-"""Facts on a directory for ``torch-ckpt doctor``. This module imports no torch.
+"""Facts about a directory for ``torch-ckpt doctor``. This module imports no torch.
 
 Files are written and read by the jobs of the engine, as saves and loads do.
 """
@@ -26,10 +26,10 @@ from torch_ckpt.storage.progress import readable_nbytes
 __all__ = ["Fact", "directory", "mount_of"]
 
 Fact = tuple[str, str, str]
-"""Name, what is found, and what it means for this package."""
+"""Name, finding, and what it means for this package."""
 
 _TEST_S = 1.0
-"""About how long the test of writes takes, and that of reads."""
+"""Approximate duration of the write test, and of the read test."""
 
 _FIRST_NBYTES = 4 << 20
 _MAX_NBYTES = 1 << 30
@@ -39,7 +39,7 @@ _FSYNCS = 5
 
 
 def directory(path: Location) -> Generator[Fact]:
-    """Yields facts on a directory, or on its nearest parent that exists. Leaves nothing there."""
+    """Yields facts about a directory, or its nearest existing parent. Leaves no files there."""
     existing = path
     while existing.is_missing() and existing.parent != existing:
         existing = existing.parent
@@ -79,7 +79,7 @@ def mount_of(path: str | os.PathLike[str]) -> tuple[str, str]:
     real, best = os.path.realpath(path), ("", "unknown", "")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        # Space, tab and backslash are octal numbers.
+        # Space, tab and backslash are escaped as octal numbers.
         point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split()[4])
         is_above = real == point or real.startswith(point.rstrip("/") + "/")
         if is_above and len(point) >= len(best[0]):  # A later mount covers an earlier one.
@@ -158,7 +158,7 @@ def _transfers(folder: Location) -> Generator[Fact]:
     if folder.local_path is not None:
         space = os.statvfs(folder.local_path)
         limit = min(limit, space.f_bavail * space.f_frsize // 4)
-    if (memory := memory_limit()) is not None:  # Files of tmpfs count as memory of the container.
+    if (memory := memory_limit()) is not None:  # Files in tmpfs count as memory of the container.
         limit = min(limit, memory.allowed_nbytes // 4)
     if limit < _FIRST_NBYTES:
         raise StorageError(
@@ -167,7 +167,7 @@ def _transfers(folder: Location) -> Generator[Fact]:
     block_nbytes = io.block_nbytes(folder.file_system)
     pool = _native.BufferPool(io.buffer_nbytes, block_nbytes)
     nbytes, seconds, path = _FIRST_NBYTES, 0.0, folder / "data"
-    while True:  # Twice as many bytes, until they take long enough.
+    while True:  # Doubles the bytes until the transfer takes long enough.
         begin = time.monotonic()
         mode = _write(path, nbytes, block, pool, io)
         seconds = max(time.monotonic() - begin, 1e-9)

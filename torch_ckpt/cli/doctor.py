@@ -1,4 +1,4 @@
-"""``torch-ckpt doctor``: facts on this machine and a directory, for a bug report."""
+"""``torch-ckpt doctor``: facts about this machine and a directory, for a bug report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_ckpt.filesystems.location import Location
 __all__ = ["add_to"]
 
 _LIMIT_S = 5.5
-"""Seconds for all probes. A file system that hangs must not make the command hang."""
+"""Seconds for all probes. A hanging file system must not make the command hang."""
 
 _GRACE_S = 0.5
 """Seconds for a probe to remove its files after the limit."""

@@ -8,8 +8,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch_ckpt.cli.arguments import path_of
-from torch_ckpt.cli.terminal import FAILED, SOUND, printable
+from torch_ckpt.cli.arguments import add_json, path_of
+from torch_ckpt.cli.terminal import FAILED, SOUND, print_json, printable
 from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.absent import no_checkpoint
@@ -34,6 +34,7 @@ def add_to(commands: Any) -> None:
         "Exit status: 0; 3 if something cannot be removed.",
     )
     parser.add_argument("run", type=path_of, help="directory of the run")
+    add_json(parser)
     parser.set_defaults(command=_gc)
 
 
@@ -51,27 +52,32 @@ def _gc(options: argparse.Namespace) -> int:
         disk.sweep()
         disk.remove(_unfinished(disk, newest_term(promoted_to or run)))
     removed = sorted(before.difference(run.names()))
+    status = FAILED if problems else SOUND
+    if options.json:
+        messages = [str(problem.message) for problem in problems]
+        print_json({"run": str(run), "removed": removed, "problems": messages})
+        return status
     for name in removed:
         print(printable(f"removed {run / name}"))
     if not removed and not problems:
         print("nothing to remove")
     for problem in problems:
         print(printable(f"torch-ckpt: {problem.message}"), file=sys.stderr)
-    return FAILED if problems else SOUND
+    return status
 
 
 def _unfinished(disk: StepDirectories, lineage: Term) -> list[int]:
     """Returns the steps without a checkpoint that are older than the newest whole step.
 
-    Steps that the run has left do not count: after going back, a new save is older than these.
+    Steps that the run has left do not count: after going back, new saves have lower numbers.
     """
     newest, unfinished = None, []
     for step in listed_steps(disk.directory):
         path = disk.path(step)
-        if newest is not None and not metadata_prefixes(path):
-            unfinished.append(step)
-        elif newest is None:
-            with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError):  # It may be whole, and not readable now.
+            if newest is None:
                 disk.check_whole(path)
                 newest = step if lineage.has(step, disk.term_of(step)) else None
+            elif not metadata_prefixes(path):
+                unfinished.append(step)
     return unfinished

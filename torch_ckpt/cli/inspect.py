@@ -110,7 +110,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _first_saved(checkpoint: Checkpoint) -> list[str | None]:
-    """Returns the save that has written each file: its id, and its step if the run still has it.
+    """Returns the save that wrote each file: its id, and its step if the run still has it.
 
     ``None`` stands for the save of the checkpoint itself.
     """
@@ -147,9 +147,9 @@ def _extents(boxes: list[dict[str, Any]]) -> set[tuple[str, int, int]]:
 
 
 def _row(tensor: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the cells of a tensor, its name last: a long one then moves no other cell.
+    """Returns the cells of a tensor. The name is last, so that a long one moves no other cell.
 
-    They state the stored size as well if it does not justify that of the tensor.
+    They also state the stored size if it does not justify the size of the tensor.
     """
     stored = sum(nbytes for *_, nbytes in _extents(tensor["boxes"]))
     nbytes = tensor.get("nbytes", stored)

@@ -7,13 +7,24 @@ import contextlib
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torch_ckpt.cli.arguments import add_json, path_of
-from torch_ckpt.cli.terminal import DAMAGED, SOUND, fail, print_json, print_table, printable
+from torch_ckpt.cli.arguments import add_json, path_of, point_in_time
+from torch_ckpt.cli.terminal import (
+    DAMAGED,
+    SOUND,
+    age_text,
+    fail,
+    print_json,
+    print_table,
+    printable,
+)
+from torch_ckpt.cli.versions import is_root, list_versions
+from torch_ckpt.commits.leases import leases_of
 from torch_ckpt.commits.terms import Term, newest_term, term_of
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError
+from torch_ckpt.errors import CheckpointError, NotFoundError, is_damage
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import open_committed
@@ -34,15 +45,15 @@ __all__ = ["add_to"]
 
 
 _PRESENT = "files present"
-"""State of a step that opens, and whose files have the right lengths: ``ls`` does not read them."""
+"""State of a step that opens and whose files have the right lengths: ``ls`` does not read them."""
 
-_HEADER = ("step", "size", "new", "age", "state", "metrics", "")
+_HEADER = ("step", "size", "new", "age", "leases", "state", "metrics", "")
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "ls",
-        help="list the steps of a run",
+        help="list the steps of a run, or published versions",
         description="Lists the steps of a run, the newest first: size, age, metrics, and whether "
         "its files are present: the step opens, and they have the right lengths; "
         "torch-ckpt verify reads all bytes. In a local directory, from which steps are promoted, "
@@ -51,18 +62,29 @@ def add_to(commands: Any) -> None:
         "that other machines have the other files. 'New' are the bytes that no older step has, if "
         "a save has reused some. "
         "A step that was saved after the run had gone back to "
-        "step 300 is marked 'from step 300'. Exit status: 0; 1 if a committed step is damaged; "
-        "3 if there is no run.",
+        "step 300 is marked 'from step 300'. 'Leases' counts the readers that protect a step from "
+        "removal. Exit status: 0; 1 if a committed step is damaged; "
+        "3 if there is no run. In a directory of published versions, lists these: kind, size, size "
+        "as a part of all tensors, age, and how many subscribers read each.",
     )
-    parser.add_argument("run", type=path_of, help="directory of the run")
+    parser.add_argument("run", type=path_of, help="directory of the run, or of versions")
+    parser.add_argument(
+        "--at",
+        type=point_in_time,
+        metavar="TIME",
+        help="list only the step that the run had at a time, such as '2026-11-28 14:30': the "
+        "newest sound one of that time; exit status 3 if there is none",
+    )
     add_json(parser)
     parser.set_defaults(command=_ls)
 
 
 def _ls(options: argparse.Namespace) -> int:
     run = options.run
+    if is_root(run):
+        return list_versions(run, as_json=options.json)
     promoted_to, is_part = None, False
-    # The steps of the run are those of both directories, and count where they are whole.
+    # A run has the steps of both directories. A step counts where it is whole.
     directories = {"": run}
     try:
         promoted_to, is_part = run_of_local(run)
@@ -81,7 +103,7 @@ def _ls(options: argparse.Namespace) -> int:
         steps[:] = _steps_of(directories, unlisted, is_part=is_part)
         return [(step["step"], step["state"]) for step in steps]
 
-    # A training may save and remove steps meanwhile.
+    # Training may save and remove steps meanwhile.
     agreed(scan, lambda found: found != [] and all(state != "unfinished" for _, state in found))
     for problem in unlisted:
         print(printable(problem), file=sys.stderr)
@@ -90,7 +112,7 @@ def _ls(options: argparse.Namespace) -> int:
             if options.run.is_file() or options.run.names():
                 return fail(f"{options.run} is not a run: it has no directory step-<n>")
         raise no_checkpoint(options.run)
-    if not options.run.file_system.has_folders:  # Some servers list folders that are empty.
+    if not options.run.file_system.has_folders:  # Some servers list empty folders.
         steps[:] = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
     lineage = Term()
     with contextlib.suppress(CheckpointError):  # `unlisted` says so.
@@ -98,8 +120,13 @@ def _ls(options: argparse.Namespace) -> int:
     for step in steps:
         term = step.pop("term")
         step["left"] = term is not None and not lineage.has(step["step"], term)
-    live = (step["step"] for step in steps if step["state"] == _PRESENT and not step["left"])
-    newest = next(live, None)
+    live = [step for step in steps if step["state"] == _PRESENT and not step["left"]]
+    newest = live[0]["step"] if live else None
+    if options.at is not None:
+        from torch_ckpt.ladder.step_directories import StepDirectories, step_at  # Imports torch.
+
+        chosen = step_at([StepDirectories(each) for each in directories.values()], options.at)
+        steps = [step for step in steps if step["step"] == chosen]
     unreplicated = ""
     with contextlib.suppress(CheckpointError):  # The record is unreadable.
         unreplicated = missing_replicas(promoted_to or run)
@@ -112,7 +139,7 @@ def _ls(options: argparse.Namespace) -> int:
     else:
         if unreplicated:
             print(printable(f"warning: {unreplicated}"), file=sys.stderr)
-        print_table([_row(step, newest) for step in steps], header=_HEADER, right=range(4))
+        print_table([_row(step, newest) for step in steps], header=_HEADER, right=range(5))
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
 
 
@@ -124,6 +151,7 @@ def _steps_of(
     Appends to ``unlisted`` why the directory of the run cannot be listed.
     """
     where: dict[int, list[str]] = {}
+    leases: Counter[int] = Counter()
     for tier, directory in directories.items():
         try:
             numbers = listed_steps(directory)
@@ -132,19 +160,20 @@ def _steps_of(
                 raise
             unlisted.append(f"the steps of {directory} are not listed: {error}")
             continue
+        leases.update(leases_of(directory))
         for number in numbers:
             where.setdefault(number, []).append(tier)
     found = []
     for number in sorted(where, reverse=True):
         paths = {tier: directories[tier] / f"step-{number}" for tier in where[number]}
-        found.append(_facts_of(paths, number, is_part=is_part))
+        found.append(_facts_of(paths, number, is_part=is_part) | {"leases": leases[number]})
     return found
 
 
 def _facts_of(paths: Mapping[str, Location], number: int, *, is_part: bool) -> dict[str, Any]:
-    """Returns the facts of a step, of the nearest tier in which it is whole, and all such tiers.
+    """Returns the facts of a step in the nearest tier in which it is whole, and all such tiers.
 
-    ``is_part`` says that the local directory has the files of one of several machines.
+    ``is_part``: whether the local directory contains the files of only one of several machines.
     """
     facts = {
         tier: _facts(path, number, is_part=is_part and tier == "local")
@@ -166,10 +195,8 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
     except NotFoundError:
         reason = what_is_missing(path) or None
         state = "unfinished" if reason is None else "incomplete"
-    except CorruptionError as error:
-        state, reason = "damaged", str(error)
     except CheckpointError as error:
-        state, reason = "unknown", str(error)
+        state, reason = "damaged" if is_damage(error) else "unknown", str(error)
     modified, term = (path / ".metadata").modified_s(), None
     with contextlib.suppress(CheckpointError):  # It cannot be read now.
         term = None if modified is None else term_of(path)
@@ -177,6 +204,7 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
         "step": number,
         "nbytes": _nbytes(path),
         "linked_nbytes": _linked_nbytes(path),
+        "saved_s": modified,
         "age_s": None if modified is None else max(time.time() - modified, 0.0),
         "state": state,
         "reason": reason,
@@ -196,7 +224,7 @@ def _nbytes(path: Location) -> int:
 
 
 def _linked_nbytes(path: Location) -> int:
-    """Returns the length of the files that an older save has written."""
+    """Returns the total length of the files that an older save wrote."""
     with contextlib.suppress(CheckpointError):
         index = open_committed(path, "")[1]
         if index is not None:
@@ -217,7 +245,8 @@ def _row(step: dict[str, Any], newest: int | None) -> list[str]:
         str(step["step"]),
         readable_nbytes(step["nbytes"]),
         readable_nbytes(step["nbytes"] - linked) if (linked := step["linked_nbytes"]) else "",
-        _age(step["age_s"]),
+        age_text(step["age_s"]),
+        str(step["leases"] or ""),
         ", ".join(filter(None, marks)),
         " ".join(f"{name}={value:g}" for name, value in step["metrics"].items()),
         step["reason"] or "",
@@ -225,17 +254,8 @@ def _row(step: dict[str, Any], newest: int | None) -> list[str]:
 
 
 def _branch(record: dict[str, Any] | None) -> str:
-    """Returns where the branch of a step begins, if the run went back before."""
+    """Returns the step at which the branch of a step begins, if the run went back before."""
     if record is None:
         return ""
     root = record["continued_from"]
     return "from the start" if root is None else f"from step {root}"
-
-
-def _age(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

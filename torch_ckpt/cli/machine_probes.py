@@ -1,4 +1,4 @@
-"""Facts on this machine for ``torch-ckpt doctor``. This module imports no torch."""
+"""Facts about this machine for ``torch-ckpt doctor``. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def versions() -> Generator[Fact]:
-    """Versions of this package and of what is below it."""
+    """Versions of this package and of its dependencies."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -73,7 +73,7 @@ def cgroup() -> Generator[Fact]:
 
 
 def huge_pages() -> Generator[Fact]:
-    """Whether memory may have huge pages."""
+    """Whether the system allows huge pages."""
     match = re.search(r"\[(\S+)\]", _HUGE_PAGES.read_text())
     private = match[1] if match else "unknown"
     means = "" if private in ("always", "madvise") else "snapshots use small pages"
@@ -81,7 +81,7 @@ def huge_pages() -> Generator[Fact]:
 
 
 def shared_memory() -> Generator[Fact]:
-    """The tmpfs of the agent's slots."""
+    """The tmpfs that contains the agent's slots."""
     base = folder_of(bytes(16)).parent.parent
     space = os.statvfs(base)
     size, free = (n * space.f_frsize for n in (space.f_blocks, space.f_bavail))
@@ -137,8 +137,14 @@ def cuda() -> Generator[Fact]:
     yield "CUDA", "usable" if why is None else f"not used ({why})", ""
 
 
+def zstd() -> Generator[Fact]:
+    """Whether weights can be published as differences."""
+    why = _native.why_no_zstd()
+    yield "libzstd", "built in" if why is None else "not built in", why or ""
+
+
 def agents(directory: str) -> Generator[Fact]:
-    """The agent and the memory of the run in a directory. Other runs are counted, not named."""
+    """The agent and the memory of the run in a directory. Other runs are only counted."""
     own = folder_of(run_of(directory))
     base = own.parent
     folders = [each for each in base.iterdir() if _is_of_run(each)] if base.is_dir() else []
@@ -179,5 +185,5 @@ def _nbytes(folder: Path) -> int:
     return total
 
 
-PROBES = (versions, memory, cgroup, huge_pages, shared_memory, pidfd, io_uring, cuda)
+PROBES = (versions, memory, cgroup, huge_pages, shared_memory, pidfd, io_uring, cuda, zstd)
 """Functions that yield facts. A probe that fails is reported by its name."""

@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="report where the time of saves and loads went",
-        description="Reports on the newest save or load in the record of a run: what to look at "
+        description="Reports on the newest save or load in the record of a run: what to examine "
         "first, a table of its phases (seconds of the fastest, the median and the slowest rank), "
         "and the last saves and loads. 'Share' is the part of the whole that the slowest rank "
         "spent in a phase; GB/s is that of all ranks. 'Blocked' is the time in which training "
@@ -95,7 +95,7 @@ def _write(file: Location, text: str) -> None:
 
 
 def _chosen(calls: Sequence[Call], step: int | None) -> Call | None:
-    """Returns the newest call, or that of a step: its newest save, or else its newest load."""
+    """Returns the newest call, or for a step its newest save, or else its newest load."""
     if step is None:
         return calls[-1]
     of_step = [call for call in calls if call.step == step]
@@ -119,9 +119,8 @@ def _print_report(call: Call, calls: Sequence[Call]) -> None:
         )
     print_columns([header, *rows], right=(1, 2, 3, 5, 6))
     print()
-    lines = trend(calls)
-    shown = lines[-_TREND:]
-    print(f"The last {len(shown)} of {len(lines)} saves and loads:")
+    shown = trend(calls, _TREND)
+    print(f"The last {len(shown)} of {len(calls)} saves and loads:")
     header = ["", "step", "began", "blocked", "durable", "interval", "GB/s", "result"]
     print_columns([header, *map(_trend_row, shown)], right=(1, 2, 3, 4, 5, 6))
 
@@ -131,7 +130,7 @@ def _trend_row(line: Mapping[str, Any]) -> list[str]:
         line[name] for name in ("blocked_s", "durable_s", "interval_s", "gb_per_s")
     )
     return [
-        line["kind"][:6],
+        line["kind"][:7],
         "-" if line["step"] is None else str(line["step"]),
         time.strftime("%d %H:%M:%S", time.localtime(line["start"])),
         seconds_column(blocked),
@@ -145,7 +144,7 @@ def _trend_row(line: Mapping[str, Any]) -> list[str]:
 def _short(host: str, most: int) -> str:
     """Returns the name of a machine without its domain, and not longer than a column.
 
-    A long one loses its middle: its end has the number.
+    A long name is shortened in the middle, because its end contains the number.
     """
     first = host.partition(".")[0]
     name = host if first.isdigit() else first  # An address has no domain.

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from torch_ckpt.cli.arguments import path_of
-from torch_ckpt.cli.terminal import FAILED, SOUND, fail
+from torch_ckpt.cli.terminal import FAILED, SOUND, fail, print_json
 from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.ladder.removal import (
     discard_after,
@@ -42,11 +42,14 @@ def add_to(commands: Any) -> None:
     which.add_argument("--after", type=int, metavar="STEP", help="the newest step to retain")
     which.add_argument("--step", type=int, help="the only step to remove")
     parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--json", action="store_true", help="print JSON; needs --yes")
     parser.set_defaults(command=_rm)
 
 
 def _rm(options: argparse.Namespace) -> int:
     run = options.run.resolved()
+    if options.json and not options.yes:
+        return fail("--json prints no question: pass --yes as well. Nothing was removed")
     if not listed_steps(run):
         raise no_checkpoint(run)
     promoted_to = same_run_of_local(run)
@@ -65,14 +68,19 @@ def _rm(options: argparse.Namespace) -> int:
         missing = what_is_missing(run / f"step-{step}") if alone else ""
         found = f"has no step {step}" if alone else f"has no steps after step {step}"
         return fail(f"{missing or f'{run} {found}'}. Nothing was removed")
-    print(f"the newest step of {run} that remains: {newest}")
-    print(f"steps to remove: {_listed(newer) or 'none on disk'}")
-    if doomed:
-        print(f"steps to remove from memory: {_listed(doomed)}")
+    if not options.json:
+        print(f"the newest step of {run} that remains: {newest}")
+        print(f"steps to remove: {_listed(newer) or 'none on disk'}")
+        if doomed:
+            print(f"steps to remove from memory: {_listed(doomed)}")
     if not options.yes and not _is_confirmed():
         return FAILED
     discarded = set().union(*(discard_from_memory(each, is_removed) for each in directories))
     removed = discard_after(directories, step, alone=alone)
+    if options.json:
+        facts = {"run": str(run), "newest": newest, "removed": removed}
+        print_json({**facts, "removed_from_memory": sorted(discarded, reverse=True)})
+        return SOUND
     print(f"removed steps: {len(removed)} on disk, {len(discarded)} in memory")
     return SOUND
 
@@ -83,7 +91,7 @@ def _listed(steps: list[int]) -> str:
 
 
 def _is_confirmed() -> bool:
-    """Asks on the terminal whether to go on."""
+    """Asks for confirmation on the terminal."""
     if not is_terminal(sys.stdin):
         fail("there is no terminal to ask on; pass --yes to remove them. Nothing was removed")
         return False

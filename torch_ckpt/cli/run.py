@@ -56,8 +56,8 @@ def _run(options: argparse.Namespace) -> int:
     install(verify=not options.no_verify, trust_pickle=options.trust_pickle, **timeout)
     sys.argv[:] = options.words
     module, source = (_module if options.is_module else _script)(options.words[0])
-    # They stay: a save in the background pickles classes of __main__ after the script has ended.
-    # Python has the second name in processes that multiprocessing spawns, and for their results.
+    # They remain: a background save pickles classes of __main__ after the script has ended. Python
+    # has the second name in processes that multiprocessing spawns, and for their results.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     try:
         exec(compile(source, str(module.__file__), "exec", dont_inherit=True), vars(module))

@@ -1,4 +1,4 @@
-"""Exit statuses of all commands, and what they print: tables, JSON and names."""
+"""Exit statuses and output of all commands: tables, JSON and names."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ __all__ = [
     "PIPE_CLOSED",
     "SOUND",
     "UNKNOWN",
+    "age_text",
+    "colored",
     "fail",
     "print_columns",
     "print_json",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 SOUND, DAMAGED, UNKNOWN, FAILED = 0, 1, 2, 3
-"""Exit statuses. That of a wrong usage is 2 as well, as of most commands."""
+"""Exit statuses. Wrong usage is 2 as well, as in most commands."""
 
 DIFFERENT = 1
 """Exit status of a comparison that found a difference."""
@@ -38,12 +40,12 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as in a shell."""
 
 PIPE_CLOSED = 141
-"""Exit status if the reader of the output has gone, as in a shell."""
+"""Exit status if the reader of the output has ended, as in a shell."""
 
 
 def fail(error: object) -> int:
     """Prints an error, and returns the exit status of a failure."""
-    print(f"torch-ckpt: {error}", file=sys.stderr)
+    print(colored("torch-ckpt:", sys.stderr), error, file=sys.stderr)
     return FAILED
 
 
@@ -56,8 +58,37 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
+_STYLES = {
+    "red": ("31", ("damaged", "failed", "torch-ckpt:", "differs")),
+    "yellow": ("33", ("unfinished", "incomplete", "unknown", "cannot verify", "not durable")),
+    "green": ("32", ("sound", "files present", "ok")),
+}
+"""Color -> its code of ANSI terminals, and the first words of texts in it."""
+
+
+def colored(text: str, stream: Any = None) -> str:
+    """Returns a text that begins with a state in the color of the state, on a terminal.
+
+    ``NO_COLOR`` and ``TERM=dumb`` turn colors off. ``stream`` is the standard output by default.
+    """
+    name = _color_of(text)
+    if name is None or not _has_colors(sys.stdout if stream is None else stream):
+        return text
+    return f"\x1b[{_STYLES[name][0]}m{text}\x1b[0m"
+
+
+def _color_of(text: str) -> str | None:
+    begins = text.lstrip()
+    return next((name for name, (_, words) in _STYLES.items() if begins.startswith(words)), None)
+
+
+def _has_colors(stream: object) -> bool:
+    is_off = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not is_off and is_terminal(stream)
+
+
 def width() -> int:
-    """Returns the columns of the terminal; 80 if the output is no terminal.
+    """Returns the width of the terminal in columns; 80 if the output is not a terminal.
 
     ``COLUMNS`` overrides both.
     """
@@ -74,8 +105,8 @@ def print_table(
 ) -> None:
     """Prints rows in aligned columns; with rich on a terminal, if it is installed.
 
-    ``right`` are the numbers of the columns that align at the right. With a ``header``, columns
-    without any text are left out.
+    ``right`` are the numbers of right-aligned columns. With a ``header``, columns without any text
+    are omitted.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     if header and rows:
@@ -91,7 +122,7 @@ def print_table(
         for number in range(max(map(len, rows), default=0)):
             table.add_column(justify="right" if number in right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(cell, style=_color_of(cell) or "") for cell in row))
         Console(width=width()).print(table)
         return
     print_columns(rows, right=right)
@@ -102,8 +133,18 @@ def print_columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            padding = " " * (width - len(cell))
+            cells.append(padding + cell if number in right else colored(cell) + padding)
         print("  " + "  ".join(cells).rstrip())
+
+
+def age_text(seconds: float | None) -> str:
+    """Returns how long ago something was, in one unit; a dash if that is unknown."""
+    if seconds is None:
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

@@ -15,7 +15,8 @@ from torch_ckpt.cli.arguments import (
     path_of,
     rules_of,
 )
-from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, print_json, printable
+from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, colored, print_json, printable
+from torch_ckpt.cli.versions import is_root, verify_versions
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.absent import no_checkpoint
@@ -32,7 +33,8 @@ def add_to(commands: Any) -> None:
         help="check every byte of a checkpoint",
         description="Checks every byte of a checkpoint against its index and lists damaged ranges. "
         "Accepts every format that FastReader loads, and a run, whose newest step it checks; "
-        "with --all, every step. A damaged range "
+        "with --all, every step. Of published versions, checks the newest, with those that it is "
+        "added to; with --all, every one. A damaged range "
         "lists the first tensors in it, and --json all of them. "
         "Exit status: 0 if all bytes are sound; 1 if some are damaged; 2 if not all bytes can be "
         "verified, because a checkpoint of stock DCP has only the CRCs of its zip archives, and "
@@ -50,6 +52,10 @@ def add_to(commands: Any) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     rules = rules_of(options)
+    if is_root(options.path):
+        return verify_versions(
+            options.path, every=options.all, as_json=options.json, quiet=options.quiet
+        )
     if not options.all:
         path = checkpoint_at(options.path)
         facts, status = _verified(path, options, rules)
@@ -67,7 +73,7 @@ def _verify(options: argparse.Namespace) -> int:
             facts, status = _verified(path, options, rules)
         except NotFoundError:
             continue
-        if status == DAMAGED and path.is_missing():  # A training has removed it meanwhile.
+        if status == DAMAGED and path.is_missing():  # Training has removed it meanwhile.
             continue
         statuses.append(status)
         of_steps.append(facts)
@@ -85,7 +91,7 @@ def _verified(
     path: Location, options: argparse.Namespace, rules: str | None
 ) -> tuple[dict[str, Any], int]:
     """Verifies one checkpoint; returns its facts and the exit status."""
-    begin = 0.0  # Set when the checkpoint is open: modules that load first take longer.
+    begin = 0.0  # Set when the checkpoint is open, to exclude the import of modules.
     progress = [0, 0]  # Checked bytes, all bytes.
 
     def watch(done: int, total: int) -> None:
@@ -125,12 +131,13 @@ def _is_part(path: Location) -> bool:
 
 def _print(facts: dict[str, Any]) -> None:
     for line in facts["damage"]:
-        print(printable(f"damaged: {line}"))
+        print(colored(printable(f"damaged: {line}")))
     if count := len(facts["fqns"]):
         print("1 FQN is damaged" if count == 1 else f"{count} FQNs are damaged")
     if not facts["damage"]:
         for line in facts["unverified"]:
-            print(printable(f"cannot verify: {line}"))
+            print(colored(printable(f"cannot verify: {line}")))
     nbytes, seconds = facts["nbytes"], facts["seconds"]
     speed = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds else ""
-    print(f"{facts['outcome']} ({nbytes} bytes in {seconds:.2f} s{speed})")
+    outcome = colored(facts["outcome"])
+    print(f"{outcome} ({nbytes} bytes in {seconds:.2f} s{speed})")

@@ -1,9 +1,10 @@
-"""``torch-ckpt watch``: runs a command on each new step of a run."""
+"""``torch-ckpt watch``: runs a command on each new step of a run, or shows what the run does."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,10 +15,14 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch_ckpt.cli.arguments import command, path_of, seconds
-from torch_ckpt.cli.terminal import FAILED, SOUND
+from torch_ckpt.cli.terminal import FAILED, SOUND, printable
+from torch_ckpt.commits.leases import lease
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.step_files import committed_steps, lease, listed_steps
+from torch_ckpt.ladder.step_files import committed_steps, listed_steps
+from torch_ckpt.records.calls import in_flight
+from torch_ckpt.records.diagnosis import first_sentence
+from torch_ckpt.records.reading import recent_events
 
 __all__ = ["add_to"]
 
@@ -25,8 +30,10 @@ __all__ = ["add_to"]
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "watch",
-        help="run a command on each new step of a run, such as an evaluation",
-        description="Waits for new steps of a run and runs a command on each. In the words of the "
+        help="run a command on each new step of a run, such as an evaluation, or show the steps",
+        description="Waits for new steps of a run and runs a command on each. Without a command, "
+        "prints each step, and the saves and loads that are in progress, as far as the record of "
+        "the run has them. In the words of the "
         "command, {path} is the directory of the step and {step} its number. The environment has "
         "both as TORCH_CKPT_PATH and TORCH_CKPT_STEP. A lease protects the step from removal "
         "meanwhile. If several steps appear during a command, only the newest of them is next. "
@@ -37,7 +44,6 @@ def add_to(commands: Any) -> None:
         "--exec",
         dest="words",
         type=command,
-        required=True,
         metavar="COMMAND",
         help="command, split into words as by a shell; no shell runs it",
     )
@@ -50,6 +56,11 @@ def add_to(commands: Any) -> None:
         default=10.0,
         metavar="SECONDS",
         help="time between two searches for new steps (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a line of JSON for each step, and for each change of what is in progress",
     )
     parser.set_defaults(command=_watch)
 
@@ -81,12 +92,20 @@ def _interrupts() -> Iterator[threading.Event]:
 def _run_commands(options: argparse.Namespace, interrupted: threading.Event) -> int:
     status = SOUND
     for step in _new_steps(options, interrupted):
-        try:
-            with lease(options.run, step) as path:
-                if not _succeeds(options.words, step, str(path)):
-                    status = FAILED
-        except NotFoundError:
-            print(f"torch-ckpt: step {step} was removed before its command", file=sys.stderr)
+        facts: dict[str, Any] = {"step": step, "path": str(options.run / f"step-{step}")}
+        if options.words is not None:
+            try:
+                with lease(options.run, step) as path:
+                    facts["succeeded"] = _succeeds(options.words, step, str(path))
+            except NotFoundError:
+                print(f"torch-ckpt: step {step} was removed before its command", file=sys.stderr)
+                facts["removed"] = True
+        if not facts.get("succeeded", True):
+            status = FAILED
+        if options.json:
+            print(json.dumps(facts), flush=True)
+        elif options.words is None:
+            print(f"step {step}: {printable(str(facts['path']))}", flush=True)
         if options.until_step is not None and step >= options.until_step:
             break
     return status
@@ -95,7 +114,7 @@ def _run_commands(options: argparse.Namespace, interrupted: threading.Event) -> 
 def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Iterator[int]:
     """Yields committed steps: the existing ones if ``--all``, then the newest new one each time.
 
-    A step is new if it was not committed at the search before: a run that resumed at an earlier
+    A step is new if it was not committed at the previous search: a run that resumes from an earlier
     step commits lower numbers again.
     """
     if options.once and not listed_steps(options.run):
@@ -104,6 +123,7 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
         found = "does not exist" if _is_missing(options.run) else "has no step"
         print(f"torch-ckpt: {options.run} {found} yet; waiting for its first step", file=sys.stderr)
     known: set[int] = set()
+    shown: list[tuple[str, ...]] = []
     if options.all:
         known.update(committed_steps(options.run))
         yield from sorted(known)
@@ -117,7 +137,29 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
         elif options.once:
             return
         else:
+            if options.json or options.words is None:
+                shown = _show_in_flight(options, shown)
             time.sleep(options.interval)
+
+
+def _show_in_flight(
+    options: argparse.Namespace, shown: list[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
+    """Prints the calls in progress if they, or their phases, are not the ``shown`` ones."""
+    calls = in_flight(recent_events(options.run), time.time())
+    found = [(call.name, *call.open_phases) for call in calls]
+    if found == shown:
+        return shown
+    if options.json:
+        facts = [
+            {"kind": call.kind, "step": call.step, "phases": call.open_phases, "start": call.start}
+            for call in calls
+        ]
+        print(json.dumps({"in_flight": facts}), flush=True)
+    for call in () if options.json else calls:
+        step = "" if call.step is None else f" of step {call.step}"
+        print(printable(f"{call.kind}{step}: {first_sentence(call)}"), flush=True)
+    return found
 
 
 def _is_missing(run: Location) -> bool:

@@ -1,9 +1,9 @@
 """CheckpointTransaction: a checkpoint of DCP, committed by its metadata.
 
-It appears by what its place can do. Where directories are renamed, a new checkpoint is written to a
-hidden directory, which the commit renames. In a directory that exists, the commit renames the
-pending file to ``.metadata``. On a store, which renames nothing, it writes ``.metadata`` on the
-condition that this is still what it was when the save began.
+How it appears depends on the storage. If directories can be renamed, a new checkpoint is written to
+a hidden directory, which the commit renames. In an existing directory, the commit renames the
+pending file to ``.metadata``. On a store, which cannot rename, the commit writes ``.metadata`` on
+the condition that it has not changed since the save began.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class CheckpointTransaction(Transaction):
     Args:
         target: Directory of the checkpoint.
         save_id: As for :class:`Transaction`.
-        rank: The rank of a checkpoint of one rank alone, beside those of others; ``None`` if all
+        rank: The rank that saves alone, beside the checkpoints of other ranks; ``None`` if all
             ranks save together.
-        keeps_files: Whether the data files, and the pending file, stay after a commit that has
-            failed, since the caller tries again.
-        small_files: Contents of the small files of a step, by name. A new checkpoint appears with
-            them. Where one is replaced, they are written after the commit, and others removed.
-            ``None`` leaves those that the target has.
-        can_hide: Whether all that write files receive the claim. A target that does not exist then
-            appears with the commit, if its place permits that.
+        keeps_files: Whether the data files and the pending file remain after a failed commit,
+            because the caller retries.
+        small_files: Contents of the small files of a step, by name. A new checkpoint appears
+            together with them. If a checkpoint is replaced, they are written after the commit, and
+            other small files are removed. ``None``: small files in the target are not changed.
+        can_hide: Whether all processes that write files receive the claim. A new target then
+            appears with the commit, if the storage permits that.
         options: As for :class:`Transaction`.
     """
 
@@ -74,7 +74,7 @@ class CheckpointTransaction(Transaction):
         self.commit_name = f"{self._prefix}{_METADATA}"
         self.committed_names = frozenset({self.commit_name})
         self.pending_pattern = pending_pattern(rank)
-        self._beside: list[str] = []  # Temporaries beside the target, of owners that may live.
+        self._beside: list[str] = []  # Temporaries beside the target whose owners may be alive.
         self._has_small_files = False  # Whether it has written them in the target.
 
     # ---- Begin ----
@@ -101,9 +101,9 @@ class CheckpointTransaction(Transaction):
                 raise
 
     def resume(self) -> None:
-        """Begins a save that has a pending file, and that a process may have begun to commit.
+        """Resumes a save that has a pending file, and whose commit may have begun.
 
-        If another save has removed the pending file meanwhile, the commit will find that.
+        If another save removes the pending file meanwhile, the commit will detect that.
         """
         self.commits = True
         pending = self._pending_file
@@ -118,7 +118,7 @@ class CheckpointTransaction(Transaction):
 
     @property
     def has_pending(self) -> bool:
-        """Whether the pending file is there, of this process or of an earlier one."""
+        """Whether the pending file of this process or of an earlier one exists."""
         return self._pending_file.exists()
 
     @property
@@ -132,15 +132,16 @@ class CheckpointTransaction(Transaction):
     # ---- Commit ----
 
     def commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
-        """Commits the contents of ``.metadata`` and its index; removes what they replace.
+        """Commits the contents of ``.metadata`` and its index; removes the files that they replace.
 
-        ``files`` are the names of the data files. If the commit certainly fails, they are removed.
+        ``files`` are the names of the data files. They are removed if the commit has certainly
+        failed.
 
         Raises:
             AlreadyExistsError: Another save was committed, and this one may not replace it.
-            StorageError: Another save was committed meanwhile and has removed files of this one, or
-                a call has failed. Then it is unknown whether the checkpoint is committed.
-            SupersededError: It is a step of a run, and a later job of the run saves.
+            StorageError: Another save was committed meanwhile and has removed files of this one. Or
+                a call has failed, and it is unknown whether the checkpoint is committed.
+            SupersededError: The checkpoint is a step of a run, and a later job of the run saves.
         """
         try:
             self._check_term()
@@ -153,6 +154,7 @@ class CheckpointTransaction(Transaction):
                     # Files remain only if the directory could not be renamed.
                     if not self._has_hidden(files):
                         raise
+                    self._check_term()  # A later job may have committed the step meanwhile.
                     self._move_files(files)
                 else:
                     end_partials(self.target, self._beside)
@@ -162,7 +164,7 @@ class CheckpointTransaction(Transaction):
             self._publish(metadata, index, files)
         except BaseException as error:
             self._settle_small_files(error)
-            if not self._keeps_files:  # Nothing was published if the pending file is there.
+            if not self._keeps_files:  # If the pending file exists, nothing was published.
                 self.abandon(() if self._pending is None else files)
             raise
         if self.replaces:
@@ -176,14 +178,14 @@ class CheckpointTransaction(Transaction):
         )
 
     def _check_term(self) -> None:
-        """Raises SupersededError if it is a step of a job that may not commit it any more."""
+        """Raises SupersededError if the job of the step may no longer commit."""
         check_term(self.target.parent, term_in(self._small_files), self.target)
 
     def _write_small_files(self) -> None:
         """Writes the small files of a new checkpoint, before it appears."""
         if self._small_files is None:
             return
-        if self._pending is not None and self._pending.is_missing():  # Else those of another save.
+        if self._pending is not None and self._pending.is_missing():  # Else another save has some.
             raise self.files_are_missing(NotFoundError(f"there is no {self._pending}"))
         self._has_small_files = True
         try:
@@ -197,19 +199,19 @@ class CheckpointTransaction(Transaction):
         with contextlib.suppress(CheckpointError):
             if self._small_files is None:
                 return
-            if is_committed(self.target, self.save_id, self._prefix):  # Only the answer was lost.
+            if is_committed(self.target, self.save_id, self._prefix):  # Only the response was lost.
                 self.replace_small_files()
             elif self._has_small_files and self._has_certainly_failed(error):
                 remove_files(self.target, self._small_files)
 
     def _has_certainly_failed(self, error: BaseException) -> bool:
-        """Returns whether a checkpoint that is not found now will not appear later."""
+        """Returns whether a checkpoint that does not exist now will never appear."""
         if not self.target.file_system.publishes_by_condition:
             return True
         return isinstance(error, StorageError) and error.errno == EEXIST
 
     def replace_small_files(self) -> None:
-        """Writes the small files of a checkpoint that has replaced another one."""
+        """Writes the small files after the checkpoint has replaced another one."""
         if self._small_files is None:
             return
         try:
@@ -247,16 +249,16 @@ class CheckpointTransaction(Transaction):
             (self.target if self._hidden is None else self.target.parent).sync()
 
     def _has_hidden(self, files: Collection[str]) -> bool:
-        """Returns whether the hidden directory is there, with all files."""
+        """Returns whether the hidden directory exists, with all files."""
         with contextlib.suppress(CheckpointError):
             return set(files).issubset(self.directory.names())
         return False
 
     def _move_files(self, files: Collection[str]) -> None:
-        """Moves the files from the hidden directory, which cannot get its name, to the other one.
+        """Moves the files from the hidden directory, which cannot be renamed, to the target.
 
-        Raises AlreadyExistsError if a checkpoint must stay there, and StorageError if a file cannot
-        be moved, or another save has removed it.
+        Raises AlreadyExistsError if the target has a checkpoint that must remain, and StorageError
+        if a file cannot be moved, or another save has removed it.
         """
         hidden = self.directory
         self._begin_in_target()
@@ -278,8 +280,8 @@ class CheckpointTransaction(Transaction):
     def _marks_data_files(self, pending: Location) -> bool:
         """Returns whether the directory has data files of a save, and no checkpoint.
 
-        Ranks that have died left these. Without a pending file, they would count as a checkpoint
-        that was copied without its metadata, which nobody removes.
+        Dead ranks left these files. Without a pending file, they would count as a checkpoint that
+        was copied without its metadata, and would never be removed.
         """
         try:
             names = pending.parent.names()
@@ -291,9 +293,9 @@ class CheckpointTransaction(Transaction):
 
 
 def is_committed(directory: Location, save_id: str, prefix: str = "") -> bool:
-    """Returns whether a save is the committed one: of all ranks, or of the rank of a prefix alone.
+    """Returns whether a save is the committed one: of all ranks, or of the rank with a prefix.
 
-    Raises StorageError if that is unknown because the files cannot be read.
+    Raises StorageError if the files cannot be read, so that this is unknown.
     """
     prefixes = metadata_prefixes(directory)
     is_mixed = "" in prefixes and len(prefixes) > 1

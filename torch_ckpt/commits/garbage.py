@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from torch_ckpt.commits.leases import is_leased
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import METADATA
@@ -39,10 +40,10 @@ _UNPUBLISHED = rf"{re.escape(UNPUBLISHED)}[0-9a-f]{{16}}"
 class Found:
     """The names in a directory, and the pending files of saves, when a save begins.
 
-    ``names`` are those of files before any pending file was listed, and those of metadata also
-    thereafter. So the data files of a concurrent save are safe if it began later, or if it has
-    committed in between. ``version`` is that of the metadata, on a file system that publishes by
-    condition.
+    ``names`` are the files that existed before pending files were listed, and also metadata that
+    appeared during the listing. So the data files of a concurrent save are safe if it began later,
+    or committed in between. ``version`` is the version of the metadata, on a file system that
+    publishes by condition.
     """
 
     names: frozenset[str] = frozenset()
@@ -53,7 +54,7 @@ class Found:
 def pending_pattern(rank: int | None) -> str:
     """Returns the pattern of the pending files of saves whose data files a save may remove.
 
-    ``rank`` is the one that commits without coordination; ``None`` if all ranks commit together.
+    ``rank`` is a rank that commits without coordination; ``None`` if all ranks commit together.
     """
     return rf"(__\d+)?{PENDING}" if rank is None else rf"(__{rank})?{PENDING}"
 
@@ -67,8 +68,8 @@ def find(directory: Location, pending: str, metadata: str = ".metadata") -> Foun
     if directory.file_system.publishes_by_condition:
         version = directory.file_system.version((directory / metadata).path)
     names = frozenset(directory.names())
-    # A save creates its pending file first. So a second listing has that of every save of which the
-    # first one has a file, unless the save has ended.
+    # A save creates its pending file first. So for every file in the first listing, the second one
+    # contains the pending file of its save, unless that save has ended.
     later = directory.names()
     return Found(
         names.union(filter(METADATA.fullmatch, later)),
@@ -80,8 +81,8 @@ def find(directory: Location, pending: str, metadata: str = ".metadata") -> Foun
 def end_saves(directory: Location, pending: Iterable[str]) -> bool:
     """Removes the pending files of other saves, which cannot commit from then on.
 
-    Returns whether all of them existed. If not, another save may have committed meanwhile. That is
-    unknown on a store, which does not say whether there was a file.
+    Returns whether all of them existed. If not, another save may have committed meanwhile. On a
+    store this is unknown, because a removal does not report whether the file existed.
     """
     all_existed = not directory.file_system.publishes_by_condition
     for name in pending:
@@ -102,21 +103,25 @@ def collect_garbage(
 ) -> None:
     """Removes the files that no committed checkpoint refers to; called after a commit.
 
-    ``found`` is what the directory had before the save. ``is_committed`` returns whether the
-    caller's checkpoint is still the committed one.
+    If a reader holds a lease, all files remain until a later save.
+
+    ``found`` is the listing before the save. ``is_committed`` returns whether the caller's
+    checkpoint is still the committed one.
     """
     stale = stale_files(found.names, referenced, rank)
     pending = found.pending.intersection(stale)
     with contextlib.suppress(CheckpointError):  # The commit stands, and the next save tries again.
         # A newer checkpoint may refer to these files. Its save or the next one removes the others.
-        if stale and (end_saves(directory, pending) or is_committed()):
+        if not stale or is_leased(directory):
+            return
+        if end_saves(directory, pending) or is_committed():
             remove_files(directory, stale)
 
 
 def stale_files(found: Collection[str], referenced: Collection[str], rank: int | None) -> list[str]:
-    """Returns which of the files before the save no committed checkpoint refers to.
+    """Returns the files from before the save to which no committed checkpoint refers.
 
-    ``rank`` is the one that committed without coordination; ``None`` if all ranks did together.
+    ``rank`` is a rank that committed without coordination; ``None`` if all committed together.
     """
     if rank is None:
         own, prefixes = "", r"(__\d+)?"
@@ -131,7 +136,7 @@ def stale_files(found: Collection[str], referenced: Collection[str], rank: int |
         data = rf"__{rank}_\d+(_[0-9a-f]{{16}})?\.distcp|{_UNPUBLISHED}-__{rank}[_.].*"
         is_mixed = ".metadata" in found
     pattern = rf"{data}|{prefixes}({PENDING}|{INDEX})"
-    if is_mixed:  # The other checkpoint may refer to any data file, but has an index of its own.
+    if is_mixed:  # The other checkpoint may refer to any data file, but has another index.
         pattern = rf"{own}({PENDING}|{INDEX})"
     return [
         name for name in found if name not in referenced and re.fullmatch(pattern, name) is not None

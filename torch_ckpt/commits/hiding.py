@@ -1,13 +1,13 @@
 """Hides a committed checkpoint from readers before its files are deleted: the reverse of a commit.
 
-So no reader ever takes a half-deleted checkpoint for a whole one.
+So no reader ever reads a partly deleted checkpoint as a whole one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
@@ -21,10 +21,10 @@ _REMOVED = ".removed-"
 
 @dataclass
 class HiddenCheckpoint:
-    """A checkpoint that no reader finds any more, by the old name of its directory.
+    """A checkpoint that readers no longer find. ``path`` is the old path of its directory.
 
-    ``doomed`` is the directory by its new name; ``None`` if it cannot be renamed. Then ``pending``
-    has each metadata file and the pending file that it has become.
+    ``doomed`` is the renamed directory; ``None`` if it cannot be renamed. In that case, ``pending``
+    lists each metadata file and the pending file to which it was renamed.
     """
 
     path: Location
@@ -53,9 +53,9 @@ class HiddenCheckpoint:
 
 
 def _unhide(metadata: Location, pending: Location) -> None:
-    """Gives metadata its name again, unless a save has committed under this name meanwhile.
+    """Restores the name of metadata, unless a save has committed under this name meanwhile.
 
-    The pending file then remains, so that the next save finds the files of the older checkpoint.
+    If so, the pending file remains, so that the next save finds the files of the older checkpoint.
     """
     try:
         if metadata.file_system.publishes_by_condition:
@@ -73,7 +73,7 @@ def _unhide(metadata: Location, pending: Location) -> None:
 
 
 def hide(path: Location) -> HiddenCheckpoint:
-    """Renames a checkpoint, or its metadata if that is impossible: one step for each file."""
+    """Renames a checkpoint, or, if that is impossible, each of its metadata files."""
     doomed = path.with_name(f"{_REMOVED}{path.name}-{secrets.token_hex(4)}")
     try:
         path.rename(doomed)
@@ -97,9 +97,14 @@ def hide(path: Location) -> HiddenCheckpoint:
     return hidden
 
 
-def removed_directories(directory: Location) -> Iterator[tuple[str, Location]]:
-    """Yields the former name and the directory of each interrupted removal."""
+def removed_directories(
+    directory: Location, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Location]]:
+    """Yields the former name and the directory of each interrupted removal.
+
+    ``names`` are those in the directory, if the caller has just listed it.
+    """
     with contextlib.suppress(NotFoundError):
-        for name in directory.names():
+        for name in directory.names() if names is None else names:
             if name.startswith(_REMOVED):
                 yield name.removeprefix(_REMOVED).rpartition("-")[0], directory / name

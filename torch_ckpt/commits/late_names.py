@@ -1,7 +1,7 @@
-"""Waits for files that another rank has created, and that a network file system shows late.
+"""Waits for files that another rank has created, and that a network file system may show late.
 
-A client of NFS or Lustre may remember for a while that a name was missing, and may list a directory
-as it was before.
+A client of NFS or Lustre may cache for a while that a name is missing, and may return stale
+listings of directories.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["APPEARS_S", "still_missing", "wait_on_all"]
 
 APPEARS_S = 30.0
-"""Seconds within which every rank must find what another one has created."""
+"""Seconds within which every rank must find files that another rank has created."""
 
 _POLL_S = 0.1
 
@@ -32,10 +32,10 @@ def _is_found(name: Location) -> bool:
 def still_missing(
     names: Sequence[Location], creator: str, is_found: Callable[[Location], bool] = _is_found
 ) -> list[Location]:
-    """Waits for files or directories that ``creator`` has created, and returns what is missing.
+    """Waits for files or directories that ``creator`` has created; returns those still missing.
 
-    Ends after :data:`APPEARS_S`. Raises the error of the present call if it fails meanwhile: then
-    the rank that has created them may have removed them.
+    Ends after :data:`APPEARS_S`. If the present call fails meanwhile, raises its error: the rank
+    that has created the files may have removed them.
     """
     missing = [name for name in names if not is_found(name)]
 
@@ -55,18 +55,18 @@ def still_missing(
 
 
 def wait_on_all(group: Group, name: Location, creator: str, *, timeout_s: float) -> None:
-    """Waits until all ranks find a file that ``creator`` has created, or none does.
+    """Waits until all ranks find a file that ``creator`` has created, or no rank does.
 
-    Ends after :data:`APPEARS_S` in any case. All ranks call it, outside of a call. A file that is
-    removed meanwhile is missing on all ranks soon, so the wait ends. ``timeout_s`` is the deadline
-    of each exchange.
+    Ends after :data:`APPEARS_S` in any case. All ranks call it, outside a call. If the file is
+    removed meanwhile, it soon disappears on all ranks, and the wait ends. ``timeout_s`` is the
+    deadline of each exchange.
     """
     awaited = f"{name}, which {creator} has created, to appear on this machine"
     waiting = LongWait(lambda: "" if _is_found(name) else awaited)
 
-    def goes_on(found: list[bool]) -> bool:
+    def must_wait(found: list[bool]) -> bool:
         return any(found) and not all(found) and waiting.waited_s < APPEARS_S
 
-    while group.decide("opening", lambda: _is_found(name), goes_on, timeout_s=timeout_s):
+    while group.decide("opening", lambda: _is_found(name), must_wait, timeout_s=timeout_s):
         waiting.log()
         time.sleep(_POLL_S)

@@ -1,6 +1,6 @@
 """MachineTransaction: one machine's part of a checkpoint on the local disks of several machines.
 
-Each machine has the data files of its own ranks, and a copy of ``.metadata`` and the index, which
+Each machine stores the data files of its ranks, and a copy of ``.metadata`` and of the index, which
 name the files of all machines.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["CommitFiles", "MachineTransaction"]
 
 @dataclass(frozen=True)
 class CommitFiles:
-    """What every machine commits: the contents of ``.metadata`` and of its index."""
+    """The files that every machine commits: the contents of ``.metadata`` and of its index."""
 
     save_id: str
     metadata: bytes
@@ -32,7 +32,7 @@ class MachineTransaction(CheckpointTransaction):
     """The files of one machine in a directory that has the same path on several machines.
 
     The coordinator commits on its machine. Then the first rank of each other machine (``is_first``)
-    commits what the coordinator has :attr:`committed`.
+    commits the same files, which the coordinator has :attr:`committed`.
     """
 
     def __init__(self, target: Location, save_id: str, *, is_first: bool, **options: Any) -> None:
@@ -48,11 +48,11 @@ class MachineTransaction(CheckpointTransaction):
             self.target.create_directories()
 
     def check(self, files: Collection[str]) -> None:
-        """Checks as :meth:`Transaction.check`, except for files: each rank has written its own."""
+        """Checks as :meth:`Transaction.check`, but not the files, which lie on several machines."""
         super().check(())
 
     def commit(self, metadata: bytes, index: bytes, files: Collection[str]) -> None:
-        """Commits on the coordinator's machine. ``files`` are those of all machines."""
+        """Commits on the coordinator's machine. ``files`` are the files of all machines."""
         super().commit(metadata, index, files)
         self.committed = CommitFiles(self.save_id, metadata, index, files)
 
@@ -61,13 +61,13 @@ class MachineTransaction(CheckpointTransaction):
             super()._check_term()
 
     def commit_as(self, committed: CommitFiles) -> None:
-        """Commits on another machine what the coordinator has committed, under its id."""
+        """Commits the coordinator's files on another machine, under the id of that commit."""
         self.save_id, self._follows = committed.save_id, True
         assert self._pending is not None
         try:
             self._pending.rename(self._pending_file)
             self._pending = self._pending_file
-            if self.sync:  # The commit writes an index of this id.
+            if self.sync:  # The commit writes an index with this id.
                 self.target.sync()
         except BaseException as error:
             self.abandon(committed.files)

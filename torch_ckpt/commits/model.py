@@ -5,11 +5,12 @@ Hugging Face's loaders open ``model.safetensors`` if it exists, and otherwise th
 file to one of these two names, and then removes the other name. In between, a directory may have
 both names: one leads to the complete old model, the other to the complete new model.
 
-A store renames nothing. There, the names of the files have the id of the save, so that a former
-model keeps its files, and the index is written last, on the condition that it is still the one that
-was there when the save began: this is the commit. Where there is no model yet, a single file needs
-no index: as ``model.safetensors``, it appears when it is complete. Such a file appears without a
-condition, so a save that must not replace a model writes an index also then.
+A store cannot rename. There, file names contain the id of the save, so that the files of an earlier
+model remain. The index is written last, on the condition that it has not changed since the save
+began: this is the commit. If the directory has no model yet, a single file needs no index:
+``model.safetensors`` appears when it is complete. This is unconditional, and is not the last call.
+So a save that must not replace a model, or that writes another file before its commit, writes an
+index nevertheless.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from torch_ckpt.commits.garbage import end_saves, remove_files
-from torch_ckpt.commits.transaction import Transaction
+from torch_ckpt.commits.transaction import Transaction, rename, sync_with_folders_above
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.store_client import PENDING as UNPUBLISHED
@@ -39,7 +40,7 @@ _PENDING = (
 
 
 def pending_names(count: int, save_id: str) -> list[str]:
-    """Returns the names of a model's files until the commit. No loader opens these names."""
+    """Returns the names of a model's files before the commit. No loader opens these names."""
     return [f".{name}.{save_id}.tmp" for name in ([_MODEL] if count == 1 else _shard_names(count))]
 
 
@@ -72,13 +73,19 @@ class ModelTransaction(Transaction):
     _states_boxes = False
 
     def begin(
-        self, count: int = 1, *, usual: Sequence[str] = (), states_boxes: bool = False
+        self,
+        count: int = 1,
+        *,
+        usual: Sequence[str] = (),
+        states_boxes: bool = False,
+        may_appear: bool = True,
     ) -> None:
         """Begins the save of a model of ``count`` files; creates them, empty, on a file system.
 
         Args:
             count: Number of files.
-            usual: The final names of the files, if they are not those of Hugging Face.
+            may_appear: Whether a file may appear before :meth:`commit`, once it is complete.
+            usual: The final names of the files, if they differ from Hugging Face's.
             states_boxes: Whether the files state boxes of tensors, for DCP's reader. They have
                 ``usual`` names and no index. DCP's reader merges all files of a directory. So the
                 commit is atomic only for one file that replaces one file of this name. Otherwise a
@@ -94,7 +101,9 @@ class ModelTransaction(Transaction):
         super().begin()
         if self._is_on_store:
             is_first = count == 1 and not self.replaces and self._may_replace
-            self.files = [_MODEL] if is_first else _shard_names(count, f"{self.save_id}-")
+            self.files = (
+                [_MODEL] if is_first and may_appear else _shard_names(count, f"{self.save_id}-")
+            )
 
     @property
     def _is_on_store(self) -> bool:
@@ -118,10 +127,10 @@ class ModelTransaction(Transaction):
         return pending
 
     def check(self, files: Collection[str]) -> None:
-        """Checks that all files are there, and nothing that must stay."""
+        """Checks that all files exist, and no model that must not be replaced."""
         if list(files) != [_MODEL]:
             super().check(files)
-        elif (self.target / _INDEX).exists():  # It came after the model had been written.
+        elif (self.target / _INDEX).exists():  # It appeared after the model had been written.
             (self.target / _MODEL).discard()
             raise StorageError(
                 f"cannot save to {self._name}: another save or program has written {_INDEX} there "
@@ -133,10 +142,10 @@ class ModelTransaction(Transaction):
     def commit(self, layout: ModelLayout) -> list[str]:
         """Makes the files appear, removes those that they replace, and returns their names.
 
-        Requires: all of them are complete, and synced if :attr:`sync`.
+        Requires: all files are complete, and synced if :attr:`sync`.
 
         Raises StorageError if another save was committed meanwhile and has removed files of this
-        one, or if a call failed. After such an error, either model may be found.
+        one, or if a call failed. After such an error, readers may find either model.
         """
         pending, self._pending = self._pending, None
         assert pending is not None
@@ -167,7 +176,8 @@ class ModelTransaction(Transaction):
              of replaced models and of failed saves.
 
         If a step before the rename fails, the old model stays and all files of the new model are
-        removed. After it, either model may be found, and no file is removed.
+        removed. If a step after the rename fails, readers may find either model, and no file is
+        removed.
         """
         directory, pending = self.target, self.files
         existing = set(directory.names())
@@ -182,21 +192,21 @@ class ModelTransaction(Transaction):
                     (directory / before).rename(directory / after)
                 (directory / last).write(layout.index(names), sync=self.sync, update=True)
             if self.sync:
-                _sync_with_folders_above(directory)
+                sync_with_folders_above(directory)
             other_before = (directory / other).identity()
-            _rename(directory / last, directory / commit_as)
+            rename(directory / last, directory / commit_as)
         except BaseException:
             remove_files(directory, set(pending) - {last})
             # Not if the last file is gone. Either a file server has renamed it and lost the reply,
-            # and the files are published. Or another save has removed all files of this one, and
-            # the names may be those of a third save by now.
+            # and the files are published. Or another save has removed all files of this one, and a
+            # third save may already use the names.
             with contextlib.suppress(CheckpointError):
                 (directory / last).remove()
                 remove_files(directory, set(names) - self.committed_names)
             raise
         if self.sync:
             directory.sync()
-        # If another save may have been committed meanwhile, these files may be its own.
+        # If another save may have committed meanwhile, these may be its files.
         is_last = end_saves(directory, self.found.pending)
         is_older = is_last and other in existing
         if other_before is not None:
@@ -214,11 +224,11 @@ class ModelTransaction(Transaction):
         directory, names = self.target, list(self._final_names)
         try:
             if self.sync:
-                _sync_with_folders_above(directory)
+                sync_with_folders_above(directory)
             if len(names) > 1:
                 self._pending_index.remove()
             for before, after in zip(self.files, names, strict=True):
-                _rename(directory / before, directory / after)
+                rename(directory / before, directory / after)
         except BaseException:
             remove_files(directory, [*self.files, self._pending_index.name])
             raise
@@ -230,7 +240,7 @@ class ModelTransaction(Transaction):
         return names
 
     def _publish_streams(self, layout: ModelLayout, pending: Location) -> list[str]:
-        """Publishes the files of a model on a store, where they have their final names."""
+        """Publishes the files of a model on a store, where they already have their final names."""
         directory = self.target
         other, index = (_INDEX, b"")
         if self.files != [_MODEL]:
@@ -262,7 +272,7 @@ class ModelTransaction(Transaction):
     def _check_is_only(self, index: bytes) -> None:
         """Withdraws a model that must not replace one, if a model without an index has appeared.
 
-        The other save looks for an index after that: so at most one of the two remains.
+        The other save checks for an index afterwards, so at most one of the two remains.
         """
         if self._may_replace or not (self.target / _MODEL).exists():
             return
@@ -272,7 +282,7 @@ class ModelTransaction(Transaction):
         self._check_may_replace([_MODEL])
 
     def _unused_names(self, existing: Collection[str], usual: Sequence[str]) -> list[str]:
-        """Returns names for the files of a model, which no other save uses.
+        """Returns names for the files of a model that no other save uses.
 
         The usual names are for the first model: a save that has replaced a model with these names,
         and has not removed its files yet, would otherwise remove those of a newer model.
@@ -296,7 +306,7 @@ class ModelTransaction(Transaction):
     # ---- Failure ----
 
     def remove(self, files: Collection[str], *, may_others_begin: bool) -> None:
-        """Removes files as :class:`Transaction`, or empties those that others may yet search."""
+        """Removes files as :class:`Transaction`, or empties files that others may yet open."""
         if not may_others_begin:
             super().remove(files, may_others_begin=may_others_begin)
             return
@@ -310,27 +320,5 @@ class ModelTransaction(Transaction):
         """Ends the save on this process, unless it is committed: as in :class:`Transaction`."""
         if self._pending is not None:
             remove_files(self.target, set(self.files) - self.committed_names)
-        # On a store, a model that needs no index is whole, and may be that of another save.
+        # On a store, a model without an index is whole, and may be that of another save.
         super().abandon(set(files) - self.committed_names)
-
-
-def _rename(path: Location, to: Location) -> None:
-    """Renames a file; succeeds also if a network file system has lost the reply, and asks again."""
-    identity = path.identity()
-    try:
-        path.rename(to)
-        path.discard()  # If both are links to one file, the rename has changed nothing.
-    except NotFoundError:
-        if identity is None or identity != to.identity():
-            raise
-
-
-def _sync_with_folders_above(directory: Location) -> None:
-    directory.sync()
-    for folder in directory.parents:
-        try:
-            folder.sync()
-        except StorageError as error:
-            # A directory that this process must not open was not created by this save.
-            if error.errno not in (errno.EACCES, errno.EPERM):
-                raise

@@ -1,7 +1,7 @@
-"""Finds out before the first byte of data whether a file system has the calls that a commit needs.
+"""Checks, before data is written, that the file system supports the calls that a commit needs.
 
 Mounts of stores and of other machines may refuse to rename or to sync files, or to rename
-directories. A save would otherwise find this only at its commit, after all data were written.
+directories. Without this check, a save would fail at its commit, after writing all its data.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def check_commit(
 def created(directory: Location, sync: bool) -> Iterator[bool]:
     """Creates the directory of a checkpoint; removes it if the block raises and leaves it empty.
 
-    The value is whether it is new. A directory that exists remains: somebody may have given it a
-    quota or permissions. Raises as :func:`check_commit`.
+    Yields whether the directory is new. An existing directory is not removed: it may have been
+    given a quota or permissions. Raises the errors of :func:`check_commit`.
     """
     is_new = directory.file_system.has_folders and directory.is_missing()
     try:
@@ -76,10 +76,10 @@ def created(directory: Location, sync: bool) -> Iterator[bool]:
 def can_be_renamed_to(target: Location) -> bool:
     """Returns whether a directory can be written beside its target, and renamed once complete.
 
-    It cannot if the target exists, even as an empty directory: somebody may have given it a quota,
-    stripes or permissions, or may hold it open. It cannot if this process must not list the parent,
-    since it could then neither sync the parent nor find what dead processes have left. Renames a
-    directory to find out whether the file system does that.
+    Returns ``False`` if the target exists, even as an empty directory: it may have a quota, stripes
+    or permissions, or a process may have opened it. Returns ``False`` if this process cannot list
+    the parent, because it could then neither sync the parent nor find the remains of dead
+    processes. Renames a temporary directory to test whether the file system supports that.
     """
     parent = target.parent
     if not parent.file_system.renames_directories(parent.path):
@@ -95,7 +95,7 @@ def can_be_renamed_to(target: Location) -> bool:
 
 
 def _rename_file(directory: Location, sync: bool) -> None:
-    remove_abandoned(directory)  # Of a process that died here.
+    remove_abandoned(directory)  # A process may have died here.
     one, other = (temporary(directory / "probe", TMP) for _ in range(2))
     try:
         one.write(b"", sync=sync)

@@ -1,8 +1,8 @@
-"""Replacement: a file or a folder that gets its name once it is complete.
+"""Replacement: a file or folder that is renamed to its final name once it is complete.
 
-It is for formats whose readers open one name, such as a file of ``torch.save``, a folder of
-DeepSpeed, or a pointer file that names the newest folder. What had the name before is removed at
-the end only.
+For formats whose readers open a single name, such as a file of ``torch.save``, a folder of
+DeepSpeed, or a pointer file that names the newest folder. The previous file or folder is removed
+only at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Replacement", "replace_file"]
 class Replacement:
     """A file or a folder under a hidden name, :attr:`unpublished`, until its commit.
 
-    Its block begins with the removal of what dead processes have left beside the target, and
-    removes in the end what is not committed, or what was replaced.
+    Its block first removes the remains of dead processes beside the target. At its end, it removes
+    the files if they were not committed, or else the replaced ones.
 
     Args:
-        target: The name. Links in its path must be resolved: a link that has the name is replaced.
-        is_folder: Whether it is a folder, which the block creates.
-        name: What messages call the target; its path by default.
+        target: The final path. Links in it must be resolved: a link at this path is replaced.
+        is_folder: Whether to create a folder.
+        name: Name of the target in messages; its path by default.
 
     Raises:
         StorageError: The file system refuses a call that the commit needs, or has failed.
@@ -51,32 +51,32 @@ class Replacement:
         self.unpublished = temporary(target, TMP)
         self._is_folder = is_folder
         self._name = target if name is None else name
-        self._left: Location | None = None  # What the end removes.
+        self._left: Location | None = None  # Removed at the end.
 
     def __enter__(self) -> Self:
         parent = self.target.parent
         parent.create_directories()
-        if remove_abandoned(parent, self.target.name):  # There are others.
+        if remove_abandoned(parent, self.target.name):  # Others remain.
             remove_abandoned(parent)
         check_commit(parent, self._name, sync=True, directories=self._is_folder)
         self._left = self.unpublished
         if self._is_folder:
             try:
                 self.unpublished.create_directories()
-            except BaseException:  # Without an end of the block.
+            except BaseException:  # `__exit__` is not called.
                 self._remove_left()
                 raise
         return self
 
     def commit(self) -> None:
-        """Gives the file or folder its name. Requires: all of it is complete and synced."""
+        """Renames the file or folder to its final name. Requires: it is complete and synced."""
         replaced = None
         if self._is_folder:
             replaced = replace_directory(self.unpublished, self.target)
         else:
             self.unpublished.rename(self.target)
         self._left = None
-        self.target.parent.sync()  # If this fails, what was replaced stays.
+        self.target.parent.sync()  # If this fails, the replaced files remain.
         self._left = replaced
 
     def __exit__(
@@ -98,7 +98,7 @@ class Replacement:
 
 
 def replace_file(target: Location, contents: bytes) -> None:
-    """Replaces a file, such as a pointer that moves last. A crash leaves the old one or the new."""
+    """Replaces a file, such as a pointer file. A crash leaves either the old or the new one."""
     with Replacement(target) as new:
         new.unpublished.write(contents, sync=True)
         new.commit()

@@ -1,4 +1,4 @@
-"""The small files of a step beside its checkpoint: whoever commits the step writes them.
+"""The small files of a step beside its checkpoint. The process that commits the step writes them.
 
 This module imports no torch.
 """
@@ -40,9 +40,9 @@ def write_small_files(step: Location, files: Mapping[str, bytes], *, sync: bool)
 
 
 def _has(step: Location, name: str, contents: bytes | None) -> bool:
-    """Returns whether a file has these contents already; ``None``: whether there is none.
+    """Returns whether a file has these contents already; with ``None``, whether it is missing.
 
-    A store takes as many requests to find out as to write or remove the file.
+    Always ``False`` on a store, where a check takes as many requests as writing the file.
     """
     if not step.file_system.has_folders:
         return False

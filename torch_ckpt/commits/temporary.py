@@ -1,20 +1,21 @@
-"""Hidden files and directories beside a target, which a process makes and later renames or removes.
+"""Hidden files and directories beside a target, until a process renames or removes them.
 
-A name states the process, so that another process can remove the temporary after its death. It is
-``.<kind>.<target>.<random>.<owner>``: a hash of the target's name, random digits, and the machine,
-process id and start of the owner. Many scripts search a folder for names such as ``step-100``, and
-some search for digits anywhere in a name. So these names have neither the target's name nor any
-digit: letters stand for digits.
+The name identifies the owner, so that another process can remove the temporary after the owner has
+died. It is ``.<kind>.<target>.<random>.<owner>``: a hash of the target's name, random digits, and
+the machine, process id and start of the owner. Many scripts search a folder for names such as
+``step-100``, and some search for digits anywhere in a name. So these names contain neither the
+target's name nor digits: letters stand for digits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import math
 import re
 import secrets
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch_ckpt.coordination.owner import is_dead, this_process
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
@@ -27,6 +28,7 @@ __all__ = [
     "TMP",
     "end_partials",
     "has_temporaries",
+    "now_at",
     "remove_abandoned",
     "remove_temporary",
     "replace_directory",
@@ -37,14 +39,14 @@ PARTIAL = "partial"
 """Kind of the directory of a new checkpoint until its commit."""
 
 TMP = "tmp"
-"""Kind of what a conversion writes."""
+"""Kind of files that a conversion writes."""
 
 OLD = "old"
-"""Kind of a replaced target, which gets its name back if its process dies too early."""
+"""Kind of a replaced target, whose name is restored if its process dies before the replacement."""
 
 _REMOVED = "removed"
 _MAX_AGE_S = 24 * 3600.0
-"""Seconds after the last write to a temporary of another machine, until it counts as abandoned."""
+"""Seconds after its last write until a temporary of another machine counts as abandoned."""
 
 _DIGITS, _LETTERS = "0123456789-", "ghijklmnop."
 _TO_LETTERS, _TO_DIGITS = str.maketrans(_DIGITS, _LETTERS), str.maketrans(_LETTERS, _DIGITS)
@@ -57,7 +59,7 @@ _NAME = re.compile(
 def temporary(target: Location, kind: str) -> Location:
     """Returns an unused location beside a target, which is in use as long as this object lives.
 
-    The kind is one of those above.
+    ``kind`` is one of the constants above.
     """
     random, owner = (text.translate(_TO_LETTERS) for text in (secrets.token_hex(8), this_process()))
     name = f".{kind}.{_hash_of(target.name)}.{random}.{owner}"
@@ -67,18 +69,19 @@ def temporary(target: Location, kind: str) -> Location:
 
 
 def remove_abandoned(directory: Location, target: str | None = None) -> list[str]:
-    """Removes the temporaries of one target, or of all, whose process is dead; ignores errors.
+    """Removes the temporaries of one or all targets whose process is dead; ignores errors.
 
-    Whether a process of another machine, or of another container, is dead is unknown. Its
-    temporaries are removed 24 hours after their last write. A replaced target can get its name back
-    only if its name is known. Returns the names of the other temporaries.
+    It is unknown whether processes of other machines or containers are dead: their temporaries are
+    removed 24 hours after the last write. A replaced target is restored only if its name is given
+    as ``target``. Returns the names of the other temporaries.
     """
     left: list[str] = []
+    now = functools.cache(lambda: now_at(temporary(directory / "clock", TMP)))
     with contextlib.suppress(CheckpointError):
         for match in filter(None, map(_NAME.fullmatch, directory.names())):
             kind, path = match["kind"], directory / match[0]
             is_meant = kind != OLD if target is None else match["target"] == _hash_of(target)
-            if not is_meant or not _is_abandoned(match, path):
+            if not is_meant or not _is_abandoned(match, path, now):
                 left.append(match[0])
                 continue
             if kind == OLD and target is not None and (directory / target).is_missing():
@@ -90,15 +93,15 @@ def remove_abandoned(directory: Location, target: str | None = None) -> list[str
 
 
 def has_temporaries(names: Iterable[str]) -> bool:
-    """Returns whether there are temporaries among some names."""
+    """Returns whether any of these names is that of a temporary."""
     return any(map(_NAME.fullmatch, names))
 
 
 def end_partials(target: Location, found: Iterable[str]) -> None:
-    """Removes the directories of other new checkpoints that were to get a target's name.
+    """Removes the hidden directories of other saves to the same target.
 
-    ``found`` is what :func:`remove_abandoned` returned before. Those of processes that certainly
-    live remain: such a save finds the target, and moves its files there.
+    ``found`` is the earlier result of :func:`remove_abandoned`. Directories of processes that are
+    certainly alive remain: such a save detects that the target exists, and moves its files there.
     """
     wanted = (PARTIAL, _hash_of(target.name))
     for match in filter(None, map(_NAME.fullmatch, found)):
@@ -107,10 +110,10 @@ def end_partials(target: Location, found: Iterable[str]) -> None:
 
 
 def replace_directory(unpublished: Location, target: Location) -> Location | None:
-    """Gives a complete directory its name, also if there is a directory of this name.
+    """Renames a complete directory to its final name, also if that exists.
 
-    Returns where the replaced directory is now; ``None`` if there was none. The caller syncs the
-    parent before it removes the replaced directory.
+    Returns the new path of the replaced directory, or ``None``. The caller must sync the parent
+    before it removes the replaced directory.
     """
     replaced = None
     if not target.is_directory():
@@ -118,7 +121,7 @@ def replace_directory(unpublished: Location, target: Location) -> Location | Non
     elif target.exchange(unpublished):
         replaced = unpublished
     else:
-        # In between there is no directory. If this process dies then, the next write restores it.
+        # If this process dies between the two renames, the next write restores the directory.
         replaced = temporary(target, OLD)
         target.rename(replaced)
         try:
@@ -129,8 +132,22 @@ def replace_directory(unpublished: Location, target: Location) -> Location | Non
     return replaced
 
 
+def now_at(file: Location) -> float | None:
+    """Returns the time by the clock of the file system, by which files are dated.
+
+    A server and this machine may have different clocks. ``None`` if no file can be written. The
+    file is new, and is removed.
+    """
+    written = None
+    with contextlib.suppress(CheckpointError):
+        file.write(b"", sync=False)
+        written = file.modified_s()
+    file.discard()
+    return written
+
+
 def remove_temporary(path: Location) -> None:
-    """Removes a temporary; ignores errors. Its process then finds it missing, never damaged."""
+    """Removes a temporary; ignores errors. Its owner finds it missing, never damaged."""
     with contextlib.suppress(CheckpointError):
         if not path.file_system.has_folders:
             path.remove_all()
@@ -151,20 +168,25 @@ def _hash_of(name: str) -> str:
 
 
 def _is_unused(match: re.Match[str]) -> bool | None:
-    """Returns whether nobody uses a temporary any more; ``None`` if that is unknown."""
+    """Returns whether no process uses a temporary any more; ``None`` if that is unknown."""
     owner = match["owner"].translate(_TO_DIGITS)
     return match[0] not in PROCESS.temporaries if owner == this_process() else is_dead(owner)
 
 
-def _is_abandoned(match: re.Match[str], path: Location) -> bool:
-    is_unused = _is_unused(match)
-    return time.time() - _written_s(path) > _MAX_AGE_S if is_unused is None else is_unused
+def _is_abandoned(match: re.Match[str], path: Location, now: Callable[[], float | None]) -> bool:
+    if (is_unused := _is_unused(match)) is not None:
+        return is_unused
+    now_s = now()
+    return now_s is not None and now_s - _written_s(path) > _MAX_AGE_S
 
 
 def _written_s(path: Location) -> float:
-    """Returns the time of the last write to a file, or to anything in a directory."""
+    """Returns the time of the last write to a file, or to anything in a directory.
+
+    It is infinite if it is unknown.
+    """
     written = path.modified_s()
-    times = [time.time() if written is None else written]
+    times = [math.inf if written is None else written]
     with contextlib.suppress(CheckpointError):
         times += [_written_s(path / name) for name in path.names()]
     return max(times)

@@ -1,13 +1,14 @@
-"""Terms: which job of a run may commit, and which steps its training goes on from.
+"""Terms: which job of a run may commit, and from which steps its training continues.
 
-A job takes the next term before its first save. The file ``term-7`` in the directory of the run is
-that of term 7. Only one process can create it, as with a fencing token. Each step that the job
-saves has the number of the term in ``.metadata``. A commit looks for a later term first: a job
-that was believed dead, and goes on, replaces nothing of its successor. A local directory of the
-run has the file as well, for jobs of the same machine.
+A job takes the next term before its first save, by creating a file in the directory of the run:
+``term-7`` for term 7. Only one process can create it, so a term works as a fencing token. Each step
+that the job saves records the number of the term in ``.metadata``. Every commit first checks for a
+later term: a job that was believed dead, but still runs, replaces no step of its successor. A local
+directory of the run contains the file as well, for jobs of the same machine.
 
-The file also has the lineage: the former terms, and up to which step of each the job goes on. A
-restore ignores all other steps. A step without a number, such as one of stock DCP, has term 0.
+The file also records the lineage: the former terms, and the newest step of each that this job
+builds on. A restore ignores all other steps. A step without a term number, such as one that stock
+DCP saved, has term 0.
 
 This module imports no torch.
 """
@@ -21,7 +22,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from errno import EEXIST
 from typing import Any
 
@@ -47,16 +48,17 @@ __all__ = [
 _TERM = re.compile(r"term-([1-9][0-9]{0,17})")
 
 _KEPT = 20
-"""Former terms whose files stay.
+"""Number of former terms whose files remain.
 
-So no number is given twice to jobs that begin together, and a job may go on from a left branch.
+They keep jobs that begin at the same time from taking the same number, and allow a job to continue
+from an abandoned branch.
 """
 
 _LAST_S = 253_402_300_799.0
 """The end of the year 9999, in seconds since 1970."""
 
 _MOST_TRIES = 100
-"""Most terms that other jobs take before this one has taken one."""
+"""Give up after other jobs have taken this many terms first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +67,10 @@ class Term:
 
     Attributes:
         number: Its number; 0 before the first job.
-        lineage: Numbers of former terms, and the newest step of each from which it goes on.
+        lineage: Number of each former term -> the newest of its steps on which this term builds.
         host: Host of its job.
         pid: Process of its job.
-        directory: The directory of the run, as its job has called it.
+        directory: The directory of the run, by the name that its job uses.
         began_s: When it began, in seconds since 1970, by the clock of the host.
         job: An id that no other job has; empty in files of development versions.
     """
@@ -88,7 +90,7 @@ class Term:
         return step <= self.lineage.get(term, -1)
 
     def before(self, step: int, term: int) -> dict[int, int]:
-        """Returns the lineage of a term that goes on from a step of this lineage."""
+        """Returns the lineage of a new term that continues from a step of this lineage."""
         former = {t: min(s, step) for t, s in self.lineage.items() if t < term}
         return {**former, term: step}
 
@@ -110,8 +112,8 @@ def newest_term(run: Location) -> Term:
 def term_at(run: Location, number: int) -> Term | None:
     """Returns a term of a run by its number; ``None`` if it has no whole file.
 
-    Then it is long over, or its file is being written, or the process died within that. Raises
-    StorageError if the file cannot be read.
+    The file is missing if the term ended long ago. It is incomplete while it is being written, or
+    if its writer died. Raises StorageError if the file cannot be read.
     """
     with contextlib.suppress(NotFoundError, ValueError):
         contents = (run / f"term-{number}").read()
@@ -124,9 +126,9 @@ def take_term(
 ) -> Term:
     """Takes the next term of a run, for this process.
 
-    A ``local`` directory, to which the steps are saved, gets the file as well. A job that was
-    believed dead may save there, too. Raises StorageError if a file cannot be written. It may be
-    there nevertheless: then the ``job`` must save in none of its former terms.
+    Writes the file to the ``local`` directory of the steps as well, because a job that was believed
+    dead may save there, too. Raises StorageError if a file cannot be written. The file may exist
+    nevertheless: then the ``job`` must not save in any of its former terms.
     """
     with created(run, sync=True):
         pass
@@ -147,7 +149,7 @@ def take_term(
         except StorageError as error:
             if error.errno == EEXIST:  # Another job has taken it.
                 continue
-            for place in places:  # Nobody is in this term: it must not supersede a job.
+            for place in places:  # No job took this term, so it must not supersede one.
                 (place / file.name).discard()
             raise
         for place in places:
@@ -156,17 +158,26 @@ def take_term(
     raise StorageError(f"cannot begin a term in {run}: other jobs begin terms at the same time")
 
 
-def check_term(run: Location, number: int, step: Location | None = None) -> None:
+def check_term(
+    run: Location,
+    number: int,
+    step: Location | None = None,
+    *,
+    names: Collection[str] | None = None,
+) -> None:
     """Checks that no later term of a run than this one has begun. Term 0 is not checked.
 
-    A ``step`` may be committed from which the later one goes on, unless it has saved that itself.
+    A ``step`` may still be committed if the later term builds on it and has not saved it itself.
     Without a step, later terms of the same job do not count: it may have failed to take them.
+    ``names`` are those in the directory, if the caller has just listed it.
 
     Raises:
-        SupersededError: A later one has begun.
+        SupersededError: A later term has begun.
         StorageError: The directory cannot be read.
     """
-    if not number or max(_numbers(run), default=0) <= number:
+    if not number:
+        return
+    if max(_numbers_among(_names(run) if names is None else names), default=0) <= number:
         return
     newest = newest_term(run)
     if step is None and newest.job and (own := term_at(run, number)) and own.job == newest.job:
@@ -181,7 +192,7 @@ def superseded(run: Location, newest: Term) -> SupersededError:
     """Returns the error of a job that is not the newest of a run."""
     return SupersededError(
         f"cannot save to {run}: a newer job saves there ({newest}), or another Run of its process. "
-        "If this job is to go on instead, start it again"
+        "To continue with this job instead, start it again"
     )
 
 
@@ -206,7 +217,7 @@ def term_in(small_files: Mapping[str, bytes] | None) -> int:
 
 
 def _remove_former(run: Location, number: int) -> None:
-    """Removes the files of terms that are long over. If that fails, the next term does."""
+    """Removes the files of old terms. If that fails, the next term removes them."""
     with contextlib.suppress(CheckpointError):
         for former in _numbers(run):
             if former < number - _KEPT:
@@ -215,11 +226,18 @@ def _remove_former(run: Location, number: int) -> None:
 
 def _numbers(run: Location) -> list[int]:
     """Returns the numbers of the terms that have a file, the newest first."""
+    return sorted(_numbers_among(_names(run)), reverse=True)
+
+
+def _names(run: Location) -> list[str]:
     try:
-        names = run.names()
+        return run.names()
     except NotFoundError:
         return []
-    return sorted((int(m[1]) for m in map(_TERM.fullmatch, names) if m), reverse=True)
+
+
+def _numbers_among(names: Collection[str]) -> list[int]:
+    return [int(match[1]) for match in map(_TERM.fullmatch, names) if match]
 
 
 def _encoded(term: Term) -> bytes:

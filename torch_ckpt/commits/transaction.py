@@ -1,13 +1,13 @@
 """Transaction: the files of one save, which appear in a directory together, or not at all.
 
-The process that commits begins a transaction before any file of the save is written, and commits it
-once all of them are complete. Between the two, other processes write files to its directory; each
-joins with the :class:`Claim` of the one that has begun it. What makes the files appear depends on
-the place: see the subclasses in :mod:`torch_ckpt.commits.checkpoint` and
+The committing process begins a transaction before any file of the save is written, and commits it
+once all files are complete. In between, other processes write files to its directory; each joins
+with the :class:`Claim` of the process that has begun it. How the files appear depends on the
+storage: see the subclasses in :mod:`torch_ckpt.commits.checkpoint` and
 :mod:`torch_ckpt.commits.model`.
 
-Several saves to one directory may overlap. Each has a pending file, by which the others know it
-(:mod:`torch_ckpt.commits.garbage`). Whoever removes that file has ended the save.
+Several saves to one directory may overlap. Each has a pending file, which shows it to the others
+(:mod:`torch_ckpt.commits.garbage`). Removing that file ends the save.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.errors import AlreadyExistsError, CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 
-__all__ = ["Claim", "Transaction"]
+__all__ = ["Claim", "Transaction", "rename", "sync_with_folders_above"]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the process that commits, on ``host``, has created before others write.
+    """What the committing process, on ``host``, has created before other processes write.
 
-    ``name`` is of the hidden directory beside the target, or of the pending file in the target.
-    ``is_new`` says that it has created the target as well.
+    ``name`` is the name of the hidden directory beside the target, or of the pending file in the
+    target. ``is_new``: whether that process has created the target as well.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Claim:
 
     @staticmethod
     def of(storage_data: Any) -> Claim | None:
-        """Returns the claim of a plan's ``storage_data``; ``None`` if there is none."""
+        """Returns the claim of a plan's ``storage_data``; ``None`` without one."""
         values = getattr(storage_data, _ATTRIBUTE, None)
         return None if values is None else Claim(*values)
 
@@ -76,19 +76,19 @@ class Transaction(ABC):
 
     Args:
         target: Directory in which the files appear.
-        save_id: 16 hexadecimal digits that no other save has. They are in names of files.
-        sync: Whether the files survive a power cut once they have appeared.
-        may_replace: Whether they may replace what an earlier save has committed in the target.
-        supersedes: Whether they may replace what was committed since this one began. A store never
-            permits that.
-        name: What messages call the target; its path by default.
+        save_id: 16 hexadecimal digits, unique to the save. File names contain them.
+        sync: Whether the files must survive a power cut once they have appeared.
+        may_replace: Whether the files may replace those that an earlier save has committed.
+        supersedes: Whether the files may replace those committed since this save began. A store
+            never permits that.
+        name: Name of the target in messages; its path by default.
     """
 
     commit_name: str
     """Name of the file whose appearance is the commit on a store."""
 
     committed_names: frozenset[str]
-    """A directory in which such a save was committed has a file of one of these names."""
+    """Names of files, one of which exists in every directory with a committed save."""
 
     pending_pattern: str
     """Pattern of the pending files of saves that may replace each other."""
@@ -105,22 +105,22 @@ class Transaction(ABC):
     ) -> None:
         self.target, self.save_id, self.sync = target, save_id, sync
         self.found = Found()
-        """What the target had when this process began."""
+        """The listing of the target when this process began."""
         self._may_replace, self._supersedes = may_replace, supersedes
         self._name = target if name is None else name
         self._hidden: Location | None = None  # Where the files are written, if not to `target`.
         self._pending: Location | None = None  # The pending file, if this process has created it.
         self._has_created = False  # Whether this process has created the target.
-        self._before: object = None  # The identity of what was committed, where this one commits.
-        self._id_before: str | None = None  # Its id, if this one must not supersede another.
+        self._before: object = None  # Identity of the file that the commit replaces.
+        self._id_before: str | None = None  # Its save id, if this save must not supersede others.
         self.commits = False
-        """Whether this process has begun the save, and not joined it."""
+        """Whether this process has begun the save, rather than joined it."""
         self._is_committed = False  # Whether this process has committed it.
-        self._claim: Claim | None = None  # With which it has joined.
+        self._claim: Claim | None = None  # Set by `join`.
 
     @property
     def directory(self) -> Location:
-        """Where the files of the save are written until the commit."""
+        """The directory to which files are written before the commit."""
         return self.target if self._hidden is None else self._hidden
 
     @property
@@ -143,9 +143,9 @@ class Transaction(ABC):
     def begin(self) -> None:
         """Begins the save, before any process writes a file of it.
 
-        Creates the target, lists it, and creates the pending file. Other processes do not look up a
-        directory that is not there yet: the client of a network file system would remember that it
-        is missing. Removes hidden directories of dead saves, which may have filled the disk.
+        Creates the target, lists it, and creates the pending file. Other processes must not access
+        a directory before it exists: the client of a network file system would cache that it is
+        missing. Removes hidden directories of dead saves, which may have filled the disk.
 
         Raises:
             AlreadyExistsError: The target has a committed save, and this one may not replace it.
@@ -156,7 +156,7 @@ class Transaction(ABC):
         self._begin_in_target()
 
     def warn_if_replacing(self) -> None:
-        """Warns, as DCP does, if what is committed will be replaced."""
+        """Warns, as DCP does, if the save will replace a committed checkpoint."""
         if self.replaces:
             warnings.warn(
                 f"Detected an existing checkpoint in {self._name}, overwriting since "
@@ -165,7 +165,7 @@ class Transaction(ABC):
             )
 
     def _remove_abandoned(self) -> list[str]:
-        """Returns the temporaries beside the target whose owners may live."""
+        """Returns the temporaries beside the target whose owners may be alive."""
         parent = self.target.parent
         parent.create_directories()
         if parent.file_system.renames_directories(parent.path):
@@ -175,7 +175,7 @@ class Transaction(ABC):
     def _begin_in_target(self) -> None:
         with created(self.target, self.sync) as is_new:
             self.found = find(self.target, self.pending_pattern, self.commit_name)
-            if has_temporaries(self.found.names):  # Such as those of a probe that was killed.
+            if has_temporaries(self.found.names):  # For example of a killed probe.
                 remove_abandoned(self.target)
             self._check_may_replace(self.found.names)
             if self._hidden is None:  # Otherwise it began when the target did not exist.
@@ -201,9 +201,9 @@ class Transaction(ABC):
 
     @property
     def claim(self) -> Claim | None:
-        """What the others must find before they write; ``None`` on a store.
+        """The claim that other processes must find before they write; ``None`` on a store.
 
-        Only paths of this machine may lead to another directory on another machine.
+        A path may lead to different directories on different machines, a URL does not.
         """
         created = self._pending if self._hidden is None else self._hidden
         if created is None or created.local_path is None:
@@ -214,8 +214,8 @@ class Transaction(ABC):
     def join(self, claim: Claim | None, rank: int | None) -> None:
         """Begins to write on a rank that does not commit.
 
-        The claim is ``None`` if this rank cannot find by its name what was created. Raises
-        StorageError if it does not find that.
+        ``claim`` is ``None`` if there is nothing to find. Raises StorageError if this rank does not
+        find the claimed file or directory.
         """
         if claim is None:
             self.target.create_directories()
@@ -243,7 +243,7 @@ class Transaction(ABC):
     # ---- Before the commit ----
 
     def check(self, files: Collection[str]) -> None:
-        """Checks that all files are there, and that no save is replaced against the options.
+        """Checks that all files exist, and that the options allow to replace the committed save.
 
         Raises:
             AlreadyExistsError: Another save was committed, and this one may not replace it.
@@ -286,9 +286,9 @@ class Transaction(ABC):
     def abandon(self, files: Iterable[str] = ()) -> None:
         """Ends the save on this process, unless it is committed, and removes its files.
 
-        ``files`` are those that this process has written and nobody may commit any more. The last
-        process also removes the pending file, and the target if the save has created it. Ignores
-        errors, and has no effect after a commit.
+        ``files`` are files of this process that no process can commit any more. The last process
+        also removes the pending file, and the target if the save has created it. Ignores errors,
+        and has no effect after a commit.
         """
         if self._is_committed:
             return
@@ -297,7 +297,7 @@ class Transaction(ABC):
         claim, self._claim = self._claim, None
         if hidden is None:
             remove_files(self.target, files)
-            if claim is not None:  # The last rank finds no data files any more.
+            if claim is not None:  # The last rank finds no more data files.
                 pending = self.target / claim.name
                 self._has_created = claim.is_new
         elif self.commits:
@@ -311,7 +311,7 @@ class Transaction(ABC):
         return False
 
     def discard_pending(self) -> None:
-        """Removes the pending file, also if others have not removed their data files yet."""
+        """Removes the pending file, even if others have not yet removed their data files."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.discard()
@@ -320,10 +320,10 @@ class Transaction(ABC):
     def _discard_created(self) -> None:
         if self._has_created:
             self._has_created = False
-            self.target.discard()  # Not with files in it.
+            self.target.discard()  # Fails if it has files.
 
     def is_ended(self, files: Iterable[str], error: BaseException) -> bool:
-        """Returns whether a save failed because files that this process has found are gone."""
+        """Returns whether a save failed because files that this process has found were removed."""
         if not isinstance(error, NotFoundError | StorageError):
             return False
         # Another save removes the pending file first. Only one process has such a file.
@@ -334,9 +334,9 @@ class Transaction(ABC):
         return self.target.is_missing() or any((self.target / f).is_missing() for f in files)
 
     def files_are_missing(self, error: BaseException) -> StorageError:
-        """Returns the error of a process whose files are gone. Says who did it only if known.
+        """Returns the error of a process whose files were removed. Names the cause only if known.
 
-        Raises the error of the call if another rank has failed: it removes the files of the save.
+        If another rank has failed, raises the error of the call: a failed rank removes the files.
         """
         call = current_call()
         if call is not None:
@@ -355,7 +355,7 @@ class Transaction(ABC):
     def _other_save(self) -> str | None:
         """Returns the id of a save that was committed since this one began, if that is known."""
         with contextlib.suppress(CheckpointError):
-            # Only the process that commits has read the old identity. A new target has none.
+            # Only the committing process has read the old identity. A new target has none.
             is_new = (self.target / self.commit_name).identity() != self._before
             if is_new and (self.commits or self._hidden is not None):
                 return self._committed_id()
@@ -367,10 +367,10 @@ class Transaction(ABC):
 
 
 def _is_found(created: Location) -> bool:
-    """Returns whether this process finds what another one has created.
+    """Returns whether this process finds the file or directory of a claim.
 
-    The client of a network file system may remember that the directory of it was missing. Only a
-    request to create the directory then asks the server.
+    The client of a network file system may cache that the parent directory is missing. Only a
+    request to create the directory then reaches the server.
     """
     if not created.is_missing():
         return True
@@ -383,3 +383,26 @@ def _is_found(created: Location) -> bool:
     for folder in missing:
         folder.discard()
     return False
+
+
+def rename(path: Location, to: Location) -> None:
+    """Renames a file; succeeds also if a network file system has lost the reply, and asks again."""
+    identity = path.identity()
+    try:
+        path.rename(to)
+        path.discard()  # If both are links to one file, the rename has changed nothing.
+    except NotFoundError:
+        if identity is None or identity != to.identity():
+            raise
+
+
+def sync_with_folders_above(directory: Location) -> None:
+    """Syncs a directory, and those above it that this process may open."""
+    directory.sync()
+    for folder in directory.parents:
+        try:
+            folder.sync()
+        except StorageError as error:
+            # A directory that this process must not open was not created by this save.
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise

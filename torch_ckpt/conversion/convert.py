@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -16,9 +17,11 @@ from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import AlreadyExistsError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes
+from torch_ckpt.formats.model_config import own_config, quantization_config
 from torch_ckpt.formats.safetensors.layout import UNTIED
 from torch_ckpt.formats.torch_save import is_archive
 from torch_ckpt.known_frameworks import FRAMEWORKS, Framework, Target
+from torch_ckpt.storage.quantizing import Quantize, check_config, check_quantize, write_config
 from torch_ckpt.storage.safetensors_writer import SafetensorsWriter
 from torch_ckpt.storage.writer import FastWriter
 
@@ -37,27 +40,36 @@ def convert(
     overwrite: bool = False,
     trust_pickle: bool = False,
     ties: Mapping[str, str] | None = _NO_TIES,
+    quantize: Quantize | None = None,
+    ranks: int | None = None,
 ) -> dict[str, str]:
     """Converts a checkpoint of any format that :class:`FastReader` loads to one of :data:`TARGETS`.
 
-    Loads the tensors in pieces of at most 8 MiB, and verifies what has a checksum. The target
-    appears when it is complete. Only names with the prefix are converted, without it. ``overwrite``
-    replaces a checkpoint at ``target``. Files of safetensors and ``torch.save`` contain each tied
-    tensor once; :func:`find_ties` finds the ties. ``ties`` states more of them, as name -> another
-    name; with ``None``, no tensors are tied. Returns name -> the name of the tensor that it shares
-    in the target.
+    Loads the tensors in pieces of at most 8 MiB, and verifies all data that has checksums. The
+    target appears when it is complete. Only names with the prefix are converted, and the prefix is
+    removed. ``overwrite`` replaces a checkpoint at ``target``. Files of safetensors and
+    ``torch.save`` contain each tied tensor once; :func:`find_ties` finds the ties. ``ties`` adds
+    further ties, as name -> another name; with ``None``, no tensors are tied. ``quantize`` is that
+    of :class:`SafetensorsWriter`; ``config.json`` of the source is the base of the target's.
+    ``ranks``: see :func:`~torch_ckpt.frameworks.torch_checkpointing.item_files.write_items`.
+    Returns name -> the name of the tensor that it shares in the target.
 
     Raises:
-        AlreadyExistsError: There is a checkpoint at ``target``, and ``overwrite`` is false, or it
-            is of another format, or ``target`` is on a store and the format is not DCP's or
-            safetensors.
+        AlreadyExistsError: ``target`` has a checkpoint, and ``overwrite`` is false, or the
+            checkpoint has another format, or ``target`` is on a store and the format is neither
+            DCP's nor safetensors.
         MismatchError: Two tensors that ``ties`` names are not equal, or belong to an optimizer.
-        NotFoundError: There is no checkpoint at ``source``, it has no name with the prefix, or it
-            lacks a tensor that ``ties`` names.
+        NotFoundError: ``source`` has no checkpoint, no name with the prefix, or lacks a tensor that
+            ``ties`` names.
         UnsupportedError: The target's format cannot store a value of the source, or ties.
         CheckpointError: The source cannot be read, or the target cannot be written.
     """
     watch_storage()
+    check_quantize(quantize)
+    if quantize and to != "safetensors":
+        raise UnsupportedError(f"cannot quantise {to}: only safetensors have FP8 with scales")
+    if ranks is not None and to != "torch_checkpointing":
+        raise UnsupportedError(f"cannot write {to} for {ranks} ranks: any ranks load it")
     if ties and to not in _WITH_TIES:
         raise UnsupportedError(f"cannot tie {next(iter(ties))!r}: {to} stores every name")
     target = target.absolute()
@@ -70,10 +82,15 @@ def convert(
         )
     existed = target.is_directory()
     with Source(source, prefix, rules=rules, trust_pickle=trust_pickle) as values:
+        values.ranks = ranks
         if to == "safetensors" and values.objects:
             raise UnsupportedError(_no_objects(values))
         if ties is not None and to in _WITH_TIES:
             values.find_ties(ties)
+        if quantize:
+            _check_wide(source)
+            values.quantize()
+            check_config(target, values.wide)  # Fails before any tensor is written.
         if to not in ("dcp", "safetensors") and not target.file_system.writes_at_offsets:
             write_to_store(target, lambda local: TARGETS[to](values, local, False))
             return values.ties
@@ -86,8 +103,21 @@ def convert(
         return values.ties
 
 
+def _check_wide(source: Location) -> None:
+    """Raises UnsupportedError if a config states that the source is quantised already."""
+    folder = source.parent if source.is_file() else source
+    stated = quantization_config(folder)
+    if isinstance(stated, dict):
+        stated = f"its config.json states quant_method {repr(stated.get('quant_method'))[:80]}"
+    if stated is not None:
+        raise UnsupportedError(
+            f"cannot quantise {source}: {stated}; only models in float32, bfloat16 or float16 can "
+            "be quantised"
+        )
+
+
 def _no_objects(values: Source) -> str:
-    """Returns why a source with objects is not converted, and with which prefix it would be."""
+    """Returns why a source with objects cannot be converted, and which prefix would avoid them."""
     objects = list(values.objects)
     more = f" and {len(objects) - 1} more" if len(objects) > 1 else ""
     heads = {name.partition(".")[0] for name in objects}
@@ -100,9 +130,9 @@ def _no_objects(values: Source) -> str:
 
 
 def _check_other_formats(target: Location, to: str) -> None:
-    """Checks that a target directory has no checkpoint of another format, which would remain.
+    """Checks that the target directory contains no checkpoint of another format.
 
-    Raises AlreadyExistsError if it has one.
+    Raises AlreadyExistsError if it does: that checkpoint would remain beside the new one.
     """
     if not target.is_directory():
         return
@@ -129,6 +159,9 @@ def _to_safetensors(source: Source, target: Location, overwrite: bool) -> None:
     source.ties = {name: first for name, first in source.ties.items() if name not in UNTIED}
     writer = SafetensorsWriter(target.checkpoint_id, io=IO, overwrite=overwrite)
     writer.ties = source.ties
+    if source.wide:
+        config = own_config(source.path) or {}
+        writer.before_commit = functools.partial(write_config, target, source.wide, config)
     _save(source, writer)
 
 
@@ -153,6 +186,6 @@ TARGETS: dict[str, Callable[[Source, Location, bool], None]] = {
     "torch": write_torch_file,
     **{row.target.name: _writer_of(row, row.target) for row in FRAMEWORKS if row.target},
 }
-"""Format -> how it is written."""
+"""Format -> the function that writes it."""
 
 _WITH_TIES = ("safetensors", "torch")

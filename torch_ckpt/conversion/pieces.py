@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_ckpt.conversion.ties import find_ties
 from torch_ckpt.errors import NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.safetensors.layout import TensorFacts
 from torch_ckpt.formats.torch_archive import PendingTensor
 from torch_ckpt.options import IoOptions
+from torch_ckpt.storage.quantizing import QuantizedValues, quantized_facts
 from torch_ckpt.storage.stored_values import Box, StoredValues, pieces_of
 
 __all__ = ["IO", "PIECE_NBYTES", "Piece", "Source"]
@@ -25,7 +27,7 @@ IO = IoOptions(buffer_nbytes=16 << 20)
 """I/O buffers of the source, and of the target."""
 
 PIECE_NBYTES = 8 << 20
-"""Maximum bytes of a piece with more than one element, and of small pieces that load together."""
+"""Maximum bytes of a piece with more than one element, and of small pieces loaded together."""
 
 _Loaded = Future[dict[int, torch.Tensor]]
 
@@ -34,7 +36,8 @@ _Loaded = Future[dict[int, torch.Tensor]]
 class Piece:
     """A box of a tensor. Its elements are consecutive in row-major order.
 
-    ``number`` is its own in the order of the conversion, and ``tensor`` that of its tensor.
+    ``number`` is its position in the order of the conversion, and ``tensor`` the position of its
+    tensor.
     """
 
     number: int
@@ -47,10 +50,13 @@ class Source:
     """The source of a conversion, a checkpoint of any format that :class:`FastReader` loads.
 
     While one batch of pieces is written, a thread loads the next one. Only names with the prefix
-    are converted, without it; NotFoundError if there is none. ``tensors`` and ``objects`` are by
-    name, ``paths`` has the keys from the root of the nested state dict, and ``ties`` is name -> the
-    name under which its tensor is stored; see :func:`find_ties`. ``loaded_nbytes`` counts the
-    pieces that were taken so far. Raises UnsupportedError if a tensor is far larger than the files.
+    are converted, and the prefix is removed. ``tensors`` and ``objects`` are by name, ``paths`` is
+    name -> keys from the root of the nested state dict, and ``ties`` is name -> the name under
+    which its tensor is stored; see :func:`find_ties`. ``ranks`` is the number of ranks for which it
+    is written, if given. ``wide`` are the tensors before
+    :meth:`quantize`. ``loaded_nbytes`` counts the bytes of the pieces returned so far. Raises
+    NotFoundError if no name has the prefix, and UnsupportedError if a tensor is far larger than the
+    files.
     """
 
     def __init__(
@@ -86,6 +92,9 @@ class Source:
             for name, fqn in self._values.names.items()
         }
         self.ties: dict[str, str] = {}
+        self.ranks: int | None = None
+        self.wide: list[TensorFacts] = []
+        self._load_boxes = self._values.load
         self.loaded_nbytes = 0
         self._pieces: list[Piece] = []
         self._batch_of: list[int] = []
@@ -114,8 +123,21 @@ class Source:
         """Sets :attr:`ties`, for formats that store a tied tensor once."""
         self.ties = find_ties(self._values, self.path, named)
 
+    def quantize(self) -> None:
+        """Makes the tensors those of a quantised model."""
+        self.wide = wide = [
+            TensorFacts(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.sizes))
+            for name, tensor in self.tensors.items()
+            if name not in self.ties
+        ]
+        self._load_boxes = QuantizedValues(self._load_boxes, wide).load
+        for facts in quantized_facts(wide):
+            dtype = getattr(torch, facts.dtype)
+            self.tensors[facts.fqn] = PendingTensor(facts.fqn, dtype, facts.sizes)
+            self.paths.setdefault(facts.fqn, (facts.fqn,))
+
     def cut(self, names: Sequence[str]) -> list[Piece]:
-        """Cuts tensors into pieces, which are to be loaded in this order.
+        """Cuts tensors into pieces, which must be loaded in this order.
 
         A tensor without elements has one piece without elements.
         """
@@ -152,7 +174,7 @@ class Source:
     def _load(self, batch: int) -> _Loaded:
         def load() -> dict[int, torch.Tensor]:
             pieces = self._batches[batch]
-            tensors = self._values.load([(piece.name, piece.box) for piece in pieces])
+            tensors = self._load_boxes([(piece.name, piece.box) for piece in pieces])
             return {piece.number: tensor for piece, tensor in zip(pieces, tensors, strict=True)}
 
         return self._thread.submit(load)

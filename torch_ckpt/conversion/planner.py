@@ -27,10 +27,10 @@ __all__ = ["ConversionPlanner"]
 
 
 class ConversionPlanner(LatePlanner):
-    """Saves all values of a source, but of tied tensors only the first.
+    """Saves all values of a source, but only the first of tied tensors.
 
-    The order of the tensors is that of :class:`SafetensorsWriter` within a file, since the source
-    loads them in the order of the plan.
+    The tensors have the same order as :class:`SafetensorsWriter` writes them to a file, because the
+    source loads them in the order of the plan.
     """
 
     def __init__(self, source: Source) -> None:

@@ -1,4 +1,4 @@
-"""Conversions to a store that takes whole files only: by way of a temporary local directory."""
+"""Conversions to a store that accepts only whole files, through a temporary local directory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch_ckpt.known_frameworks import FRAMEWORKS
 
 __all__ = ["write_to_store"]
 
-_LAST = tuple(name for row in FRAMEWORKS for name in row.pointers)
-"""Names of files that point to others."""
+_LAST = tuple(
+    name for row in FRAMEWORKS for name in (*row.pointers, *(row.target.last if row.target else ()))
+)
+"""Names of files that point to others, or describe them."""
 
 
 def write_to_store(target: Location, write: Callable[[Location], None]) -> None:
-    """Writes a target to a temporary directory by ``write``, and then uploads its files.
+    """Writes a target to a temporary directory with ``write``, and then uploads its files.
 
-    The directory is that of Python's ``tempfile``, which ``TMPDIR`` sets. Files that point to
-    others are uploaded last, so a reader that begins with these finds all or nothing. Raises
-    AlreadyExistsError if there is anything at the target: no file of a store can be replaced
-    together with another one.
+    The directory is created by Python's ``tempfile``, which respects ``TMPDIR``. Pointer files are
+    uploaded last, so a reader that begins with these finds all files or none. Raises
+    AlreadyExistsError if anything exists at the target: a store cannot replace several files
+    atomically.
     """
     if target.is_file() or target.names():
         raise AlreadyExistsError(

@@ -1,9 +1,10 @@
 """Finds tied tensors in a checkpoint: names whose tensors a conversion stores once.
 
-Two names are tied only if one of these states it: the files, in which both names refer to the same
-bytes; a model that ``config.json`` beside the checkpoint describes; or the caller. A checkpoint of
-DCP stores the elements of each name, and records no ties. Equal elements do not prove a tie: the
-weights of a model and their average are equal before the first update, and differ afterwards.
+Two names are tied only if one of these sources states it: the files, in which both names refer to
+the same bytes; the model that ``config.json`` beside the checkpoint describes; or the caller. A
+checkpoint of DCP stores the elements of each name, and records no ties. Equal elements do not prove
+a tie: the weights of a model and their average are equal before the first update, and differ
+afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _OPTIMIZER = re.compile(r"(^|\.)(state|param_groups)\.")
 """Names of optimizer states, which are never tied.
 
 An optimizer updates the state of each parameter in place. FSDP1 and DeepSpeed store one ``step``
-for several parameters. If these shared one tensor, it would count each step several times.
+for several parameters. If the parameters shared this tensor, it would count each step several
+times.
 """
 
 _REPEATED = re.compile("layer|block|expert|depth")
@@ -44,12 +46,12 @@ _LOG = logging.getLogger("torch_ckpt")
 def find_ties(values: StoredValues, path: Location, named: Mapping[str, str]) -> dict[str, str]:
     """Returns name -> the name under which their common tensor is stored.
 
-    ``path`` is that of the checkpoint. ``named`` are the ties that the caller states. States of
+    ``path`` is the path of the checkpoint. ``named`` are the ties that the caller states. States of
     optimizers are never tied.
 
     Raises:
-        MismatchError: The tensors of ``named`` are of an optimizer, or not equal bit for bit.
-        NotFoundError: A name of ``named`` is not that of a tensor.
+        MismatchError: The tensors of ``named`` belong to an optimizer, or differ in any bit.
+        NotFoundError: A name in ``named`` is not the name of a tensor.
     """
     ties: dict[str, str] = {}
     for name, first in named.items():
@@ -62,7 +64,7 @@ def find_ties(values: StoredValues, path: Location, named: Mapping[str, str]) ->
 
 
 def _tie(ties: dict[str, str], name: str, first: str) -> None:
-    """Ties ``name``, and all names tied to it, to ``first`` or the name to which that is tied."""
+    """Ties ``name``, and all names tied to it, to ``first`` or to the first of its tied names."""
     name, first = ties.get(name, name), ties.get(first, first)
     if name != first:
         ties.update({each: first for each, other in ties.items() if other == name} | {name: first})
@@ -98,7 +100,7 @@ def _are_equal(values: StoredValues, name: str, other: str) -> bool:
 
 
 def _recorded(values: StoredValues) -> list[list[str]]:
-    """Returns the groups of names that refer to the same bytes in files that record this."""
+    """Returns the groups of names that refer to the same bytes, in formats that record this."""
     if values.index is None or not is_foreign(values.metadata):
         return []
     shown = {fqn: name for name, fqn in values.names.items() if not _OPTIMIZER.search(fqn)}
@@ -110,7 +112,7 @@ def _recorded(values: StoredValues) -> list[list[str]]:
 
 
 def _extents_of(index: _native.Index) -> Iterator[tuple[str, Hashable]]:
-    """Yields each tensor with elements, and all that determines its elements in the files."""
+    """Yields each non-empty tensor, and everything that determines its elements in the files."""
     for number, (fqn, properties, boxes) in enumerate(index):
         if properties is None or 0 in properties[4] or not all(box[5] for box in boxes):
             continue  # An object, or one that only torch can read.
@@ -138,7 +140,7 @@ def _of_model(values: StoredValues, path: Location) -> list[list[str]]:
 def _groups_of_model(config: dict[str, Any], path: Location, count: int) -> Iterable[list[str]]:
     """Returns the groups of names that share a parameter in the model that a config describes.
 
-    Only the class of the model knows them, so this function constructs the model, on the meta
+    Only the class of the model defines them, so this function constructs the model on the meta
     device. ``count`` is the number of names in the checkpoint.
     """
     ties, architectures = config.get("tie_word_embeddings"), config.get("architectures")
@@ -168,7 +170,7 @@ def _model_of(config: dict[str, Any], architecture: str, count: int) -> torch.nn
         model_class, transformers.PreTrainedModel
     ):
         raise UnsupportedError(f"transformers has no model {architecture!r}")
-    for key, value in _options(config):  # An untrusted file may state any number.
+    for key, value in _options(config):  # An untrusted file may state arbitrary numbers.
         if _REPEATED.search(key) and isinstance(value, int) and value > count:
             raise MismatchError(f"it has {key}={value}, but the checkpoint has only {count} names")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Writes files of ``torch.save`` whose tensors are loaded piece by piece."""
+"""Writes files of ``torch.save`` and loads their tensors piece by piece."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_torch_file(source: Source, target: Location, overwrite: bool) -> None:
 
 
 def check_target(target: Location, overwrite: bool) -> None:
-    """Raises AlreadyExistsError if there is a file or directory that is not to be overwritten."""
+    """Raises AlreadyExistsError if a file or directory exists that must not be overwritten."""
     try:
         names = target.parent.names()
     except NotFoundError:
@@ -70,8 +70,8 @@ def write_files(
 ) -> None:
     """Writes and syncs new files with pending tensors of a source, one after the other.
 
-    The target is that of the conversion, for the progress bar. A file that cannot be written may
-    exist, incomplete.
+    ``target`` is the target of the conversion, for the progress bar. After an error, an incomplete
+    file may exist.
     """
     pieces = source.cut([tensor.name for _, layout in files for _, tensor in layout.pending()])
     pieces_of: dict[int, list[Piece]] = {}  # By the number of the tensor in this order.
@@ -103,7 +103,7 @@ def write_files(
                     for piece in written(tensor):
                         elements = _elements(source, piece, tensor)
                         record.crc = zlib.crc32(_bytes_of(elements), record.crc)
-                        if elements.dtype not in DTYPE_CODES:  # The engine writes its bytes.
+                        if elements.dtype not in DTYPE_CODES:  # The engine writes it as bytes.
                             elements = elements.view(torch.uint8)
                         view = _tensor_view.view(elements, tensor.name, writable=False)
                         job.write([(view, record.offset, tensor.sizes, piece.box[0])])

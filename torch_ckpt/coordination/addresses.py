@@ -1,4 +1,4 @@
-"""The addresses and the name of this machine, and probes of the addresses of others."""
+"""The addresses and the name of this machine, and probes of the addresses of other machines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def node_id() -> int:
     """Returns an identifier of this node. Containers on one machine have the same identifier.
 
     Each rank sends its identifier, because ``LOCAL_WORLD_SIZE`` is not enough: nodes may have
-    different numbers of ranks, and a group may have ranks scattered over nodes.
+    different numbers of ranks, and the ranks of a group may be scattered over nodes.
     """
     name = this_machine().encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
@@ -65,8 +65,8 @@ def own_addresses(store: Store | None) -> list[str]:
     """Returns the addresses of this machine at which its ranks listen.
 
     These are the addresses of the interfaces in ``GLOO_SOCKET_IFNAME``, if it is set. Otherwise
-    they are the address with a route to the store, those of the machine's name, and 127.0.0.1. The
-    route to the store is not enough: on the store's own machine it is often 127.0.0.1.
+    they are the source address of the route to the store, the addresses of the machine's name, and
+    127.0.0.1. The first is not enough: on the store's machine it is often 127.0.0.1.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     hosts = [host for name in names for host in _addresses_of(name)]
@@ -88,7 +88,7 @@ def _datagram_socket() -> socket.socket:
 
 
 def _addresses_of(interface: str) -> list[str]:
-    """Returns the addresses of a network interface; none if there is no such interface."""
+    """Returns the addresses of a network interface; none if it does not exist."""
     hosts = []
     with contextlib.suppress(OSError), _datagram_socket() as s:
         request = struct.pack("256s", interface.encode()[:15])
@@ -103,25 +103,25 @@ def _addresses_of(interface: str) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether an address leads each machine to itself."""
+    """Returns whether an address is a loopback address: every machine reaches itself there."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def reachable(addresses: Sequence[tuple[str, int]], node: int) -> list[tuple[str, int]]:
     """Returns the addresses of a process at which this machine may dial it.
 
-    ``node`` is the identifier of its node. At a loopback address of another node, this machine
-    would dial a program of its own.
+    ``node`` is the identifier of the node of that process. Loopback addresses of other nodes are
+    excluded: there, this machine would dial a local program.
     """
     is_here = node == node_id()
     return [(host, port) for host, port in addresses if is_here or not is_loopback(host)]
 
 
 def refuses(addresses: Sequence[tuple[str, int]]) -> bool:
-    """Returns whether the system of a rank refuses connections at all its addresses.
+    """Returns whether the machine of a rank refuses connections at all its addresses.
 
-    The addresses are :func:`reachable`. No answer is no refusal, and neither is an address of this
-    machine that belongs to another.
+    The addresses are the result of :func:`reachable`. Only an explicit refusal at every address
+    counts: a missing answer does not.
     """
     answers = set()
     for host, port in addresses:

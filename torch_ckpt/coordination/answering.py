@@ -1,4 +1,4 @@
-"""Reads of a disk or store that may never answer, with a limit: no call can be interrupted."""
+"""Reads, with a time limit, of a disk or store that may never answer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 def answered_within(timeout_s: float, read: Callable[[], T], activity: str, place: object) -> T:
-    """Returns what ``read`` returns, in a thread. Raises StorageError if that takes too long.
+    """Calls ``read`` in a thread and returns its result. Raises StorageError if it takes too long.
 
-    The limit is a little less than ``timeout_s``, so that the error arrives at ranks that wait so
-    long. The thread then goes on, so ``read`` must change nothing. ``place`` is what does not
-    answer, for the message.
+    The limit is slightly shorter than ``timeout_s``, so that the error reaches other ranks before
+    they time out. The thread continues after the error, so ``read`` must have no side effects.
+    ``place`` names what does not answer, for the message.
     """
     future: futures.Future[T] = futures.Future()
 
@@ -40,7 +40,7 @@ def answered_within(timeout_s: float, read: Callable[[], T], activity: str, plac
         thread.start()
     except RuntimeError:  # The system has no more threads.
         return read()
-    # Long calls of storage are logged by a thread of their own.
+    # This wait logs nothing: the storage watch logs long calls of storage.
     for pause_s in LongWait(lambda: "").rounds(timeout_s - min(GRACE_S, timeout_s / 10)):
         if futures.wait([future], pause_s).done:
             try:

@@ -1,4 +1,4 @@
-"""Arguments that all ranks must give equally, compared in an exchange of their call."""
+"""Arguments that must be equal on all ranks. An exchange of the call compares them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def comparing(
     names: Sequence[int],
     activity: str,
 ) -> tuple[Callable[[], Any], Callable[[list[Any]], R]]:
-    """Returns functions that do the same, and compare the arguments ``equal`` of all ranks.
+    """Returns wrappers of both functions that also compare the arguments ``equal`` of all ranks.
 
-    ``own`` is called on each rank, and ``decide`` with all values on the coordinator. That raises
-    ValueError if the arguments differ. ``names`` are the ranks.
+    ``own`` is called on each rank, and ``decide`` with all values on the coordinator. ``decide``
+    raises ValueError if the arguments differ. ``names`` are the ranks.
     """
 
     def own_and_given() -> tuple[T, dict[str, str]]:
@@ -39,7 +39,7 @@ def comparing(
 def _as_text(value: Any) -> str:
     """Returns the text by which ranks compare an argument.
 
-    Integers of NumPy, and tensors of one integer, have that of Python's integers.
+    Integers of NumPy, and tensors of one integer, get the same text as Python's integers.
     """
     if not isinstance(value, bool):
         try:
@@ -50,7 +50,7 @@ def _as_text(value: Any) -> str:
 
 
 def _check_equal(given: Sequence[Mapping[str, str]], names: Sequence[int], activity: str) -> None:
-    """Raises ValueError if ranks have given different arguments.
+    """Raises ValueError if ranks passed different arguments.
 
     ``given`` are the texts of the arguments of each rank, and ``names`` the ranks.
     """

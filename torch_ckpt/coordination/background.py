@@ -1,4 +1,4 @@
-"""Background saves, in a thread or in a separate process."""
+"""Background saves, in a thread or in a separate process, and the thread of background loads."""
 
 from __future__ import annotations
 
@@ -40,25 +40,32 @@ from torch_ckpt.errors import CheckpointError, naming_first, text_of, typed_text
 from torch_ckpt.filesystems.location import refuse_unregistered, registered_schemes
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["Order", "SaveFuture", "SaveThread", "save_in_process", "save_in_thread"]
+__all__ = [
+    "BackgroundFuture",
+    "BackgroundThread",
+    "Order",
+    "in_thread",
+    "save_in_process",
+    "save_in_thread",
+]
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger("torch_ckpt")
 _STARTING = "starting processes"
-_POLL_S = 0.2  # Interval at which a wait finds out whether the call has failed.
+_POLL_S = 0.2  # Interval at which a wait checks whether the call has failed.
 _ALIVE_S = 0.5  # Interval of the heartbeats of a process that saves.
 
 
-class SaveFuture(OwnFuture[T]):
-    """A future of a background save, whose failure is reported if nobody reads it.
+class BackgroundFuture(OwnFuture[T]):
+    """A future of a background save or load. A failure that nobody reads is reported.
 
     The failure is printed to stderr and logged when the future is dropped, and at the latest when
     the process exits. The report begins with ``failure``, such as ``"step 4 was not saved"``.
-    The log of a long wait is as of OwnFuture.
+    Long waits are logged as by :class:`OwnFuture`.
     """
 
-    _is_read = True  # Until it is made: an interrupt may drop it before.
+    _is_read = True  # Until constructed: an interrupt may drop it before.
 
     def __init__(
         self,
@@ -69,12 +76,12 @@ class SaveFuture(OwnFuture[T]):
     ) -> None:
         super().__init__(awaited, is_named=is_named)
         self.failure = failure
-        self.set_running_or_notify_cancel()  # A save cannot be cancelled.
-        PROCESS.save_futures.add(self)
+        self.set_running_or_notify_cancel()  # So cancel() has no effect.
+        PROCESS.background_futures.add(self)
         self._is_read = False
 
     def result(self, timeout: float | None = None) -> T:
-        """Returns the result, or raises the error of the save, which then counts as read."""
+        """Returns the result, or raises the error, which then counts as read."""
         try:
             return super().result(timeout)
         finally:
@@ -82,19 +89,19 @@ class SaveFuture(OwnFuture[T]):
             del self  # The error of the future has a traceback that refers to this frame.
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Returns the error of the save, which then counts as read."""
+        """Returns the error, which then counts as read."""
         try:
             return super().exception(timeout)
         finally:
             self._is_read = self._is_read or self.done()
 
     def after_fork(self) -> None:
-        """Fails the child's copy. The parent reports the failure of the save."""
+        """Fails the child's copy. The parent reports the failure."""
         super().after_fork()
         self._is_read = True
 
     def report(self) -> None:
-        """Reports the failure of the save, unless it was read or reported before."""
+        """Reports the failure, unless it was read or reported before."""
         if self._is_read or not self.done():
             return
         error = self.exception()
@@ -109,8 +116,8 @@ class SaveFuture(OwnFuture[T]):
 
 
 def _report_all() -> None:
-    """Reports the failures of all saves that nobody has read; called after the threads ended."""
-    for future in list(PROCESS.save_futures):
+    """Reports all failures that were not read. Called after the threads have ended."""
+    for future in list(PROCESS.background_futures):
         future.report()
 
 
@@ -121,8 +128,9 @@ atexit.register(_report_all)
 class Order:
     """The arguments of one save.
 
-    ``checkpoint_id`` is ``None`` if the writer determines the directory. DCP chooses the writer if
-    it is ``None``. With ``use_collectives``, the ranks plan and commit one checkpoint together.
+    If ``checkpoint_id`` is ``None``, the writer determines the directory. If the writer is
+    ``None``, DCP chooses it. With ``use_collectives``, the ranks plan and commit one checkpoint
+    together.
     """
 
     checkpoint_id: str | os.PathLike[str] | None
@@ -143,20 +151,21 @@ class Order:
 
 def save_in_thread(
     order: Order, state: Any, call: Call, *, initializer: Callable[[], object] | None = None
-) -> SaveFuture[Metadata]:
+) -> BackgroundFuture[Metadata]:
     """Saves in a thread, which calls ``initializer`` first. The interpreter waits for it on exit.
 
     The state is the staged state dict, or a future of it.
     """
-    return _started(order, initializer, call, order.carry_out, state, call)
+    work = order.carry_out, state, call
+    return in_thread(_what(order), call, *work, initializer=initializer)
 
 
 def save_in_process(
     order: Order, state: Any, call: Call, *, initializer: Callable[[], object] | None = None
-) -> SaveFuture[Metadata]:
+) -> BackgroundFuture[Metadata]:
     """Saves in a separate process of this rank, which the first save of a process group starts.
 
-    The processes of all ranks form a process group of their own, of the same size. They save one
+    The save processes of all ranks form a second process group, of the same size. Saves run one
     after the other, in the order of the calls, which is the same on all ranks. The state is the
     staged state dict, or a future of it. The thread that waits for the process calls
     ``initializer`` first. Raises RankTimeoutError if a rank was late, stuck or gone, and
@@ -188,24 +197,29 @@ def save_in_process(
                 del state
                 raise
 
-    process.last = _started(order, initializer, call, carry_out, state)
+    process.last = in_thread(_what(order), call, carry_out, state, initializer=initializer)
     return process.last
 
 
-def _started(
-    order: Order,
-    initializer: Callable[[], object] | None,
-    call: Call,
-    function: Callable[..., Metadata],
-    *arguments: Any,
-) -> SaveFuture[Metadata]:
-    """Starts a thread that calls ``initializer``, then ``function``.
-
-    Raises CheckpointError if the system has no more threads.
-    """
+def _what(order: Order) -> str:
     path = order.checkpoint_id or getattr(order.writer, "checkpoint_id", None)
-    what = f"the asynchronous save to {path}"
-    future: SaveFuture[Metadata] = SaveFuture(
+    return f"the asynchronous save to {path}"
+
+
+def in_thread(
+    what: str,
+    call: Call,
+    function: Callable[..., T],
+    *arguments: Any,
+    initializer: Callable[[], object] | None = None,
+    name: str = "torch_ckpt-save",
+) -> BackgroundFuture[T]:
+    """Starts a thread that calls ``initializer``, then ``function``, and returns its result.
+
+    ``what`` it does is for messages, and ``name`` is that of the thread. Raises CheckpointError if
+    the system has no more threads.
+    """
+    future: BackgroundFuture[T] = BackgroundFuture(
         f"{what} failed",
         lambda: f"{what}: {call.progress()}",
         is_named=call.group.is_coordinator,
@@ -213,7 +227,7 @@ def _started(
     work = future, initializer, function, arguments
     reason = ""
     try:
-        SaveThread(target=_run, args=work, name="torch_ckpt-save").start()
+        BackgroundThread(target=_run, args=work, name=name).start()
     except RuntimeError as error:
         reason = str(error)  # The error itself would keep the arguments alive.
     if reason:
@@ -221,47 +235,47 @@ def _started(
     return future
 
 
-class SaveThread(threading.Thread):
-    """The thread of a background save, which ``is_saving`` until its save has ended.
+class BackgroundThread(threading.Thread):
+    """The thread of a background save or load. ``is_working`` is true until that has ended.
 
-    The thread itself may end later: a signal handler that has interrupted a wait for the future may
-    keep the lock of the future.
+    The thread itself may end later: a signal handler that interrupted a wait for the future may
+    still own the future's lock.
     """
 
-    is_saving = True
+    is_working = True
 
 
 def _run(
-    future: Future[Metadata],
+    future: Future[T],
     initializer: Callable[[], object] | None,
-    function: Callable[..., Metadata],
+    function: Callable[..., T],
     arguments: tuple[Any, ...],
 ) -> None:
     try:
         if initializer is not None:
             initializer()
-        metadata = function(*arguments)
+        result = function(*arguments)
     except BaseException as error:
         # The error refers to this frame, whose arguments would keep the staging memory in use.
         del initializer, function, arguments
-        _end_save()
+        _end_work()
         future.set_exception(error)
         del future
     else:
-        _end_save()
-        future.set_result(metadata)
+        _end_work()
+        future.set_result(result)
 
 
-def _end_save() -> None:
+def _end_work() -> None:
     thread = threading.current_thread()
-    assert isinstance(thread, SaveThread)
-    thread.is_saving = False
+    assert isinstance(thread, BackgroundThread)
+    thread.is_working = False
 
 
 def _wait_for(earlier: Future[Metadata] | None, call: Call) -> None:
     """Waits until the process has ended its earlier save.
 
-    Raises CheckpointError if it did not within the timeout of this one.
+    Raises CheckpointError if it has not ended within the timeout of this save.
     """
     if earlier is None:
         return
@@ -278,7 +292,7 @@ def _wait_for(earlier: Future[Metadata] | None, call: Call) -> None:
 def _listening() -> socket.socket:
     """Returns a socket for the store of the processes. Other machines can reach it if possible.
 
-    A port that is only chosen, and not bound, may be taken by another program meanwhile. Raises
+    The socket is bound, because another program could use a port that is only chosen. Raises
     CheckpointError if the system cannot listen at any of its addresses.
     """
     hosts = own_addresses(_get_default_store() if dist.is_initialized() else None)
@@ -297,8 +311,8 @@ def _listening() -> socket.socket:
 class _SaveProcess:
     """A process that writes saves of this rank. It ends when this process ends.
 
-    The address is that of the store of the new process group; only the coordinator has its
-    listener. ``last`` is the future of the save that began last. Raises CheckpointError if the
+    ``address`` is the address of the new process group's store; only the coordinator has the
+    store's listener. ``last`` is the future of the most recent save. Raises CheckpointError if the
     process did not start within the timeout of the call, and RankTimeoutError if another rank was
     late, stuck or gone.
     """
@@ -306,7 +320,7 @@ class _SaveProcess:
     def __init__(
         self, address: tuple[str, int], listener: socket.socket | None, call: Call
     ) -> None:
-        self.last: SaveFuture[Metadata] | None = None
+        self.last: BackgroundFuture[Metadata] | None = None
         self._rank = call.group.names[call.group.rank]
         context = mp.get_context("spawn")
         self._connection, remote_end = map(PROCESS.own, context.Pipe())
@@ -335,7 +349,7 @@ class _SaveProcess:
             with naming_first("save", lambda: flat_values(state), ForkingPickler.dumps):
                 message = ForkingPickler.dumps((order, state))
         except BaseException as error:
-            # The process must fail the call in its own group: the others wait for it there.
+            # The process must fail the call in its group, where the other processes wait for it.
             with contextlib.suppress(CheckpointError):  # The first error counts.
                 self._send(ForkingPickler.dumps((None, portable(error))), call)
                 self._reply(call)
@@ -347,7 +361,7 @@ class _SaveProcess:
     def _send(self, message: Any, call: Call) -> None:
         """Sends a message. A process that is frozen does not read it."""
         with PROCESS.own(socket.socket(fileno=os.dup(self._connection.fileno()))) as end:
-            end.setblocking(True)  # Whatever the default of this program is.
+            end.setblocking(True)  # The program may have set another default.
             seconds = struct.pack("ll", math.ceil(call.timeout_s), 0)
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 end.setsockopt(socket.SOL_SOCKET, option, seconds)
@@ -362,10 +376,10 @@ class _SaveProcess:
     def _reply(self, call: Call) -> Any:
         """Waits for the reply to the last message. The process must send heartbeats meanwhile.
 
-        After the call has failed on another rank, the reply is awaited for a short time only. Then
-        the process ends, because its reply would be taken for that of the next save.
+        After the call has failed on another rank, waits only a short time longer. Then ends the
+        process, because its late reply would be taken for the reply to the next save.
         """
-        heard, ends = time.monotonic(), math.inf
+        heartbeat, ends = time.monotonic(), math.inf
         waiting = LongWait(lambda: f"the save process {self._process.pid} of rank {self._rank}")
         for pause_s in waiting.rounds(poll_s=_POLL_S):
             try:
@@ -373,13 +387,13 @@ class _SaveProcess:
                     succeeded, value = self._connection.recv()
                     if succeeded is not None:
                         break
-                    heard = time.monotonic()
+                    heartbeat = time.monotonic()
             except BlockingIOError:
                 raise self._frozen(call) from None
             except (EOFError, OSError):
                 raise self._ended() from None
             now = time.monotonic()
-            if now - heard > call.timeout_s:
+            if now - heartbeat > call.timeout_s:
                 raise self._frozen(call)
             try:
                 call.raise_if_failed()
@@ -413,8 +427,8 @@ def _serve(
 ) -> None:
     """Runs saves in the process until its connection to the training process closes.
 
-    The address is that of the store of the process group; only the coordinator has its listener.
-    ``rank`` is as the group numbers it, and ``names`` are the global ranks of the training
+    ``address`` is the address of the process group's store; only the coordinator has the store's
+    listener. ``rank`` is the rank in the group, and ``names`` are the global ranks of the training
     processes.
     """
     size = len(names)

@@ -27,9 +27,9 @@ SERIES_CALLS = 1 << 48
 """Numbers of one series. A message has 64 bits for the number of a call."""
 
 PARTS_OF_SERIES = 1 << 4
-"""Parts of the numbers of a series: the first one for its own calls, the others for its series."""
+"""Parts of the numbers of a series: one for its calls, the others for series within it."""
 
-_CALLS = 4096  # Most calls that are retained, for ranks that are late for a failed call.
+_CALLS = 4096  # Maximum number of retained calls, for ranks that are late for a failed call.
 
 
 class CallState:
@@ -48,7 +48,7 @@ class CallState:
         self.awaited: set[int] = set()
         """The children that have not promised yet."""
         self.heard: list[Heard] = []
-        """What other ranks have recorded, on the coordinator."""
+        """Events that other ranks have recorded, on the coordinator."""
 
     @property
     def is_uncommitted(self) -> bool:
@@ -56,12 +56,12 @@ class CallState:
         return self.error is not None and not self.promised
 
     def take_heard(self) -> list[Heard]:
-        """Returns what ranks have recorded and sent with the call, on the coordinator."""
+        """Removes and returns the events that ranks have sent with the call, on the coordinator."""
         heard, self.heard = self.heard, []
         return heard
 
     def late(self, exchange: int, names: Sequence[int]) -> list[int]:
-        """Returns which of the names of all ranks are of late ranks, on the coordinator."""
+        """Returns the names of late ranks, given all names. Called on the coordinator."""
         state = self.exchanges.get(exchange)
         arrived = set() if state is None else set(state.contributions)
         return [name for rank, name in enumerate(names) if rank not in arrived]
@@ -89,9 +89,10 @@ class CallState:
     def timeout_error(
         self, message: str, names: list[int], waited_s: float = 0.0, phase: str = ""
     ) -> RankTimeoutError:
-        """Returns the error of all ranks. After a promise, it says that the checkpoint may appear.
+        """Returns the error that all ranks raise.
 
-        Its phase is that of this rank, unless another one is given.
+        After a promise, the message adds that the checkpoint may yet appear. The phase is that of
+        this rank, unless another one is given.
         """
         if self.promised:
             message += ". The coordinator had begun to publish the checkpoint, which may yet appear"
@@ -106,7 +107,7 @@ class CallState:
 class Calls:
     """The calls of a rank by number, and the methods that a rank has left.
 
-    Other threads may :meth:`get` a call, or its error. The others are of the relay's thread.
+    Other threads may :meth:`get` a call, or its error. The relay's thread calls all other methods.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class Calls:
         return iter(list(self._calls.values()))
 
     def get(self, number: int) -> CallState | None:
-        """Returns a call; ``None`` if this rank does not know it."""
+        """Returns a call; ``None`` if it has not begun on this rank."""
         return self._calls.get(number)
 
     def error(self, number: int) -> Exception | None:
@@ -143,7 +144,7 @@ class Calls:
         return call
 
     def leave(self, first: int, error: RankTimeoutError) -> bool:
-        """Ends the calls of a method from ``first`` on; returns whether that was unknown."""
+        """Ends the calls of a method from ``first`` on; returns whether this is new."""
         method = first // METHOD_CALLS
         known, _ = self._left.get(method, (first + 1, error))
         if known <= first:

@@ -1,11 +1,11 @@
 """Connects each rank of a group to its parent in a tree.
 
-The store of the process group is used for nothing else. Each rank writes its address to the store.
-The coordinator builds the tree, and writes each rank's place in the tree to the store.
+This is the only use of the process group's store. Each rank writes its address to the store. The
+coordinator builds the tree, and writes each rank's place in the tree to the store.
 
 ``torch.distributed.elastic.utils.store`` has barriers that name missing ranks. They are unsuitable
-here for three reasons. A rank waits in the store without handling signals. It waits for its whole
-timeout even if another rank has failed. And every rank reads the values of all ranks.
+for three reasons. A rank does not handle signals while it waits in the store. It waits for the
+whole timeout even if another rank has failed. And every rank reads the values of all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GRACE_S = 2.0  # Extra time after the deadline, in which the coordinator names 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.2
 _IDLE_PAUSE_S = 2.0  # Longest pause while this rank does not wait for the connection.
 _DIAL_S = 5.0  # Time for one address of the parent, before the next one is tried as well.
-_MOST_ATTEMPTS = 3  # For one address of the parent, where it closes the connection, or is silent.
+_MOST_ATTEMPTS = 3  # At one address of the parent, if it closes the connection or is silent.
 _PROBE_S = 3.0  # Interval at which ranks that have written their addresses are probed.
 _PROBE_ROUND_S = 1.0  # Time for the probes of one round. The next round continues where it ended.
 _WATCHERS = 16  # Number of ranks that probe the coordinator.
@@ -48,10 +48,10 @@ _UNACKNOWLEDGED_MS = 9000  # As long as `keep_alive` takes.
 
 
 class Deadline:
-    """The end of a wait. There is none until somebody waits.
+    """The deadline of a wait.
 
-    ``at`` is the end by the monotonic clock, infinite before somebody waits. ``phase`` is the one
-    that the wait ends, for messages.
+    ``at`` is the time by the monotonic clock: infinite until a caller begins to wait. ``phase`` is
+    the phase in which the caller waits, for messages.
     """
 
     def __init__(self, phase: str) -> None:
@@ -61,7 +61,7 @@ class Deadline:
 
     @property
     def is_set(self) -> bool:
-        """Whether somebody waits."""
+        """Whether a caller waits."""
         return self.at < math.inf
 
     @property
@@ -81,9 +81,9 @@ class Deadline:
 class Neighbours:
     """The connections of a rank. Ranks are numbered as in the group.
 
-    ``parent`` is its rank and the connection to it; ``None`` on the coordinator, which alone has
-    the ``tree``. ``below`` has all ranks of each child's subtree. ``error`` is why a neighbour is
-    not connected; ``None`` if all are.
+    ``parent`` is the rank of the parent and the connection to it; ``None`` on the coordinator.
+    ``tree`` is set only on the coordinator. ``below`` contains all ranks of each child's subtree.
+    ``error`` is the reason why a neighbour is not connected, or ``None``.
     """
 
     parent: tuple[int, socket.socket] | None
@@ -102,14 +102,15 @@ def connect(
 ) -> Neighbours:
     """Connects this rank to its neighbours in the tree. Every rank of the group calls it.
 
-    A rank that ends after it has written its address is noticed: the system refuses connections to
-    its port. That takes at most ten seconds, unless there are thousands of ranks.
+    If a rank ends after it has written its address, the others detect that its system refuses
+    connections to its port. That takes at most ten seconds, unless the group has thousands of
+    ranks.
 
-    Nothing else uses the store. ``rank`` is as the group numbers it; 0 is the coordinator.
-    ``names`` are global ranks, for messages. ``is_aborted`` returns whether this rank has stopped
-    waiting because the store did not answer in time. If a neighbour has ended or is unreachable,
-    the result has the other connections, and the error for all of them. Raises RankTimeoutError on
-    all ranks if one did not arrive in time, or has ended, and RuntimeError if the store does not
+    Nothing else uses the store. ``rank`` is the rank in the group; 0 is the coordinator. ``names``
+    are global ranks, for messages. ``is_aborted`` returns whether this rank has stopped waiting
+    because the store did not answer in time. If a neighbour has ended or is unreachable, the result
+    contains the other connections, and the error to send over them. Raises RankTimeoutError on all
+    ranks if one did not arrive in time, or has ended, and RuntimeError if the store does not
     answer.
     """
     waiting = _Waiting(store, names, rank, deadline, is_aborted)
@@ -145,9 +146,9 @@ def connect(
 
 
 def refuse(store: Store, rank: int, names: Sequence[int], phase: str, reason: str) -> None:
-    """Raises a RankTimeoutError on all ranks that connect, because this rank cannot.
+    """Raises a RankTimeoutError on all connecting ranks, because this rank cannot connect.
 
-    Nothing else uses the store. The phase is the one that a rank must finish before it connects.
+    Nothing else uses the store. ``phase`` is the phase that a rank must finish before it connects.
     Raises RuntimeError if the store does not answer.
     """
     text = f"rank {names[rank]} cannot connect to the other ranks: {reason}"
@@ -170,13 +171,13 @@ class _Waiting:
         self.deadline, self.is_aborted = deadline, is_aborted
         self.names, self.rank = names, rank
         self._store = store
-        self._addresses: dict[int, dict[str, Any]] = {}  # Those of the ranks that are probed.
+        self._addresses: dict[int, dict[str, Any]] = {}  # Addresses of the ranks that are probed.
         self._reached: set[int] = set()  # Ranks that have accepted a probe.
         self._refused: set[int] = set()  # Ranks that have refused their last probe.
         self._probed = time.monotonic()
         self._next_probe = 0
         self._long: LongWait | None = None  # Begins when this rank begins to wait.
-        self._neighbours: Sequence[int] = ()  # Those to which this rank is connecting.
+        self._neighbours: Sequence[int] = ()  # The ranks to which this rank is connecting.
 
     @property
     def phase(self) -> str:
@@ -213,7 +214,7 @@ class _Waiting:
         return place
 
     def _is_decided(self) -> bool:
-        """Returns whether every rank has its place; raises the error if a rank has failed."""
+        """Returns whether all places are assigned; raises the error if a rank has failed."""
         if not self._store.check(["outcome"]):
             return False
         outcome = self._store.get("outcome").decode()
@@ -236,9 +237,9 @@ class _Waiting:
             pause = min(1.2 * pause, longest)
 
     def log(self) -> None:
-        """Logs for which ranks this one has waited long, if it does not merely connect early.
+        """Logs the ranks for which this rank has waited long, unless it merely connects in advance.
 
-        The first rank names all that have not arrived, and a few others name the first rank.
+        The first rank names all missing ranks, and a few other ranks name the first rank.
         """
         if self.deadline.is_set:
             is_named = self.rank <= _WATCHERS
@@ -246,7 +247,7 @@ class _Waiting:
             self._long.log()
 
     def log_for(self, neighbours: Sequence[int]) -> None:
-        """Logs, from now on, for which neighbours this rank has waited long, by their names."""
+        """From now on, logs the neighbours for which this rank has waited long, by their names."""
         self._neighbours = neighbours
         self.log()
 
@@ -258,16 +259,16 @@ class _Waiting:
         return f"ranks to connect: {listed_ranks(late)} still {self.phase}" if late else ""
 
     def _fail_if_refusing(self, ranks: Sequence[int]) -> None:
-        """Raises an error on all ranks if one has ended after it has written its address."""
+        """Raises an error on all ranks if one has ended after writing its address."""
         gone = self.refusing(ranks)
         if gone and not self._is_decided():
             self.fail(self._error_of(gone))
 
     def refusing(self, ranks: Sequence[int]) -> list[int]:
-        """Returns ranks that refuse two probes in a row, because their processes have ended.
+        """Returns ranks that have refused two probes in a row, because their processes have ended.
 
-        A firewall may refuse connections between machines. So a rank of another machine counts
-        only if it has accepted a probe before.
+        A firewall may refuse connections between machines. So ranks on other machines count only if
+        they have accepted a probe before.
         """
         began = time.monotonic()
         if began - self._probed < _PROBE_S:
@@ -324,7 +325,7 @@ class _Waiting:
         self.fail(RankTimeoutError(text, names, self.phase, waited))
 
     def fail(self, error: RankTimeoutError) -> None:
-        """Raises the same error on all ranks, unless every rank has its place already."""
+        """Raises the same error on all ranks, unless all places are already assigned."""
         outcome = self._store.compare_set("outcome", "", encoded_error(error)).decode()
         if outcome != _PLACED:
             raise decoded_error(outcome)
@@ -347,7 +348,7 @@ def _place_all(store: Store, size: int, waiting: _Waiting) -> Tree:
 
 
 def _listening(store: Store, waiting: _Waiting) -> Listeners:
-    """Returns the sockets at which this rank listens; raises an error on all ranks if it cannot."""
+    """Returns the sockets at which this rank listens; raises an error on all ranks on failure."""
     name = waiting.names[waiting.rank]
     try:
         return Listeners([(host, 0) for host in own_addresses(store)], name)
@@ -358,13 +359,14 @@ def _listening(store: Store, waiting: _Waiting) -> Listeners:
 
 
 def _dialled(address: dict[str, Any], rank: int, parent: int, waiting: _Waiting) -> socket.socket:
-    """Connects to the parent, at the first of its addresses where it confirms the handshake.
+    """Connects to the parent, at its first address that confirms the handshake.
 
-    The kernel accepts a connection even if the parent does not run for a while. And another program
-    may listen at an address. So a silent connection remains open while other addresses are tried,
-    until the deadline. The parent confirms only one of them. An address where it closes the
-    connection is tried again: the parent did not receive the proof of this rank in time, or had too
-    many connections. So is one that does not answer: the network may have lost packets.
+    The kernel accepts a connection even if the parent is not running for a while. And another
+    program may listen at an address. So a silent connection remains open until the deadline while
+    other addresses are tried. The parent confirms only one of the connections. If the parent closes
+    a connection, its address is tried again: the parent did not receive the proof of this rank in
+    time, or had too many connections. An address that does not answer is tried again, too: the
+    network may have lost packets.
     """
     untried = [(host, port) for host, port in reachable(address["at"], address["node"])]
     attempts = Counter(untried)

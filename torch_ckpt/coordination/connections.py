@@ -32,7 +32,7 @@ class Connections:
 
     The process group is ``None`` for a single process, which never connects. ``current`` is the
     thread that serves the connections; ``None`` before the first call. Raises CheckpointError if
-    the process group is that of the parent of this forked process.
+    this process was forked and the process group belongs to its parent.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Connections:
         self.current: Relay | None = None
 
     def started(self, phase: str) -> Relay:
-        """Returns the relay, and begins to connect if necessary.
+        """Returns the relay; begins to connect if necessary.
 
-        Raises CheckpointError if a signal handler has interrupted the beginning in this thread, or
-        this process is a forked child. Raises RankTimeoutError on all ranks if the system has no
-        more threads.
+        Raises CheckpointError if a signal handler has interrupted this method in the same thread,
+        or if this process is a forked child. Raises RankTimeoutError on all ranks if the system has
+        no more threads.
         """
         if self._exclusive.is_forked:
             raise CheckpointError(FORKED)
@@ -93,6 +93,9 @@ class Connections:
                 is_named=False,
             )
         except Exception as error:
+            failure = relay.connected.exception() if relay.connected.done() else None
+            if error is not failure and not isinstance(error, TimeoutError):
+                raise  # A signal handler has raised it.
             if self.current is relay:
                 self.current = None  # The next call retries.
                 relay.end()
@@ -110,7 +113,7 @@ class Connections:
 
 
 def _place_of_store(group: dist.ProcessGroup) -> str:
-    """Returns where the group's store is, for messages: `` at host:port``; empty if unknown."""
+    """Returns the address of the group's store for messages: `` at host:port``, or empty."""
     address = store_address(_get_process_group_store(group))
     return "" if address is None else f" at {address[0]}:{address[1]}"
 
@@ -127,7 +130,7 @@ def store_of(group: dist.ProcessGroup) -> Callable[[], Store]:
 
 
 def _after_fork() -> None:
-    """Notes the process groups of the parent. In the child, their connections are not usable."""
+    """Records the process groups of the parent, whose connections the child cannot use."""
     if dist.is_available() and dist.is_initialized():
         PROCESS.inherited.update(_world.pg_map)
 

@@ -1,4 +1,4 @@
-"""The contributions of ranks to an exchange, and the encoding of what ranks send."""
+"""The contributions of ranks to an exchange, and the encoding of messages between ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Values = Sequence[bytes] | bytes
 
 
 class Contribution(NamedTuple):
-    """What one rank sends to the coordinator in an exchange. Times are of the monotonic clock."""
+    """The data that one rank sends to the coordinator in an exchange. Times are monotonic."""
 
     timeout_s: float
     arrived: float
@@ -46,13 +46,13 @@ class Contribution(NamedTuple):
     is_error: bool
     """Whether ``data`` is an error, which fails the call on all ranks."""
     events: Any = b""
-    """What the rank has recorded since its last contribution, for the coordinator."""
+    """The events that the rank has recorded since its last contribution, for the coordinator."""
 
 
 class RaisedError(Exception):
-    """Ranks have raised errors in a phase, which fail their call on all ranks.
+    """Ranks have raised errors in a phase, so their call fails on all ranks.
 
-    ``failures`` has the encoded error of each rank that raised.
+    ``failures`` contains the encoded error of each rank that raised.
     """
 
     def __init__(self, phase: str, failures: Mapping[int, Any]) -> None:
@@ -81,7 +81,7 @@ class ExchangeState:
     complete: float = 0.0
     """Time at which the coordinator had all contributions; 0 before."""
     deadline: float = math.inf
-    """Time at which the coordinator fails the call: the earliest end of a rank's timeout."""
+    """Time at which the coordinator fails the call: when the first rank's timeout ends."""
     shortest_s: float = math.inf
     """The shortest timeout of the contributions that have arrived."""
     wait: LongWait | None = None
@@ -123,7 +123,7 @@ def packed_contributions(
 
 
 def unpacked_contributions(body: bytearray, now: float) -> tuple[str, dict[int, Contribution]]:
-    """Decodes contributions: their phase, and each rank's contribution, the sender's first."""
+    """Decodes contributions: their phase, and each rank's contribution, first the sender's."""
     view = memoryview(body)
     at = 2 + int.from_bytes(view[:2], "little")
     phase, contributions = bytes(view[2:at]).decode(), {}

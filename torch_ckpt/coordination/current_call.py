@@ -1,4 +1,4 @@
-"""The call that runs in this thread. Agents ask for it as well, so this imports no torch."""
+"""The call that runs in this thread. Imports no torch, because agents use it as well."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 class RunningCall(Protocol):
-    """What the functions of a call may ask it; see :class:`torch_ckpt.coordination.group.Call`."""
+    """The part of :class:`torch_ckpt.coordination.group.Call` that its functions may use."""
 
     group: Any
     timeout_s: float
 
     @property
     def is_uncommitted(self) -> bool:
-        """Whether the call has failed, and the coordinator cannot commit any more."""
+        """Whether the call has failed, and the coordinator can no longer commit."""
 
     @property
     def cancel_on_failure(self) -> Callable[[Any], None]:
-        """The function that registers a job, which a failure of the call cancels."""
+        """Registers a job, which a failure of the call cancels."""
 
     def raise_if_failed(self) -> None:
         """Raises the error of the call if it has failed."""

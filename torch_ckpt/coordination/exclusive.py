@@ -1,4 +1,4 @@
-"""Exclusive: one rule for objects that only one call of one process may use at a time.
+"""Exclusive: for objects that only one call of one process may use at a time.
 
 A call in another thread waits. A call in the same thread cannot wait: a signal handler has
 interrupted the first call, which continues only after the handler. A forked child may not use an
@@ -23,7 +23,7 @@ from torch_ckpt.errors import CheckpointError
 
 __all__ = ["Exclusive", "exclusive", "has_ended"]
 
-_POLL_S = 0.01  # Interval at which a wait finds out whether the other use has ended.
+_POLL_S = 0.01  # Interval at which a wait checks whether the other use has ended.
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -35,11 +35,11 @@ class _Group(Protocol):
 def has_ended(frame: FrameType) -> bool:
     """Returns whether a function call has ended, by a return or by an exception.
 
-    An interrupt may leave a function between any two instructions, so no flag that the function
-    sets is reliable. The state of its frame is.
+    An interrupt may leave a function between any two instructions, so a flag set by the function is
+    unreliable. The state of its frame is reliable.
     """
     try:
-        frame.clear()  # Refused while it is executed. Otherwise, it frees the variables.
+        frame.clear()  # Raises while the frame executes. Otherwise, frees its variables.
     except RuntimeError:
         return False
     return True
@@ -60,7 +60,7 @@ class _Use(AbstractContextManager[None]):
 
 
 class Exclusive:
-    """Exclusive use of an object, which has a name for messages.
+    """Exclusive use of an object. Its name is for messages.
 
     A use ends with its block, and at the latest with the function that contains the block. So an
     interrupt at any moment leaves no lock behind.
@@ -74,16 +74,16 @@ class Exclusive:
 
     def __init__(self, name: str) -> None:
         self._name, self._pid = name, os.getpid()
-        # The first one that has not ended uses the object, and the others wait.
+        # The first use that has not ended owns the object, and the others wait.
         self._uses: list[_Use] = []
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a forked child of the one that has made the object."""
+        """Whether this process was forked from the one that created the object."""
         return os.getpid() != self._pid
 
     def check(self, activity: str) -> None:
-        """Raises CheckpointError if :meth:`use` would refuse this thread or process at once."""
+        """Raises CheckpointError if :meth:`use` would refuse this thread or process immediately."""
         if self.is_forked:
             raise CheckpointError(
                 f"cannot {activity}: {self._name} belongs to process {self._pid}, of which this "
@@ -97,11 +97,11 @@ class Exclusive:
             )
 
     def use(self, activity: str, timeout_s: float) -> AbstractContextManager[None]:
-        """Waits until no other thread uses the object, which is then used within the block.
+        """Waits until no other thread uses the object, then runs the block with exclusive use.
 
         The block must not ``yield``. The activity is for messages, such as ``"save step 100"``.
-        Raises CheckpointError if this thread uses the object already, if another thread used it
-        until the timeout, or if this process is a forked child.
+        Raises CheckpointError if this thread already uses the object, if another thread still uses
+        it after the timeout, or if this process is a forked child.
         """
         return _Use(self, sys._getframe(1), activity, timeout_s)
 
@@ -116,7 +116,7 @@ class Exclusive:
     def _used_by_all(
         self, use: _Use, activity: str, group: _Group, timeout_s: float
     ) -> Iterator[None]:
-        self.check(activity)  # A call that is refused has no number.
+        self.check(activity)  # A refused call must not consume a number.
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(use)
@@ -143,11 +143,11 @@ class Exclusive:
         )
 
     def _end(self, use: _Use) -> None:
-        with contextlib.suppress(ValueError):  # Another thread has found out that it has ended.
+        with contextlib.suppress(ValueError):  # Another thread has already removed it.
             self._uses.remove(use)
 
     def _first(self) -> _Use | None:
-        """Returns the use in progress. Removes those before it, whose functions have ended."""
+        """Returns the use in progress. Removes earlier ones, whose functions have ended."""
         for use in list(self._uses):
             if not has_ended(use.by):
                 return use
@@ -158,9 +158,9 @@ class Exclusive:
 def exclusive(activity: str) -> Callable[[M], M]:
     """Makes a method use its object exclusively. The activity is for messages.
 
-    The object has an :class:`Exclusive` as ``_exclusive``, a group of ranks as ``_group``, and
-    ``timeout_s``. All ranks call the method. A rank whose call raises fails it on all ranks
-    (``Group.method``).
+    The object must have the attributes ``_exclusive`` (an :class:`Exclusive`), ``_group`` (a group
+    of ranks) and ``timeout_s``. All ranks call the method. If it raises on one rank, it fails on
+    all ranks (``Group.method``).
     """
 
     def decorate(method: M) -> M:

@@ -37,6 +37,7 @@ from torch_ckpt.coordination.contributions import Contribution, RaisedError, Val
 from torch_ckpt.coordination.current_call import CURRENT, claim_commit, current_call, setting
 from torch_ckpt.coordination.jobs import Cancellable, Jobs
 from torch_ckpt.coordination.lateness import COMMITTING, WRITING
+from torch_ckpt.coordination.loop import OwnNumbers
 from torch_ckpt.coordination.methods import calls_of_method, method
 from torch_ckpt.coordination.portable import (
     attempted,
@@ -52,7 +53,7 @@ from torch_ckpt.coordination.portable import (
     why,
 )
 from torch_ckpt.coordination.storage_watch import watch_storage
-from torch_ckpt.coordination.waiting import GRACE_S, is_duration, result_of
+from torch_ckpt.coordination.waiting import GRACE_S, duration, result_of
 from torch_ckpt.errors import CancelledError, CheckpointError, RankTimeoutError
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.records import record as records
@@ -78,22 +79,22 @@ _PHASES = {"plan": "planning", "write": WRITING, "read": "reading"}
 _STEPS = {phase: step for step, phase in _PHASES.items()}
 
 _DECIDED_IN = {"plan": "plan", "write": "commit", "read": "", "commit": "commit"}
-"""A step that is a phase of the record -> the phase in which the coordinator decides on it."""
+"""Step that the record has as a phase -> the phase in which the coordinator decides."""
 
-_ALONE = Connections(None, 0, [0])  # Those of a process without other ranks.
+_ALONE = Connections(None, 0, [0])  # For a process without other ranks.
 
 
 class Group:
     """Ranks that make the same calls in the same order.
 
-    A group has connections of its own, which the first call opens. Messages have the number of
-    their call. So a background save can run at the same time as training and other calls.
+    A group does not use the connections of its process group: its first call opens separate ones.
+    Each message contains the number of its call. So a background save can run at the same time as
+    training and other calls. All groups of one process group share connections (:meth:`series`).
 
-    The process group is ``None`` for a single process. ``rank`` is as the group numbers it; 0 is
-    the coordinator. ``names`` are those of the ranks in messages: by default, their global ranks in
-    the training processes. All groups of one process group have the same connections
-    (:meth:`series`). Raises CheckpointError if the process group is that of the parent of this
-    forked process, and ValueError if this process is not a rank of it.
+    The process group is ``None`` for a single process. ``rank`` is the rank within the group; 0 is
+    the coordinator. ``names`` are the numbers of the ranks in messages: by default, their global
+    ranks in the training processes. Raises CheckpointError if this process was forked from a rank
+    of the process group, and ValueError if it is not a rank of it.
 
     Example::
 
@@ -126,31 +127,35 @@ class Group:
         all ranks if the system has no more threads, and ValueError unless ``timeout_s`` is a
         positive number. The call then fails on the other ranks.
         """
-        is_valid = is_duration(timeout_s)
+        try:
+            limit_s = duration("timeout_s", timeout_s)
+        except ValueError as error:
+            self._next_call(DEFAULT_TIMEOUT_S).fail(error)
+            raise
+        return self._next_call(limit_s)
+
+    def _next_call(self, limit_s: float) -> Call:
         numbers = calls_of_method(self.connections) or self._methods
         try:
-            self.connect()  # Before the number: no other rank has a call that is refused here.
+            self.connect()  # First: a call that this rank refuses must not consume a number.
         except RankTimeoutError:
             next(numbers)  # The call of all ranks has failed.
             raise
-        call = Call(self, next(numbers), timeout_s if is_valid else DEFAULT_TIMEOUT_S)
-        if not is_valid:
-            error = ValueError(f"{timeout_s=} is not a positive number of seconds")
-            call.fail(error)
-            raise error
-        return call
+        return Call(self, next(numbers), limit_s)
 
     def method(self, activity: str, timeout_s: float) -> AbstractContextManager[None]:
-        """Lets a rank that leaves the block by an error fail it on all ranks; see ``methods``."""
+        """If the block raises on one rank, fails it on all ranks; see ``methods``."""
         if self.size == 1:
             return contextlib.nullcontext()
-        limit_s = timeout_s if is_duration(timeout_s) else DEFAULT_TIMEOUT_S
+        limit_s = DEFAULT_TIMEOUT_S
+        with contextlib.suppress(ValueError):
+            limit_s = duration("timeout_s", timeout_s)
         return method(self.connections, self._methods, activity, limit_s)
 
     def connect(self) -> None:
-        """Begins to connect to the other ranks, without a wait. Raises as :meth:`call`.
+        """Begins to connect to the other ranks without waiting. Raises as :meth:`call`.
 
-        So the end of another process is noticed while this rank does not wait for it yet.
+        So the end of another process is detected even before this rank waits for it.
         """
         if self.size > 1:
             self.connections.started("beginning")
@@ -167,11 +172,12 @@ class Group:
     ) -> R:
         """Computes a value on the coordinator from the values of all ranks, and returns it on each.
 
-        The activity is for messages, such as ``"measuring"``. ``recorded`` is the phase of the
-        record, if this is one. Every rank calls ``own`` for its value, and the coordinator
-        ``decide`` with the list of all. The error of either is raised on every rank, and
-        RankTimeoutError if a rank did not arrive within ``timeout_s``. ``equal`` are arguments that
-        must be equal on all ranks, by name: otherwise, every rank raises ValueError.
+        ``activity``, such as ``"measuring"``, is for messages. ``recorded`` is the phase for the
+        record, if any. Every rank calls ``own`` for its value, and the coordinator calls ``decide``
+        with the list of all values. An error of either is raised on every rank, and so is
+        RankTimeoutError if a rank did not arrive within ``timeout_s``. ``equal`` contains
+        arguments, by name, that must be equal on all ranks: otherwise, every rank raises
+        ValueError.
         """
         if self.size == 1:
             with records.phase(recorded):
@@ -184,9 +190,9 @@ class Group:
     def series(self) -> Group:
         """Returns a group of the same ranks that numbers its calls separately. All ranks call it.
 
-        If only some ranks make a call of this series, other series remain usable. A series of a
-        series is part of it: if only some ranks call this method, the next one of the whole group
-        is the same on all.
+        If only some ranks make a call of this series, other series remain usable. A series within a
+        series uses a part of its numbers: even if only some ranks create it, the next series of the
+        whole group is the same on all ranks.
         """
         series = copy.copy(self)
         series._first, series._span = next(self._series), self._span // PARTS_OF_SERIES
@@ -196,7 +202,7 @@ class Group:
         return series
 
     def numbered(self, number: int, timeout_s: float) -> Call:
-        """Returns a call that not all ranks make: a rank that raises in it fails it on all."""
+        """Returns a call that only some ranks may make. If one of them raises, it fails on all."""
         return Call(self, self._first + number, timeout_s)
 
 
@@ -205,32 +211,30 @@ class Call:
 
     As a context manager, it fails the call on all ranks if the block raises on this rank. If a rank
     is lost or misses the deadline, every exchange raises the same
-    :class:`~torch_ckpt.errors.RankTimeoutError` on all ranks. ``number`` is that of the call within
-    the group. This rank waits ``timeout_s`` for others in each exchange.
+    :class:`~torch_ckpt.errors.RankTimeoutError` on all ranks. ``number`` is the number of the call
+    within the group. In each exchange, this rank waits ``timeout_s`` for others.
 
-    The block must contain all that may raise on one rank alone, such as a ``state_dict()`` of the
-    program. If that follows the last exchange, call :meth:`begin_last` before.
+    The block must contain all code that may raise on a single rank, such as a ``state_dict()`` of
+    the program. If such code follows the last exchange, call :meth:`begin_last` before it.
     """
 
     def __init__(self, group: Group, number: int, timeout_s: float) -> None:
-        self.group, self.timeout_s = group, timeout_s
-        self.number = number
-        self._exchanges = itertools.count()
+        self.group, self.timeout_s, self.number = group, timeout_s, number
+        self._exchanges = OwnNumbers()
         self._is_deciding = False
         # The error that every rank raises, or its equal. The frames of its traceback refer to this.
         self._shared_error: Callable[[], BaseException | None] = lambda: None
-        # The jobs of this rank; ``None`` before the first step.
-        self._jobs: Jobs[Cancellable] | None = None
-        # On the coordinator: the exchange that it waits in, and the ranks that were too late.
+        self._jobs = Jobs[Cancellable]()  # Those of the present step on this rank.
+        # On the coordinator: the exchange in which it waits, and the ranks that were too late.
         self._awaited: tuple[int, str, float] | None = None
         self._late: tuple[str, list[int], float] | None = None
         self.phase = "beginning"
         """What this rank does, for messages."""
         self.written_nbytes: Callable[[], tuple[int, int]] | None = None
-        """Returns the bytes that this rank has written, and those in all, while it writes."""
+        """Returns the bytes that this rank has written, and the total, while it writes."""
         self._last_phase = ""
         self.record = records.current_record()
-        """The record of the save or load that this call is part of, if there is one."""
+        """The record of the save or load to which this call belongs, if any."""
         if self.record is not None:
             self.record.joined(self)
 
@@ -250,24 +254,24 @@ class Call:
                 raise
 
     def begin_last(self, phase: str) -> None:
-        """Begins the last phase, without an exchange of its own: the end of the block is one.
+        """Begins the last phase, without an exchange: the end of the block exchanges messages.
 
         So a rank that raises in this phase fails the call on all ranks.
         """
         self._last_phase = phase
         relay = self.group.connections.current
         if relay is not None:
-            relay.post(relay.enter, self.number, phase, self._jobs or Jobs())
+            relay.post(relay.enter, self.number, phase, self._jobs)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes :func:`current_call` return this call within the block."""
+        """Makes :func:`current_call` return this call within the block, which must not fork."""
         recording = contextlib.nullcontext() if self.record is None else self.record.current()
-        with setting(CURRENT, self), recording:
+        with self._exchanges.one_process(), setting(CURRENT, self), recording:
             yield
 
     def progress(self) -> str:
-        """Returns how far this rank is, for the log of a long wait."""
+        """Returns the progress of this rank, for the log of a long wait."""
         rank, written = self.group.names[self.group.rank], self.written_nbytes
         done, total = (0, 0) if written is None else written()
         nbytes = f", {nbytes_text(done)} of {nbytes_text(total)} written" if total else ""
@@ -281,12 +285,12 @@ class Call:
     # ---- The record ----
 
     def heard(self) -> list[records.Heard]:
-        """Returns what other ranks have recorded and sent since the last time."""
+        """Returns the events that other ranks have sent since the previous call."""
         state = self._state
         return [] if state is None else state.take_heard()
 
     def late(self) -> tuple[str, list[int], float] | None:
-        """Returns the phase that other ranks have not finished, these ranks, and its begin."""
+        """Returns the phase that other ranks have not finished, these ranks, and when it began."""
         awaited, late, names = self._awaited, self._late, self.group.names
         if awaited is not None:
             (exchange, recorded, begin), state = awaited, self._state
@@ -310,7 +314,7 @@ class Call:
     ) -> R:
         """Like :meth:`reduce_scatter`, but returns the whole result of ``reduce`` on every rank.
 
-        ``recorded`` is the phase of the record, if the step is none of DCP's.
+        ``recorded`` is the phase for the record, if the step is not one of DCP's.
         """
         return cast(R, value_of(self._reduced(step, own, reduce, recorded, scatters=False)))
 
@@ -325,9 +329,9 @@ class Call:
         return self.decide(bytes([answer]), lambda answers: b"\1" in answers, phase)
 
     def decide(self, answer: bytes, decide: Callable[[Sequence[bytes]], bool], phase: str) -> bool:
-        """Returns on every rank what ``decide`` returns on the coordinator.
+        """Returns the coordinator's result of ``decide`` on every rank.
 
-        It is called with the answers of all ranks, and must not raise. The phase is for messages.
+        ``decide`` receives the answers of all ranks, and must not raise. ``phase`` is for messages.
         """
 
         def decided(answers: Sequence[Any]) -> bytes:
@@ -355,11 +359,11 @@ class Call:
             raise self._as_shared(failed) from None
 
     def raise_if_failed(self) -> None:
-        """Raises the error of the call if a rank has failed it, or is gone.
+        """Raises the error of the call if a rank has failed it, or has ended.
 
         For code that waits for other ranks without an exchange of this call. The error is a
         CheckpointException if a rank has raised, and a RankTimeoutError if one was late, stuck or
-        gone.
+        dead.
         """
         relay = self.group.connections.current
         error = None if relay is None else relay.error(self.number)
@@ -368,7 +372,7 @@ class Call:
 
     @property
     def is_uncommitted(self) -> bool:
-        """Whether the call has failed, and the coordinator cannot commit any more."""
+        """Whether the call has failed, and the coordinator can no longer commit."""
         return (state := self._state) is not None and state.is_uncommitted
 
     def cancel_on_failure(self, job: Cancellable) -> None:
@@ -377,11 +381,11 @@ class Call:
         Any thread may call it, while a function of :meth:`reduce_scatter` or :meth:`all_reduce`
         runs.
         """
-        if self._jobs is not None:
-            self._jobs.add(job)
+        self._jobs.add(job)
 
     def fail(self, cause: BaseException) -> RankTimeoutError:
-        """Fails the call on the other ranks, and returns their error."""
+        """Ends the jobs of this rank, fails the call on the others, and returns their error."""
+        self._jobs.cancel()
         if self.group.size == 1:
             return RankTimeoutError(why(cause))
         # Some ranks may never connect, so this rank waits for a short time only.
@@ -445,15 +449,19 @@ class Call:
 
     @contextlib.contextmanager
     def _sharing_errors(self) -> Iterator[None]:
-        """Records an error of the connections, which the other ranks raise as well."""
+        """Records an error of the connections, which the other ranks raise as well.
+
+        A signal handler may raise any other one, which the others do not know.
+        """
         try:
             yield
-        except Exception as error:
+        except (RankTimeoutError, RaisedError) as error:
             raise self._as_shared(error) from None
 
     def _as_shared(self, error: Exception) -> BaseException:
         """Records the error that every rank raises, and returns it as this rank raises it."""
-        # The connections keep their error. With a traceback, it would keep the frames of this call.
+        # The connections retain their error. Its traceback would keep the frames of this call
+        # alive.
         error.__traceback__ = None
         shared: BaseException = copy.copy(error) if isinstance(error, RankTimeoutError) else error
         if isinstance(error, RaisedError):
@@ -468,13 +476,11 @@ class Call:
         """Lets a failure of the call end the jobs of this rank within the block."""
         relay = self.group.connections.current
         if relay is not None:
-            self._jobs = self._jobs or Jobs()
             relay.post(relay.enter, self.number, phase, self._jobs)
         try:
             yield
         finally:
-            if self._jobs is not None:
-                self._jobs.clear()
+            self._jobs.clear()
 
     def _reduced(
         self,
@@ -496,7 +502,7 @@ class Call:
             outcome = self._outcome(step, [own_value], reduce, deciding, scatters)
             is_error = isinstance(outcome, CheckpointException)
             return outcome[0] if scatters and not is_error else outcome
-        retained: list[Any] = []  # The coordinator uses a common outcome without pickling.
+        retained: list[Any] = []  # The coordinator uses a shared outcome without pickling.
 
         def decide(contributions: Sequence[Any]) -> Values:
             values = list(map(unpickled, contributions, self.group.names))
@@ -526,7 +532,7 @@ class Call:
                 error.add_note(f"this rank had failed before, while {phase}: {why(cause)}")
             raise
         received = retained[0] if retained else unpickled(answer, self.group.names[0])
-        if _is_wrapped_exception(received):  # The coordinator sends none: it is not readable.
+        if _is_wrapped_exception(received):  # Unreadable: the coordinator sends none.
             return CheckpointException(step, {0: received})
         if isinstance(received, CheckpointException):
             self._shared_error = reference_to(received)
@@ -560,7 +566,7 @@ class Call:
 
 
 def time_limit_s() -> float:
-    """Returns the deadline of an exchange, in seconds, of the call that runs in this thread."""
+    """Returns the deadline, in seconds, of exchanges in the call that runs in this thread."""
     call = current_call()
     return DEFAULT_TIMEOUT_S if call is None else call.timeout_s
 
@@ -573,11 +579,11 @@ def group_of(
 ) -> Group:
     """Returns the group of a process group. The same process group always has the same group.
 
-    It has all ranks if ``None``. With ``no_dist``, this process is a group of its own, as it is
-    without ``torch.distributed``. Raises ValueError if this process is not a rank of the process
-    group.
+    ``None`` stands for the default process group. With ``no_dist``, or without
+    ``torch.distributed``, the group consists of this process alone. Raises ValueError if this
+    process is not a rank of the process group.
     """
-    watch_storage()  # Who saves or loads begins here.
+    watch_storage()  # Every save and load begins here.
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return Group(None)
     key = process_group or _get_default_group()

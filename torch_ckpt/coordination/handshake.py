@@ -1,12 +1,12 @@
 """The handshake: both ends of a connection prove that they know a secret, and never send it.
 
-Each end sends random bytes of its own, its nonce. A proof is the HMAC-SHA256, by the secret, of the
-names and the nonces of both ends, its sender first. So a proof serves for one connection, in one
-direction. Over a socket it also covers the address at which the listener was dialled: a program
+Each end sends a nonce: random bytes. A proof is the HMAC-SHA256, with the secret as its key, of the
+names and nonces of both ends, those of the sender first. So a proof is valid for one connection, in
+one direction. Over a socket it also covers the address at which the listener was dialled: a program
 that relays the handshake of an agent or a rank from another address is refused.
 
-The handshake authenticates the ends of a connection. It does not encrypt or authenticate what they
-send later: whoever can read or change packets between them can do the same with their bytes.
+The handshake authenticates the ends of a connection. It does not encrypt or authenticate later
+data: an attacker who can read or change packets between the ends can read or change that data.
 
 Over a socket the end that dials sends its nonce and its rank. The listener answers with its nonce
 and its proof. The end that dials verifies it and sends its own proof, which the listener confirms
@@ -49,21 +49,21 @@ _KEEPALIVE = {
 
 
 def keep_alive(connection: socket.socket) -> socket.socket:
-    """Returns a connection on which the end of the other machine is noticed."""
+    """Returns a connection that detects the end of the other machine."""
     for option, (level, value) in _KEEPALIVE.items():
         connection.setsockopt(level, option, value)
     return connection
 
 
 class Handshake:
-    """One end of a handshake. ``own`` and ``other`` name the ends, ``at`` is common to both."""
+    """One end of a handshake. ``own`` and ``other`` name the ends; ``at`` is the same on both."""
 
     def __init__(self, secret: bytes, own: str, other: str, at: str = "") -> None:
         self.nonce = secrets.token_bytes(NONCE_NBYTES)
         self._secret, self._own, self._other, self._at = secret, own, other, at
 
     def proof(self, nonce: bytes) -> bytes:
-        """Returns the proof of this end for the other, which has sent ``nonce``."""
+        """Returns the proof of this end for the other end, which has sent ``nonce``."""
         return self._proof(self._own, self._other, self.nonce, nonce)
 
     def is_proven(self, nonce: bytes, proof: bytes) -> bool:
@@ -76,24 +76,24 @@ class Handshake:
 
     @classmethod
     def of_dialling(cls, secret: bytes, rank: int, connection: socket.socket) -> Handshake:
-        """Returns the end that has dialled; ``rank`` is its own."""
+        """Returns the dialling end, which has ``rank``."""
         return cls(secret, f"rank {rank}", "listener", _text_of(connection.getpeername()))
 
     @classmethod
     def of_listener(cls, secret: bytes, rank: int, connection: socket.socket) -> Handshake:
-        """Returns the end that has accepted a connection, in which ``rank`` has dialled."""
+        """Returns the listening end of a connection from ``rank``."""
         return cls(secret, "listener", f"rank {rank}", _text_of(connection.getsockname()))
 
 
 def _text_of(address: tuple[str, int]) -> str:
-    """Returns an address without its scope, which each machine names in its own way."""
+    """Returns an address without its scope, whose name differs between machines."""
     return f"{address[0].partition('%')[0]} {address[1]}"
 
 
 class Dialling:
     """A connection whose listener has not confirmed the handshake yet.
 
-    Sends the first bytes at once. The connection becomes one that does not block. Raises OSError.
+    Sends the first bytes immediately, and makes the connection non-blocking. Raises OSError.
     """
 
     def __init__(self, connection: socket.socket, secret: str, rank: int) -> None:
@@ -104,14 +104,14 @@ class Dialling:
         connection.sendall(HELLO.pack(self._ours.nonce, rank))
 
     def advance(self) -> bool:
-        """Reads what has arrived and answers it; returns whether the listener has confirmed.
+        """Reads and answers the bytes received so far; returns whether the listener confirmed.
 
         Raises PermissionError if the listener does not know the secret, ConnectionResetError if it
         closed the connection, and OSError.
         """
         received = self._received
         while len(received) <= _ANSWER_NBYTES:
-            # No more than the answer, and then no more than the byte that confirms.
+            # Reads at most the answer, and then at most the confirming byte.
             missing = max(_ANSWER_NBYTES - len(received), 1)
             try:
                 more = self.connection.recv(missing)

@@ -20,11 +20,11 @@ J = TypeVar("J", bound=Cancellable)
 class Jobs(Generic[J]):
     """The running jobs of a call. The communication thread of the group cancels them.
 
-    It has no reference to the group, because that thread has a reference to it.
+    It must not refer to the group, because that thread refers to this object.
     """
 
     def __init__(self) -> None:
-        # No lock: a signal handler may interrupt any method, and then wait for another thread.
+        # No lock: a signal handler may interrupt any method and wait for another thread.
         self._jobs: list[J] = []
         self._has_failed = False
 
@@ -35,7 +35,7 @@ class Jobs(Generic[J]):
             job.cancel()
 
     def clear(self) -> None:
-        """Forgets all jobs, because they have ended."""
+        """Drops all jobs, because they have ended."""
         self._jobs.clear()
 
     def cancel(self) -> None:

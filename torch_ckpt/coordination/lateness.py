@@ -1,4 +1,4 @@
-"""Lateness: which ranks the others wait for in an exchange, and when that fails the call."""
+"""Lateness: determines late ranks in an exchange, and when they fail the call."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch_ckpt.errors import RankTimeoutError, listed_ranks
 __all__ = ["COMMITTING", "FORWARD_S", "WRITING", "Lateness"]
 
 WRITING, COMMITTING = "writing", "committing"
-"""The phases in which all ranks write, and in which they wait for the coordinator's commit."""
+"""The phase in which all ranks write, and the one in which they wait for the commit."""
 
 FORWARD_S = 0.05
-"""Longest time that contributions wait for those of other ranks below."""
+"""Longest time that contributions wait for the contributions of other ranks below."""
 
 
 class Lateness:
-    """What one rank knows of late ranks: all on the coordinator, and else those above it.
+    """What one rank knows about late ranks: on the coordinator all, otherwise the ranks above it.
 
-    ``names`` are global ranks. The thread of the relay uses it.
+    ``names`` are global ranks. Used by the relay's thread.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Lateness:
         self._parent, self._children = parent, children
 
     def log(self, call: CallState, state: ExchangeState) -> None:
-        """Logs which ranks this one has waited for long: itself, too, on the coordinator."""
+        """Logs for which ranks this one has waited long; on the coordinator, possibly itself."""
 
         def awaited() -> str:
             if self._parent is None:
@@ -53,7 +53,7 @@ class Lateness:
         state.wait.log()
 
     def deadline(self, state: ExchangeState) -> float:
-        """Returns when the coordinator fails the call: what is sent in time arrives by then."""
+        """Returns when the coordinator fails the call. Messages sent in time arrive earlier."""
         assert self._tree is not None
         return state.deadline + self._tree.height * FORWARD_S
 
@@ -114,6 +114,6 @@ class Lateness:
         return late or sorted(silent)
 
     def _without_promise(self, call: CallState, now: float) -> list[int]:
-        """Returns the ranks for whose promises the coordinator waits: silent ones, if there are."""
+        """Returns the ranks whose promises the coordinator lacks: only silent ranks, if any."""
         silent = [rank for child in call.awaited for rank in self._children[child].silent(now)]
         return sorted(silent or call.awaited) or [0]

@@ -1,7 +1,7 @@
 """The listening sockets of a rank, which accept the ranks that connect and refuse all others.
 
 A rank listens only while it connects, at the addresses that it publishes in the store. Other
-programs may reach them: port scanners, health checks, or strangers on a shared machine. So
+programs may connect to them: port scanners, health checks, or strangers on a shared machine. So
 connections are read without blocking. A connection that does not begin the handshake within two
 seconds, or does not complete it in time, is closed, and their number is bounded.
 """
@@ -25,14 +25,15 @@ _LOG = logging.getLogger("torch_ckpt")
 _BACKLOG = 1024  # Probes remain in the queue of a listener until it accepts its children.
 _SILENT_S = 2.0  # Time in which a connection must begin the handshake.
 _PROOF_S = 15.0  # Time in which it must then complete it. A busy rank takes longer to answer.
-_PAUSE_S = 0.2  # Time in which a descriptor may become free.
+_PAUSE_S = 0.2  # Time to wait for a free descriptor.
 _MOST_PENDING = 64  # Connections that have not completed the handshake.
 
 
 class _Pending:
     """A connection that has not completed the handshake.
 
-    ``handshake`` is this end's part of it, once the other end, ``rank``, has sent its nonce.
+    ``handshake`` is this end of the handshake, set once the other end, ``rank``, has sent its
+    nonce.
     """
 
     def __init__(self) -> None:
@@ -48,16 +49,16 @@ class _Pending:
 
     @property
     def ends_at(self) -> float:
-        """When this connection is closed."""
+        """Time at which this connection is closed if it is still pending."""
         return self.since + (_SILENT_S if self.handshake is None else _PROOF_S)
 
 
 class Listeners:
     """Sockets that listen at addresses of this machine, until :meth:`close`.
 
-    Hosts that this machine does not have are left out, each with its port, or 0 for any. Raises
-    OSError if the system cannot listen at any of them. ``rank`` is this rank's name, for messages.
-    ``secret`` is what a rank that connects must know, in hexadecimal digits: by default, a new one.
+    Each host has a port, or 0 for any. Addresses of other machines are skipped. Raises OSError if
+    the system cannot listen at any address. ``rank`` is this rank's name, for messages. ``secret``,
+    in hexadecimal digits, is the secret that a connecting rank must know: by default, a new one.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Listeners:
         for host, port in hosts:
             try:
                 self._listen(host, port)
-            except OSError as error:  # The name of this machine may have foreign addresses.
+            except OSError as error:  # The name of this machine may resolve to foreign addresses.
                 failure = error
         if not self.addresses:
             self._selector.close()
@@ -102,16 +103,16 @@ class Listeners:
         self.addresses.append((host, listener.getsockname()[1]))
 
     def accepted(self, ranks: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
-        """Waits, at most ``timeout_s``, for connections of the ranks that may connect.
+        """Waits, at most ``timeout_s``, for connections of the expected ranks.
 
-        Returns those of ranks that completed the handshake, as soon as there is one; empty after
-        ``timeout_s``. If the system has no more descriptors, it waits for one, and logs that.
+        Returns the connections of ranks that completed the handshake, as soon as one has; empty
+        after ``timeout_s``. If the system has no more descriptors, waits for one, and logs that.
         """
         expected, end = set(ranks), time.monotonic() + timeout_s
         found: dict[int, socket.socket] = {}
         while not found and (remaining_s := end - time.monotonic()) > 0:
             first = min((pending.ends_at for pending in self._pending.values()), default=end)
-            now = time.monotonic()  # What has arrived before is read, however busy this rank is.
+            now = time.monotonic()  # Earlier bytes are read even if this rank was busy.
             remaining_s = min(remaining_s, max(first - now, 0.0))
             for key, _ in self._selector.select(remaining_s):
                 ready = key.fileobj
@@ -137,14 +138,15 @@ class Listeners:
     def _accept(
         self, listener: socket.socket, expected: set[int], found: dict[int, socket.socket]
     ) -> None:
-        """Accepts the connections that wait, and reads what has arrived on them."""
+        """Accepts the waiting connections, and reads the bytes that have arrived on them."""
         for _ in range(_MOST_PENDING):
             try:
                 connection = PROCESS.own(listener.accept()[0])
             except (BlockingIOError, ConnectionAbortedError):
                 return
             if len(self._pending) >= _MOST_PENDING:
-                # The oldest of those that have sent the least: a rank may be about to answer.
+                # The oldest of the connections that have sent least: the others may be about to
+                # answer.
                 self._refuse(
                     min(self._pending, key=lambda c: self._pending[c].handshake is not None)
                 )
@@ -156,16 +158,16 @@ class Listeners:
     def _read(
         self, connection: socket.socket, expected: set[int], found: dict[int, socket.socket]
     ) -> None:
-        """Reads from a connection, and finds out whether it is that of a rank."""
+        """Reads from a connection, and determines whether it belongs to a rank."""
         pending = self._pending[connection]
         received = pending.received
         try:
-            # One more byte: it reveals a rank that has closed its connection, and tried another.
+            # Reads one more byte, to detect a rank that has closed this connection for another.
             while more := connection.recv(pending.awaited_nbytes + 1 - len(received)):
                 received += more
                 if len(received) > pending.awaited_nbytes:
                     return self._refuse(connection)
-            # A rank that probes whether this one has ended sends nothing.
+            # A rank that only probes this one sends nothing.
             is_stranger = 0 < len(received) < pending.awaited_nbytes
             return self._refuse(connection, is_stranger=is_stranger)
         except BlockingIOError:
@@ -210,7 +212,7 @@ class Listeners:
         self._refused += is_stranger
 
     def close(self) -> None:
-        """Closes all sockets, except those of ranks, and logs how many strangers were refused."""
+        """Closes all sockets, except those of ranks; logs the number of refused strangers."""
         for connection in list(self._pending):
             self._refuse(connection)
         for listener in self._sockets:

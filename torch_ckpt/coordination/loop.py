@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import selectors
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -16,10 +17,32 @@ from torch_ckpt.coordination.peer import Message, Peer
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import PROCESS
 
-__all__ = ["FORKED", "Loop", "settle"]
+__all__ = ["FORKED", "Loop", "OwnNumbers", "settle"]
 
 FORKED = "a forked process is not a rank of its parent's group"
 """The error of a forked child that uses a group of its parent."""
+
+
+class OwnNumbers:
+    """Numbers that one process counts. In a forked child, all methods raise CheckpointError."""
+
+    def __init__(self) -> None:
+        self._numbers, self._pid = itertools.count(), os.getpid()
+
+    def __next__(self) -> int:
+        with self.one_process():
+            return next(self._numbers)
+
+    @contextlib.contextmanager
+    def one_process(self) -> Iterator[None]:
+        """Refuses a forked child, also one that code of the program forks within the block."""
+        self._check()
+        yield
+        self._check()
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise CheckpointError(FORKED)
 
 
 class Loop(ABC):
@@ -35,7 +58,7 @@ class Loop(ABC):
         self.lost: Exception | None = None
         self._posted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._selector = PROCESS.own(selectors.DefaultSelector())
-        # A pipe: some sandboxes refuse sockets of this machine.
+        # A pipe, because some sandboxes refuse local sockets.
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._woken = PROCESS.own(io.FileIO(woken, "r"))
         self._wake = PROCESS.own(io.FileIO(wake, "w"))
@@ -46,7 +69,7 @@ class Loop(ABC):
     def due(self) -> float | None:
         """Runs the timers that are due.
 
-        Returns the seconds until the next one; ``None`` without one.
+        Returns the seconds until the next timer, or ``None``.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Methods of several calls: a rank that leaves one between two calls fails the rest on all ranks.
+"""Methods of several calls. If a rank leaves one between two calls, the rest fail on all ranks.
 
-The calls of a method have numbers of their own. So after it, the next call has the same number on
-all ranks, however many calls of the method each rank has made.
+A range of call numbers is reserved for each method. So the next call after a method has the same
+number on all ranks, no matter how many calls of the method each rank has made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch_ckpt.coordination.connections import Connections
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import GRACE_S
 
-__all__ = ["calls_of_method", "method"]
+__all__ = ["calls_of_method", "make_no_more_calls", "method"]
 
 
 class _Method:
@@ -30,7 +30,7 @@ _METHOD: ContextVar[_Method | None] = ContextVar("torch_ckpt_method", default=No
 
 
 def calls_of_method(connections: Connections) -> Iterator[int] | None:
-    """Returns the numbers for calls of the method in progress; ``None`` if there is none."""
+    """Returns the numbers for calls of the method in progress; ``None`` outside a method."""
     current = _METHOD.get()
     return current.calls if current is not None and current.connections is connections else None
 
@@ -39,11 +39,11 @@ def calls_of_method(connections: Connections) -> Iterator[int] | None:
 def method(
     connections: Connections, numbers: Iterator[int], activity: str, timeout_s: float
 ) -> Iterator[None]:
-    """Makes a method of the block, on all ranks, with the next of ``numbers`` as its first call.
+    """Makes the block a method on all ranks, whose first call has the next of ``numbers``.
 
-    It contains all calls of these connections, also of other groups. A method within another one
-    belongs to that. If the block raises, the remaining calls fail on all ranks. The activity is for
-    messages, such as ``"save a step"``.
+    The method contains all calls over these connections, also of other groups. A nested method is
+    part of the outer one. If the block raises, the remaining calls fail on all ranks. ``activity``,
+    such as ``"save a step"``, is for messages.
     """
     if calls_of_method(connections) is not None:
         yield
@@ -61,3 +61,14 @@ def method(
         raise
     finally:
         _METHOD.reset(token)
+
+
+def make_no_more_calls(connections: Connections, activity: str) -> None:
+    """Fails the calls that other ranks make in this method, after those of this rank.
+
+    For the last method of a rank. Without a message, a rank that makes another call would wait for
+    this one. Does nothing if the ranks have not connected.
+    """
+    calls, relay = calls_of_method(connections), connections.current
+    if calls is not None and relay is not None:
+        relay.submit(relay.leave, next(calls), activity, "")

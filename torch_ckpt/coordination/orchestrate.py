@@ -1,6 +1,6 @@
 """DCP's save and load for the ranks of a :class:`~torch_ckpt.coordination.group.Group`.
 
-These functions do the same as DCP's own, with any of its writers, readers and planners. But every
+These functions work like DCP's own, with any of its writers, readers and planners, but every
 exchange has a deadline.
 """
 
@@ -30,16 +30,17 @@ __all__ = [
     "calling_planner",
     "is_replanning",
     "load",
+    "read",
     "save",
 ]
 
-_MAX_FRAMES = 8  # Between a method of a writer or reader, and the function that saves or loads.
+_MAX_FRAMES = 8  # Between the method of a writer or reader and the calling save or load function.
 
 
 class PlanUnknownError(CheckpointError):
     """Ranks refer to a cached plan that the coordinator does not have. All ranks must replan."""
 
-    is_recorded = False  # The save goes on.
+    is_recorded = False  # The save continues.
 
 
 _replanning: ContextVar[bool] = ContextVar("torch_ckpt_replanning", default=False)
@@ -53,13 +54,13 @@ _planner: ContextVar[SavePlanner | LoadPlanner | None] = ContextVar(
 def calling_planner() -> SavePlanner | LoadPlanner | None:
     """Returns the planner of the save or load that calls this function; ``None`` if unknown.
 
-    For the methods of a writer or reader before the plans are exchanged, which DCP calls without
-    the planner. A caller must do without it.
+    For methods that DCP calls without the planner, before the plans are exchanged. Callers must
+    also work if the planner is unknown.
     """
     if _planner.get() is not None:
         return _planner.get()
-    # In DCP's own functions, nothing that a writer or reader receives before refers to the planner,
-    # and the package changes no function of torch. It is only a variable of the calling function.
+    # In DCP's own functions, no earlier argument of a writer or reader refers to the planner, and
+    # this package patches no function of torch. The planner is only a local variable of the caller.
     frame = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         planner = frame.f_locals.get("planner")
@@ -89,7 +90,7 @@ def save(
     Saves the state dicts of ``Stateful`` objects at any depth. If any rank refers to a plan that
     the coordinator does not have, all ranks replan. With ``use_collectives``, the ranks plan and
     commit one checkpoint together. Raises CheckpointException, a BaseException, if a rank raised an
-    error, and RankTimeoutError if a rank was late, stuck or gone.
+    error, and RankTimeoutError if a rank was late, stuck or dead.
     """
     state_dict = state_dicts_of(state_dict)
     chosen = planner or DefaultSavePlanner()
@@ -141,7 +142,7 @@ def save(
                 planned = call.reduce_scatter("plan", plan, plan_for_all)
         finished = call.all_reduce("write", write, finish)
         commit_here: Callable[[Metadata], None] | None = getattr(writer, "commit_here", None)
-        if commit_here is not None:  # The ranks have no common storage.
+        if commit_here is not None:  # The ranks share no storage.
             call.all_reduce("commit", functools.partial(commit_here, finished), lambda _: None)
         return finished
 
@@ -163,11 +164,23 @@ def load(
 ) -> None:
     """Loads a state dict in place, like DCP's ``state_dict_loader._load_state_dict``.
 
-    ``Stateful`` objects at any depth receive their loaded state dicts. Other values replace those
-    of the state dict. Raises as :func:`save`. The caller enters the call: its block ends after the
-    last ``load_state_dict()``, and then waits for all ranks.
+    ``Stateful`` objects at any depth receive their loaded state dicts. Other loaded values replace
+    values of the state dict. Raises as :func:`save`. The caller must have entered the call: its
+    block ends after the last ``load_state_dict()``, and then waits for all ranks.
     """
     objects = StateDicts(state_dict, for_load=True)
+    read(objects, reader, planner, call)
+    call.begin_last("restoring")
+    objects.restore()
+
+
+def read(
+    objects: StateDicts, reader: StorageReader, planner: LoadPlanner | None, call: Call
+) -> None:
+    """Loads the state dict of ``objects`` in place, without restoring them.
+
+    Raises as :func:`save`. All ranks have read when it returns.
+    """
     chosen = planner or DefaultLoadPlanner()
     group = call.group
     use_collectives = True
@@ -188,7 +201,7 @@ def load(
         _check_same_call(plans, call)
         return reader.prepare_global_plan(chosen.create_global_plan(plans))
 
-    def read() -> None:
+    def read_data() -> None:
         reader.read_data(chosen.finish_plan(planned), chosen).wait()
 
     # A reader of this package shows the phases of the load on a terminal.
@@ -196,14 +209,12 @@ def load(
     with call.current():
         with contextlib.nullcontext() if shown is None else shown(group.size):
             planned = call.reduce_scatter("plan", plan, plan_for_all)
-        call.all_reduce("read", read, lambda _: None)
-    call.begin_last("restoring")
-    objects.restore()
+        call.all_reduce("read", read_data, lambda _: None)
 
 
 def _check_same_call(plans: Sequence[SavePlan | LoadPlan], call: Call) -> None:
-    """Raises if some ranks save and others load. Both begin with an exchange of plans."""
-    ranks: dict[bool, int] = {}  # A rank of each kind. A rank without collectives has one plan.
+    """Raises if some ranks save and others load: both begin with an exchange of plans."""
+    ranks: dict[bool, int] = {}  # One rank of each kind. Without collectives, only one plan.
     for name, plan in zip(call.group.names, plans, strict=False):
         ranks.setdefault(isinstance(plan, LoadPlan), name)
     if len(ranks) > 1:
@@ -216,7 +227,7 @@ def _check_same_call(plans: Sequence[SavePlan | LoadPlan], call: Call) -> None:
 def _metadata_of(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
     """Reads the metadata of the checkpoint, and whether all ranks saved it together.
 
-    If not, it is the metadata of this rank's own save.
+    If not, reads the metadata that this rank saved alone.
     """
     try:
         return reader.read_metadata(), True

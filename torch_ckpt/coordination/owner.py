@@ -1,4 +1,4 @@
-"""Names of processes, from which a process of the same machine can tell whether they live."""
+"""Names of processes, by which a process on the same machine can check whether they live."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def this_process() -> str:
 
 
 def is_dead(process: str) -> bool | None:
-    """Returns whether a process is dead, by what :func:`this_process` returned in it.
+    """Returns whether a process is dead, given the result of :func:`this_process` in it.
 
-    Returns ``None`` if that is unknown: the process is of another machine or another container, or
-    the machine was restarted. It is unknown as well for any other text.
+    Returns ``None`` if that is unknown: the process ran on another machine or in another container,
+    the machine was restarted, or the text has another form.
     """
     match = _PROCESS.fullmatch(process)
     if match is None or match[1] != _machine():
@@ -39,8 +39,8 @@ def is_dead(process: str) -> bool | None:
 def started_at(pid: int) -> str | None:
     """Returns when a process started, in clock ticks since the boot.
 
-    Returns "0" if there is no such process, and ``None`` if that cannot be known: ``/proc`` is not
-    mounted, or shows another namespace of process ids.
+    Returns "0" if the process does not exist, and ``None`` if that is unknown: ``/proc`` is not
+    mounted, or shows another pid namespace.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
@@ -54,16 +54,16 @@ def started_at(pid: int) -> str | None:
         except OSError:
             return None
         return None
-    state, *fields = text.rpartition(")")[2].split()  # The name of the program may have any text.
+    state, *fields = text.rpartition(")")[2].split()  # The program's name may have any text.
     return "0" if state in ("Z", "X") else fields[18]
 
 
 @functools.cache
 def _machine() -> str:
-    """Returns a name of this machine and its namespace of process ids."""
+    """Returns a name of this machine and pid namespace."""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-        # Copies of a virtual machine have the same boot id, and probably other names.
+        # Copies of a virtual machine have the same boot id, but usually different names.
         name = f"{this_machine()} {namespace} {socket.gethostname()}"
         return hashlib.sha256(name.encode()).hexdigest()[:8]
     return secrets.token_hex(4)  # No other process has this name.

@@ -23,7 +23,7 @@ Message = tuple[int, int, int, bytearray]
 
 _HEAD = struct.Struct("<BQIQ")  # Kind, call, exchange, length of the body in bytes.
 _MAX_VIEWS = 64  # Buffers per system call.
-_SILENT_S = 3.0  # A neighbour without an answer for this long is frozen, or does not get the GIL.
+_SILENT_S = 3.0  # A neighbour that is silent for this long is frozen, or cannot acquire the GIL.
 
 
 class Peer:
@@ -36,9 +36,9 @@ class Peer:
         self.rank = rank
         self.connection = connection
         self.is_pinged = False
-        """Whether the neighbour is being pinged, so that its silence counts."""
+        """Whether this rank pings the neighbour, so that its silence counts."""
         self.silent_beyond: dict[int, float] = {}
-        """Seconds of silence of ranks beyond this neighbour, as the neighbour reports them."""
+        """Seconds of silence of ranks beyond this neighbour, as reported by it."""
         self._outgoing: deque[memoryview] = deque()
         self._head = bytearray(_HEAD.size)
         self._body: bytearray | None = None
@@ -62,7 +62,7 @@ class Peer:
     def silent(self, now: float) -> dict[int, float]:
         """Returns the silent ranks on this side of the tree, with their seconds of silence.
 
-        If this neighbour is silent, it is the only one. Otherwise these are ranks beyond it.
+        If this neighbour is silent, returns only the neighbour, otherwise silent ranks beyond it.
         """
         waited = now - self._last_received
         if self.is_pinged and waited > _SILENT_S:
@@ -96,8 +96,8 @@ class Peer:
     def read(self) -> Message | None:
         """Reads the bytes that have arrived.
 
-        Returns the next message once it is complete; ``None`` before. Raises OSError if the
-        connection is lost.
+        Returns the next message if it is complete, else ``None``. Raises OSError if the connection
+        is lost.
         """
         while True:
             into = self._head if self._body is None else self._body

@@ -1,4 +1,4 @@
-"""Values and errors in the form in which ranks send them to each other."""
+"""Serialized forms of values and errors, which ranks send to each other."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def pickled_values(values: Sequence[object]) -> list[bytes]:
 
 
 def unpicklable(rank: int, phase: str, cause: Exception, note: str = "") -> WRAPPED_EXCEPTION:
-    """Returns an error to send in place of a value of a rank that does not pickle."""
+    """Returns an error to send instead of a value that cannot be pickled."""
     text = f"rank {rank} cannot pickle its result of {phase}: {why(cause)}{note}"
     return _wrap_exception(CheckpointError(text))
 
 
 def unpickled(message: Buffer, rank: int) -> Any:
-    """Returns the value that a rank has pickled, or an error in DCP's form in its place."""
+    """Returns the value that a rank has pickled, or on failure an error in DCP's form."""
     try:
         return unpickle(message, f"rank {rank}")
     except UnsupportedError as error:
@@ -77,7 +77,7 @@ def unpickled(message: Buffer, rank: int) -> Any:
 def drop_frames(error: BaseException) -> None:
     """Drops the tracebacks of an error and of its causes, which are not sent to other ranks.
 
-    Their frames refer to those of the callers, and so to the state.
+    Their frames refer to the frames of the callers, and so to the state.
     """
     chain: BaseException | None = error
     while chain is not None and chain.__traceback__ is not None:
@@ -122,7 +122,7 @@ def _received_error(message: bytes, text: str) -> BaseException:
 def portable(value: T) -> T:
     """Returns the value, with errors that do not pickle replaced by errors that do.
 
-    It is an error, an error in DCP's form, or anything else, which is returned as it is.
+    The value is an error, an error in DCP's form, or any other value, which is returned unchanged.
     """
     return _with_errors(value, portable_error)
 
@@ -155,14 +155,14 @@ def why(error: BaseException) -> str:
 
 
 def first_error(where: str) -> AbstractContextManager[None]:
-    """Raises the error of the first rank that failed, and not DCP's error with all of them."""
+    """Raises the error of the first rank that failed, instead of DCP's error with all of them."""
     return _FirstError(where)
 
 
 class _FirstError(AbstractContextManager[None]):
     """See :func:`first_error`. No frame or context of the raised error refers to DCP's error.
 
-    DCP's error refers to the raised one. A cycle would keep all frames, and so the state.
+    DCP's error refers to the raised one, and a cycle would keep all frames alive, and so the state.
     """
 
     def __init__(self, where: str) -> None:

@@ -14,7 +14,7 @@ __all__ = ["Promises"]
 
 
 class Promises:
-    """Collects the promises of the ranks below this one. The thread of the relay uses it.
+    """Collects the promises of the ranks below this one. Used by the relay's thread.
 
     ``send`` sends a message of a kind for a call.
     """
@@ -37,7 +37,7 @@ class Promises:
         self.give(call)
 
     def give(self, call: CallState) -> None:
-        """Promises to allow the commit: a later error reports that it may have happened."""
+        """Promises to allow the commit. A later error then reports that it may have happened."""
         if call.error is not None:
             return  # The coordinator receives the error, and no promise.
         call.promised, call.phase = self._parent is not None, COMMITTING

@@ -56,10 +56,10 @@ class Relay(Loop):
 
     Other threads use the attributes, :meth:`naming_late` and :meth:`error`. They reach the other
     methods through :meth:`post` and :meth:`submit`.
-    ``store`` returns the store in which the ranks exchange their addresses. ``rank`` is as the
-    group numbers it; 0 is the coordinator. ``names`` are global ranks. The phase is the one that a
-    rank must finish before it connects, for messages. The thread ends when ``owner`` has no
-    references left. Raises RuntimeError if the system has no more threads.
+    ``store`` returns the store in which the ranks exchange their addresses. ``rank`` is the rank in
+    the group; 0 is the coordinator. ``names`` are global ranks. ``phase`` is the phase that a rank
+    must finish before it connects, for messages. The thread ends when ``owner`` has no references
+    left. Raises RuntimeError if the system has no more threads.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Relay(Loop):
         ).start()
 
     def naming_late(self, error: TimeoutError, number: int, exchange: int) -> TimeoutError:
-        """Returns the error with the ranks that this rank has waited for, if it knows them."""
+        """Returns the error with the ranks for which this rank has waited, if known."""
         call = self.calls.get(number)
         late = list(self.names) if call is None else call.late(exchange, self.names)
         if self._parent is not None:
@@ -202,7 +202,7 @@ class Relay(Loop):
             peer.silent_beyond = dict(json.loads(bytes(body)))
 
     def disconnect(self, peer: Peer) -> None:
-        """Fails every call, because a neighbour is gone."""
+        """Fails every call, because a neighbour has ended."""
         name = self.names[peer.rank]
         text = f"rank {name} is gone: its process has ended, or its machine is unreachable"
         self.abort_group(RankTimeoutError(text, [name]))
@@ -224,7 +224,7 @@ class Relay(Loop):
     # ---- Calls ----
 
     def enter(self, number: int, phase: str, jobs: Jobs[Cancellable]) -> None:
-        """Sets the current phase of this rank, and the jobs that end when the call fails."""
+        """Sets the current phase of this rank, and the jobs to end when the call fails."""
         call = self.calls.begun(number)
         call.phase, call.jobs = phase, jobs
         if call.error is not None or self.lost is not None:
@@ -238,9 +238,10 @@ class Relay(Loop):
         own: Contribution,
         future: Future[Any],
     ) -> None:
-        """Begins an exchange on this rank, with which the phase ends.
+        """Begins an exchange on this rank, which ends the phase.
 
-        The future receives the answer; on the coordinator, the contributions of all ranks.
+        The future completes with the answer; on the coordinator, with the contributions of all
+        ranks.
         """
         call = self.calls.begun(number)
         call.phase = phase
@@ -260,7 +261,7 @@ class Relay(Loop):
     def _receive_contributions(self, call: CallState, exchange: int, body: bytearray) -> None:
         now = time.monotonic()
         phase, contributions = unpacked_contributions(body, now)
-        self._hear(call, contributions)
+        self._add_events(call, contributions)
         if call.error is not None or self.lost is not None:
             return  # The error also reaches the sender.
         state = call.exchange(exchange)
@@ -269,7 +270,7 @@ class Relay(Loop):
             self._add(call, state, contributions)
 
     def _has_phase(self, call: CallState, state: ExchangeState, phase: str, rank: int) -> bool:
-        """Returns whether a contribution has the phase of the others, and else fails the call."""
+        """Returns whether a contribution has the phase of the others; otherwise, fails the call."""
         state.phase = state.phase or phase
         if state.phase == phase:
             return True
@@ -295,8 +296,8 @@ class Relay(Loop):
             state.deadline = state.complete + state.shortest_s
             settle(state.future, [state.contributions[rank].data for rank in range(state.count)])
 
-    def _hear(self, call: CallState, contributions: dict[int, Contribution]) -> None:
-        """Notes what ranks have recorded, on the coordinator."""
+    def _add_events(self, call: CallState, contributions: dict[int, Contribution]) -> None:
+        """Adds the events that ranks have recorded, on the coordinator."""
         if self._parent is None:
             call.heard += [
                 Heard(self.names[rank], own.arrived, bytes(own.events))  # Not the whole message.
@@ -314,7 +315,7 @@ class Relay(Loop):
     def answer(self, number: int, exchange: int, values: Values, future: Future[None]) -> None:
         """Sends the coordinator's answer to all ranks, unless the call has failed.
 
-        An object that is several ranks' value is sent once.
+        An object that several ranks receive is sent once.
         """
         call = self.calls.begun(number)
         if call.exchanges.pop(exchange, None) is None:
@@ -369,8 +370,8 @@ class Relay(Loop):
     def fail_here(self, number: int, reason: str, future: Future[RankTimeoutError]) -> None:
         """Fails a call on all ranks because of this one, unless it has failed already.
 
-        The future receives the error of the other ranks. The phase and the promise are those of
-        the moment at which the failure is sent.
+        The future completes with the error of the other ranks. The error has the phase and the
+        promise at the moment at which the failure is sent.
         """
         call, name = self.calls.begun(number), self.names[self.rank]
         text = f"rank {name} failed while {call.phase}: {reason}"
@@ -379,9 +380,11 @@ class Relay(Loop):
         settle(future, error)
 
     def leave(self, first: int, activity: str, reason: str, future: Future[None]) -> None:
-        """Fails the calls of a method from the first one that this rank does not make any more."""
+        """Fails the calls of a method that this rank has left for a reason, or else has ended."""
         name = self.names[self.rank]
         text = f"rank {name} failed to {activity}: {reason}"
+        if not reason:
+            text = f"ranks make different calls: rank {name} made its last one, to {activity}"
         self._end_rest(first, RankTimeoutError(text, [name], activity))
         settle(future, None)
 

@@ -1,6 +1,6 @@
 """Replaces ``Stateful`` objects at any depth by their state dicts for a save, and restores them.
 
-DCP's own functions do so only at the top level of the state dict. They pickle objects below it.
+DCP's own functions replace them only at the top level of the state dict, and pickle objects below.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
+from copy import copy as shallow_copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,13 +39,13 @@ _loading: ContextVar[bool] = ContextVar("torch_ckpt_loading", default=False)
 
 
 class StateOfRank(dict[str, Any]):
-    """A state dict of values that differ between ranks, each stored as it is under its own name."""
+    """A state dict of values that differ between ranks, each stored unchanged by its name."""
 
 
 def is_stateful(value: Any) -> bool:
     """Returns whether a value is a ``Stateful``, without the 25 us of ``isinstance`` for others.
 
-    A class is not a ``Stateful``, although it has the methods of its objects.
+    Classes do not count, although they have the methods of their objects.
     """
     try:
         return (
@@ -97,7 +98,7 @@ def _is_object(value: Any) -> bool:
 
 
 def restore_pickled(live: Any, loaded: Any) -> bool:
-    """Restores an object from one that DCP, or an older version of this package, has pickled.
+    """Restores an object from one pickled by DCP, or by an older version of this package.
 
     Returns ``False``, and does nothing, unless both are ``Stateful``.
     """
@@ -119,16 +120,18 @@ class _Replaced:
     fqn: str
     inner: dict[Any, _Replaced] = field(default_factory=dict)
     is_stateful: bool = False
+    copy: Any = None  # The copy of a container without objects, which a load may replace.
 
 
 class StateDicts:
     """A state dict whose ``Stateful`` objects are replaced by their state dicts, at any depth.
 
     Args:
-        state_dict: The state dict of the program, which stays as it is until :meth:`restore`.
-        for_load: Whether the objects are to be loaded. Objects of the same container are then
-            called in the alphabetical order of their keys, as in DCP, so that all ranks call them
-            in the same order.
+        state_dict: The state dict of the program, unchanged until :meth:`restore`.
+        for_load: Whether the objects will be loaded. Objects in the same container are then called
+            in alphabetical order of their keys, as in DCP, so that all ranks use the same order.
+        copies_all: Whether all dicts and lists are copied, also those without an object, and those
+            of the objects. Loaded values then appear in them only by :meth:`restore`.
 
     Attributes:
         state: The state dict to save, or to load into.
@@ -139,9 +142,11 @@ class StateDicts:
         Exception: A ``state_dict()`` raised. The message names its FQN.
     """
 
-    def __init__(self, state_dict: dict[str, Any], *, for_load: bool = False) -> None:
+    def __init__(
+        self, state_dict: dict[str, Any], *, for_load: bool = False, copies_all: bool = False
+    ) -> None:
         self._finder = _Finder(refuses_cycles=True)
-        self._for_load = for_load
+        self._for_load, self._copies_all = for_load, copies_all
         self._action = "load" if for_load else "save"
         self.state: dict[str, Any]
         self._objects: list[tuple[Any, Any, str]] = []  # Container, key and FQN below the top.
@@ -150,14 +155,14 @@ class StateDicts:
             self.state, self._root = self._replaced_in(state_dict, None, in_tuple=False)
 
     def use_stored(self, metadata: Metadata) -> None:
-        """Requests whole objects where DCP, or an older version, has pickled them."""
+        """Requests whole objects if DCP, or an older version, has pickled them."""
         for container, key, fqn in self._objects:
             stored = metadata.state_dict_metadata.get(fqn)
             if isinstance(stored, BytesStorageMetadata) and isinstance(container[key], Mapping):
                 container[key] = None
 
     def restore(self) -> None:
-        """Sets the loaded states of all objects, and puts other values into the state dict.
+        """Sets the loaded states of all objects, and stores other values in the state dict.
 
         Raises:
             Exception: A ``load_state_dict()`` raised. The message names its FQN.
@@ -186,6 +191,9 @@ class StateDicts:
                 self._within.append((value, fqn))
                 state, node.inner[None] = self._replaced_in(state, fqn, in_tuple=in_tuple)
                 self._within.pop()
+            elif self._copies_all and is_container and not isinstance(state, tuple):
+                # It may be the object's own.
+                state, _ = self._copied(state, fqn, keeps_types=True)
         return state, node
 
     def _replaced_in(self, live: Any, fqn: str | None, *, in_tuple: bool) -> tuple[Any, _Replaced]:
@@ -210,16 +218,38 @@ class StateDicts:
                     _refuse_rank_state(value, inner)
             elif self._finder.holds(value):
                 copy[key], node.inner[key] = self._replaced_in(value, inner, in_tuple=in_tuple)
+            elif self._copies_all and isinstance(value, Mapping | list) and not in_tuple:
+                copy[key], node.inner[key] = self._copied(value, inner)
         if isinstance(live, tuple):
             copy = live._make(copy) if hasattr(live, "_make") else tuple(copy)
+        return copy, node
+
+    def _copied(self, live: Any, fqn: str, *, keeps_types: bool = False) -> tuple[Any, _Replaced]:
+        """Returns a copy of a dict or list without objects, and the record for its restore.
+
+        With ``keeps_types``, types and attributes remain: ``load_state_dict()`` reads an attribute
+        of torch's state dict.
+        """
+        node = _Replaced(live, fqn)
+        copy: Any
+        if keeps_types and isinstance(live, dict | list):
+            copy = shallow_copy(live)
+        else:
+            copy = dict(live.items()) if isinstance(live, Mapping) else list(live)
+        for key in list(copy) if isinstance(copy, dict) else range(len(copy)):
+            if isinstance(copy[key], Mapping | list):
+                copy[key], node.inner[key] = self._copied(
+                    copy[key], f"{fqn}.{key}", keeps_types=keeps_types
+                )
+        node.copy = copy
         return copy, node
 
 
 class _Finder:
     """Finds the containers with a ``Stateful`` inside. Inspects each container once.
 
-    With ``refuses_cycles``, a dict or list that contains itself is a RecursionError. In a tuple, it
-    is part of one object.
+    With ``refuses_cycles``, raises RecursionError for a dict or list that contains itself, except
+    in a tuple, which counts as one object.
     """
 
     def __init__(self, *, refuses_cycles: bool = False) -> None:
@@ -278,6 +308,8 @@ def _restore(node: _Replaced, loaded: Any) -> Any:
             if not restore_pickled(node.live, loaded):
                 node.live.load_state_dict(loaded)
         return node.live
+    if node.copy is not None and loaded is not node.copy:
+        return loaded
     _check_matches(node, loaded)
     live: Any = node.live
     values = dict(loaded.items() if isinstance(live, Mapping) else enumerate(loaded))

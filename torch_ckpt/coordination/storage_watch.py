@@ -1,4 +1,4 @@
-"""Logs calls of disks and stores that last long: a thread that is blocked in one logs nothing."""
+"""Logs long calls of disks and stores from a separate thread: blocked threads cannot log."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _POLLS = 5
 
 
 def watch_storage() -> None:
-    """Makes this process log each call of storage that lasts long, from now on.
+    """Makes this process log each long call of storage from now on.
 
-    Called before what may be the first use of storage in this process. A thread logs; it sleeps
-    while no call is in progress. Each process has one such thread.
+    Called before storage may be used for the first time. Each process has one logging thread, which
+    sleeps while no call is in progress.
     """
     if not PROCESS.storage_watch:
         thread = threading.Thread(target=_watch, name="torch_ckpt-storage", daemon=True)
-        # No lock: a child that is forked while another thread holds it could never take it.
+        # No lock: a child forked while another thread holds it could never acquire it.
         if PROCESS.storage_watch.setdefault("thread", thread) is not thread:
             return
         try:
@@ -44,8 +44,8 @@ def watch_storage() -> None:
 class _Job:
     """The long calls of one job, or one long call.
 
-    The lines of a call have the intervals of one wait. A job on a slow disk has many long calls:
-    another one of them is logged ``LOG_S`` after the former one at the earliest.
+    The lines of one call are logged at the intervals of a wait. A job on a slow disk has many long
+    calls: after one call was logged, another one is logged ``LOG_S`` later at the earliest.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def _watch() -> None:
 
 
 def _log(jobs: dict[int, _Job], calls: Iterable[_Call]) -> None:
-    """Logs the calls that are long now. ``jobs`` are those that had one in the last ``LOG_S``."""
+    """Logs the present long calls. ``jobs`` are the jobs with one in the last ``LOG_S``."""
     for key, number, waited_s, doing, path, done, total in calls:
         text = _text(doing, os.fsdecode(path), done, total)
         jobs.setdefault(key, _Job()).log(number, waited_s, text)
@@ -83,7 +83,7 @@ def _log(jobs: dict[int, _Job], calls: Iterable[_Call]) -> None:
 
 
 def _text(doing: str, path: str, done: int, total: int) -> str:
-    """Returns what a call waits for: ``storage: rank 3 is writing file, 1.0 MB of 2.0 MB done``."""
+    """Describes a waiting call: ``storage: rank 3 is writing file, 1.0 MB of 2.0 MB done``."""
     of_total = f" of {nbytes_text(total)}" if total else ""
     nbytes = f", {nbytes_text(min(done, total or done))}{of_total} done" if total or done else ""
     return f"storage: {_who()} is {doing} {path}{nbytes}"

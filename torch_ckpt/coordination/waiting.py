@@ -1,7 +1,8 @@
-"""Waits. A long wait is logged with what it is for, and a forked child never waits."""
+"""Waits. A long wait is logged with its reason, and a forked child never waits."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -21,7 +22,7 @@ __all__ = [
     "LOG_S",
     "LongWait",
     "OwnFuture",
-    "is_duration",
+    "duration",
     "no_thread",
     "result_of",
     "submitted",
@@ -35,9 +36,11 @@ LOG_S = 5.0
 """Seconds after which a wait is logged for the first time."""
 
 _LOG_AGAIN_S = 60.0, 300.0, 900.0
-"""Seconds after which it is logged again. The last one is also the interval of all later lines."""
+"""Seconds after which it is logged again. The last value is also the interval of later lines."""
 
-_SIGNAL_POLL_S = 0.5  # Interval at which a wait finds out that a signal ends the process.
+_MOST_S = 1e9  # Decades. Waits of the system overflow beyond some centuries.
+
+_SIGNAL_POLL_S = 0.5  # Interval at which a wait checks whether a signal ends the process.
 
 _SIGNAL_GRACE_S = 0.5
 """Extra seconds of a wait that a signal ends: the error of another deadline is more specific."""
@@ -49,10 +52,10 @@ GRACE_S = 5.0
 class LongWait:
     """A wait, which is logged after 5 s, after 1, 5 and 15 minutes, and every 15 minutes.
 
-    ``awaited`` returns what the wait is for: which rank or process, and what it does; if empty,
-    there is no line yet. The line is a warning if it ``is_named``, because it names what is
-    missing, and otherwise information. It has lasted ``waited_s`` already. Every wait that may take
-    long is a loop over :meth:`rounds`, or calls :meth:`log` in one. A wait within a call of the
+    ``awaited`` returns the reason of the wait: a rank or process, and its activity; if empty, no
+    line is logged yet. If ``is_named``, the line names what is missing and is a warning, otherwise
+    it is informational. ``waited_s`` is how long the wait has lasted. Every wait that may take long
+    is a loop over :meth:`rounds`, or calls :meth:`log` in a loop. A wait within a call of the
     operating system or a store is logged by :mod:`torch_ckpt.coordination.storage_watch`.
 
     Example::
@@ -79,7 +82,7 @@ class LongWait:
         return time.monotonic() - self._began
 
     def log(self) -> None:
-        """Logs what the wait is for, if a line is due."""
+        """Logs the reason of the wait, if a line is due."""
         waited_s = self.waited_s
         if waited_s < self._due:
             return
@@ -100,17 +103,17 @@ class LongWait:
     ) -> Iterator[float]:
         """Yields how many seconds to wait next, at most ``poll_s``, and logs between.
 
-        Ends after ``timeout_s`` from now. With ``ends_on_signal``, also when the time is over that
-        a signal has left to the process (``runs/preemption``), whenever that arrives. Yields at
-        least once, so that a wait of no time checks once. A part of the wait, with a limit of its
-        own, may have rounds of its own.
+        Ends ``timeout_s`` from now. With ``ends_on_signal``, it also ends when the time that a
+        signal left to the process is over (``runs/preemption``), even if the signal arrives during
+        the wait. Yields at least once, so that a wait of 0 s checks once. A part of the wait that
+        has a shorter limit may call ``rounds`` within a round.
         """
         end_s, preemption, left_s = self.waited_s + timeout_s, None, math.inf
         while True:
             waited_s = self.waited_s
             due_s = self._due - waited_s
             pause_s = min(due_s if due_s > 0 else LOG_S, poll_s, end_s - waited_s)
-            preemption = PROCESS.preemption or preemption  # A thread may wait as its block ends.
+            preemption = PROCESS.preemption or preemption  # The block may end while a thread waits.
             if ends_on_signal and preemption is not None:
                 left_s = preemption.ends_at + _SIGNAL_GRACE_S - time.monotonic()
                 pause_s = min(pause_s, _SIGNAL_POLL_S, left_s)
@@ -134,8 +137,8 @@ def result_of(
 ) -> Any:
     """Returns the result of a future, or raises its error. Logs a long wait (:class:`LongWait`).
 
-    Raises TimeoutError after ``timeout_s``; ``None`` if another thread ends the wait in time. Also
-    if a signal ends the process before.
+    Raises TimeoutError after ``timeout_s``, or earlier if a signal ends the process. Pass ``None``
+    if another thread ends the wait in time.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     waiting = LongWait(awaited, is_named=is_named)
@@ -148,9 +151,9 @@ def result_of(
 
 
 class OwnFuture(Future[T]):
-    """A future of work of this process. In a forked child, it fails at once unless it is done.
+    """A future of work in this process. In a forked child, it fails immediately unless it is done.
 
-    A long wait for it is logged: ``awaited`` returns what it does; see :class:`LongWait`.
+    A long wait for it is logged: ``awaited`` returns the reason; see :class:`LongWait`.
     """
 
     def __init__(
@@ -161,9 +164,9 @@ class OwnFuture(Future[T]):
         PROCESS.forkable.add(self)
 
     def has_ended(self, timeout_s: float = math.inf) -> bool:
-        """Waits for the end, and returns whether it came within ``timeout_s``.
+        """Waits until the work has ended; returns whether it did within ``timeout_s``.
 
-        If there is a limit, the wait also ends if a signal ends the process before.
+        With a limit, the wait also ends if a signal ends the process earlier.
         """
         if not self.done():
             waiting = LongWait(self.awaited, is_named=self.is_named)
@@ -186,12 +189,12 @@ class OwnFuture(Future[T]):
         return super().exception(0)
 
     def after_fork(self) -> None:
-        """Fails the child's copy: the thread that would complete it is the parent's."""
-        self._condition = threading.Condition()  # A thread of the parent may hold the former one.
-        self.__dict__.update(_done_callbacks=[])  # They would end what the parent still uses.
+        """Fails the child's copy: only the parent has the thread that would complete it."""
+        self._condition = threading.Condition()  # A thread of the parent may hold the old one.
+        self.__dict__.update(_done_callbacks=[])  # They would release resources of the parent.
         if not self.done():
             text = (
-                "this save belongs to the parent of this forked process, which alone completes it"
+                "this work belongs to the parent of this forked process, which alone completes it"
             )
             self.set_exception(CheckpointError(text))
 
@@ -202,7 +205,7 @@ def submitted(
     *arguments: Any,
     future: OwnFuture[T],
 ) -> OwnFuture[T]:
-    """Calls a function in a thread of an executor, and returns the future, which gets the result.
+    """Calls a function in a thread of an executor, and returns a future of the result.
 
     Raises CheckpointError if the system has no more threads.
     """
@@ -225,7 +228,7 @@ def submitted(
     except RuntimeError as error:
         reason = str(error)  # The error itself would keep the arguments alive.
     if reason:
-        # The executor has queued the work before it failed, and would run it later.
+        # The executor queued the work before it failed, and would run it later.
         future.cancel()
         work.clear()
         raise no_thread(reason)
@@ -233,13 +236,16 @@ def submitted(
 
 
 def no_thread(reason: str) -> CheckpointError:
-    """Returns the error of a background save whose thread cannot be started."""
-    return CheckpointError(f"cannot start a thread for a background save: {reason}")
+    """Returns the error of a background save or load whose thread cannot be started."""
+    return CheckpointError(f"cannot start a thread for a background save or load: {reason}")
 
 
-def is_duration(seconds: object) -> bool:
-    """Returns whether an argument is a positive number, and finite."""
-    try:
-        return isinstance(seconds, Real) and math.isfinite(seconds) and float(seconds) > 0
-    except OverflowError:  # An integer of hundreds of digits.
-        return False
+def duration(name: str, seconds: object) -> float:
+    """Returns an argument that is a number of seconds, as every wait of the system accepts it.
+
+    Raises ValueError, which names the argument, unless it is a positive number, and finite.
+    """
+    with contextlib.suppress(OverflowError):  # An integer of hundreds of digits.
+        if isinstance(seconds, Real) and math.isfinite(seconds) and float(seconds) > 0:
+            return min(float(seconds), _MOST_S)
+    raise ValueError(f"{name}={seconds!r} is not a positive number of seconds")

@@ -1,7 +1,7 @@
 """The memory that a container may still use, according to its control groups (cgroups).
 
-Linux ends a process whose group exceeds its limit, instead of refusing memory. So large allocations
-are compared with the limit before. Memory in tmpfs counts too.
+If a group exceeds its limit, Linux kills a process instead of refusing memory. So large allocations
+are compared with the limit first. Memory in tmpfs counts, too.
 
 Importing this module does not import torch.
 """
@@ -23,7 +23,7 @@ RESERVED_NBYTES = 128 << 20
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The limit of a group that leaves the least memory, and the file with it.
+    """The most restrictive limit of the groups of a process, and the file that states it.
 
     The page cache of files counts as free, because the kernel reclaims it.
     """
@@ -62,9 +62,9 @@ _V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def memory_limit(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
-    """Returns the memory limit of this process; ``None`` if there is none or it is unknown.
+    """Returns the memory limit of this process; ``None`` if it is unlimited or unknown.
 
-    The groups of a process are its own and all above it that it can see: the limit of each counts.
+    The limits of its group and of all visible parent groups count.
     """
     found = [limit for folder, names in _groups(proc) if (limit := _limit_of(folder, names))]
     return min(found, key=lambda limit: limit.free_nbytes, default=None)
@@ -102,7 +102,8 @@ def _lines(file: Path) -> list[str]:
 def _relative(group: str, root: str) -> PurePosixPath:
     """Returns the path of a group below a mount of ``root``.
 
-    In a container, the group may have a name of the host, whereas its own group is mounted.
+    In a container, the group may have its name on the host, although only the group itself is
+    mounted.
     """
     with contextlib.suppress(ValueError):
         relative = PurePosixPath(group).relative_to(root)
@@ -112,7 +113,7 @@ def _relative(group: str, root: str) -> PurePosixPath:
 
 
 def _unescaped(text: str) -> str:
-    """Returns a path of ``mountinfo``, in which blanks are octal numbers."""
+    """Returns a path from ``mountinfo``, in which blanks are escaped as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -122,9 +123,9 @@ def _limit_of(folder: Path, names: _Names) -> MemoryLimit | None:
         used = int((folder / names.used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         cache = sum(int(stat.get(name, 0)) for name in names.cache)
-    except (OSError, ValueError):  # There is no such file, or the limit is "max".
+    except (OSError, ValueError):  # The file does not exist, or the limit is "max".
         return None
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if limit >= total:  # As good as none.
+    if limit >= total:  # No effective limit.
         return None
     return MemoryLimit(limit, max(0, limit - used + min(cache, used)), folder / names.limit)

@@ -1,13 +1,14 @@
-"""A client of any store that ``fsspec`` knows. It is slow, and has no conditional writes."""
+"""A client of any store that ``fsspec`` supports. It is slow, and has no conditional writes."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import errno
+import inspect
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from typing_extensions import Buffer
@@ -40,7 +41,7 @@ class FsspecClient(StoreClient):
 
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         with self._naming("find", path):
-            info = self._store(path).info(self._key(path))
+            info = self._info(path)
             if info["type"] == "directory":
                 raise FileNotFoundError(path)
             nbytes = int(info["size"])
@@ -63,7 +64,7 @@ class FsspecClient(StoreClient):
                     errno.EEXIST,
                 )
             self._make_folder(path)
-            # Some of these file systems write in place, and a reader would find half of a file.
+            # Some of these file systems write in place, so a reader could see half of a file.
             pending = self._key(pending_path(path))
             try:
                 self._store(path).pipe_file(pending, bytes(contents))
@@ -81,8 +82,8 @@ class FsspecClient(StoreClient):
                     sent_nbytes = 0
                     for window in windows:
                         contents = bytes(window)
-                        del window  # Frames of an error may live on, and the save waits for it.
-                        if hasattr(file, "blocksize"):  # Some files have no parts.
+                        del window  # Frames of an error may keep it alive; the save waits.
+                        if hasattr(file, "blocksize"):  # Some clients have no parts.
                             file.blocksize = grown_part_nbytes(part_nbytes, sent_nbytes)
                         file.write(contents)
                         sent_nbytes += len(contents)
@@ -94,7 +95,8 @@ class FsspecClient(StoreClient):
     def list(self, path: str) -> list[str]:
         with self._naming("list", path):
             try:
-                found = self._store(path).ls(self._key(path), detail=False, refresh=True)
+                store = self._store(path)
+                found = store.ls(self._key(path), detail=False, **_fresh(store.ls))
             except FileNotFoundError:
                 return []
         here = self._key(path).strip("/")
@@ -102,7 +104,7 @@ class FsspecClient(StoreClient):
 
     def copy(self, source: str, target: str) -> None:
         with self._naming("copy", source):
-            if self._store(source).isdir(self._key(source)):
+            if self._info(source)["type"] == "directory":
                 raise FileNotFoundError(source)
             self._store(source).cp_file(self._key(source), self._key(target))
 
@@ -112,10 +114,11 @@ class FsspecClient(StoreClient):
 
     def remove_all(self, path: str) -> None:
         with self._naming("remove", path), contextlib.suppress(FileNotFoundError):
-            for one in self._store(path).find(self._key(path)):
+            store = self._store(path)
+            for one in store.find(self._key(path), **_fresh(store.ls)):  # It calls `ls`.
                 if METADATA.fullmatch(one.rpartition("/")[2]):
-                    self._store(path).rm_file(one)
-            self._store(path).rm(self._key(path), recursive=True)
+                    store.rm_file(one)
+            store.rm(self._key(path), recursive=True)
 
     def _store(self, path: str) -> Any:
         """Returns the file system of a path. Its first name may be a host."""
@@ -124,11 +127,11 @@ class FsspecClient(StoreClient):
     def _connect(self, first: str) -> Any:
         if not self._connected:
             _log.warning(
-                "%s:// is reached through fsspec, which is slow, and cannot tell whether two jobs "
-                "write one file",
+                "%s:// is accessed through fsspec, which is slow, and cannot detect that two jobs "
+                "write the same file",
                 self._scheme,
             )
-        # Listings that are remembered hide what other processes write.
+        # Cached listings would hide files that other processes write.
         return fsspec.core.url_to_fs(self._url(first), use_listings_cache=False)[0]
 
     def _key(self, path: str) -> str:
@@ -141,9 +144,14 @@ class FsspecClient(StoreClient):
             with contextlib.suppress(NotImplementedError):
                 self._store(path).makedirs(folder, exist_ok=True)
 
+    def _info(self, path: str) -> Any:
+        """Returns what the store states of a file or folder now."""
+        store = self._store(path)
+        return store.info(self._key(path), **_fresh(store.info))
+
     def _version_of(self, path: str) -> str:
         try:
-            return _version(self._store(path).info(self._key(path)))
+            return _version(self._info(path))
         except FileNotFoundError:
             return ""
 
@@ -151,8 +159,17 @@ class FsspecClient(StoreClient):
         try:
             modified: datetime.datetime = self._store(path).modified(self._key(path))
         except (NotImplementedError, FileNotFoundError):
-            return math.nan  # Unknown. A guess could remove a file that counts as old.
+            return math.nan  # Unknown. A wrong guess could make a new file seem old.
         return modified.timestamp()
+
+
+def _fresh(method: Callable[..., Any]) -> dict[str, bool]:
+    """Returns the option of a client's method to ask the store, if it has one.
+
+    Some clients answer from listings that they keep, whatever ``use_listings_cache`` is. Others
+    raise an error if they get an option that they do not know.
+    """
+    return {"refresh": True} if "refresh" in inspect.signature(method).parameters else {}
 
 
 def _version(info: Any) -> str:

@@ -1,7 +1,7 @@
 """A client of HDFS: the library ``hdfs-native``, which needs no Java.
 
-A file is written beside its place, synced, and renamed, which the NameNode does in one step. So it
-appears when it is complete.
+A file is written under a temporary name, synced, and renamed, which is atomic at the NameNode. So
+it appears when it is complete.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = ["HdfsClient"]
 
 _CALL_S = 200.0
 """How long one call may take. The library itself tries to connect to a NameNode for up to three
-minutes, and waits for ever for one that accepts the connection and does not answer."""
+minutes, and never times out if the NameNode accepts the connection but does not answer."""
 
 _RETRY_S = 180.0
-"""For how long a call that fails is repeated."""
+"""For how long a failing call is repeated."""
 
 _FIRST_S = 5.0
 """How long the first call to a NameNode may take."""
@@ -55,15 +55,15 @@ _FEW_RETRIES = {
 }
 
 _EXIT_S = 2.0
-"""How long the end of the process waits for a call without an answer. The interpreter crashes if
-the call ends while it does."""
+"""How long the process waits at exit for a call without an answer. The interpreter would crash if
+the call ended during its shutdown."""
 
 _CLAIM_POLL_S = 0.1
 _CLAIM_S = 10.0
-"""For how long a job that replaces a file excludes others. It needs milliseconds."""
+"""For how long a job that replaces a file excludes other jobs. A replacement takes milliseconds."""
 
 _MAX_READERS = 256
-"""Files whose places of blocks are remembered."""
+"""Number of files whose block locations are cached."""
 
 _REMOTE = re.compile(r'RPCError\("(?:[\w$]+\.)*([\w$]+)", "((?:[^"\\]|\\.)*)"\)', re.DOTALL)
 _DENIED = re.compile(r"AccessControl|Authorization|InvalidToken|Sasl|SASL|GSSAPI|GSSException")
@@ -71,6 +71,7 @@ _LATER = re.compile(
     r"SafeMode|Standby|RetriableException|DataTransferError|OperationFailed|could only be "
 )
 _BELOW_FILE = re.compile(r'access=EXECUTE, inode="[^"]*":\S+:-|ParentNotDirectory')
+_DAMAGED = re.compile(r"ChecksumError")
 _SETTING = re.compile(r"UrlParseError|InvalidArgument|XmlParseError")
 
 _Answer = TypeVar("_Answer")
@@ -79,8 +80,8 @@ _Answer = TypeVar("_Answer")
 class HdfsClient(StoreClient):
     """Implements :class:`torch_ckpt.filesystems.object_store.ObjectStore`.
 
-    The first name of a path is that of a NameNode with its port, or of a name service, and empty
-    for the default file system of the configuration.
+    The first component of a path is a NameNode with its port, or a name service; it is empty for
+    the default file system of the configuration.
     """
 
     def __init__(self, scheme: str) -> None:
@@ -90,7 +91,7 @@ class HdfsClient(StoreClient):
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         with self._naming("find", path):
             client, key = self._locate(path)
-            self._readers.pop(path, None)  # Else `get` finds a file that was replaced.
+            self._readers.pop(path, None)  # Otherwise, `get` could read a replaced file.
             status = self._patiently(client.get_file_info, key)
             if status.isdir:
                 raise FileNotFoundError(path)
@@ -139,7 +140,7 @@ class HdfsClient(StoreClient):
             if source.partition("/")[0] != target.partition("/")[0]:
                 raise UnsupportedError(f"cannot rename {self._url(source)} to {self._url(target)}")
             if self._patiently(client.get_file_info, key).isdir:
-                with contextlib.suppress(RuntimeError):  # To the engine, there is no empty folder.
+                with contextlib.suppress(RuntimeError):  # The engine ignores empty folders.
                     self._patiently(client.delete, key)
                 raise FileNotFoundError(source)
             to = self._locate(target)[1]
@@ -184,7 +185,7 @@ class HdfsClient(StoreClient):
                     if self._version_of(client, key) != version:
                         raise FileExistsError(key)
                 self._rename(client, written, key, overwrite=version != "")
-                # A job that was late may have renamed the file of the next one.
+                # A late job may have renamed the file of the next one.
                 if version and self._version_of(client, key) != own:
                     raise FileExistsError(key)
             except BaseException:
@@ -196,9 +197,10 @@ class HdfsClient(StoreClient):
 
     @staticmethod
     def _begin(client: hdfs_native.Client, key: str, contents: bytes) -> hdfs_native.FileWriter:
-        """Writes the first bytes of a file, also if they were written before.
+        """Writes the first bytes of a file; repeats this if necessary.
 
-        If the first DataNode is down, the library fails, and the NameNode may choose another one.
+        If the first DataNode is down, the library fails. On a retry, the NameNode may choose
+        another one.
         """
         options = hdfs_native.WriteOptions(overwrite=True, create_parent=True)
         writer = client.create(key, options)
@@ -212,10 +214,10 @@ class HdfsClient(StoreClient):
         writer.close()
 
     def _claim(self, client: hdfs_native.Client, written: str, key: str, version: str) -> str:
-        """Renames a file to the one name from which this version is replaced, and returns it.
+        """Renames a file to the single name from which this version may be replaced; returns it.
 
-        So of several jobs that replace a version, one does it at a time. Raises FileExistsError if
-        another one has done it. A job that died with this name is waited for, for ``_CLAIM_S``.
+        So only one job at a time replaces a version. Raises FileExistsError if another job has
+        replaced it. If a job died while it had this name, waits for ``_CLAIM_S``.
         """
         folder, _, name = key.rpartition("/")
         digest = hashlib.sha256(f"{name}/{version}".encode()).hexdigest()[:16]
@@ -229,7 +231,7 @@ class HdfsClient(StoreClient):
                 if self._version_of(client, key) != version:
                     raise
             found = self._version_of(client, claim)
-            # Seen often, not for long: while HDFS is down, no job gets on.
+            # Counts polls, not time: while HDFS is down, no job makes progress.
             other, seen = found, seen + 1 if found == other else 0
             if found and seen * _CLAIM_POLL_S > _CLAIM_S:
                 self._patiently(client.delete, claim)
@@ -238,7 +240,7 @@ class HdfsClient(StoreClient):
     def _rename(
         self, client: hdfs_native.Client, source: str, target: str, *, overwrite: bool
     ) -> None:
-        """Renames a file, also if an answer is lost: then the target is the former source."""
+        """Renames a file. If an answer is lost, checks whether the target is the former source."""
         own = self._version_of(client, source)
         try:
             self._patiently(client.rename, source, target, overwrite)
@@ -252,16 +254,16 @@ class HdfsClient(StoreClient):
         try:
             yield
         finally:
-            self._forget(path)  # DataNodes serve the blocks of removed files for a while.
+            self._forget(path)  # DataNodes serve blocks of removed files for a while.
 
     def _forget(self, path: str) -> None:
-        """Forgets where the blocks of a file are, or of all files in a folder."""
+        """Drops the cached block locations of a file, or of all files in a folder."""
         for known in list(self._readers):
             if known == path or known.startswith(f"{path}/"):
                 self._readers.pop(known, None)
 
     def _read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Returns the bytes of a range of the file that was found last, if it is still there."""
+        """Returns the bytes of a range from the cached reader of a file, if that still works."""
         self._locate(path)  # Refuses a forked process.
         if known := self._readers.get(path):
             with contextlib.suppress(OSError, RuntimeError):  # Its blocks may have moved.
@@ -279,7 +281,7 @@ class HdfsClient(StoreClient):
         return reader.read_range(offset, nbytes)
 
     def _open(self, path: str) -> hdfs_native.FileReader:
-        """Finds out where the blocks of a file are."""
+        """Opens a file, and caches its reader with the locations of its blocks."""
         client, key = self._locate(path)
         if len(self._readers) >= _MAX_READERS:
             self._readers.clear()
@@ -303,7 +305,7 @@ class HdfsClient(StoreClient):
         with self._naming("reach", first):
             url = f"{self._scheme}://{first}/"
             soon = hdfs_native.Client(url, _FEW_RETRIES)
-            # A machine of a name service may be down, and the library waits to connect to it.
+            # A NameNode of the service may be down, and the library waits to connect to it.
             self._call(soon.get_file_info, "/", seconds=_FIRST_S if ":" in first else _CALL_S)
             return hdfs_native.Client(url)
 
@@ -328,7 +330,7 @@ class HdfsClient(StoreClient):
             raise OSError(f"no answer in {seconds:.0f} s") from None
 
     def _patiently(self, call: Callable[..., _Answer], *arguments: Any) -> _Answer:
-        """Makes a call that may be made twice, again if HDFS is down or the answer was lost."""
+        """Makes an idempotent call; repeats it if HDFS is down or the answer was lost."""
         deadline = time.monotonic() + _RETRY_S
         wait_s = 0.1
         while True:
@@ -348,11 +350,13 @@ class HdfsClient(StoreClient):
         number, reason = _cause(error)
         if _BELOW_FILE.search(reason):
             return NotFoundError(f"{attempt}: {reason}")
+        if _DAMAGED.match(reason):
+            return CorruptionError(f"{attempt}: {reason}")
         return StorageError(f"{attempt}: {reason} ({_configuration()})", number)
 
 
-def _cause(error: Exception) -> tuple[int, str]:
-    """Returns the error code of an error of the library, and what it says."""
+def _cause(error: Exception) -> tuple[int | None, str]:
+    """Returns the error code and the text of an error of the library."""
     text = without_secrets(str(error))
     if found := _REMOTE.search(text):
         reason = found[2].encode().decode("unicode_escape", "replace")
@@ -362,11 +366,11 @@ def _cause(error: Exception) -> tuple[int, str]:
     if _SETTING.match(text):
         return errno.EINVAL, text
     is_later = isinstance(error, OSError) or _LATER.search(text)
-    return errno.ETIMEDOUT if is_later else errno.EIO, text
+    return errno.ETIMEDOUT if is_later else None, text
 
 
 def _configuration() -> str:
-    """Returns where the library has looked for the configuration of Hadoop."""
+    """Returns where the library searched for the configuration of Hadoop."""
     for name in ("HADOOP_CONF_DIR", "HADOOP_HOME"):
         if folder := os.environ.get(name):
             return f"{name}={folder}"

@@ -46,7 +46,7 @@ _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*", re.DOTALL)
 _ANY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
 
 _BUFFER_NBYTES = 16 << 10  # Buffer size of an open file. Callers read few, scattered records.
-_STORE_BUFFER_NBYTES = 8 << 20  # Of a file on a store, where a request takes longer.
+_STORE_BUFFER_NBYTES = 8 << 20  # For stores, where a request takes longer.
 
 
 def register(scheme: str, file_system: _native.FileSystem) -> None:
@@ -66,24 +66,24 @@ def register(scheme: str, file_system: _native.FileSystem) -> None:
 
 
 def registered_schemes() -> frozenset[str]:
-    """Returns the schemes that :func:`register` has got a file system for."""
+    """Returns the schemes for which :func:`register` was called."""
     return frozenset(PROCESS.registered)
 
 
 def refuse_unregistered(schemes: frozenset[str]) -> None:
-    """Refuses URLs of these schemes from now on, unless they are registered here as well.
+    """From now on, refuses URLs of these schemes unless they are registered here as well.
 
-    They are those of the process that has started this one. Without its file systems, a URL may
-    lead to another store.
+    The schemes are registered in the parent process. Without its file systems, a URL may lead to
+    another store.
     """
     for scheme in schemes - PROCESS.registered:
         PROCESS.file_systems[scheme] = None
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
-    """Returns the same name of a location in all processes: its URL, or its path without links.
+    """Returns a name of a location that is the same in all processes: its URL or resolved path.
 
-    The scheme of the URL need not be registered. A path is absolute, and a URL is not.
+    The scheme of a URL need not be registered. A name that is a path is absolute.
     """
     text = os.fspath(path)
     _refuse(text)
@@ -98,7 +98,7 @@ def _refuse(text: str) -> None:
     if "\0" in text:
         raise ValueError(f"no file can have the path {text!r}: it contains a NUL")
     if not _FILE_URL.fullmatch(text) and (url := _ANY_URL.fullmatch(text)):
-        has_bucket = url[1] in OBSTORE_SCHEMES  # Then there is no port, and no default host.
+        has_bucket = url[1] in OBSTORE_SCHEMES  # Then the URL has no port, and no default host.
         rest = url[2].lstrip("/") if has_bucket else url[2]
         if has_bucket and not rest:
             raise UnsupportedError(f"cannot reach {text}: the URL names no bucket")
@@ -123,10 +123,10 @@ def can_reach(path: str | os.PathLike[str]) -> bool:
 class Location:
     """The name of a file or directory, together with its file system.
 
-    The engine opens a location by its :attr:`file_system` and :attr:`path`. A location is not an
-    ``os.PathLike``, so that no code bypasses the file system. Its path is a :class:`pathlib.Path`
-    for files of this machine. Methods raise NotFoundError if a file does not exist, and
-    StorageError if an operation fails.
+    The engine accesses a location through its :attr:`file_system` and :attr:`path`. A location is
+    not an ``os.PathLike``, so that no code bypasses the file system. Its path is a
+    :class:`pathlib.Path` for files of this machine. Methods raise NotFoundError if a file does not
+    exist, and StorageError if an operation fails.
 
     Args:
         path: Path on this machine, or URL.
@@ -198,7 +198,7 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The directory that contains the location; itself for a bucket, or the root of a disk."""
+        """The parent directory; the location itself for a bucket, or the root of a disk."""
         return self if self._is_bucket(self.path) else self._with(self.path.parent)
 
     @property
@@ -222,7 +222,7 @@ class Location:
     def resolved(self) -> Location:
         """Returns the location to which the links in the path lead now.
 
-        If a link moves later, the result stays the same.
+        If a link changes later, the result does not.
         """
         if not isinstance(self.path, Path):
             return self
@@ -257,7 +257,7 @@ class Location:
         return self.file_system.exists(self.path)
 
     def is_missing(self) -> bool:
-        """Returns whether there is neither a file nor a directory; false also if unknown."""
+        """Returns whether neither a file nor a directory exists; also ``False`` if unknown."""
         try:
             return not self.exists()
         except CheckpointError:  # Probably a directory.
@@ -289,8 +289,27 @@ class Location:
             return None if math.isnan(found) else found
         return None
 
+    def renew(self) -> None:
+        """Dates the file to the present, with its contents unchanged. Does nothing if it is absent.
+
+        Raises StorageError if the file system refuses that.
+        """
+        if self.local_path is None:
+            with contextlib.suppress(NotFoundError):
+                self.replace(self.read(), sync=False)
+            return
+        try:
+            with _native.StorageCall("dating", self.path):
+                os.utime(self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StorageError(
+                f"cannot set the time of {self}: {error.strerror}", errno=error.errno
+            ) from error
+
     def identity(self) -> tuple[int, ...] | str | None:
-        """Returns a value that differs for a file that replaces this one; ``None`` if unknown."""
+        """Returns a value that changes if the file is replaced; ``None`` if unknown."""
         if self.file_system.publishes_by_condition:
             return self.file_system.version(self.path) or None
         try:
@@ -301,9 +320,9 @@ class Location:
         return stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
     def is_same_as(self, other: Location) -> bool:
-        """Returns whether both lead to one file or directory, also through several mounts of it.
+        """Returns whether both lead to the same file or directory, even through different mounts.
 
-        A path of this machine and a URL never do, although the path may be a mount of a store.
+        Always ``False`` for a local path and a URL, although the path may be a mount of the store.
         """
         if self.local_path is None or other.local_path is None:
             return self == other
@@ -313,9 +332,13 @@ class Location:
         except OSError:  # One of them does not exist.
             return self == other
 
-    def read_range(self, offset: int, nbytes: int) -> tuple[int, bytes]:
-        """Returns the length of the file, and the bytes of a range up to the end of the file."""
-        return self.file_system.read_range(self.path, offset, nbytes)
+    def read_range(self, offset: int, nbytes: int, *, exact: bool = False) -> tuple[int, bytes]:
+        """Returns the length of the file, and the bytes of a range up to the end of the file.
+
+        With ``exact``, the caller knows that the file has these bytes. A store then needs one
+        request less, does not return the length, and raises CorruptionError if the file is shorter.
+        """
+        return self.file_system.read_range(self.path, offset, nbytes, exact)
 
     def read(self) -> bytes:
         """Reads the whole file into memory. Suitable for small files."""
@@ -340,7 +363,7 @@ class Location:
         self.file_system.write_file(self.path, contents, sync, update)
 
     def replace(self, contents: bytes, *, sync: bool) -> None:
-        """Writes a file, so that readers find the old contents or the new ones."""
+        """Writes a file atomically: readers find either the old or the new contents."""
         if not self.file_system.writes_at_offsets:
             self.write(contents, sync=sync, update=True)
             return
@@ -353,9 +376,9 @@ class Location:
             raise
 
     def append(self, contents: bytes) -> None:
-        """Appends to a file on this machine's file systems, which is created if it is missing.
+        """Appends to a local file; creates it if it does not exist.
 
-        A last line without an end is ended first. Not synced.
+        First completes an unfinished last line. Not synced.
         """
         with Path(self.path).open("ab") as file:
             end = file.tell()
@@ -374,16 +397,16 @@ class Location:
     def link(self, to: Location, *, sync: bool) -> None:
         """Gives the file another name without moving its bytes: a hard link, or a store's own copy.
 
-        With ``sync``, its bytes survive a power cut, and the name does once its directory is
-        synced. Raises UnsupportedError if that is not possible for the two locations, and
-        StorageError with ``EEXIST`` if there is a file, except on a store, which replaces it.
+        With ``sync``, its bytes survive a power cut, and its name as well once the directory is
+        synced. Raises UnsupportedError if these two locations cannot be linked, and StorageError
+        with ``EEXIST`` if the target exists, except on a store, which replaces it.
         """
         if self.file_system is not to.file_system:
             raise UnsupportedError(f"cannot link {self} to {to}: they are on different storage")
         self.file_system.link(self.path, to.path, sync)
 
     def link_target(self) -> Location | None:
-        """Returns where this symbolic link leads, without following further links there.
+        """Returns the target of this symbolic link, without following further links.
 
         Returns ``None`` if the location is no link. Links in its parent directories are resolved.
         """
@@ -398,7 +421,7 @@ class Location:
     def copy_link_to(self, to: Location) -> bool:
         """Makes ``to`` the same symbolic link, if this location is one, and returns whether it is.
 
-        A relative link leads to the same file only from a directory beside this one. Not synced.
+        A relative link has the same target only in a sibling directory. Not synced.
         """
         if self.local_path is None or not self.local_path.is_symlink():
             return False
@@ -413,12 +436,13 @@ class Location:
     def exchange(self, other: Location) -> bool:
         """Exchanges two files or directories of one file system atomically.
 
-        Returns whether the file system can do so. Otherwise nothing has changed.
+        Returns whether the file system supports this. If not, nothing has changed.
         """
         try:
             self.file_system.exchange(self.path, other.path)
         except StorageError as error:
-            # EPERM: a sandbox refuses the call. Or the caller's next rename fails for that reason.
+            # EPERM: a sandbox refuses the call. If it has another reason, the caller's next rename
+            # fails, too.
             if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
                 return False
             raise
@@ -444,10 +468,9 @@ class Location:
         return self.file_system.list_directory(self.path)
 
     def directory_names(self) -> list[str]:
-        """Returns the names of the directories in the directory, and of links to such, sorted.
+        """Returns the names of subdirectories, and of links to directories, sorted.
 
-        Returns all names on a file system that is not one of this machine's: finding out would take
-        a request for each.
+        On stores, returns all names, because a check would take a request for each.
         """
         if self.local_path is None:
             return self.names()
@@ -467,7 +490,7 @@ class Location:
     def remove_all(self) -> None:
         """Removes a file, or a directory and its contents. Safe if several processes do it at once.
 
-        If a file or directory cannot be removed, all others are removed.
+        If one file or directory cannot be removed, the others still are.
         """
         if not self.file_system.has_folders:
             self.file_system.remove_all(self.path)
@@ -504,11 +527,11 @@ def remove_each(locations: Iterable[Location]) -> None:
         if first is not None:
             raise first
     finally:
-        del first  # Its traceback refers to this frame, and so to those of the callers.
+        del first  # Its traceback refers to this frame, and so to the callers' frames.
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Returns whether an entry is a directory or leads to one; true if that cannot be found out."""
+    """Returns whether an entry is a directory or a link to one; ``True`` if unknown."""
     try:
         return entry.is_dir()
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Object stores: what a client of a store must do, and the file system over it.
+"""Object stores: the interface of store clients, and the file system based on it.
 
 The clients are Python libraries, which are imported when a URL of their scheme is first used:
-``obstore`` for S3, Google Cloud Storage and Azure, ``hdfs-native`` for HDFS, and ``fsspec``
-for any other scheme that it knows. Credentials, endpoints, regions and proxies are those of the
-library's own configuration.
+``obstore`` for S3, Google Cloud Storage and Azure, ``hdfs-native`` for HDFS, and ``fsspec`` for any
+other scheme that it supports. Credentials, endpoints, regions and proxies come from the
+configuration of these libraries.
 
 Importing this module does not import torch.
 """
@@ -30,18 +30,18 @@ HDFS_SCHEMES = frozenset({"hdfs", "viewfs"})
 class ObjectStore(Protocol):
     """A client of a store, as the engine calls it, from any thread.
 
-    A path begins with the name of the bucket. Methods raise NotFoundError if there is no object,
-    and StorageError with an ``errno`` if the store refuses or fails. A message names the URL.
+    A path begins with the name of the bucket. Methods raise NotFoundError if the object does not
+    exist, and StorageError with an ``errno`` if the store refuses or fails. Messages name the URL.
     """
 
     copies: bool
-    """Whether ``copy`` leaves the source, and moves no bytes through this machine."""
+    """Whether ``copy`` retains the source, and moves no bytes through this machine."""
 
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
-        """Returns what is known of an object, in one request.
+        """Returns the facts about an object, in one request.
 
-        That is its length, its version, when it was written (seconds since 1970, by the clock of
-        the store), and its first bytes.
+        These are its length, its version, the time of its last write (seconds since 1970, by the
+        clock of the store), and its first bytes.
         """
 
     def get(self, path: str, offset: int, nbytes: int) -> Buffer:
@@ -50,15 +50,15 @@ class ObjectStore(Protocol):
     def put(self, path: str, contents: Buffer, version: str | None) -> None:
         """Writes an object in one request.
 
-        The version is that of the object to replace, or empty if there must be none. ``None``
-        replaces any. Raises StorageError with ``EEXIST`` if it is another one.
+        ``version`` is the version of the object to replace, or empty if the object must not exist.
+        ``None`` replaces any version. Raises StorageError with ``EEXIST`` if the version differs.
         """
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         """Writes an object in parts, while its bytes arrive.
 
-        A window is released as soon as no reference to it is left. If the iterator raises an error,
-        so does this method, and there is no object.
+        A window is released once no reference to it remains. If the iterator raises an error, this
+        method raises it, and no object appears.
         """
 
     def list(self, path: str) -> list[str]:
@@ -68,17 +68,17 @@ class ObjectStore(Protocol):
         """Copies an object within the store, or renames it: the caller removes the source next."""
 
     def remove(self, path: str) -> None:
-        """Removes an object, if there is one."""
+        """Removes an object, if it exists."""
 
     def remove_all(self, path: str) -> None:
-        """Removes all objects in a folder and its folders, those of metadata first."""
+        """Removes all objects in a folder and its subfolders, metadata first."""
 
 
 def object_store(scheme: str, **options: Any) -> _native.FileSystem:
-    """Returns the file system of a store with other options than those of the environment.
+    """Returns the file system of a store with options that override the environment.
 
-    Pass it to :func:`~torch_ckpt.filesystems.location.register`, in each process. By default, a
-    store has the options that its client finds in the environment.
+    Pass it to :func:`~torch_ckpt.filesystems.location.register`, in each process. By default,
+    clients read their options from the environment.
 
     Args:
         scheme: ``"s3"``, ``"gs"`` or ``"az"``.

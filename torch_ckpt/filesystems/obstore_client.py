@@ -62,11 +62,11 @@ _RETRY_S = 180.0
 """For how long a request that the store does not answer is repeated."""
 
 _FIRST_TIMEOUT = "5s"
-"""How long the first request to a bucket may take. A name or a credential that is wrong fails it,
-and later ones are repeated for minutes."""
+"""How long the first request to a bucket may take. It fails soon for a wrong name or credential;
+later requests are repeated for minutes."""
 
 _FEW_RETRIES: dict[str, Any] = {"seconds": 5.0, "max_retries": 2}
-"""How often a first request of a kind is repeated, by which a client learns about a store."""
+"""How often the first request of a kind is repeated, which tests what a store supports."""
 
 _CLIENT_OPTIONS = (
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only"),
@@ -95,7 +95,7 @@ _BUSY = re.compile(r"status code: (429|5\d\d)")
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.\d+\.\d+|/latest/(api/token|meta-data)|/metadata/identity|Missing \w*(Key|Secret)"
 )
-"""A client that finds no credentials asks a service of the machine for its role."""
+"""A client without credentials requests a role from a service of the machine."""
 
 _Answer = TypeVar("_Answer")
 
@@ -108,14 +108,14 @@ class ObstoreClient(StoreClient):
     def __init__(self, scheme: str, options: dict[str, Any]) -> None:
         super().__init__(scheme)
         self._options = options
-        self._impatient: dict[str, Any] = {}  # The same buckets, with few retries.
+        self._impatient: dict[str, Any] = {}  # Clients of the same buckets with few retries.
         self._conditional: dict[str, bool] = {}  # Bucket -> whether it respects conditions.
         self._with_bare_versions: set[str] = set()  # Buckets that compare versions without quotes.
 
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         store, key = self._locate(path)
         with self._naming("find", path):
-            if not key:  # A bucket is no object, and stores answer a request for it as they like.
+            if not key:  # A bucket is not an object, and stores answer differently.
                 raise FileNotFoundError(path)
             if start_nbytes:
                 try:
@@ -164,10 +164,10 @@ class ObstoreClient(StoreClient):
                 self._probe_conditions(bucket, store, key, contents)
 
     def _put_first(self, bucket: str, key: str, contents: Buffer, mode: Any) -> bool:
-        """Makes the first write of a process that has a condition. Returns whether it succeeded.
+        """Makes the first conditional write of a process. Returns whether it succeeded.
 
-        Raises NotImplementedError if the store has no such writes. The library takes its answer,
-        501, for a passing failure, and would repeat the request for minutes.
+        Raises NotImplementedError if the store does not support such writes. The library treats its
+        answer, 501, as a transient failure, and would repeat the request for minutes.
         """
         try:
             obstore.put(self._impatient[bucket], key, contents, mode=mode)
@@ -180,14 +180,14 @@ class ObstoreClient(StoreClient):
     def _put_if(self, bucket: str, key: str, contents: Buffer, mode: Any) -> None:
         """Writes an object on a condition.
 
-        radosgw of Ceph 16 compares the bare version with the one that has the quotes of HTTP.
+        radosgw of Ceph 16 compares versions without the quotes of HTTP.
         """
         store = self._connection(bucket)
         quoted = mode.get("e_tag", "") if isinstance(mode, dict) else ""
         bare: Any = {**mode, "e_tag": quoted.strip('"')} if quoted.startswith('"') else mode
         first = bare if bucket in self._with_bare_versions else mode
         try:
-            # If the first one was carried out, the caller finds its own bytes there.
+            # If the first write succeeded, the caller detects its own bytes.
             self._repeated(lambda: obstore.put(store, key, contents, mode=first))
         except exceptions.PreconditionError:
             if first is bare or _version_of(store, key) != quoted:
@@ -211,10 +211,10 @@ class ObstoreClient(StoreClient):
         with self._naming("write", path):
             try:
                 upload(stream.until(MOST_PARTS * part_nbytes), _UPLOADS)
-                while stream.goes_on:  # All parts of one upload have the same length.
+                while stream.has_more:  # All parts of one upload have the same length.
                     has_object, sent = True, self._read_back(path, stream.nbytes)
                     part_nbytes *= _GROWTH
-                    # The writer has no memory for larger parts, so they are of copies.
+                    # The writer has no memory for larger parts, so they are copied.
                     rest = (bytes(one) for one in stream.until(MOST_PARTS * part_nbytes))
                     upload(itertools.chain(sent, rest), _GROWN_UPLOADS)
             except BaseException:
@@ -226,7 +226,7 @@ class ObstoreClient(StoreClient):
     def _read_back(self, path: str, nbytes: int) -> Iterator[Buffer]:
         """Yields the bytes of an object, read by other threads.
 
-        The library can make no request in the thread in which it pulls from an iterator.
+        The library cannot make requests in the thread that pulls from an iterator.
         """
         reads: collections.deque[Future[Buffer]] = collections.deque()
         with ThreadPoolExecutor(_UPLOADS, "torch_ckpt-read") as executor:
@@ -243,7 +243,7 @@ class ObstoreClient(StoreClient):
         with self._naming("list", path):
             found = self._repeated(lambda: obstore.list_with_delimiter(store, prefix=key or None))
         paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
-        # Programs mark a folder by an empty object of its own name.
+        # Programs mark a folder by an empty object with the name of the folder.
         return [path.rpartition("/")[2] for path in paths if path.strip("/") != key]
 
     def copy(self, source: str, target: str) -> None:
@@ -285,13 +285,16 @@ class ObstoreClient(StoreClient):
     def _connect(self, bucket: str) -> Any:
         """Returns the store of a bucket, after a first request to it.
 
-        Raises StorageError if there is no such bucket, or no way to it.
+        Raises StorageError if the bucket does not exist or cannot be reached.
         """
         url = self._url(bucket)
         if not bucket:
             raise StorageError(f"cannot reach {url}: it names no bucket", errno.EINVAL)
         options = dict(self._options)
-        if self._scheme in ("s3", "s3a"):  # Several gateways answer deletes of many keys wrongly.
+        if self._scheme in (
+            "s3",
+            "s3a",
+        ):  # Several gateways answer bulk deletes incorrectly.
             options.setdefault("disable_bulk_delete", True)
         connect: Any = from_url  # Its options depend on the scheme.
         client_options = {
@@ -300,7 +303,7 @@ class ObstoreClient(StoreClient):
             **options.pop("client_options", {}),
         }
         few = _retries(**_FEW_RETRIES)
-        retries = _retries(_RETRY_S, max_retries=1000)  # As many as there is time for.
+        retries = _retries(_RETRY_S, max_retries=1000)  # Limited only by time.
         with self._naming("reach", bucket):
             first = connect(
                 url,
@@ -319,11 +322,11 @@ class ObstoreClient(StoreClient):
                         f"cannot reach {url}: there is no such bucket", errno.ENODEV
                     ) from None
             except exceptions.PermissionDeniedError:
-                pass  # Some stores answer so for an object that is not there.
+                pass  # Some stores answer like this for a missing object.
             except exceptions.GenericError as error:
                 if not _BUSY.search(str(error)):
                     raise
-                # The store is there, and busy. Later requests are repeated for longer.
+                # The store exists, but is busy. Later requests are repeated for longer.
             self._impatient[bucket] = first
             return connect(
                 url,
@@ -332,14 +335,14 @@ class ObstoreClient(StoreClient):
             )
 
     def _probe_conditions(self, bucket: str, store: Any, key: str, contents: Buffer) -> None:
-        """Finds out whether a bucket respects conditions, by an object that is there by now."""
+        """Tests whether a bucket respects conditions, with an object that exists by now."""
         try:
-            for _ in range(2):  # Before the first, another job may have removed the object.
+            for _ in range(2):  # Before the first write, another job may have removed the object.
                 obstore.put(store, key, contents, mode="create")
         except _CONDITION_ERRORS:
             self._conditional[bucket] = True
         except (exceptions.BaseError, ValueError):
-            pass  # The object is written. The next write finds out.
+            pass  # The object is written. The next write repeats the test.
         else:
             self._ignores_conditions(bucket)
 
@@ -359,9 +362,9 @@ class ObstoreClient(StoreClient):
         except FileNotFoundError as error:
             if isinstance(error, NotFoundError):
                 raise
-            raise NotFoundError(f"cannot {what} {self._url(path)}: there is none") from cause_of(
-                error
-            )
+            raise NotFoundError(
+                f"cannot {what} {self._url(path)}: it does not exist"
+            ) from cause_of(error)
         except _CONDITION_ERRORS as error:
             raise StorageError(
                 f"cannot {what} {self._url(path)}: another one was written meanwhile", errno.EEXIST
@@ -378,7 +381,7 @@ class ObstoreClient(StoreClient):
                 f"cannot {what} {self._url(path)}: {hint}{message}", _errno_of(error, message)
             ) from None
         except BaseException as error:
-            # The library has a bug, or odd settings.
+            # A bug in the library, or unusual settings.
             if type(error).__name__ != "PanicException":
                 raise
             raise StorageError(
@@ -395,18 +398,18 @@ class ObstoreClient(StoreClient):
 class _Stream:
     """Windows of a stream, which several uploads pull one after the other.
 
-    ``nbytes`` is the length of those that were pulled. ``goes_on`` says that the stream has
-    not ended with the last upload.
+    ``nbytes`` is the length of the windows pulled so far. ``has_more``: whether the stream
+    continues after the last upload.
     """
 
     def __init__(self, windows: Iterator[Buffer]) -> None:
         self._windows = windows
         self._next: Buffer | None = None
-        self.nbytes, self.goes_on = 0, False
+        self.nbytes, self.has_more = 0, False
 
     def until(self, end: int) -> Iterator[Buffer]:
         """Yields windows until the next one would make the stream longer than ``end`` bytes."""
-        self.goes_on = True
+        self.has_more = True
         while (window := self._pulled()) is not None:
             nbytes = memoryview(window).nbytes
             if self.nbytes + nbytes > end:
@@ -415,7 +418,7 @@ class _Stream:
             self.nbytes += nbytes
             yield window
             del window  # The client releases a window when the store has its part.
-        self.goes_on = False
+        self.has_more = False
 
     def _pulled(self) -> Buffer | None:
         window, self._next = self._next, None
@@ -425,10 +428,10 @@ class _Stream:
 def _repeated(
     request: Callable[[], _Answer], failures: re.Pattern[str], *, seconds: float
 ) -> _Answer:
-    """Makes a request, again if its answer is lost or broken.
+    """Sends a request, and repeats it if the response is lost or broken.
 
-    The library repeats most requests by itself, within the same time. It does not repeat a write
-    with a condition, and no request whose answer has begun.
+    The library itself repeats most requests within the same time, but not conditional writes, nor
+    requests whose response has begun.
     """
     deadline = time.monotonic() + seconds
     wait_s = 0.1
@@ -445,8 +448,11 @@ def _repeated(
         wait_s = min(2 * wait_s, 10.0)
 
 
-def _errno_of(error: Exception, message: str) -> int:
-    """Returns the error code of an error of the library: one of a ``retriable`` error or not."""
+def _errno_of(error: Exception, message: str) -> int | None:
+    """Returns the error code for an error of the library, which states whether it is retriable.
+
+    Returns ``None`` if the store refuses the request for another reason than credentials.
+    """
     denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
     if isinstance(error, denied) or _NO_CREDENTIALS.search(message):
         return errno.EACCES
@@ -455,20 +461,20 @@ def _errno_of(error: Exception, message: str) -> int:
     if status == 400 and _DENIED.search(message):
         return errno.EACCES
     if 400 <= status < 500 and status not in (408, 409, 425, 429):
-        return errno.EIO
+        return None
     is_answerable = isinstance(error, exceptions.GenericError) and "builder error" not in message
     return errno.ETIMEDOUT if is_answerable else errno.EINVAL
 
 
 def _prefix(scheme: str) -> str:
-    """Returns how the variables of a client begin."""
+    """Returns the prefix of a client's environment variables."""
     return {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_"}.get(scheme, "AZURE_")
 
 
 def _client_options_of_environment(scheme: str) -> dict[str, Any]:
     """Returns the options of HTTP that obstore reads from the environment, such as AWS_ALLOW_HTTP.
 
-    It ignores these if it is given any.
+    obstore ignores these if any are passed explicitly.
     """
     prefix = _prefix(scheme)
     named = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_OPTIONS}

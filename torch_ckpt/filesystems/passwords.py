@@ -1,7 +1,7 @@
 """Passwords in URLs: which URLs have one, and texts without them.
 
-Messages and pickles have the URL of a location, so it must not have a password. The texts of the
-clients of stores have URLs of endpoints and proxies, as somebody has configured them.
+Messages and pickles contain the URL of a location, so it must not contain a password. Messages of
+store clients contain the configured URLs of endpoints and proxies.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 
 def has_password(rest: str, *, may_have_port: bool = True) -> bool:
-    """Returns whether what follows ``://`` in a URL has ``user:password@``.
+    """Returns whether the part of a URL after ``://`` contains ``user:password@``.
 
-    A password may contain slashes. So ``a:b/c@d`` has one, unless ``a:b`` is a host and its port.
-    ``a/b:c@d`` has none: it is the path ``b:c@d`` of the host or bucket ``a``.
+    A password may contain slashes. So ``a:b/c@d`` contains one, unless ``a:b`` is a host and port.
+    ``a/b:c@d`` contains none: it is the path ``b:c@d`` on the host or bucket ``a``.
     """
     first, _, path = rest.partition("/")
     userinfo, _, host = first.rpartition("@")
@@ -48,7 +48,7 @@ def without_secrets(text: str) -> str:
 
     def url_without_user(found: re.Match[str]) -> str:
         scheme, rest = found[1], found[2]
-        if has_password(rest):  # Up to the last "@": the password may have others.
+        if has_password(rest):  # Up to the last "@", because the password may contain others.
             return f"{scheme}***@{rest.rpartition('@')[2]}"
         first, slash, path = rest.partition("/")
         user, at, host = first.rpartition("@")
@@ -58,5 +58,5 @@ def without_secrets(text: str) -> str:
 
 
 def cause_of(error: Exception) -> Exception | None:
-    """Returns the cause that an error may name: ``None`` if its text has secrets."""
+    """Returns the cause that an error may show; ``None`` if its text contains secrets."""
     return error if without_secrets(str(error)) == str(error) else None

@@ -1,4 +1,4 @@
-"""What the clients of stores share: connections, URLs in messages, names of pending files."""
+"""The base of store clients: connections, URLs in messages, names of pending files."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = [
 ]
 
 PENDING = ".pending-"
-"""Begin of the names of files that have not been renamed yet to the name that readers know."""
+"""Prefix of files that were not yet renamed to their final name."""
 
 METADATA = re.compile(r"(__\d+)?\.metadata")
-"""Names that make a directory a checkpoint: removed first."""
+"""Names that make a directory a checkpoint. They are removed first."""
 
 MOST_PARTS = 10_000
-"""Most parts of one upload, as S3 and Google Cloud Storage limit it. Others allow more."""
+"""Maximum number of parts of an upload to S3 and Google Cloud Storage. Others allow more."""
 
 _FAILED_S = 1.0
-"""For how long a bucket that was not reached is not tried again."""
+"""For how long an unreachable bucket is not tried again."""
 
 
 def url_of(scheme: str, path: str | PurePath) -> str:
@@ -54,31 +54,31 @@ def pending_path(path: str) -> str:
 def grown_part_nbytes(part_nbytes: int, sent_nbytes: int) -> int:
     """Returns the length of the next part of a stream, after bytes that were sent in parts.
 
-    A thousandth of these, if that is more than the length that was planned. So 10,000 parts of
-    8 MiB at first have room for 60 TiB.
+    The length is a thousandth of these bytes, if that exceeds the planned length. So 10,000 parts,
+    of 8 MiB at first, suffice for 60 TiB.
     """
     return max(part_nbytes, 10 * sent_nbytes // MOST_PARTS)
 
 
 class StoreClient:
-    """The part of an :class:`~torch_ckpt.filesystems.object_store.ObjectStore` that all have."""
+    """The common part of all :class:`~torch_ckpt.filesystems.object_store.ObjectStore` clients."""
 
-    copies = False  # Those that rename, as HDFS, must not lose a file that is to be copied.
+    copies = False  # On clients that rename, such as HDFS, `copy` would lose the source.
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
-        self._pid = 0  # The process that has connected, whose threads a child lacks.
+        self._pid = 0  # The process that has connected: a forked child lacks its threads.
         self._lock = threading.Lock()
-        self._connected: dict[str, Any] = {}  # By the first name of paths.
-        # First name that was not reached -> when, why, and the error code.
+        self._connected: dict[str, Any] = {}  # By the first component of paths.
+        # First component that was not reached -> when, why, and the error code.
         self._failed: dict[str, tuple[float, str, int | None]] = {}
 
     def _connect(self, first: str) -> Any:
-        """Returns the library's client of a first name, after a request to it."""
+        """Returns the library's client for the first component of a path, after a test request."""
         raise NotImplementedError
 
     def _connection(self, path: str) -> Any:
-        """Returns the library's client of the first name of a path: a bucket, or a host."""
+        """Returns the library's client for the first component of a path: a bucket or a host."""
         first = path.partition("/")[0]
         if self._pid not in (0, os.getpid()):
             raise UnsupportedError(
@@ -97,7 +97,7 @@ class StoreClient:
             return self._connected[first]
 
     def _connect_once(self, first: str) -> Any:
-        """Returns as ``_connect``. What cleans up after a failure fails at once."""
+        """Like ``_connect``, but fails immediately if the last attempt failed recently."""
         failed_s, message, number = self._failed.get(first, (0.0, "", 0))
         if message and time.monotonic() - failed_s < _FAILED_S:
             raise StorageError(message, number)
@@ -119,7 +119,7 @@ class StoreClient:
         except CheckpointError:
             raise
         except FileNotFoundError as error:
-            raise NotFoundError(f"{attempt}: there is none") from cause_of(error)
+            raise NotFoundError(f"{attempt}: it does not exist") from cause_of(error)
         except FileExistsError as error:
             raise StorageError(
                 f"{attempt}: another one was written meanwhile", errno.EEXIST
@@ -128,7 +128,9 @@ class StoreClient:
             raise self._failure(attempt, error) from cause_of(error)
 
     def _failure(self, attempt: str, error: Exception) -> CheckpointError:
-        """Returns the error for one of the library, which begins with what was attempted."""
-        number = getattr(error, "errno", None) or errno.EIO
+        """Returns the error for an error of the library. Its message begins with the attempt."""
+        number = getattr(error, "errno", None)
+        if number == errno.EIO:  # Libraries use it for any failure. Here it means a bad sector.
+            number = None
         text = without_secrets(str(error))
         return StorageError(f"{attempt}: {type(error).__name__}: {text}", number)

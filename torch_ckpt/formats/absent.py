@@ -18,11 +18,11 @@ _NUMBER = re.compile(r"\d+")
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 _DCP = "DCP"
 _MOST_CHILDREN = 1000
-"""Names to search for a checkpoint, those with the highest numbers."""
+"""How many names, those with the highest numbers, are searched for a checkpoint."""
 
 
 def no_checkpoint(path: Location) -> NotFoundError:
-    """Returns the error for a path without a checkpoint. It names what the path has instead."""
+    """Returns the error for a path without a checkpoint. It names what exists there instead."""
     return NotFoundError(f"no checkpoint is committed in {path}: {_reason(path)}")
 
 
@@ -69,7 +69,7 @@ def _reason(path: Location) -> str:
 
 
 def _checkpoints_below(path: Location, names: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the subdirectories with a checkpoint, by their format, ordered by their numbers."""
+    """Returns the subdirectories with a checkpoint by format, ordered by their numbers."""
     ordered = sorted(names, key=lambda name: [*map(int, _NUMBER.findall(name))])
     found: dict[str, list[str]] = {}
     for name in ordered[-_MOST_CHILDREN:]:
@@ -80,7 +80,7 @@ def _checkpoints_below(path: Location, names: Sequence[str]) -> dict[str, list[s
 
 
 def _format_of(path: Location) -> str | None:
-    """Returns the format of a directory by its names; ``None`` if it has no checkpoint."""
+    """Returns the format of a directory, judged by its names; ``None`` without a checkpoint."""
     names = path.names()
     if prefixes_among(names):
         return _DCP

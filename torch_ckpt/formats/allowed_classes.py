@@ -1,4 +1,4 @@
-"""Names the classes that objects may contain, and finds others in a pickle that was written."""
+"""Lists the classes that objects may contain, and finds other classes in a written pickle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 ARCHIVE = b"PK\3\4"
 
 StandIns = Mapping[str, Callable[..., Any]]
-"""Name of a class of another library -> what builds the plain data that replaces its objects."""
+"""Name of a class of another library -> function that builds plain data to replace its objects."""
 
 NO_STAND_INS: StandIns = types.MappingProxyType({})
 
@@ -54,7 +54,7 @@ _MAX_FQNS_NAMED = 20  # In one warning.
 def refused_classes(archive: Buffer) -> list[str]:
     """Lists the classes and functions in an archive that :func:`load_object` would refuse.
 
-    The list is empty if the bytes are no archive: the planner's ``load_bytes`` reads other bytes.
+    The list is empty if the bytes are not an archive: the planner's ``load_bytes`` reads those.
     """
     data = memoryview(archive)
     if len(data) < 30 or bytes(data[:4]) != ARCHIVE:
@@ -105,7 +105,7 @@ def is_blocked(name: str) -> bool:
 def current_name(module: str, name: str) -> str:
     """Returns the full name in Python 3; protocol 2 stores names of Python 2.
 
-    The main script is ``__main__``, whichever process has pickled the object.
+    The main script is always ``__main__``, no matter which process pickled the object.
     """
     module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
     return f"{main_module(_compat_pickle.IMPORT_MAPPING.get(module, module))}.{name}"

@@ -1,8 +1,8 @@
 """Opens the committed metadata of a checkpoint, and the index that belongs to it.
 
-Metadata that was committed with an index has two marks: a trailer behind the pickle, and a string
-inside the pickle. If the trailer is missing, the string distinguishes damaged metadata from
-metadata of stock DCP, which has neither.
+Metadata that was committed with an index has two marks: a trailer after the pickle, and a string in
+the pickle. If the trailer is missing, the string distinguishes damaged metadata from metadata of
+stock DCP, which has neither.
 
 This module does not import torch, and it unpickles nothing: a damaged pickle can request any amount
 of memory.
@@ -11,6 +11,7 @@ of memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import re
 import uuid
@@ -20,6 +21,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.errors import (
     CorruptionError,
     NotFoundError,
+    StorageError,
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
@@ -89,16 +91,19 @@ def has_checkpoint(directory: Location) -> bool:
 def metadata_prefixes(directory: Location) -> list[str]:
     """Returns the prefixes of all commit files in a directory, sorted.
 
-    An index without metadata counts as well, unless its save has a pending file: its metadata has
-    been lost. So a pending file is removed after the index of its save, or with it.
+    An index without metadata counts as well, because its metadata was lost, unless its save has a
+    pending file. So a pending file must not be removed before the index of its save.
 
     A prefix is empty, or ``__0`` for the checkpoint of rank 0 alone. The list is empty for a file,
-    and for a directory that does not exist.
+    and for a directory that does not exist. Raises StorageError if the directory cannot be read.
     """
     try:
-        is_file = directory.file_system.has_folders and directory.is_file()
-        return prefixes_among([] if is_file else directory.names())
+        return prefixes_among(directory.names())
     except NotFoundError:
+        return []
+    except StorageError as error:
+        if error.errno != errno.ENOTDIR:
+            raise
         return []
 
 
@@ -112,7 +117,7 @@ def prefixes_among(listed: Iterable[str]) -> list[str]:
 def open_committed(
     directory: Location, prefix: str, *, verify: bool = True
 ) -> tuple[_native.MetadataFile, _native.Index | None]:
-    """Opens the metadata file, whose pickle is not read yet, and its index, ``None`` without one.
+    """Opens the metadata file, without reading its pickle, and its index (or ``None``).
 
     The prefix is empty, or ``__0`` for a checkpoint of rank 0 alone. ``verify`` refuses metadata
     whose index is missing or damaged. Raises NotFoundError if no checkpoint of this prefix is
@@ -147,7 +152,7 @@ def open_committed(
 
 
 def files_in(directory: Location, files: Iterable[tuple[str, int]]) -> frozenset[str]:
-    """Returns which data files of an index a directory has, with the right lengths."""
+    """Returns which data files of an index exist in a directory with the expected lengths."""
     names = frozenset(directory.names())
     return frozenset(
         name for name, nbytes in files if name in names and (directory / name).nbytes() == nbytes
@@ -157,8 +162,8 @@ def files_in(directory: Location, files: Iterable[tuple[str, int]]) -> frozenset
 def committed_id(directory: Location, prefix: str = "") -> str | None:
     """Returns the save id of the committed checkpoint.
 
-    It is ``None`` if there is no checkpoint, or no index that this package can read. Raises
-    StorageError if that is unknown because the files cannot be read.
+    Returns ``None`` without a checkpoint, or without an index that this package can read. Raises
+    StorageError if the files cannot be read.
     """
     with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
         _, index = open_committed(directory, prefix, verify=False)
@@ -176,8 +181,8 @@ def _check_never_indexed(
 ) -> None:
     """Raises an error if metadata without a usable index was committed with one.
 
-    ``indexed_files`` are data files that readable indexes in the directory name, some of each.
-    ``newer`` says that the index has a version that this build does not read.
+    ``indexed_files`` contains a few data file names from each readable index in the directory.
+    ``newer``: whether the index has a version that this build does not read.
     """
     way_out = "FastReader(verify=False) loads from the metadata alone, without verification"
     if metadata.has_trailer:
@@ -186,8 +191,8 @@ def _check_never_indexed(
         pickled = metadata.read_pickle()
         marked = _PICKLED_MARK.search(pickled) is not None
         newer = newer and marked
-        # Each save uses new names for its data files. So metadata that contains a name from an
-        # index is of the same save, and one of the two is damaged.
+        # Each save uses new names for its data files. So if metadata contains a name from an index,
+        # both belong to the same save, and one of them is damaged.
         if any(name in pickled for name in indexed_files):
             raise CorruptionError(
                 f"{where} and its index contradict each other: {metadata.trailer_problem}; "

@@ -31,7 +31,7 @@ __all__ = ["DATA_CLASSES", "WITH_ATTRIBUTES", "NeedsState", "class_named", "set_
 class NeedsState:
     """Placeholder for an object that ``make`` builds from its state.
 
-    ``nbytes`` returns the bytes that ``make`` allocates beyond those of the state. ``key`` is the
+    ``nbytes`` returns the bytes that ``make`` allocates in addition to the state. ``key`` is the
     key of the object in the unpickler's memo.
     """
 
@@ -191,8 +191,8 @@ WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace, collections.Ordere
 def set_attributes(value: Any, state: Any) -> None:
     """Sets the attributes of an object of :data:`WITH_ATTRIBUTES`.
 
-    Raises ValueError if the state is not a dict of attributes, or one takes the place of a method
-    that Python or the class calls.
+    Raises ValueError if the state is not a dict of attributes, or an attribute would replace a
+    method that Python or the class calls.
     """
     _require_type(dict, state)
     _require_type(str, *state)
@@ -221,7 +221,7 @@ def _generator(device: torch.device) -> NeedsState:
 
 
 def _sparse_tensor(layout: torch.layout, data: Any) -> torch.Tensor:
-    # The function that this one replaces does not validate indices or sizes.
+    # The original function does not validate indices or sizes.
     _require_type(tuple, data)
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
@@ -322,7 +322,7 @@ def _dtype(code: str, align: object = False, copy: object = True) -> NeedsState:
                 spec["titles"] = [field[2] if len(field) > 2 else None for field in members]
             return np.dtype(spec, align=bool(flags & _ALIGNED_STRUCT))
         dtype = np.dtype(code)
-        if more and isinstance(more[0], tuple):  # Dates and durations: a unit and its multiple.
+        if more and isinstance(more[0], tuple):  # Dates and durations have a unit and a multiple.
             unit, count = more[0][1][:2]
             unit = unit.decode() if isinstance(unit, bytes) else unit
             _require_type(int, count)

@@ -16,11 +16,11 @@ __all__ = ["open_dcp"]
 
 
 _ATTEMPTS = 4
-"""Bounds the retries while other processes commit to the same directory."""
+"""Maximum number of retries while other processes commit to the same directory."""
 
 
 def open_dcp(directory: Location, prefix: str, *, verify: bool, trust_pickle: bool) -> Opened:
-    """Opens a committed checkpoint, by its index if it has one and else by its metadata.
+    """Opens a committed checkpoint by its index, or without an index by its metadata.
 
     The prefix of its files is empty, or ``__0`` for a checkpoint of rank 0 alone.
     """
@@ -29,8 +29,8 @@ def open_dcp(directory: Location, prefix: str, *, verify: bool, trust_pickle: bo
         try:
             return _open_once(directory, prefix, verify=verify, trust_pickle=trust_pickle)
         except CorruptionError:
-            # A store has no open files: long metadata arrive in several requests, and another save
-            # may commit between two of them.
+            # Stores have no open files: long metadata arrives in several requests, and another save
+            # may commit in between.
             if not directory.file_system.publishes_by_condition or attempt == _ATTEMPTS:
                 raise
             before, version = version, path.identity()

@@ -18,7 +18,7 @@ __all__ = ["is_equal", "same_bits"]
 def is_equal(x: Any, y: Any) -> bool:
     """Returns whether two values have the same type and the same contents. NaN equals NaN.
 
-    Raises the error of any comparison that fails.
+    If a comparison fails, raises its error.
     """
     if x is y:  # None, or a class or function.
         return True

@@ -1,8 +1,8 @@
 """Bounds what stored bytes may expand to: values in a pickle, streams, and elements of tensors.
 
-A few bytes can stand for very many: a pickle that refers to one value again and again, a compressed
-stream, or a tensor that repeats its elements (``Tensor.expand``) or has none (the meta device).
-Where nobody has asked for a value of the size that a file states, its bytes must justify it.
+A few bytes can expand to very many: a pickle that refers to one value again and again, a compressed
+stream, or a tensor that repeats its elements (``Tensor.expand``) or has none (the meta device). The
+bytes of a file must justify the sizes that it states, unless the caller requested these sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RATIO = 64
 """Bytes that each stored byte may expand to."""
 
 OBJECTS_NBYTES = 16 << 20
-"""Bytes that objects may expand to in addition, all of one load together."""
+"""Additional bytes that all objects of one load together may expand to."""
 
 _MIN_NBYTES = 256 << 20
 
@@ -34,7 +34,7 @@ class ExpansionError(UnsupportedError):
 
 
 class Expansion:
-    """The bytes that stored bytes may still expand to, of which ``free`` need no stored ones."""
+    """The bytes that stored bytes may still expand to; ``free`` are allowed without any."""
 
     def __init__(self, free: float, stored_nbytes: int = 0) -> None:
         self.left = free

@@ -68,10 +68,10 @@ def index_of(metadata: Metadata | None) -> _native.Index | None:
 def to_entries(
     metadata: Metadata, files: Sequence[str], dtypes: Sequence[Mapping[int, str]] | None = None
 ) -> list[_native.IndexEntry] | None:
-    """Converts metadata to one entry per FQN, or to ``None`` if an index cannot represent a value.
+    """Converts metadata to one entry per FQN; ``None`` if an index cannot represent a value.
 
-    Entries refer to ``files`` by number. ``dtypes`` has, for each file, offset -> dtype of the
-    slices that the engine framed. Without it, no box is marked as plain.
+    Entries refer to ``files`` by number. ``dtypes`` maps, for each file, the offset of each slice
+    that the engine framed to its dtype. Without it, no box is marked as plain.
     """
     numbers = {name: number for number, name in enumerate(files)}
     entries: list[_native.IndexEntry] = []
@@ -87,7 +87,7 @@ def to_entries(
         return (offsets, sizes, number, info.offset, info.length, plain, transforms)
 
     if not _METADATA_FIELDS.issuperset(k for k, v in vars(metadata).items() if v is not None):
-        return None  # Additional fields, such as Megatron's plans, have no place in an index.
+        return None  # An index cannot store additional fields, such as Megatron's plans.
     try:
         for fqn, stored in metadata.state_dict_metadata.items():
             if type(stored) is BytesStorageMetadata:
@@ -110,7 +110,7 @@ def to_entries(
             box_count += len(boxes)
     except (KeyError, AttributeError, TypeError):
         return None  # A planner's custom metadata.
-    # Entries of storage_data without a chunk have no place in an index.
+    # An index cannot store entries of storage_data without a chunk.
     return entries if box_count == len(metadata.storage_data) else None
 
 
@@ -155,8 +155,8 @@ copyreg.pickle(_native.Index, _reduce_index)
 class _IndexView(LazyMapping[_K, _V]):
     """A view of an index. It pickles as a dict, or with its index if that is in memory.
 
-    A dict is readable without this package. Views of an index in memory travel between the ranks of
-    a save, where a dict of a million objects would be slow to pickle.
+    A dict is readable without this package. Views of an index in memory are sent between the ranks
+    of a save, and a dict of a million objects would be slow to pickle.
     """
 
     def __init__(self, index: _native.Index) -> None:

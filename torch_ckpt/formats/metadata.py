@@ -40,10 +40,10 @@ _INT64_MAX = torch.iinfo(torch.int64).max
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
-    """Pickles metadata, with stock classes in place of classes of this package.
+    """Pickles metadata, and replaces classes of this package by stock classes.
 
-    Equal sizes, offsets and properties in ``metadata`` become the same objects first. Pickle then
-    writes each once, in half the time and two thirds of the bytes. No value changes.
+    First, equal sizes, offsets and properties in ``metadata`` are replaced by the same objects.
+    Pickle then writes each once, in half the time and two thirds of the bytes. No value changes.
     """
     with gc_paused():
         with contextlib.suppress(TypeError):  # A custom planner may have sizes such as lists.
@@ -60,7 +60,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
 
 
 def _to_stock_plan(plan: Any) -> Any:
-    """Returns the plan with stock classes in place of classes of this package."""
+    """Returns the plan, with classes of this package replaced by stock classes."""
     if not isinstance(plan, SavePlan):
         return plan
     paths, prefix = plan.planner_data, plan.storage_data
@@ -81,15 +81,15 @@ _ITEM = [field.name for field in dataclasses.fields(WriteItem)]
 
 
 def _reduce_prefix(prefix: _StoragePrefix) -> Any:
-    """Reduces a prefix without the item list that it carries to the coordinator."""
+    """Pickles a prefix without the item list attached for the coordinator."""
     return _StoragePrefix(prefix.prefix).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 
 
 def load_metadata(pickled: bytes, *, trust_pickle: bool = False) -> Metadata:
-    """Unpickles metadata and checks that it is consistent: with ``trust_pickle``, only its type.
+    """Unpickles metadata and checks its consistency; with ``trust_pickle``, only its type.
 
-    Raises ValueError if it is not, and ForbiddenPickleError if the pickle requests a class or
-    function that stock DCP's metadata does not need.
+    Raises ValueError for inconsistent metadata, and ForbiddenPickleError if the pickle requests a
+    class or function that stock DCP's metadata does not need.
     """
     with gc_paused():
         if not trust_pickle:
@@ -104,7 +104,7 @@ def load_metadata(pickled: bytes, *, trust_pickle: bool = False) -> Metadata:
 
 
 class _TrustingUnpickler(pickle.Unpickler):
-    """Python's unpickler. It does not need an old Megatron-Core for the classes of one."""
+    """Python's unpickler. It reads classes of an old Megatron-Core without that version."""
 
     def find_class(self, module: str, name: str) -> Any:
         return MEGATRON_CLASSES.get((module, name)) or super().find_class(module, name)
@@ -131,9 +131,9 @@ def load_committed(pickled: bytes, *, where: str, trust_pickle: bool = False) ->
 def check_metadata(value: object) -> Metadata:
     """Checks that a value is consistent metadata, and returns it.
 
-    Every field must have its type, every chunk must lie within its tensor, and every file within
-    the checkpoint. The lengths of the data files are not checked. Otherwise raises a ValueError
-    that names the FQN.
+    Every field must have the right type, every chunk must lie within its tensor, and every file
+    within the checkpoint. Otherwise raises a ValueError that names the FQN. Does not check the
+    lengths of the data files.
     """
     if type(value) is not Metadata or type(value.storage_data) is not dict:
         raise ValueError("its value is not a DCP Metadata")
@@ -202,13 +202,13 @@ def _check_tensor(fqn: str, stored: TensorStorageMetadata) -> None:
 
 
 def _check_numbers(fqn: str, numbers: Any) -> None:
-    """Checks sizes of other types than ``torch.Size``, which the unpickler has checked itself."""
+    """Checks sizes of types other than ``torch.Size``, which the unpickler has already checked."""
     if not all(type(number) is int and 0 <= number <= _INT64_MAX for number in numbers):
         raise ValueError(f"{fqn!r} has the sizes or offsets {numbers!r}")
 
 
 def _check_file(fqn: str, path: str) -> None:
-    # The engine opens no such path either. This check raises before anything is read.
+    # The engine refuses such paths as well. This check raises before anything is read.
     if not path or path.startswith("/") or "\0" in path or ".." in path.split("/"):
         raise ValueError(f"{fqn!r} is stored in {path!r}, which is outside the checkpoint")
     path.encode()  # A lone surrogate is a ValueError.
@@ -228,5 +228,5 @@ def _intern_equal_values(metadata: Metadata) -> None:
             chunk.sizes = sizes.setdefault(chunk.sizes, chunk.sizes)
     for index in metadata.storage_data:
         if index.offset is not None:
-            # The class is frozen, since it is a key. An equal offset does not change the key.
+            # The class is frozen because it is a key. An equal offset does not change the key.
             object.__setattr__(index, "offset", sizes.setdefault(index.offset, index.offset))

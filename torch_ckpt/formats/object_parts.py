@@ -23,10 +23,10 @@ def _nothing() -> None: ...
 
 
 class ObjectParts(pickle.Pickler):
-    """The parts of an object, which pickling finds in any class. Of a DTensor: the local tensor's.
+    """The parts of an object, found by pickling it. For a DTensor, the parts of the local tensor.
 
-    ``storages`` is address -> storage of a tensor on the CPU that has elements. ``refused`` are
-    the forbidden names, sorted. ``not_made`` is the first allowed value that cannot be made.
+    ``storages`` is address -> storage of each non-empty CPU tensor. ``refused`` are the forbidden
+    names, sorted. ``not_made`` is the first allowed value that cannot be created.
     """
 
     def __init__(self, value: object) -> None:

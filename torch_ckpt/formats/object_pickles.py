@@ -49,11 +49,11 @@ __all__ = ["Refused", "load_object"]
 
 
 class Refused:
-    """Takes the place of a value whose class or function is forbidden, or that cannot be made.
+    """Replaces a value whose class or function is forbidden, or that cannot be created.
 
-    ``number`` is the value's in its pickle, so that keys of a dict have different texts. ``parts``
-    are what the pickle gives the value. ``error`` is why a value of an allowed class cannot be
-    made.
+    ``number`` is the number of the value in its pickle, so that keys of a dict have different
+    texts. ``parts`` are the arguments and state in the pickle. ``error`` is the reason why a value
+    of an allowed class cannot be created.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ def load_object(
     mapped: pathlib.Path | None = None,
     expansion: Expansion | None = None,
 ) -> object:
-    """Unpickles an archive of ``torch.save``. Raises what ``torch.load`` raises on damage.
+    """Unpickles an archive of ``torch.save``. On damage, raises the errors of ``torch.load``.
 
     Raises ForbiddenPickleError, which names all forbidden classes and functions, and ExpansionError
     if the pickle expands to more than its bytes justify.
@@ -90,13 +90,13 @@ def load_object(
         trust_pickle: Whether the pickle may contain any class and run any code.
         stand_ins: Further classes that the pickle may contain. They are not imported, unless
             ``trust_pickle`` is set.
-        refuse_later: Whether each value that is forbidden, too large or wrong is :class:`Refused`,
-            so that the others can be used.
-        storages: Gets the address of each storage with elements -> key of its record. Remains
-            empty with ``trust_pickle``.
+        refuse_later: Whether to replace each forbidden, too large or invalid value by
+            :class:`Refused`, so that the others can be used.
+        storages: Receives the address of each non-empty storage -> key of its record. Remains empty
+            with ``trust_pickle``.
         map_location: As for ``torch.load``.
-        mapped: Path of the archive, if its storages are to be mapped into memory.
-        expansion: What all pickles of a load may expand to, if they are several.
+        mapped: Path of the archive, to map its storages into memory.
+        expansion: The budget shared by several pickles of a load.
     """
     if trust_pickle:
         file = source if mapped is None else mapped
@@ -173,9 +173,9 @@ def _load_stream(
 
 
 def _check_records(stream: IO[bytes]) -> None:
-    """Raises UnsupportedError if a record of an archive is compressed, as torch writes none.
+    """Raises UnsupportedError if a record of an archive is compressed: torch writes none.
 
-    Torch would expand a record to a thousand times its length.
+    Torch would expand a record to up to a thousand times its length.
     """
     stream.seek(0, io.SEEK_END)
     end = stream.tell()
@@ -186,7 +186,7 @@ def _check_records(stream: IO[bytes]) -> None:
 
 
 _TAIL_NBYTES = 64 << 10
-"""Bytes at the end of an archive, which usually have its directory."""
+"""Bytes at the end of an archive that usually contain its directory."""
 
 # Ids of the functions that pickles of torch.save call. The other globals of torch are values, such
 # as dtypes and classes of storages, whose constructors would allocate any number of bytes.
@@ -202,7 +202,7 @@ _CALLABLE = _REBUILDS | {
 }
 
 _NOT_MADE = (ExpansionError, pickle.UnpicklingError)
-"""Errors by which a value of an allowed class cannot be made."""
+"""Errors raised if a value of an allowed class cannot be created."""
 
 _Base: Any = pickle._Unpickler
 
@@ -212,8 +212,9 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
 
     Torch sets ``persistent_load``, which makes the storages of tensors.
 
-    The nesting of values that Python hashes or frees by recursion is bounded. What calls copy, hash
-    and allocate is charged before they are made, and is linear in the length of the pickle.
+    The nesting of values that Python hashes or frees recursively is bounded. The bytes that a call
+    copies, hashes and allocates are charged before the call, and are linear in the length of the
+    pickle.
     """
 
     stand_ins: StandIns = NO_STAND_INS
@@ -224,7 +225,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
         self._data_classes: dict[int, str] = {}  # Id of a class or function -> its name.
-        self._without_state = 0  # Number of objects whose state has not arrived yet.
+        self._without_state = 0  # Number of objects still without their state.
         self.expansion.justify(len(file.getbuffer()))
         self._budget = Budget(self.expansion)
         self._fixed_deques: set[int] = set()  # Ids of deques that other values may contain.
@@ -239,7 +240,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         except Exception as error:
             if self._first_refused is None:
                 raise
-            # An allowed function may need the value that is refused.
+            # An allowed function may need the refused value.
             raise self._first_refused from error
         if self._without_state:
             raise ForbiddenPickleError("an object without its state")
@@ -256,7 +257,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             self._data_classes[id(value)] = full_name
             return value
         if full_name in self.stand_ins:
-            make = self.stand_ins[full_name]  # Stands for the class, which is not imported.
+            make = self.stand_ins[full_name]  # Replaces the class, which is not imported.
             self._data_classes[id(make)] = full_name
             return make
         if full_name in TORCH_GLOBALS:
@@ -304,9 +305,9 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
             self.append(made)
 
     def _pay(self, function: Any, arguments: tuple[Any, ...]) -> bool:
-        """Charges a call. Pushes a refused value if it is too large, and returns whether it is not.
+        """Charges a call; returns whether it is affordable. If not, pushes a refused value.
 
-        The user answers for the calls of other classes that the user allows.
+        Calls of other classes that the user allows are not charged.
         """
         name = self._data_classes.get(id(function)) or _full_name_of(function)
         try:
@@ -320,7 +321,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         return True
 
     def _not_made(self, error: Exception, name: str, *parts: object) -> Refused:
-        """Returns what takes the place of a value of an allowed class that cannot be made."""
+        """Returns the replacement of a value of an allowed class that cannot be created."""
         if not self.refuse_later:
             raise error
         self._first_refused = self._first_refused or error
@@ -385,7 +386,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
         try:
             _make(name, set_attributes, (value, state))
         except pickle.UnpicklingError as error:
-            # Other values may have it already, so it stays, and has what is refused.
+            # Other values may refer to it, so it remains, and contains the refused value.
             value.__dict__[""] = self._not_made(error, name, state)
 
     def _build(self, value: NeedsState, state: Any) -> None:
@@ -433,7 +434,7 @@ class _DataUnpickler(_Base):  # type: ignore[misc]
     def _load_storage(self) -> None:
         pid = self.stack[-1]
         key = pid[2] if type(pid) is tuple and len(pid) == 5 else None
-        # Torch finds a record by any case of its letters, so many keys could read one record.
+        # Torch ignores case in record names, so many keys could read one record.
         if type(key) is not str or not (key.isascii() and key.isdecimal()):
             raise ForbiddenPickleError("a storage whose record is not a number")
         self.load_binpersid()

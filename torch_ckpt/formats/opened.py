@@ -19,13 +19,20 @@ from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.index import to_metadata
 from torch_ckpt.formats.rules import Rule
 
-__all__ = ["Contents", "ForeignFiles", "Opened", "is_foreign"]
+__all__ = ["Contents", "ForeignFiles", "Opened", "Quantized", "is_foreign"]
 
 _FOREIGN = "torch_ckpt: written by another program than DCP"
 
 
 Records = Mapping[str, Sequence[tuple[int, int, int]]]
 """File -> offset, length and CRC-32 of each record."""
+
+
+Quantized = tuple[
+    int, Sequence[int], Sequence[int], bool, tuple[str, int, int, str], int, Sequence[int]
+]
+"""Code of the dtype, sizes in numbers, sizes of a block, whether loads see it transposed, file,
+offset, length and name of the scales, code of their dtype, codes of the dtypes that targets get."""
 
 
 class Contents(Protocol):
@@ -44,13 +51,17 @@ class Opened:
     """An open checkpoint, and the directory of the files that its metadata names.
 
     Attributes:
-        index: The engine's index; ``None`` if there is only the metadata.
-        contents: The values that have no slice of their own; ``None`` if all values have one.
+        index: The engine's index; ``None`` if the checkpoint has only metadata.
+        contents: The values without a separate slice; ``None`` if every value has a slice.
         format: Name of the format; ``None`` for DCP's.
-        rules: FQN -> the rule by which the shards of model-parallel ranks make the parameter.
-        unreadable: FQN -> why the value cannot be loaded, where opening the checkpoint shows it.
-            Its entry in the index is that of an object.
-        records: File -> offset, length and CRC-32 of its records, where a record has several boxes.
+        rules: FQN -> the rule that merges the shards of model-parallel ranks into the parameter.
+        unreadable: FQN -> why the value cannot be loaded, if this was detected on opening. The
+            index lists such a value as an object.
+        records: File -> offset, length and CRC-32 of its records, if a record has several boxes.
+        quantized: FQN -> how a tensor is stored that loads read in another dtype.
+        native_quantized: The same for the engine; ``None`` if there is no such tensor.
+        unscaled: FQN -> why a load cannot multiply the tensor by its scales.
+        unknown_quantization: Why no tensor can be dequantised, if a method is not supported.
     """
 
     metadata: Metadata
@@ -61,11 +72,15 @@ class Opened:
     rules: Mapping[str, Rule] = field(default_factory=dict)
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
     records: Records = field(default_factory=dict)
+    quantized: Mapping[str, Quantized] = field(default_factory=dict)
+    native_quantized: _native.QuantizedTensors | None = None
+    unscaled: Mapping[str, str] = field(default_factory=dict)
+    unknown_quantization: str = ""
 
 
 @dataclass
 class ForeignFiles:
-    """Files that no storage writer of DCP wrote, and the tensors and objects found in them.
+    """Files not written by a storage writer of DCP, and the tensors and objects in them.
 
     Attributes:
         path: The opened file or directory, for messages and as the checkpoint id.
@@ -78,7 +93,7 @@ class ForeignFiles:
             where the extent is not exactly the tensor in row-major order.
         paths: FQN -> keys from the root of the nested state dict.
         unreadable: As in :class:`Opened`.
-        is_own: Whether a save of DCP has given the values their names.
+        is_own: Whether a save by DCP determined the names of the values.
         records: As in :class:`Opened`.
     """
 
@@ -96,9 +111,9 @@ class ForeignFiles:
     def add_unreadable(
         self, fqn: str, error: CheckpointError, extent: tuple[int, int, int] = (0, 0, 0)
     ) -> None:
-        """Adds a value that cannot be loaded, so that only its load is an error.
+        """Adds a value that cannot be loaded. Only loading it is an error.
 
-        The extent is its file number, offset and length in bytes, if they are known.
+        ``extent`` is its file number, offset and length in bytes, if known.
         """
         self.entries.append((fqn, None, [((), (), *extent, False, ())]))
         self.unreadable[fqn] = error.with_traceback(None)
@@ -108,9 +123,9 @@ class ForeignFiles:
     ) -> Opened:
         """Returns the files as an open checkpoint.
 
-        Raises CorruptionError for a wrong name or number. The version identifies the contents, with
-        the names and lengths of the files if ``names_files`` is set. Ranks that opened different
-        contents must not load together.
+        Raises CorruptionError for an invalid name or number. ``version`` identifies the contents;
+        with ``names_files``, together with the names and lengths of the files. Ranks that opened
+        different contents must not load together.
         """
         if self.unreadable and not self.files:
             raise next(iter(self.unreadable.values()))
@@ -143,7 +158,7 @@ class ForeignFiles:
 
 
 def is_foreign(metadata: Metadata) -> bool:
-    """Returns whether another program than DCP has given the values of a checkpoint their names."""
+    """Returns whether a program other than DCP determined the names in a checkpoint."""
     return _FOREIGN in (getattr(metadata.storage_meta, "modules", None) or ())
 
 

@@ -1,4 +1,4 @@
-"""Bounds what a pickle expands to: nesting, and what its calls copy, hash and allocate.
+"""Bounds the expansion of a pickle: nesting, and bytes that calls copy, hash and allocate.
 
 A few bytes of a pickle can stand for many values: the memo repeats any value, a range counts its
 numbers, and a call may copy or hash all values in its arguments. References cost nothing.
@@ -20,13 +20,13 @@ __all__ = ["Budget"]
 _MAX_DEPTH = 100
 
 _COPY = 48
-"""Bytes that a call counts, and each value that it copies. A value that it hashes counts 1."""
+"""Bytes charged for a call, and for each value that it copies. A hashed value is charged 1."""
 
 _CHARACTER = 8
-"""Bytes that each character of a text, or each byte, in an argument counts."""
+"""Bytes charged for each character of a text, or each byte, in an argument."""
 
 _BYTES_PER_VALUE = 16
-"""Bytes of text or of a number whose hash takes as long as that of a value."""
+"""Bytes of a text or number that take as long to hash as one value."""
 
 _PER_ELEMENT: dict[type, int] = {
     **dict.fromkeys((str, bytes, bytearray), _CHARACTER),
@@ -41,8 +41,8 @@ _PACKED = {torch.quint4x2: 2, torch.quint2x4: 4}
 class Budget:
     """Depths and costs of the values in a pickle.
 
-    Weights are charged where values are hashed. No value may be heavier than what is left, since
-    torch and NumPy hash some arguments, and messages of errors show them.
+    Weights are charged when values are hashed. No value may be heavier than the remaining budget,
+    because torch and NumPy hash some arguments, and error messages show them.
     """
 
     def __init__(self, expansion: Expansion) -> None:
@@ -59,8 +59,8 @@ class Budget:
         """Charges a call for the lengths of its arguments, and of the elements of its tuples.
 
         Deeper values are references, which calls do not copy. Raises ExpansionError if the call may
-        copy, hash or allocate more than is left, and ValueError if an argument is none of this
-        function's.
+        copy, hash or allocate more than is left, and ValueError if an argument is invalid for the
+        function.
         """
         cost = _COPY
         for argument in arguments:
@@ -90,7 +90,7 @@ class Budget:
                     self.charge_hashes(element[:1])  # A key and its value.
 
     def charge_hashes(self, keys: Iterable[Any]) -> None:
-        """Charges the values that the hashes of keys visit, one after another."""
+        """Charges the values that are visited when these keys are hashed."""
         charge, measured = self._expansion.charge, self._measured
         for key in keys:
             known = measured.get(id(key))
@@ -99,7 +99,7 @@ class Budget:
     def charge_views(self, *tensors: torch.Tensor) -> None:
         """Charges the elements of tensors that a call reads, beyond what their storages justify.
 
-        An expanded tensor of a few bytes may have any number of elements.
+        An expanded tensor of a few bytes can have any number of elements.
         """
         nbytes = 0
         for tensor in tensors:
@@ -122,8 +122,9 @@ class Budget:
     def measure(self, value: Any, elements: Iterable[Any], text_nbytes: int = 0) -> None:
         """Records the depth of a value, and its weight: the number of values that its hash visits.
 
-        A value may be measured again when it has got more elements. ``text_nbytes`` are of text or
-        of a number that its hash reads. Raises ExpansionError if the value is too deep or heavy.
+        A value may be measured again after it has received more elements. ``text_nbytes`` is the
+        length of a text or number that its hash reads. Raises ExpansionError if the value is too
+        deep or heavy.
         """
         measured = self._measured
         depth, weight, _ = measured.get(id(value), (1, 1, None))
@@ -217,4 +218,4 @@ _COSTS: dict[str, Callable[..., None]] = {
     "torch._utils._rebuild_qtensor": _quantized_tensor,
     "torch._utils._rebuild_sparse_tensor": _sparse_tensor,
 }
-"""Full name of a function -> what charges its calls for more than the lengths of arguments."""
+"""Full name of a function -> function that charges more than the lengths of the arguments."""

@@ -102,7 +102,7 @@ def _formats(encoding: type[Enum]) -> tuple[type, _Entry]:
 
 
 def _member(values: Mapping[Enum, object]) -> _Entry:
-    """Returns the entry of an enum; a pickle has a member's value, or on Python 3.11.2 its name."""
+    """Returns the entry of an enum. Pickles contain member values, or on Python 3.11.2 names."""
     by_name = {member.name: value for member, value in values.items()}
     return "choice", by_name | {member.value: value for member, value in values.items()}
 
@@ -112,7 +112,7 @@ def _named(entries: Iterable[tuple[type, _Entry]]) -> dict[tuple[str, str], _Ent
 
 
 def _torch_values(kind: type) -> dict[str, object]:
-    """Returns pickled name -> value. Aliases in ``torch``, such as ``half``, are left out."""
+    """Returns pickled name -> value. Omits aliases in ``torch``, such as ``half``."""
     values = {value for value in vars(torch).values() if type(value) is kind}
     return {str(value).removeprefix("torch."): value for value in values}
 
@@ -140,7 +140,7 @@ MEGATRON_CLASSES: dict[tuple[str, str], type] = {
     (_MEGATRON, "MCoreMetadata"): Metadata,
     (_MEGATRON, "MCoreSavePlan"): SavePlan,
 }
-"""Classes of Megatron-Core until 0.15, and the class of DCP that each adds a field to."""
+"""Classes of Megatron-Core until 0.15, and the class of DCP that each extends by a field."""
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     "PosixPath": pathlib.PosixPath,

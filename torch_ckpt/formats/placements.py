@@ -1,4 +1,4 @@
-"""Which boxes of a tensor a rank of a device mesh has, as DTensor's placements define it."""
+"""Computes the boxes of a tensor on a rank of a device mesh from DTensor's placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Ranges = list[tuple[int, int]]
 
 
 class ShardBox(NamedTuple):
-    """A box of a tensor: where it begins in the tensor and in the rank's local tensor."""
+    """A box of a tensor, with its offsets in the tensor and in the rank's local tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -33,11 +33,12 @@ def shard_boxes(
     placements: Sequence[Placement],
     limit: int = MAX_BOXES,
 ) -> list[ShardBox]:
-    """Returns the boxes of a tensor that make up the local tensor of the rank of a coordinate.
+    """Returns the boxes of a tensor that form the local tensor of the rank at a coordinate.
 
-    There is one, unless strided shards give the rank several ranges of a dimension. A rank without
-    elements has an empty box, which begins where DCP lets it begin. Raises ValueError if the split
-    factor of a strided shard is not a number of ranks, or if there are more boxes than ``limit``.
+    Returns one box, unless strided shards give the rank several ranges of a dimension. A rank
+    without elements has an empty box, with the same offsets as in DCP. Raises ValueError if the
+    split factor of a strided shard is not a number of ranks, or if the rank has more boxes than
+    ``limit``.
     """
     ranges = _ranges(sizes, mesh_sizes, coordinate, placements, limit)
     local_sizes = tuple(sum(end - begin for begin, end in of_dim) for of_dim in ranges)
@@ -56,7 +57,7 @@ def shard_boxes(
 
 
 def _placed(ranges: _Ranges) -> Iterator[tuple[int, int, int]]:
-    """Yields begin and length of each range, and where it begins if the ranges are joined."""
+    """Yields begin and length of each range, and its begin in the joined ranges."""
     local = 0
     for begin, end in ranges:
         yield begin, end - begin, local
@@ -70,7 +71,7 @@ def _ranges(
     placements: Sequence[Placement],
     limit: int,
 ) -> list[_Ranges]:
-    """Returns the ranges ``[begin, end)`` of each dimension, none of an empty one."""
+    """Returns the ranges ``[begin, end)`` of each dimension; none for an empty dimension."""
     ranges: list[_Ranges] = [[(0, size)] if size else [] for size in sizes]
     for mesh_dim, dim, pieces in _cuts(mesh_sizes, placements):
         count, rank = mesh_sizes[mesh_dim], coordinate[mesh_dim]
@@ -110,9 +111,9 @@ def _reordered(
     one (``DTensorSpec._maybe_convert_StridedShard_to_shard_order``), and refuses shards that
     ``distribute_tensor`` and the offsets of DCP cut in the other one.
 
-    A local tensor does not state its order, but a rank with a wrong one is detected by sizes. Both
-    orders cut the same pieces, and only sizes place them. So if the orders give a rank different
-    elements, that rank, or one before it in the last mesh dimension, has a different number of
+    A local tensor does not state its order, but its size reveals a wrong one. Both orders cut the
+    same pieces, and their places depend only on sizes. So if the orders give a rank different
+    elements, that rank, or an earlier one in the last mesh dimension, has a different number of
     elements, and refuses its local tensor.
     """
     orders: dict[int, list[int]] = {}
@@ -129,7 +130,7 @@ def _reordered(
 
 
 class _Joined:
-    """Ranges, those that follow one another as one."""
+    """Ranges. Adjacent ranges are joined."""
 
     def __init__(self) -> None:
         self.ranges: _Ranges = []

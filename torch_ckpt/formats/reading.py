@@ -1,8 +1,8 @@
-"""Reports what a reader of a format cannot use, as damage of the file that it reads.
+"""Reports data that the reader of a format cannot use, as damage of the file.
 
-A file may have any value in any place. A reader uses values of the types that its format has, so a
-value of another type may raise any exception. Readers check what leads to a better message, and
-:func:`reading` reports the rest.
+A file may contain any value anywhere. A reader expects values of the types in its format, so a
+value of another type may raise any exception. Readers only check for errors that deserve a better
+message; :func:`reading` reports all others.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["now_reading", "reading"]
 _Place = tuple[object, object]
 
 _places: ContextVar[list[_Place] | None] = ContextVar("_places", default=None)
-"""The place that :func:`now_reading` stated last within each :func:`reading`."""
+"""The place last stated by :func:`now_reading` within each :func:`reading`."""
 
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turns the exceptions of a reader into errors that name the file and the place in it.
+    """Converts the exceptions of a reader into errors that name the file and the place in it.
 
     The error is a StorageError for an ``OSError``, an UnsupportedError for an ``ImportError``, and
-    otherwise a CorruptionError. A CheckpointError or ForbiddenPickleError remains as it is. The
-    original exception is the cause of the error, since it may also be a fault of this package. The
-    message has its class, unless it is a ``ValueError`` that explains itself.
+    otherwise a CorruptionError. A CheckpointError or ForbiddenPickleError is not changed. The
+    original exception is the cause of the error, because it may also be a bug of this package. The
+    message names its class, unless it is a ``ValueError``, whose text suffices.
     """
     outer = _places.get()
     place: list[_Place] = []
@@ -60,9 +60,9 @@ def reading(what: object) -> Iterator[None]:
 
 
 def now_reading(file: object, key: object) -> None:
-    """States the place that the reader uses from now on, for the message of :func:`reading`.
+    """States the place that the reader reads next, for the message of :func:`reading`.
 
-    The key is a place in the file: the keys of a value, or an FQN.
+    ``key`` is a place in the file: the keys of a value, or an FQN.
     """
     place = _places.get()
     if place is not None:

@@ -42,8 +42,8 @@ def open_stored(
 ) -> Opened:
     """Opens a checkpoint of any format: a file, or a directory.
 
-    The prefix is of the file name of DCP's metadata. The rules say how the shards of
-    model-parallel ranks make parameters. Raises NotFoundError if there is no checkpoint.
+    ``prefix`` is the prefix of DCP's metadata file. ``rules`` define how the shards of
+    model-parallel ranks form parameters. Raises NotFoundError without a checkpoint.
     """
     with reading(path):
         return _open(path, prefix, verify=verify, trust_pickle=trust_pickle, rules=rules)
@@ -54,7 +54,7 @@ def _open(
 ) -> Opened:
     if rules is not None:
         return _open_with_rules(path, rules, verify=verify, trust_pickle=trust_pickle)
-    try:  # First, since each question about a path is a request to a store.
+    try:  # First, because each check of a path is a request to a store.
         return open_dcp(path, prefix, verify=bool(verify), trust_pickle=trust_pickle)
     except NotFoundError:
         is_file = path.is_file()
@@ -65,7 +65,7 @@ def _open(
             raise
         is_file = True
     if is_file:
-        if prefix:  # Only a DCP directory can have metadata of single ranks.
+        if prefix:  # Only DCP directories can have metadata of single ranks.
             raise NotFoundError(f"cannot load the checkpoint of one rank from {path}: it is a file")
         return _open_file(path, verify=verify, trust_pickle=trust_pickle)
     return _open_directory(path, verify=verify, trust_pickle=trust_pickle)
@@ -74,7 +74,7 @@ def _open(
 def _open_with_rules(
     path: Location, rules: Rules, *, verify: Verification, trust_pickle: bool
 ) -> Opened:
-    """Opens a checkpoint of a framework whose model-parallel ranks have shards."""
+    """Opens a checkpoint of a framework that stores shards of model-parallel ranks."""
     with_rules = [row for row in FRAMEWORKS if row.rules]
     for row in with_rules if not path.is_file() else ():
         options = {"verify": verify, "trust_pickle": trust_pickle, "rules": rules}
@@ -112,7 +112,7 @@ def _open_directory(path: Location, *, verify: Verification, trust_pickle: bool)
 def _opened_by_framework(
     asked: str, path: Location, names: Sequence[str], options: Mapping[str, Any]
 ) -> Opened | None:
-    """Opens a directory by the first framework that is asked at this time and recognises it."""
+    """Opens a directory with the first framework of this phase that recognises it."""
     for row in FRAMEWORKS:
         for files in row.files:
             if files.asked == asked and first_match(files.names, names) is not None:
@@ -123,7 +123,7 @@ def _opened_by_framework(
 
 
 def _check_one_framework(path: Location, names: Sequence[str]) -> None:
-    """Raises CorruptionError if a directory has files that two frameworks alone have."""
+    """Raises CorruptionError if a directory has files that are specific to two frameworks."""
     found = [
         f"of {row.title}, such as {name}"
         for row in FRAMEWORKS
@@ -135,7 +135,7 @@ def _check_one_framework(path: Location, names: Sequence[str]) -> None:
 
 
 def open_model_files(path: Location) -> Opened | None:
-    """Opens the safetensors files of a directory, whatever else it has; ``None`` without any."""
+    """Opens the safetensors files of a directory, and ignores all others; ``None`` without any."""
     with reading(path):
         names = [] if path.is_file() else _model_files(path, path.names())
         return open_safetensors_directory(path, names) if names else None
@@ -144,7 +144,7 @@ def open_model_files(path: Location) -> Opened | None:
 def _model_files(path: Location, names: Sequence[str]) -> list[str]:
     """Returns the files of the model in a directory, and their index.
 
-    As for transformers, the files of a distributed save precede others, unless these are newer: a
+    As in transformers, files of a distributed save are preferred, unless other files are newer: a
     save of a whole model removes older files of a distributed save after its commit.
     """
     ends = (".safetensors", _MODEL_INDEX)
@@ -169,8 +169,8 @@ def _two_formats(
 ) -> UnsupportedError:
     """Returns the error for a folder of Hugging Face's Trainer with weights and a training state.
 
-    A guess would be wrong for some: the weights are no training state, and with ZeRO-3 the files of
-    safetensors may have no elements.
+    Neither can be preferred: the weights are no training state, and with ZeRO-3 the safetensors
+    files may contain no elements.
     """
     weights = next((name for name in safetensors if name.endswith(_MODEL_INDEX)), safetensors[0])
     return UnsupportedError(

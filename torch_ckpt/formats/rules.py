@@ -1,4 +1,4 @@
-r"""Rules: how the shards of model-parallel ranks make whole parameters.
+r"""Rules: how the shards of model-parallel ranks form whole parameters.
 
 A rule is a regular expression over the FQNs of parameters, and operators. The first rule that
 matches the whole FQN applies, to the weights and to each state of the optimizer. The first operator
@@ -11,8 +11,8 @@ of a rule unites the shards; the others change the whole parameter. As text::
     .*norm\.(weight|bias)      replicated
     transformer\.(.*)          shard(0) rename("model.\1")
 
-The idea is that of DeepSpeed's Universal Checkpointing (arXiv 2406.18820), where the operators are
-called patterns.
+The idea is from DeepSpeed's Universal Checkpointing (arXiv 2406.18820), which calls the operators
+patterns.
 """
 
 from __future__ import annotations
@@ -116,19 +116,19 @@ _OPERATORS: dict[str, type[Operator]] = {
 
 
 _SCALE_POWERS: dict[str | None, int] = {None: 1, "exp_avg": -1, "exp_avg_sq": -2}
-"""How the scale of the weights applies to each state: a gradient has the inverse scale."""
+"""How the scale of the weights applies to each state. Gradients have the inverse scale."""
 
 _STEPS: tuple[type[Operator], ...] = (Padded, Transpose, Cast, Rename)
-"""The steps after the union, in the order in which they are taken."""
+"""The steps after the union, in order."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern, and what is done with the parameters whose FQN it matches.
+    """A pattern, and the steps for parameters whose FQN it matches.
 
     Attributes:
         pattern: Regular expression that matches a whole FQN.
-        union: How the shards of ranks make the parameter.
+        union: How the shards of ranks form the parameter.
         then: Further steps, at most one of each kind: ``padded``, ``transpose``, ``cast`` and
             ``rename``, in this order.
 
@@ -156,11 +156,11 @@ class Rule:
     def place(
         self, fqn: str, shards: Shards, state: str | None = None
     ) -> tuple[Sizes, list[Placed]]:
-        """Returns the sizes of the parameter without padding, and the boxes that it consists of.
+        """Returns the sizes of the parameter without padding, and the boxes that form it.
 
-        The shards are in the order of the ranks. ``state`` is the name of a state of the optimizer,
-        ``None`` for the weights. Raises MismatchError if the shards overlap or cannot be united so,
-        and UnsupportedError if they are scaled, and how that changes the state is unknown.
+        The shards are in the order of the ranks. ``state`` is the name of an optimizer state,
+        ``None`` for the weights. Raises MismatchError if the shards overlap or the rule cannot
+        unite them, and UnsupportedError if they are scaled, and the effect on the state is unknown.
         """
         sizes, placed = self.union.place(fqn, shards)
         check_cover(fqn, sizes, placed)
@@ -205,12 +205,12 @@ class Rule:
             fqn: FQN of the parameter.
             shards: Its shards, in the order of the ranks.
             read: Returns the shard of a rank. Called once for each rank.
-            state: Name of the state of the optimizer; ``None`` for the weights.
+            state: Name of the optimizer state; ``None`` for the weights.
 
         Raises:
-            CorruptionError: The parameter is replicated, and ranks have other elements.
-            MismatchError: The shards cannot be united so.
-            UnsupportedError: The shards are scaled, and how that changes the state is unknown.
+            CorruptionError: The parameter is replicated, and its elements differ between ranks.
+            MismatchError: The rule cannot unite the shards.
+            UnsupportedError: The shards are scaled, and the effect on the state is unknown.
 
         Example::
 
@@ -248,9 +248,9 @@ class Rule:
         return self.changed(fqn, whole, state)
 
     def changed(self, fqn: str, whole: torch.Tensor, state: str | None = None) -> torch.Tensor:
-        """Returns the parameter, or a state of it, after the steps that change its elements.
+        """Returns the parameter, or a state of it, after the steps that change elements.
 
-        Raises MismatchError if it does not have the dimensions of a step.
+        Raises MismatchError if it lacks the dimensions that a step requires.
         """
         for step in self.changes(state):
             try:
@@ -265,7 +265,7 @@ class Rule:
     def _check_shard(
         self, fqn: str, rank: int, shard: torch.Tensor, sizes: Sizes, whole: torch.Tensor | None
     ) -> None:
-        """Checks a shard that was read against its sizes, and against those of other ranks."""
+        """Checks a loaded shard against its expected sizes and the other ranks' shards."""
         dtype = shard.dtype if whole is None else whole.dtype
         if tuple(shard.shape) != tuple(sizes) or shard.dtype != dtype:
             raise MismatchError(
@@ -276,7 +276,7 @@ class Rule:
             raise MismatchError(f"{fqn!r} is {shard.dtype}, of which there is no average")
 
     def renamed(self, fqn: str) -> str:
-        """Returns the FQN that the parameter has after this rule."""
+        """Returns the FQN of the parameter after this rule."""
         for operator in self.then:
             if isinstance(operator, Rename):
                 found = re.fullmatch(self.pattern, fqn)
@@ -305,10 +305,10 @@ class Rules:
 
     @classmethod
     def parse(cls, text: str) -> Rules:
-        """Reads rules from text: one in each line. Text after ``#`` at its start is a comment.
+        """Parses rules from text: one per line. Lines that start with ``#`` are comments.
 
         Raises:
-            ValueError: A line is not a rule. The message has its number.
+            ValueError: A line is not a rule. The message states its number.
         """
         rules: list[Rule] = []
         for number, line in enumerate(text.splitlines(), 1):

@@ -1,8 +1,8 @@
 """Opens the snapshots of one save in shared memory as a checkpoint.
 
-A slot is a file of tmpfs, and its table lists the extent of each item. So a load from memory uses
-the same plans as a load from disk, and works with another number of ranks or other shards. The
-tables have checksums; the payloads do not.
+A slot is a file in tmpfs, and its table lists the extent of each item. So a load from memory uses
+the same plans as a load from disk, and works with other numbers of ranks or other shards. Tables
+are checksummed; payloads are not.
 
 If the ranks are on several machines, the slots of one machine cover only the shards of its ranks.
 Other boxes are in files of other machines, which the ranks there read.
@@ -34,7 +34,7 @@ _SlotItem = tuple[_native.StoredSnapshot, int]  # Snapshot and number of the ite
 class SlotTable:
     """The table of a slot, as a rank sends it to others.
 
-    ``name`` and ``nbytes`` are those of the file. The other fields are those of StoredSnapshot.
+    ``name`` and ``nbytes`` describe the file. The other fields are from StoredSnapshot.
     """
 
     name: str
@@ -56,7 +56,7 @@ class SlotTable:
 
 
 def merged_index(tables: Iterable[SlotTable]) -> _native.Index:
-    """Returns an index of the slots of all machines, with one place for each box."""
+    """Returns an index of the slots of all machines, with one extent for each box."""
     foreign = ForeignFiles(Location("memory"), Location("memory"), "snapshot", is_own=True)
     merged = _Merged(foreign, _Objects(False))
     for table in tables:
@@ -75,10 +75,10 @@ def open_snapshot(
 ) -> Opened:
     """Opens the slots of a save, which its session and sequence identify, as a checkpoint.
 
-    Of several replicas, a load uses the one in the first slot, so the caller's own slot should come
-    first. If some slots are on other machines, ``others`` is an index of all slots. Raises
-    NotFoundError if a slot has no complete snapshot, and MismatchError if the slots are not those
-    of the save.
+    If a tensor has several replicas, a load uses the one in the first slot, so the caller's own
+    slot should be first. If some slots are on other machines, ``others`` is an index of all slots.
+    Raises NotFoundError if a slot has no complete snapshot, and MismatchError if the slots do not
+    belong to the save.
     """
     foreign = ForeignFiles(Location(folder), Location(folder), "snapshot", is_own=True)
     merged = _Merged(foreign, _Objects(trust_pickle))
@@ -140,12 +140,18 @@ class _Merged:
     paths: dict[str, Sequence[str | int]] = field(default_factory=dict)
 
     def add(self, table: SlotTable, snapshot: _native.StoredSnapshot | None = None) -> None:
-        """Adds a slot: of this machine if there is its ``snapshot``."""
+        """Adds a slot. ``snapshot`` is given for slots of this machine."""
         number = len(self.foreign.files)
         self.foreign.files.append((table.name, table.nbytes))
         work = _native.Work(_native.ItemTable.decode(table.items))
         for item, offset, nbytes, plain in table.extents:
-            fqn, facts, _, offsets, sizes, _ = work.describe(item)
+            try:
+                fqn, facts, _, offsets, sizes, _ = work.describe(item)
+            except UnicodeDecodeError as error:
+                raise CorruptionError(
+                    f"cannot load {table.name} of {self.foreign.path}: a text of its table is not "
+                    f"UTF-8: {error}"
+                ) from None
             box = (offsets, sizes, number, offset, nbytes, plain, ())
             if self._add_box(fqn, facts, box) and not plain and snapshot is not None:
                 self.objects.add(fqn, (snapshot, item))
@@ -153,7 +159,7 @@ class _Merged:
             self.paths.setdefault(fqn, keys)
 
     def add_index(self, index: _native.Index) -> None:
-        """Adds the boxes that only other machines have."""
+        """Adds the boxes that exist only on other machines."""
         numbers: dict[int, int] = {}
         files = index.files
         for fqn, facts, boxes in index:
@@ -167,7 +173,7 @@ class _Merged:
             self.paths.setdefault(fqn, keys)
 
     def _add_box(self, fqn: str, facts: _native.TensorFacts | None, box: _native.IndexBox) -> bool:
-        """Adds a box, unless an equal one is there; returns whether it was added.
+        """Adds a box unless an equal one exists; returns whether it was added.
 
         As on disk, an empty box is added only once, and only if its tensor has no elements.
         """
@@ -199,7 +205,7 @@ class _Merged:
 def _agree(first: _native.TensorFacts | None, second: _native.TensorFacts | None) -> bool:
     """Returns whether two ranks' facts about an FQN agree in dtype and sizes.
 
-    Other properties may differ. As in DCP, those of the first rank apply.
+    Other properties may differ. As in DCP, the properties of the first rank apply.
     """
     if first is None or second is None:
         return first is second

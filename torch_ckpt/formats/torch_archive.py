@@ -2,8 +2,8 @@
 
 A file is a zip archive without compression: one pickle, and a record of elements for each tensor.
 The lengths of all parts follow from the pickled value and from the dtypes and shapes of the
-tensors. So each record has its offset before a tensor is in memory. Records begin at multiples of
-64 bytes, as in torch's own files.
+tensors. So the offset of each record is known before any tensor is in memory. Records begin at
+multiples of 64 bytes, as in torch's own files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _STORAGE_CLASSES = torch.storage._dtype_to_storage_type_map()
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """Takes the place of a contiguous CPU tensor in a value.
+    """Stands in for a contiguous CPU tensor in a value.
 
-    The name identifies the tensor to the writer. Tensors of one name share a storage.
+    ``name`` identifies the tensor for the writer. Tensors with the same name share a storage.
     """
 
     name: str
@@ -51,8 +51,8 @@ class PendingTensor:
 class ArchiveRecord:
     """A record of the archive.
 
-    The content is bytes, a storage, or the tensor whose elements it will have. The writer sets the
-    CRC-32 of a storage and of a pending tensor. Both offsets are in the file.
+    ``content`` is bytes, a storage, or a tensor whose elements are written later. The writer sets
+    the CRC-32 of a storage and of a pending tensor. Both offsets are relative to the file.
     """
 
     path: str
@@ -123,7 +123,7 @@ class ArchiveLayout:
         self.nbytes = end + len(self.directory())
 
     def pending(self) -> list[tuple[ArchiveRecord, PendingTensor]]:
-        """Returns the records whose elements are still to be written."""
+        """Returns the records whose elements must still be written."""
         return [
             (record, record.content)
             for record in self.records
@@ -131,7 +131,7 @@ class ArchiveLayout:
         ]
 
     def storages(self) -> list[tuple[ArchiveRecord, UntypedStorage]]:
-        """Returns the records of storages, whose elements are still to be written."""
+        """Returns the records of storages, whose elements must still be written."""
         return [
             (record, record.content)
             for record in self.records
@@ -158,14 +158,14 @@ class ArchiveLayout:
         return entries + end
 
     def encode(self) -> bytes:
-        """Returns the whole file. Requires: neither a tensor nor a storage is to be written."""
+        """Returns the whole file. Requires: no tensor or storage must still be written."""
         out = bytearray(self.nbytes)
         for offset, data in self.known_parts():
             out[offset : offset + len(data)] = data
         return bytes(out)
 
     def known_parts(self) -> list[tuple[int, bytes]]:
-        """Returns offsets and bytes of all parts but the elements of tensors and storages.
+        """Returns offsets and bytes of all parts except the elements of tensors and storages.
 
         Requires: all CRCs are known.
         """
@@ -178,10 +178,10 @@ class ArchiveLayout:
 
 
 def lay_out(value: Any, *, refers: bool = False) -> ArchiveLayout:
-    """Lays out the file of a value, in which pending tensors are written later.
+    """Lays out the file of a value. Pending tensors are written later.
 
-    With ``refers``, the layout refers to the storages of CPU tensors, and does not copy them. They
-    are written later as well. Raises what ``pickle`` raises for a value that cannot be pickled.
+    With ``refers``, the layout refers to the storages of CPU tensors instead of copying them, and
+    they are written later as well. If the value cannot be pickled, raises the error of ``pickle``.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream, refers)
@@ -217,8 +217,8 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=2)
         self.contents: list[bytes | UntypedStorage | PendingTensor] = []
         self._refers = refers
-        # Address, length and class of a storage -> number of its record. torch.load gives a record
-        # one length and one class, those by which it is named first.
+        # Address, length and class of a storage -> number of its record. torch.load assigns one
+        # length and class to each record: those of its first reference.
         self._numbers: dict[tuple[int, int, Any], int] = {}
         self._pending: dict[str, int] = {}  # Name of a pending tensor -> number of its record.
         self._alive: list[Any] = []

@@ -1,8 +1,8 @@
 """Opens files of ``torch.save``: a zip archive of one pickle and of the tensors' storages.
 
-The pickle is read as ``torch.load(weights_only=True)`` reads it, but without any storage. The
-result shows which record and which elements of it each tensor uses. The zip directory lists the
-extents of the records.
+The pickle is read as by ``torch.load(weights_only=True)``, but without any storage. The result
+shows which elements of which record each tensor uses. The zip directory lists the extents of the
+records.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def open_torch_save(path: Location, *, verify: Verification, trust_pickle: bool)
 
 
 class Archive:
-    """The records of a file, which has a number among the files of a foreign index.
+    """The records of a file, which has a number in a foreign index.
 
-    ``verify`` checks the pickle, and the storages of objects, against their CRC-32, as torch does
-    not. ``"full"`` also checks each storage before a part of it is handed out. ``version``
-    identifies the contents. Raises UnsupportedError if the file is not from ``torch.save``.
+    ``verify`` checks the pickle and the storages of objects against their CRC-32, unlike torch.
+    ``"full"`` also checks each storage before any part of it is used. ``version`` identifies the
+    contents. Raises UnsupportedError if the file is not from ``torch.save``.
     """
 
     def __init__(self, path: Location, number: int = 0, *, verify: Verification) -> None:
@@ -130,16 +130,16 @@ class Archive:
     def check_storage(self, key: str, storage: torch.UntypedStorage, what: str) -> None:
         """Checks a storage in memory, once, and raises CorruptionError if it is damaged.
 
-        ``key`` is of its record. ``what`` names its owner in messages.
+        ``key`` is the key of its record. ``what`` names its owner in messages.
         """
         if (offset := self._offsets.get(key)) is not None:
             elements: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._check(offset, what, lambda: zlib.crc32(elements.set_(storage).numpy()))
 
     def check_range(self, begin: int, data: Buffer, what: str) -> None:
-        """Checks, once, the storage with the bytes from offset ``begin``, if it is to be checked.
+        """Checks the storage that contains offset ``begin``, once, if verification requires it.
 
-        Raises CorruptionError if it is damaged. ``what`` names their owner in messages.
+        Raises CorruptionError if it is damaged. ``what`` names its owner in messages.
         """
         number = bisect.bisect_right(self._sorted_offsets, begin) - 1
         if number < 0:
@@ -216,7 +216,7 @@ class Archive:
     def record_of(self, fqn: str, tensor: torch.Tensor) -> tuple[int, int, int] | None:
         """Returns offset, length and CRC-32 of a tensor's storage; zeros if it has no elements.
 
-        The result is ``None`` if the storage does not have the tensor's elements as they are.
+        Returns ``None`` if the storage does not contain the tensor's elements unchanged.
         """
         offset = None
         if is_plain(tensor):
@@ -243,7 +243,7 @@ class Archive:
 
 
 class Objects:
-    """The objects of the pickle, made without storages, and tensors that only torch can read."""
+    """The objects of the pickle, created without storages, and tensors that only torch can read."""
 
     def __init__(self, archive: Archive, trust_pickle: bool, stand_ins: StandIns) -> None:
         self.archive, self.path = archive, archive.path
@@ -297,8 +297,8 @@ class Objects:
 def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: Any) -> Any:
     """Unpickles a file. Values of forbidden classes are :class:`Refused`.
 
-    Raises UnsupportedError if nothing can be used without a forbidden class or function, and
-    otherwise what ``torch.load`` raises on damage.
+    Raises UnsupportedError if nothing can be used without a forbidden class or function. On damage,
+    raises the errors of ``torch.load``.
     """
     try:
         with path.open() as stream:
@@ -318,8 +318,8 @@ def _load(path: Location, trust_pickle: bool, stand_ins: StandIns, **options: An
 def check_allowed(value: object, what: str) -> list[torch.UntypedStorage]:
     """Checks that nothing in an unpickled value was refused. Returns its storages with elements.
 
-    Only those on the CPU are returned. Raises CorruptionError if the value is nested too deeply,
-    and UnsupportedError if a class or function for it is forbidden, or it cannot be made.
+    Only CPU storages are returned. Raises CorruptionError if the value is nested too deeply, and
+    UnsupportedError if it needs a forbidden class or function, or cannot be created.
     """
     try:
         parts = ObjectParts(value)
@@ -359,10 +359,10 @@ def flatten(state: Any, archive: Archive) -> tuple[dict[str, Any], Any]:
 
 
 def check_tree(state: Any, archive: Archive) -> None:
-    """Checks that a walk of a state dict ends after a reasonable time.
+    """Checks that traversing a state dict ends after a reasonable time.
 
     In a crafted pickle, a list may contain itself, or a few dicts may have billions of paths. Each
-    path counts the length of its FQN. Raises CorruptionError if it is nested too deeply, and
+    path is charged the length of its FQN. Raises CorruptionError if it is nested too deeply, and
     UnsupportedError if it has more paths than its pickle justifies.
     """
     expansion = Expansion(OBJECTS_NBYTES, archive.pickle_nbytes)
@@ -410,7 +410,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_plain_data(value: object) -> bool:
     """Returns whether the value contains only plain data, and no tensor.
 
-    Requires: a walk of the value ends.
+    Requires: traversing the value ends.
     """
     if type(value) not in _PLAIN:
         return False

@@ -1,4 +1,4 @@
-"""How the shards of a parameter, those of several ranks, make the whole one."""
+"""How the shards of a parameter on several ranks form the whole parameter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Shards = Mapping[int, Sizes]
 class Placed:
     """A box of a shard, its offsets in the shard, and its offsets ``at`` in the whole parameter.
 
-    The shard has the elements multiplied by ``scale``.
+    The shard contains the elements multiplied by ``scale``.
     """
 
     rank: int
@@ -71,9 +71,9 @@ class Union(Operator):
     """An operator that unites the shards of ranks."""
 
     def place(self, fqn: str, shards: Shards) -> tuple[Sizes, list[Placed]]:
-        """Returns the sizes of the whole parameter, and the boxes that it consists of.
+        """Returns the sizes of the whole parameter, and the boxes that form it.
 
-        The shards are in the order of the ranks. Raises MismatchError if they cannot be united so.
+        The shards are in the order of the ranks. Raises MismatchError if they cannot be united.
         """
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class Average(_OfEqualSizes):
 
 @dataclass(frozen=True)
 class Shard(Union):
-    """The shards follow one another along a dimension."""
+    """The shards are concatenated along a dimension."""
 
     dim: int
 
@@ -144,8 +144,8 @@ class Shard(Union):
 class Fused(Union):
     """Several parameters in one, each of which is sharded: QKV, or gate and up.
 
-    They have ``sizes`` along ``dim``, in which they follow one another and are sharded. ``widths``
-    has, for each of them, its size on each rank; by default, equal on all ranks.
+    ``sizes`` are their sizes along ``dim``, in which they are concatenated and sharded. ``widths``
+    contains, for each of them, its size on each rank; by default, all ranks have equal sizes.
     """
 
     sizes: tuple[int, ...]
@@ -190,9 +190,9 @@ class Fused(Union):
 
 @dataclass(frozen=True)
 class Boxes(Union):
-    """Any boxes: rank, offsets in its shard, sizes, and offsets in the whole parameter.
+    """Arbitrary boxes: rank, offsets in its shard, sizes, and offsets in the whole parameter.
 
-    A fifth element is the factor by which the shard has its elements multiplied.
+    An optional fifth element is the factor by which the elements in the shard are multiplied.
     """
 
     sizes: tuple[int, ...]
@@ -309,7 +309,7 @@ def fits(offsets: Sizes, sizes: Sizes, within: Sizes) -> bool:
 
 
 def slices(offsets: Sizes, sizes: Sizes) -> tuple[slice, ...]:
-    """Returns what selects a box of a tensor."""
+    """Returns the slices that select a box of a tensor."""
     return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What stands in for functions and classes of torch. Modules of frameworks load by former names."""
+"""Replacements for functions and classes of torch. Framework modules also load by former names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMER = {
 
 
 class _FormerNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the module of a framework by the name that it had in this package."""
+    """Finds the module of a framework by its former name in this package."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return importlib.util.spec_from_loader(name, self) if name in _FORMER else None

@@ -14,7 +14,7 @@ __all__ = ["after_import"]
 
 @contextlib.contextmanager
 def after_import(name: str, function: Callable[[], None]) -> Iterator[None]:
-    """Calls a function after a module is imported: at once, or later within the context."""
+    """Calls a function after a module is imported: immediately, or later within the context."""
     if name in sys.modules:
         function()
         yield
@@ -28,7 +28,7 @@ def after_import(name: str, function: Callable[[], None]) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as Python does, and calls a function once after it was executed."""
+    """Finds one module like Python, and calls a function once after the module has executed."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self._name, self._function = name, function

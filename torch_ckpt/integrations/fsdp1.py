@@ -186,7 +186,7 @@ def _after_load(*_: Any) -> None: ...
 def _names(
     module: torch.nn.Module, state: Any, handle: FlatParamHandle
 ) -> Iterator[tuple[str, int]]:
-    """Returns the name of each parameter of a handle, and its number. Tied names have the same."""
+    """Returns name and number of each parameter of a handle. Tied names have the same number."""
     flat = handle.flat_param
     numbers = {(info.module_name, info.param_name): n for n, info in enumerate(flat._param_infos)}
     ties = (numbers[tie.prim_module_name, tie.prim_param_name] for tie in flat._shared_param_infos)
@@ -258,7 +258,8 @@ def _param_states(
             continue
         number = info.param_indices[fqn]
         shape = info.handle.flat_param._shapes[number]
-        # Without elements here, the parameter has no gradient, and its step counter stands still.
+        # Without elements on this rank, the parameter has no gradient, and its step does not
+        # advance.
         is_elsewhere = not param.numel() and bool(shape.numel())
         state = {}
         for name, value in values.items():

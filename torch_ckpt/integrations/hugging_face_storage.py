@@ -1,9 +1,9 @@
-"""What stands in for DCP's ``HuggingFaceStorageWriter`` and ``HuggingFaceStorageReader``.
+"""Replacements for DCP's writer and readers of Hugging Face's models.
 
 DCP's writer saves one file per rank, and its consolidation copies them to the final files. Here,
-all ranks write the final files. Without consolidation, DCP's files have boxes of tensors, and their
-names begin with ``shard-``, by which transformers and DCP's tools find them. Here, these files have
-the whole tensors, as one box each, so that a save replaces one file by one file.
+all ranks write the final files. Without consolidation, DCP's files contain boxes of tensors, and
+their names begin with ``shard-``, by which transformers and DCP's tools find them. Here, these
+files contain whole tensors, as one box each, so that a save replaces one file by one file.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from torch_ckpt.errors import MismatchError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.recognise import open_model_files
 from torch_ckpt.formats.safetensors.layout import ModelLayout, TensorFacts
+from torch_ckpt.formats.safetensors.quantized import Dequantize, StockRules, is_float
 from torch_ckpt.integrations.replacing import has_only
 from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.safetensors_facts import facts_of, listed
 from torch_ckpt.storage.safetensors_writer import Arrangement, SafetensorsWriter
 
-__all__ = ["ModelReader", "arguments_of", "is_replaced", "model_writer", "path_of"]
+__all__ = ["ModelReader", "arguments_of", "dequantize_of", "is_replaced", "model_writer", "path_of"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -49,8 +51,11 @@ _ARGUMENTS: dict[type, frozenset[str]] = {
         }
     ),
     HuggingFaceStorageReader: frozenset({"path", "thread_count"}),
+    QuantizedHuggingFaceStorageReader: frozenset(
+        {"path", "thread_count", "target_dtype", "block_size"}
+    ),
 }
-"""The arguments of DCP's classes that the classes of this module have, or need not have."""
+"""The arguments of DCP's classes that this module supports or can ignore."""
 
 
 def model_writer(
@@ -60,13 +65,13 @@ def model_writer(
     has_boxes: bool = False,
     **options: Any,
 ) -> SafetensorsWriter:
-    """Returns a writer of the files that DCP's ``HuggingFaceStorageWriter`` leaves.
+    """Returns a writer of the same files as DCP's ``HuggingFaceStorageWriter``.
 
     Args:
         path: Directory of the model.
         fqn_to_index_mapping: The number of each tensor's file, from 1; one file by default.
-        has_boxes: Whether the files are those of a distributed save without consolidation.
-        options: Of :class:`SafetensorsWriter`.
+        has_boxes: Whether to write files of a distributed save without consolidation.
+        options: Options of :class:`SafetensorsWriter`.
 
     Raises:
         UnsupportedError: ``path`` is a URL of a store.
@@ -125,7 +130,7 @@ def _by_number(
 
 
 class ModelReader(FastReader):
-    """Reads the safetensors files of a directory, also if it has a checkpoint besides."""
+    """Reads the safetensors files of a directory, even if it also has a checkpoint."""
 
     def _open(self, path: Location, prefix: str) -> Opened:
         opened = None if prefix else open_model_files(path)
@@ -133,19 +138,28 @@ class ModelReader(FastReader):
 
 
 def is_replaced(given: object) -> bool:
-    """Returns whether an object is of one of DCP's two classes, whose arguments are all known."""
+    """Returns whether an object is of one of DCP's classes, whose arguments are all known."""
     arguments = _ARGUMENTS.get(type(given))
+    if type(given) is QuantizedHuggingFaceStorageReader and not is_float(given.target_dtype):
+        return False
     return arguments is not None and has_only(type(given), arguments)
 
 
+def dequantize_of(given: object) -> Dequantize | StockRules:
+    """Returns the argument of :class:`FastReader` that serves a reader of DCP."""
+    if isinstance(given, QuantizedHuggingFaceStorageReader):
+        return StockRules(given.target_dtype, given.block_size)
+    return "auto"
+
+
 def path_of(given: HuggingFaceStorageWriter) -> str | os.PathLike[str]:
-    """Returns the directory of the files that a writer of DCP leaves."""
+    """Returns the directory of the final files of a writer of DCP."""
     output: str | None = getattr(given, "consolidated_output_path", None)
     return output if given.save_distributed and output else given.path
 
 
 def arguments_of(given: HuggingFaceStorageWriter) -> dict[str, Any]:
-    """Returns the arguments of :func:`model_writer` that are those of a writer of DCP."""
+    """Returns the arguments for :func:`model_writer` that correspond to a writer of DCP."""
     is_consolidated = bool(getattr(given, "consolidated_output_path", None))
     return {
         "fqn_to_index_mapping": given.fqn_to_index_mapping,

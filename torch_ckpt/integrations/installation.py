@@ -35,7 +35,7 @@ from torch_ckpt.coordination import orchestrate
 from torch_ckpt.coordination.background import Order, save_in_process, save_in_thread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
 from torch_ckpt.coordination.statefuls import state_dicts_of
-from torch_ckpt.coordination.waiting import is_duration
+from torch_ckpt.coordination.waiting import duration
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.integrations import hugging_face_storage
 from torch_ckpt.integrations.after_import import after_import
@@ -82,9 +82,9 @@ _ARGUMENTS: dict[type, frozenset[str]] = {
         {"flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"}
     ),
 }
-"""The arguments of DCP's classes that are known. A class that has others is not replaced."""
+"""The known arguments of DCP's classes. A class with other arguments is not replaced."""
 
-# What DCP's own objects have after a call, which programs read.
+# Attributes of DCP's own objects after a call, which programs read.
 _FOUND_BY_SAVE_PLANNER = (
     *("state_dict", "mappings", "is_coordinator", "plan", "global_plan", "metadata"),
 )
@@ -119,10 +119,11 @@ def installed(
     - A call with a ``FileSystemWriter`` or ``FileSystemReader`` uses a :class:`FastWriter` or
       :class:`FastReader` with the same path and arguments. ``cache_staged_state_dict`` has no
       effect, because the staging memory is always reused.
-    - A call with a ``HuggingFaceStorageWriter`` or ``HuggingFaceStorageReader`` uses a
-      :class:`SafetensorsWriter` that writes the same files, or a :class:`FastReader`. All ranks
-      write the final files, so there is no consolidation and no folder ``sharded``.
-      ``thread_count_consolidation``, and ``thread_count`` of the reader, have no effect.
+    - A call with a ``HuggingFaceStorageWriter``, ``HuggingFaceStorageReader`` or
+      ``QuantizedHuggingFaceStorageReader`` uses a :class:`SafetensorsWriter` that writes the same
+      files, or a :class:`FastReader`. All ranks write the final files, so there is no
+      consolidation and no folder ``sharded``. ``thread_count_consolidation``, and ``thread_count``
+      of the readers, have no effect.
     - A call without a planner, or with a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, uses
       :class:`FastSavePlanner` or :class:`FastLoadPlanner` with the same arguments.
     - Every exchange between ranks has a deadline. If a ``state_dict()`` or ``load_state_dict()`` of
@@ -159,7 +160,11 @@ def installed(
         with torch_ckpt.installed():
             dcp.save(state, checkpoint_id="run/step-100")
     """
-    group_of(None, no_dist=is_duration(timeout_s)).call(timeout_s)  # Raises unless it is one.
+    try:
+        timeout_s = duration("timeout_s", timeout_s)
+    except ValueError:
+        group_of(None).call(timeout_s)  # Raises this error, and fails the call of the other ranks.
+        raise
     replaced = _Replaced(timeout_s, io or IoOptions(), verify, trust_pickle)
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
@@ -204,7 +209,7 @@ def installed(
 def _enter(
     stack: contextlib.ExitStack, row: Framework, switch: Switch, options: Mapping[str, Any]
 ) -> None:
-    """Replaces the functions of a framework, which has just been imported, within the block."""
+    """Replaces the functions of a framework that was just imported, within the block."""
     stack.enter_context(row.function(switch.enter)(**options))
 
 
@@ -267,7 +272,7 @@ class _Replaced:
         return self._reader(path, None)
 
     def writer(self, given: Any) -> Any:
-        """Returns the replacement of a writer of DCP, or another writer itself."""
+        """Returns the replacement of a writer of DCP; returns other writers unchanged."""
         if not self.replaces(given):
             self._warn_unless(FastWriter, given)
             return given
@@ -293,11 +298,12 @@ class _Replaced:
         return ours
 
     def reader(self, given: Any) -> Any:
-        """Returns the replacement of a reader of DCP, or another reader itself."""
+        """Returns the replacement of a reader of DCP; returns other readers unchanged."""
         if type(given) is FileSystemReader and _is_known(given):
             ours = self._reader(given.path, given.transforms.extension_registry)
         elif hugging_face_storage.is_replaced(given):
             ours = self._reader(given.path, None, ModelReader)
+            ours.dequantize = hugging_face_storage.dequantize_of(given)
         else:
             self._warn_unless(FastReader, given)
             return given
@@ -325,7 +331,7 @@ class _Replaced:
             return  # The first rank has the same.
         _LOG.warning(
             "%s.%s is used as it is: torch_ckpt replaces only FileSystemWriter with the format of "
-            "torch.save, FileSystemReader, HuggingFaceStorageWriter and HuggingFaceStorageReader, "
+            "torch.save, FileSystemReader, and the writer and readers of Hugging Face's models, "
             "each with known arguments, and none of their subclasses",
             type(given).__module__,
             type(given).__qualname__,
@@ -356,7 +362,7 @@ class _Replaced:
 
     @contextlib.contextmanager
     def call(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[Call]:
-        """Continues the call that has begun in this thread, or else makes one within the block."""
+        """Continues the call that has begun in this thread, or else begins one for the block."""
         group, call = group_of(process_group, no_dist=no_dist), _begun.get()
         if call is not None and call.group.connections is group.connections:
             _begun.set(None)
@@ -505,7 +511,7 @@ class _StagedState(dict[str, Any]):
 
 
 class _ProcessStager(AsyncStager):
-    """The stager of asynchronous saves for which the caller gives neither writer nor stager."""
+    """The stager of asynchronous saves if the caller passes neither writer nor stager."""
 
     _synchronize_after_execute = False
 
@@ -533,7 +539,7 @@ def _load_planner(given: LoadPlanner | None) -> LoadPlanner:
 
 
 def _planner(given: Any, stock: type, ours: Callable[..., Any], names: Sequence[str]) -> Any:
-    """Returns our planner for ``None`` or one of exactly the stock class, or another one itself."""
+    """Returns our planner for ``None`` or a stock planner; returns other planners unchanged."""
     if given is None:
         return ours()
     if type(given) is not stock or not _is_known(given):
@@ -550,7 +556,7 @@ def _is_known(given: object) -> bool:
 
 @contextlib.contextmanager
 def _giving_back(ours: object, given: object, names: Sequence[str]) -> Iterator[None]:
-    """Gives the program's object what ours has found within the block, or until it raises."""
+    """Copies our object's results to the program's object after the block, even if it raises."""
     try:
         yield
     finally:

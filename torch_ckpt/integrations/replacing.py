@@ -1,4 +1,4 @@
-"""Replaces an attribute of a module or class for a while, and knows which classes it may."""
+"""Temporarily replaces attributes of modules or classes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ os.register_at_fork(
 
 
 def has_only(kind: type, arguments: Collection[str]) -> bool:
-    """Returns whether a class of another library has no arguments but these."""
+    """Returns whether a class of another library has no arguments other than these."""
     return set(inspect.signature(kind).parameters) <= set(arguments)
 
 
 class Callee:
-    """The function that a decorated function calls, as an attribute that can be replaced.
+    """The function that a decorated function calls, as a replaceable attribute.
 
     The replacement applies wherever a program has stored the decorated function, such as in another
     module, a class or a ``functools.partial``.
@@ -55,7 +55,7 @@ class Callee:
 
 
 def first_value(owner: Any, name: str) -> Any:
-    """Returns an attribute without the replacements that apply."""
+    """Returns the original value of an attribute, whether it is replaced or not."""
     return PROCESS.replaced.get((owner, name), [getattr(owner, name)])[0]
 
 
@@ -63,8 +63,8 @@ def first_value(owner: Any, name: str) -> Any:
 def replacing(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Replaces an attribute of a module or class within a block, like ``mock.patch.object``.
 
-    Blocks may overlap, as those of several threads: the last one that has begun and not ended
-    applies. After the last of them, the attribute has its first value again.
+    Blocks of several threads may overlap: the block that began last, among those that have not
+    ended, applies. When all have ended, the attribute has its original value again.
     """
     at, has_begun = (owner, name), False
     try:
@@ -79,7 +79,7 @@ def replacing(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             with _LOCK:
                 is_last = getattr(owner, name) is values[-1]
                 del values[_last_place(values, replacement)]
-                if is_last:  # Nobody else has replaced it.
+                if is_last:  # No other code has replaced it.
                     setattr(owner, name, values[-1])
                 if len(values) == 1:
                     PROCESS.replaced.pop(at, None)

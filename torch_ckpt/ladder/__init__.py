@@ -1,1 +1,1 @@
-"""Where the steps of a run are whole, which one a restore chooses, and who may take one away."""
+"""The steps of a run: where they are whole, which one a restore chooses, and their removal."""

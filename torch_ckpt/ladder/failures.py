@@ -1,10 +1,11 @@
-"""Failures of saves and promotions: whether training goes on, and what they have left."""
+"""Failures of saves and promotions: whether training continues, and cleaning up after them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -25,6 +26,7 @@ __all__ = [
     "PromotionFailures",
     "may_be_committed",
     "storage_failure",
+    "sweep_if_full",
 ]
 
 OnFailure = Literal["raise", "warn"]
@@ -32,13 +34,15 @@ OnFailure = Literal["raise", "warn"]
 _LOG = logging.getLogger("torch_ckpt")
 
 MIN_OUTAGE_S = 1800.0
-"""Failed promotions in a row end training only if they last this long: a store may be down."""
+"""Failed promotions in a row end training only after this time: a store may be down."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _NOT_OF_STORAGE = frozenset({errno.EEXIST, errno.EINVAL, errno.ENODEV})
 
 
 class Failures:
-    """Counts the saves that have failed. Every rank gets each error, so all count the same.
+    """Counts failed saves. Every rank receives each error, so all counts are equal.
 
     Training ends at failure number ``most`` in a row. ``count`` is the number of failures after
     which training continued.
@@ -51,13 +55,13 @@ class Failures:
         self._on_failure, self._most = on_failure, most
         self._in_a_row = 0
         self.is_open = False
-        """Whether the outcome of a background save is not known yet, and is to be counted."""
+        """Whether the outcome of a background save is still unknown, and must be counted later."""
 
     def may_go_on(self, error: BaseException, *, warns: bool) -> bool:
         """Counts a failed save. Returns whether training continues; if not, raise the error.
 
-        It continues if storage is the reason. With ``warns``, this rank logs the first failure in a
-        row.
+        Training continues if storage caused the failure. With ``warns``, this rank logs the first
+        failure in a row.
         """
         self.is_open = False
         if self._on_failure == "raise" or storage_failure(error) is None:
@@ -69,8 +73,7 @@ class Failures:
         self.count += 1
         if warns and self._in_a_row == 1:
             _LOG.warning(
-                "a save has failed; training goes on, and saves again when the next step is due: "
-                "%s",
+                "a save has failed; training continues, and saves again at the next step due: %s",
                 why(error),
             )
         return True
@@ -92,7 +95,7 @@ class PromotionFailures:
 
     With ``"raise"``, or at failure number ``most`` in a row and after ``MIN_OUTAGE_S``,
     :meth:`take` returns the ``last`` one. ``count`` is the number of failures after which promotion
-    went on.
+    continued.
     """
 
     def __init__(self, directory: Location, on_failure: OnFailure, most: int) -> None:
@@ -100,10 +103,10 @@ class PromotionFailures:
         self.last: CheckpointError | None = None
         self.count = 0
         self._in_a_row = 0
-        self._since = 0.0  # When the first failure in a row was.
+        self._since = 0.0  # Time of the first failure in a row.
 
     def add(self, step: int | None, error: Exception) -> str | None:
-        """Records a failure; returns what to log, if promotion goes on after the first in a row."""
+        """Records a failure. Returns a message to log if it is the first in a row and not final."""
         message = f"step {step} was not promoted to {self._directory}: {why(error)}"
         storage = storage_failure(error)
         self.last = CheckpointError(message)
@@ -125,12 +128,12 @@ class PromotionFailures:
         self.last, self._in_a_row = None, 0
 
     def retry(self) -> None:
-        """Forgets a failure of storage: the promotion is tried again."""
+        """Clears a failure of storage, because the promotion is retried."""
         if isinstance(self.last, StorageError):
             self.last = None
 
     def take(self) -> CheckpointError | None:
-        """Returns the last failure, once, if training must not go on; ``None`` if it may."""
+        """Returns the last failure, once, if training must stop; ``None`` if it may continue."""
         if self.last is None or self._may_go_on():
             return None
         failure, self.last = self.last, None
@@ -146,63 +149,72 @@ class PromotionFailures:
 class FailedSaves:
     """The failed saves to a directory of steps, on one rank.
 
-    ``may_commit`` returns whether an agent may still commit a step. The rank that ``removes``, the
-    coordinator, removes what the saves have left.
+    ``may_commit`` returns whether an agent may still commit a step. ``removes`` is true on the
+    coordinator, which removes the remains of the saves.
     """
 
     def __init__(
         self, disk: StepDirectories, may_commit: Callable[[int], bool], *, removes: bool
     ) -> None:
         self._disk, self._may_commit, self._removes = disk, may_commit, removes
+        self._pid = os.getpid()
         self._failed: set[int] = set()  # Steps whose directories may have remains.
         self._unknown: dict[int, Callable[[], None]] = {}  # Steps that may still be committed.
-        self._former: dict[int, str] = {}  # The saves that those of the same steps replace.
+        self._former: dict[int, str] = {}  # Step -> the save of it that a new one replaces.
 
     def add(self, step: int, error: BaseException, then: Callable[[], None]) -> None:
-        """Removes what a failed save has left, unless it may still be committed.
+        """Removes the remains of a failed save, unless it may still be committed.
 
-        Then :meth:`settle` finds out later, and calls ``then`` if it was committed.
+        In that case, :meth:`settle` checks later, and calls ``then`` if the save was committed.
         """
         if may_be_committed(error):
             self._unknown[step] = then
-        else:
-            self.remove(step)
+            return
+        self.remove(step)
+        if self._removes and os.getpid() == self._pid:
+            sweep_if_full(self._disk, error)
 
     def remove(self, step: int) -> None:
-        """Removes what a failed save has left in the directory of its step."""
-        if self._removes:
+        """Removes the remains of a failed save from the directory of its step.
+
+        Does nothing in a forked child, whose parent may still save the step.
+        """
+        if self._removes and os.getpid() == self._pid:
             self._failed.add(step)
             remove_unfinished(self._disk.path(step), of_agents=False)
 
     def former(self, step: int) -> str | None:
-        """Returns the id of the save that a new one of the step would replace, if it is known."""
-        with contextlib.suppress(CheckpointError):  # The new save may fail for it, or not.
+        """Returns the id of the save that a new save of the step would replace, if known."""
+        with contextlib.suppress(CheckpointError):  # The new save will fail if this matters.
             return self._disk.save_of(step)
         return None
 
     def replaced(self, step: int, former: str | None) -> None:
-        """Forgets a save whose outcome is unknown: another one of the step replaces ``former``."""
+        """Drops a save of unknown outcome, because another save of the step replaces ``former``."""
         self._unknown.pop(step, None)
         if former is not None:
             self._former[step] = former
 
     def settle(self) -> None:
-        """Settles the saves whose outcome was unknown, and is known now."""
+        """Settles the saves whose outcome has become known."""
         for step, then in list(self._unknown.items()):
             try:
-                # With several places it is not: these may learn of the commit at different times.
+                # With several places, it never is: they may detect the commit at different times.
                 found = self._disk.save_of(step)
-            except CheckpointError:  # Storage does not answer now.
+                is_committed = found not in (None, self._former.get(step))
+                is_open = not is_committed and self._may_commit(step)
+            except CheckpointError:  # Storage does not answer now, or memory cannot be mapped.
                 continue
-            if found not in (None, self._former.get(step)):
-                del self._unknown[step]
+            if is_open:
+                continue
+            del self._unknown[step]
+            if is_committed:
                 then()
-            elif not self._may_commit(step):
-                del self._unknown[step]
+            else:
                 self.remove(step)
 
     def sweep(self) -> None:
-        """Removes what is left. Requires: no rank and no agent uses these directories any more."""
+        """Removes all remains. Requires: no rank or agent still uses these directories."""
         for step in self._failed:
             remove_unfinished(self._disk.path(step))
         self._failed.clear()
@@ -211,7 +223,7 @@ class FailedSaves:
 def may_be_committed(error: BaseException | None) -> bool:
     """Returns whether the outcome of a save is unknown: it may still be committed.
 
-    The coordinator was publishing it, or the agent that was to persist it did not answer.
+    This is so if the coordinator was publishing it, or its agent did not answer.
     """
     while error is not None:
         if getattr(error, "may_be_committed", False):
@@ -223,11 +235,11 @@ def may_be_committed(error: BaseException | None) -> bool:
 
 
 def storage_failure(error: BaseException) -> StorageError | None:
-    """Returns the failure of storage that is the reason of an error; ``None`` if it is another.
+    """Returns the storage failure that caused an error; ``None`` if it has another cause.
 
-    A wrong setting is another reason, and so is another job that saves the same step. Storage is
-    the reason of a ``CheckpointException`` if every rank's error is such a failure, or a
-    CancelledError that followed from one.
+    Wrong settings do not count, nor another job that saves the same step. Storage caused a
+    ``CheckpointException`` if every rank's error is a storage failure, or a CancelledError as its
+    consequence.
     """
     if isinstance(error, StorageError):
         return None if error.errno in _NOT_OF_STORAGE else error
@@ -236,3 +248,14 @@ def storage_failure(error: BaseException) -> StorageError | None:
     causes = [cause for cause, _ in error.failures.values()]
     found = [storage_failure(cause) for cause in causes if not isinstance(cause, CancelledError)]
     return found[0] if found and None not in found else None
+
+
+def sweep_if_full(disk: StepDirectories, error: BaseException, term: int = 0) -> None:
+    """Deletes the remains of interrupted removals from a disk whose lack of space caused an error.
+
+    Otherwise, only the retention after a successful save or promotion would.
+    """
+    failure = storage_failure(error)
+    if failure is not None and failure.errno in _FULL:
+        with contextlib.suppress(CheckpointError):
+            disk.sweep(term)

@@ -1,18 +1,18 @@
 """Ladder: the rungs of a run's steps, such as memory and disk, combined.
 
-What a restore chooses: the newest step that is whole on some rung and on the lineage of the run's
-newest term, from the first rung that has it. The coordinator chooses, and all ranks load the step
-from the same rung. If it proves damaged, all ranks load the next older one. A step that the run has
-left is loaded by its number only.
+A restore chooses the newest step that is whole on some rung and on the lineage of the run's newest
+term, from the first rung that has it. The coordinator chooses, and all ranks load the step from the
+same rung. If the step is damaged, all ranks load the next older one. A step that the run has left
+is loaded only by its number.
 
 To add a rung, write a class with the methods of :class:`Rung`, and add it to ``rungs`` in
-``Run.__init__``, before those that restores prefer less. The last one is the directory of the run.
-If the rung may have steps that no directory has, let ``StepSaves.discard_after`` discard these.
+``Run.__init__``, before less preferred rungs. The last one is the directory of the run. If the rung
+may have steps that no directory has, extend ``StepSaves.discard_after`` to discard them.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import heapq
 import itertools
 import warnings
@@ -30,26 +30,37 @@ from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.errors import (
     CancelledError,
+    CheckpointError,
     CorruptionError,
     NotFoundError,
     StorageError,
+    is_damage,
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.step_files import listed_steps, step_number
 from torch_ckpt.planning.load_planner import FastLoadPlanner
+from torch_ckpt.planning.load_report import LoadReport
 
 __all__ = ["Ladder", "Rung"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+_CHOOSING = "choosing a step to restore"
+
 _MOST_TRIES = 100
-"""Most steps that a restore tries. A training may remove each while it is loaded."""
+"""Maximum number of steps that a restore tries: training may remove each during its load."""
 
 
 class Rung(Protocol):
-    """A place of steps of a run: memory, a directory, or the directories of several machines."""
+    """A place with steps of a run: memory, a directory, or the directories of several machines.
+
+    ``unreadable`` are the steps among those of :meth:`steps` that cannot be read now, and may be
+    whole, with their errors.
+    """
+
+    unreadable: dict[int, StorageError]
 
     def report(self) -> Any:
         """Returns this rank's report about its steps. Called on every rank."""
@@ -58,8 +69,8 @@ class Rung(Protocol):
     def steps(self, reports: Sequence[Any], lineage: Term) -> Iterator[int]:
         """Returns the whole steps of the rung, the newest first.
 
-        Called on one rank, for all, with the reports of all ranks. The bytes of steps that are not
-        on the ``lineage`` need not be read.
+        Called on one rank for all, with the reports of all ranks. The bytes of steps outside the
+        ``lineage`` need not be read.
         """
         ...
 
@@ -72,7 +83,7 @@ class Rung(Protocol):
         ...
 
     def reader_of(self, step: int, group: Group, timeout_s: float) -> StorageReader:
-        """Returns a reader of a step. Called on all ranks; if it raises on one, it does on all."""
+        """Returns a reader of a step. Called on all ranks; an error on one is raised on all."""
         ...
 
 
@@ -87,13 +98,14 @@ class _Found(NamedTuple):
 class Ladder:
     """Several rungs of one run. All ranks call its methods together.
 
-    If several rungs have the same step, the first counts. ``directory`` is that of the run, which
-    has its terms, and ``lineage`` records what is restored. ``settle`` waits for the background
-    save on each rank first. ``process_group`` has the ranks of ``group``, for DCP; all if ``None``.
+    If several rungs have the same step, the first is used. ``directory`` is the directory of the
+    run, which contains its terms. ``lineage`` records the restored step. ``ready`` is called first
+    on each rank: it waits for the background save, and checks the local directory.
+    ``process_group`` contains the ranks of ``group``, for DCP; all ranks if ``None``.
 
     Example::
 
-        ladder = Ladder([disk], group, None, 600, path, Lineage([disk], Retention()), saves.settle)
+        ladder = Ladder([disk], group, None, 600, path, Lineage([disk], Retention()), saves.ready)
         start = ladder.restore(state)
     """
 
@@ -105,24 +117,27 @@ class Ladder:
         timeout_s: float,
         directory: Location,
         lineage: Lineage,
-        settle: Callable[[], None],
+        ready: Callable[[], None],
     ) -> None:
         self._rungs, self._group, self._process_group = rungs, group, process_group
         self._timeout_s, self._directory = timeout_s, directory
-        self._lineage, self._settle = lineage, settle
-        # On the coordinator, of the last choice: the newest term, and steps that are not on it.
+        self._lineage, self._ready = lineage, ready
+        # On the coordinator, from the last choice: the newest term, and steps outside its lineage.
         self._term, self._left = Term(), list[int]()
+        self.loaded: LoadReport | None = None
+        """What the last restore did; ``None`` if it loaded nothing."""
 
     def latest(self) -> int | None:
         """Returns the newest whole step, equal on all ranks; ``None`` if none was committed.
 
-        Raises CorruptionError if none is whole.
+        Raises CorruptionError if steps were committed, but none is whole.
         """
-        found = self._choose((), {})
+        found = self._choose((), {}, "looking for the latest step")
         return None if found is None else found.step
 
     def restore(self, state: dict[str, Any], strict: bool | None = None) -> int | None:
         """Loads the newest sound step and returns it; ``None`` if no step was committed."""
+        self.loaded = None
         given: dict[str, object] = {"step": None, "strict": strict}
         tried: list[_Found] = []
         failure: CheckpointException | None = None
@@ -149,24 +164,28 @@ class Ladder:
             del failure  # Its traceback refers to this frame, and so to the state.
 
     def restore_step(self, state: dict[str, Any], step: object, strict: bool | None = None) -> int:
-        """Loads a step from the first rung that has the whole step, or else from the last.
+        """Loads a step from the first rung with the whole step, or else from the last rung.
 
-        A step of the lineage comes before others of the same number. Returns the step as an
-        ``int``. Raises TypeError if it is none.
+        Prefers steps of the lineage to others with the same number. Returns the step as an ``int``.
+        Raises TypeError if it is not an integer.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[list[_Found], int]:
-            """Returns the step, and the newest one of all rungs but the last, which is the disk."""
+            """Returns the step, and the newest one on all rungs except the last, the disk."""
             step = answers[0][0]
             by_rung = [[reports[n] for _, reports in answers] for n in range(len(self._rungs))]
             *former, last = enumerate(self._rungs)
             self._term = newest_term(self._directory)
-            memory = {n: list(rung.steps(by_rung[n], self._term)) for n, rung in former}
-            with_step = [n for n, steps in memory.items() if step in steps] + [last[0]]
+            memory = {n: set(rung.steps(by_rung[n], self._term)) for n, rung in former}
+            memory = {n: steps.difference(self._rungs[n].unreadable) for n, steps in memory.items()}
+            with_step = [n for n, steps in memory.items() if step in steps]
             found = [_Found(step, n, self._rungs[n].term_of(step, by_rung[n])) for n in with_step]
+            with contextlib.suppress(*([CheckpointError] if found else [])):
+                found.append(_Found(step, last[0], last[1].term_of(step, by_rung[last[0]])))
             found.sort(key=lambda each: not self._term.has(step, each.term))
             return found, max([step, *(max(steps, default=step) for steps in memory.values())])
 
+        self.loaded = None
         given = {"step": step, "strict": strict}
         found, newest = self._decide(lambda: step_number(step), choose, given)
         for each in found:
@@ -180,7 +199,7 @@ class Ladder:
         return found[0].step
 
     def reading(self, choose: Callable[[T], R]) -> Callable[[T], R]:
-        """Returns a function that chooses from what the directory has, within the deadline."""
+        """Returns a function that reads the directory and chooses, within the deadline."""
         what, directory = "cannot choose a step", self._directory
         return lambda answers: answered_within(
             self._timeout_s, lambda: choose(answers), what, directory
@@ -191,15 +210,16 @@ class Ladder:
         own: Callable[[], T],
         choose: Callable[[list[tuple[T, list[Any]]]], R],
         given: Mapping[str, object],
+        activity: str = _CHOOSING,
     ) -> R:
-        """Returns what the coordinator chooses from the values of ``own``, and all reports."""
+        """Returns the coordinator's choice, based on the values of ``own`` and all reports."""
 
         def report() -> tuple[T, list[Any]]:
-            self._settle()
+            self._ready()
             return own(), [rung.report() for rung in self._rungs]
 
         return self._group.decide(
-            "choosing a step",
+            activity,
             report,
             self.reading(choose),
             timeout_s=self._timeout_s,
@@ -210,39 +230,45 @@ class Ladder:
     def _newest(self, tried: Sequence[_Found], reports: Sequence[list[Any]]) -> _Found | None:
         """Returns the newest whole step of the lineage that was not tried.
 
-        Of the same step, that of the latest term is first, and then that of the first rung. Warns
-        of each newer step that is not on the lineage.
+        If a step exists several times, prefers the latest term, and then the first rung. Warns of
+        each newer step outside the lineage. Raises StorageError if the step cannot be read: an
+        older one in its place would lose work.
         """
 
         def whole(rung: Rung, number: int) -> Iterator[_Found]:
             of_rung = [rank_reports[number] for rank_reports in reports]
             for step in rung.steps(of_rung, self._term):
-                yield _Found(step, number, rung.term_of(step, of_rung))
+                is_readable = step not in rung.unreadable  # Else the last of its number.
+                yield _Found(step, number, rung.term_of(step, of_rung) if is_readable else -1)
 
         rungs = map(whole, self._rungs, itertools.count())
         for found in heapq.merge(*rungs, key=lambda found: (-found.step, -found.term)):
             if found in tried:
                 continue
+            if found.term < 0:
+                raise self._rungs[found.rung].unreadable[found.step]
             if self._term.has(found.step, found.term):
                 return found
             if found.step not in self._left:
                 self._left.append(found.step)
                 warnings.warn(
                     f"step {found.step} is passed over: {self._directory} has left it. Its newest "
-                    f"job ({self._term}) has not gone on from that step. To load it, call "
+                    f"job ({self._term}) has not continued from that step. To load it, call "
                     f"restore(state, step={found.step})",
                     stacklevel=2,
                 )
         return None
 
-    def _choose(self, tried: Sequence[_Found], given: Mapping[str, object]) -> _Found | None:
+    def _choose(
+        self, tried: Sequence[_Found], given: Mapping[str, object], activity: str = _CHOOSING
+    ) -> _Found | None:
         def choose(answers: list[tuple[None, list[Any]]]) -> _Found | None:
             self._term, self._left = newest_term(self._directory), []
             found = self._newest(tried, [reports for _, reports in answers])
             if found is None and not tried and self._left:
                 raise CorruptionError(
-                    f"cannot restore from {self._directory}: no step of its newest job "
-                    f"({self._term}), or from which that has gone on, is whole. To go on from "
+                    f"cannot restore from {self._directory}: its newest job ({self._term}) "
+                    "has saved no whole step, nor continued from one. To continue from "
                     f"step {self._left[0]}, which the run has left, call "
                     f"restore(state, step={self._left[0]})"
                 )
@@ -264,7 +290,7 @@ class Ladder:
                     )
             return found
 
-        return self._decide(lambda: None, choose, given)
+        return self._decide(lambda: None, choose, given, activity)
 
     def _load(
         self,
@@ -275,11 +301,11 @@ class Ladder:
         newest: int,
         is_given: bool,
     ) -> None:
-        """Loads a step, and records on the coordinator that the process goes on from there."""
+        """Loads a step, and records on the coordinator that this process continues from it."""
         rung, (step, _, term), timeout_s = self._rungs[found.rung], found, self._timeout_s
         planner = FastLoadPlanner(strict=strict)
         planner.is_whole = True
-        load(  # If it raises on one rank, it raises on all.
+        loaded = load(  # If it raises on one rank, it raises on all.
             state,
             storage_reader=rung.reader_of(step, self._group, timeout_s),
             planner=planner,
@@ -292,16 +318,12 @@ class Ladder:
             self._lineage.restored(step, newest, term, self._term.number, is_given=is_given)
 
         self._group.decide("restoring", lambda: None, record, timeout_s=timeout_s)
+        self.loaded = loaded
 
 
 def _is_damage(error: CheckpointException) -> bool:
     """Returns whether a load failed because of stored data, so that an older step may load."""
     causes = [cause for cause, _ in error.failures.values()]
-    damage = [
-        cause
-        for cause in causes
-        if isinstance(cause, CorruptionError | NotFoundError)
-        or (isinstance(cause, StorageError) and cause.errno == errno.EIO)
-    ]
+    damage = [cause for cause in causes if is_damage(cause)]
     cancelled = [cause for cause in causes if isinstance(cause, CancelledError)]
     return bool(damage) and len(damage) + len(cancelled) == len(causes)

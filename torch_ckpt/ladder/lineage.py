@@ -1,7 +1,7 @@
-"""The lineage of a run: the steps from which its training goes on, and the term of this process.
+"""The lineage of a run: the steps from which its training continues, and the term of this process.
 
-A training that goes on from step 300 and saves again leaves the steps of other jobs, and its own
-newer ones, such as step 700, as an abandoned branch. A restore loads them only by their number.
+If a training continues from step 300 and saves again, all newer steps, such as step 700, become an
+abandoned branch, no matter which job saved them. A restore loads them only by their number.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Lineage:
     """The term in which this process saves, and its branch.
 
     The coordinator of the run decides both; the other ranks :meth:`adopt` the term. ``disks`` are
-    the directories of the run, the one that saves go to first. The last is that of the run itself,
-    which has the terms. The metric of ``retention`` ranks the steps.
+    the directories of the run: saves go to the first one. The last is the directory of the run
+    itself, which contains the terms. The metric of ``retention`` ranks the steps.
     """
 
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
-        self._job = secrets.token_hex(8)  # The files of its terms have it.
+        self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
         self._seen: int | None = None  # The newest term when this process restored.
@@ -57,9 +57,9 @@ class Lineage:
     ) -> None:
         """Records that this process continues a step, which was saved in a term.
 
-        ``newest_in_memory`` is the step itself if that is newer, and ``newest`` was the newest term
-        when the step was chosen. ``is_given`` says that the user gave the step. Otherwise it is the
-        newest that loads.
+        ``newest_in_memory`` is the newest step in memory, or the step itself if that is newer.
+        ``newest`` is the newest term at the time when the step was chosen. ``is_given``: whether
+        the user gave the step; otherwise it is the newest one that loads.
         """
         after = max(filter(None, (disk.newest_after(step) for disk in self._disks)), default=None)
         self._restored[step], self._seen = term, newest
@@ -76,10 +76,10 @@ class Lineage:
                 self._warn(f"was restored, but step {after} of", step, "the next save leaves it")
 
     def saving(self, step: int) -> dict[str, bytes]:
-        """Returns the file that records the term and the branch of a step that is saved, by name.
+        """Returns the small file, by name, that records the term and the branch of a step to save.
 
-        Takes a term for the first step, for one below a step that this process has saved, and after
-        steps were discarded. Raises SupersededError if another job has taken a later one.
+        Takes a term for the first step, for a step below one that this process has saved, and after
+        steps were discarded. Raises SupersededError if another job has taken a later term.
         """
         newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
         if newest is not None and newest != self._passed_over:
@@ -87,7 +87,7 @@ class Lineage:
                 self._is_branch, self._root = True, self._at
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
         if self._term is None or step < self._saved:
-            self._saved = math.inf  # The file of the term may be there although this fails.
+            self._saved = math.inf  # Even if this fails, the file of the term may exist.
             self._term = self._next_term(step)
             self._restored.clear()
         else:
@@ -104,7 +104,7 @@ class Lineage:
         return self._term or Term()
 
     def adopt(self, term: int, lineage: Mapping[int, int]) -> None:
-        """Goes on in the term of the coordinator, on another rank."""
+        """Continues in the term of the coordinator. Called on the other ranks."""
         self._term = Term(term, lineage)
 
     def check(self) -> None:
@@ -113,7 +113,7 @@ class Lineage:
             check_term(self._run, self._term.number)
 
     def check_since_restore(self) -> None:
-        """Raises as :meth:`check`, also if this process has only restored before the later term."""
+        """Raises as :meth:`check`, also if another job took a term since this process restored."""
         self.check()
         if self._term is None and self._seen is not None:
             newest = newest_term(self._run)
@@ -123,8 +123,8 @@ class Lineage:
     def check_here(self) -> None:
         """Raises as :meth:`check`, for a term that was taken on this machine.
 
-        Saves to a local directory do not wait for the directory of the run. The promotion looks
-        there.
+        Saves to a local directory do not wait for the directory of the run. The promotion checks
+        that one.
         """
         if self._term is not None:
             check_term(self._disks[0].directory, self._term.number)
@@ -132,9 +132,9 @@ class Lineage:
     def newest(self) -> Term:
         """Returns the newest term of the run, whose lineage decides which steps are removed.
 
-        Raises as :meth:`check`.
+        Raises as :meth:`check_since_restore`: only the newest job decides.
         """
-        self.check()
+        self.check_since_restore()
         return self._term or newest_term(self._run)
 
     def discarded_after(self, step: int) -> None:
@@ -145,7 +145,7 @@ class Lineage:
             self._take_root_of(self._at)
 
     def _next_term(self, step: int) -> Term:
-        """Takes the term that goes on from the newest restored step up to a step."""
+        """Takes a term that continues from the newest restored step up to ``step``."""
         self.check_since_restore()
         former = self._term or newest_term(self._run)
         at = max((each for each in self._restored if each <= step), default=None)
@@ -153,13 +153,13 @@ class Lineage:
             lineage = former.before(step - 1, former.number)
         else:  # Also that step itself: its new save may fail.
             term = self._restored[at]
-            branch = term_at(self._run, term) or former  # It may be one that the run has left.
+            branch = term_at(self._run, term) or former  # It may be an abandoned branch.
             lineage = branch.before(at, term)
         local = self._disks[0].directory if len(self._disks) > 1 else None
         return take_term(self._run, lineage, local, self._job)
 
     def _take_root_of(self, step: int) -> None:
-        """Goes on in the branch of a step, which each copy of the step records."""
+        """Continues the branch of a step, which each copy of the step records."""
         records = (branch_of(disk.path(step)) for disk in self._disks)
         record = next((record for record in records if record is not None), None)
         self._is_branch = record is not None

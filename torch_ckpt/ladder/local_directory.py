@@ -1,4 +1,4 @@
-"""How a run opens its local directory: it belongs to this run, and its steps are promoted."""
+"""Opens the local directory of a run: ties it to the run, and promotes its steps."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch_ckpt.agent.identity import id_in_directory, is_copy, new_id, own_id, write_id
-from torch_ckpt.commits.terms import Term, newest_term
+from torch_ckpt.agent.identity import (
+    check_owner,
+    id_in_directory,
+    is_copy,
+    new_id,
+    own_id,
+    write_id,
+)
+from torch_ckpt.commits.terms import newest_term
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError, is_unreadable
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import PromotionFailures
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.machine_directories import (
     MachineDirectories,
     Part,
+    part_in,
     parts_in,
     whole_steps,
 )
@@ -49,7 +58,7 @@ def directories_of(
     reader: dict[str, Any] | None,
     timeout_s: float,
 ) -> tuple[list[StepDirectories], Places]:
-    """Returns the directories of a run, that to which it saves first, and the places of that."""
+    """Returns the directories of a run, first the one for saves, and the places of that one."""
     steps = StepDirectories(run, verify=verify, reader=reader)
     if local is None:
         return [steps], Places()
@@ -71,9 +80,9 @@ def promotion_for(
     keep: int,
     timeout_s: float,
 ) -> Promotion | WithoutPromotion:
-    """Returns the promotion of the steps at the place of this rank, if it is the first there.
+    """Returns the promotion of the steps at this rank's place, if the rank is the first there.
 
-    All ranks call it. ``disks`` are the local directory, if there is one, and that of the run.
+    All ranks call it. ``disks`` are the local directory, if any, and the directory of the run.
     Without a local directory, the coordinator removes old steps after each save. Raises
     CheckpointError on all ranks if the local directory has steps of another run.
     """
@@ -83,12 +92,14 @@ def promotion_for(
     if len(disks) == 1:
         return WithoutPromotion()
     activity, run_id = "opening the local directory", ""
+    opened: set[int] = set()  # The machines have compared their files of these steps alone.
 
-    def claim() -> None:
+    def claim() -> str:
         nonlocal run_id
         if places.is_first:
             run_id = _claim_local(local.directory, run.directory)
             tie()
+        return run_id
 
     def tie() -> None:
         if id_in_directory(local.directory) != run_id:
@@ -97,81 +108,127 @@ def promotion_for(
 
     def parts() -> dict[int, Part] | None:
         claim()
-        return parts_in(local.directory) if places.is_first else None
+        if not places.is_first:
+            return None
+        opened.update(committed_steps(local.directory))
+        return parts_in(local.directory)
 
     # The coordinator first: it may write the id of the run.
-    group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
+    run_id = group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
     whole = group.decide(activity, parts, whole_steps, timeout_s=timeout_s)
     if not places.is_first:
-        return WithoutPromotion()
+        check = functools.partial(check_owner, local.directory, run_id, may_be_gone=True)
+        return WithoutPromotion(check_owner=check)
     in_run, newest = committed_steps(run.directory), newest_term(run.directory)
-    terms = _terms_of(local, committed_steps(local.directory))
-    passed_over = _passed_over(local, run, terms, in_run, whole, newest)
-    if retention.removes:  # The steps of the run count then, too.
-        terms = _terms_of(run, in_run) | terms
     has_metrics = group.is_coordinator and retention.monitor is not None
     values = run.values(retention.monitor or "") if has_metrics else {}
+    ages = run.ages(in_run) if retention.keep_for is not None else {}
     steps = (PromotionSteps if places.others else StepsOfOnePlace)(local, retention)
-    steps.found(in_run, values, terms)
-    steps.pass_over(passed_over)
+    # If retention removes steps, those of the run count, too.
+    steps.found(in_run, values, ages, _terms_of(run, in_run) if retention.removes else {})
     steps.set_lineage(newest)
+    warned: set[int] = set()
+
+    def examine() -> None:
+        with old.changed:
+            steps.found_here(committed_steps(local.directory))
+            here = steps.unreadable()
+        if here:
+            # If files of a later step are missing, the coordinator finds out when it commits it.
+            lacking = opened.difference(whole) if places.others else None
+            found = _examined(local, run, here, lacking, warned)
+            with old.changed:
+                steps.examined(*found)
+
     old = OldSteps(local, run, lineage, retention, steps, keep=keep, run_id=run_id, tie=tie)
+    steps.examine = examine
+    examine()
     commits, others = group.is_coordinator, places.others
     # It starts when the run is complete.
     return Promotion(local, run, lineage, steps, old, failures, commits=commits, others=others)
 
 
 def _terms_of(disk: StepDirectories, steps: Sequence[int]) -> dict[int, int]:
-    return {step: disk.term_of(step) for step in steps}
+    """Returns the terms of steps, except of those that are damaged or cannot be read."""
+    found = {}
+    for step in steps:
+        with contextlib.suppress(CheckpointError):
+            found[step] = disk.term_of(step)
+    return found
 
 
-def _passed_over(
+def _examined(
     local: StepDirectories,
     run: StepDirectories,
-    terms: Mapping[int, int],
-    in_run: Collection[int],
-    whole: Collection[int],
-    newest: Term,
-) -> set[int]:
-    """Returns which local steps are not promoted, and logs them.
+    here: Sequence[int],
+    lacking: Collection[int] | None,
+    warned: set[int],
+) -> tuple[dict[int, int], set[int]]:
+    """Returns the terms of local steps, and which are not promoted, and logs the latter.
 
-    ``terms`` are those of the local steps. A step is returned if it is not on the lineage of the
-    ``newest`` term, or not ``whole`` on all machines together. Or the directory of the run has
-    another save of the same step, which is of a later term, or the terms are unknown. A job saves
-    locally first: of two saves of one term, the local one is the newer.
+    A step is not promoted if it is damaged, not on the lineage of the newest term, or ``lacking``
+    files on all machines together; ``None`` if this machine must have all files. Nor is it if the
+    directory of the run has another save of it, unless the local one has a known term and that is
+    not older: a job saves locally first, so of two saves in one term, the local one is newer. The
+    terms lack steps that cannot be read now, and ``warned`` are those of which a warning was
+    logged.
     """
-    here = set(terms)
-
-    def is_older(step: int) -> bool:
-        if not is_of_another_save(local.path(step), run.path(step)):
-            return False
-        return not terms[step] or run.term_of(step) > terms[step]
-
-    other = {s for s in here if not newest.has(s, terms[s]) or (s in in_run and is_older(s))}
+    newest, terms = newest_term(run.directory), {}
+    other, parts, lost = set(), set(), set()
+    unreadable: dict[int, str] = {}
+    for step in here:
+        source, target = local.path(step), run.path(step)
+        try:
+            term = local.term_of(step)
+            part = part_in(source) if lacking is None else None
+        except CheckpointError as error:
+            if is_unreadable(error):
+                unreadable[step] = str(error)  # Its traceback would refer to this frame.
+                continue
+            _LOG.warning("step %d of %s is not promoted: %s", step, local.directory, error)
+            terms[step] = 0
+            parts.add(step)
+            continue
+        try:
+            is_other = is_of_another_save(source, target)
+            is_older = is_other and (not term or run.term_of(step) > term)
+            is_in_run = has_checkpoint(target)
+        except StorageError as error:
+            unreadable[step] = str(error)
+            continue
+        terms[step] = term
+        if is_older or not newest.has(step, term):
+            other.add(step)
+        if part.files != part.present if part is not None else step in (lacking or ()):
+            parts.add(step)
+            lost.update([] if is_in_run else [step])
+    for step in unreadable.keys() - warned:
+        _LOG.warning("step %d is not promoted while it cannot be read: %s", step, unreadable[step])
+    warned.update(unreadable)
     if other:
         _LOG.warning(
-            "steps %s of %s are not of the saves from which %s goes on, and are not promoted",
+            "steps %s of %s are not on the lineage of %s, and are not promoted",
             *(sorted(other), local.directory, run.directory),
         )
-    parts = here.difference(whole)
-    if lost := parts.difference(in_run):
+    if lost:
         _LOG.warning(
             "steps %s of %s lack files that no machine of this run has, and are not promoted",
             *(sorted(lost), local.directory),
         )
-    return other | parts
+    return terms, other | parts
 
 
 def _claim_local(local: Location, run: Location) -> str:
-    """Ties a local directory to a run: both get the same id, which is returned.
+    """Ties a local directory to a run by giving both the same id; returns the id.
 
     Called on one rank of each machine.
 
-    A path has no identity: the directory of a former run may have been removed, and another run
-    begins under its path. Raises CheckpointError if the local directory has steps of another run.
+    A path does not identify a run: the directory of a former run may have been removed, and another
+    run may begin at its path. Raises CheckpointError if the local directory has steps of another
+    run.
     """
     ours, found = own_id(run), id_in_directory(local)
-    # A directory that was copied before its first save has no term that names the original.
+    # If a directory was copied before its first save, no term names the original.
     tied = None
     with contextlib.suppress(CheckpointError):  # It is written again.
         tied, _ = run_of_local(local)
@@ -180,7 +237,11 @@ def _claim_local(local: Location, run: Location) -> str:
         return found
     if steps := committed_steps(local):
         of = "another run" if found is None else f"run {found}"
-        now = "has no id: it is new, or was removed" if ours is None else f"is of run {ours}"
+        now = (
+            "has no sound run-id: it may be new, or was removed"
+            if ours is None
+            else f"is of run {ours}"
+        )
         if is_of_copy:
             of, now = f"the run in {tied}", "is a copy of that, or its original"
         raise CheckpointError(
@@ -189,5 +250,5 @@ def _claim_local(local: Location, run: Location) -> str:
         )
     if ours is None:
         ours = new_id()
-        write_id(run, ours)  # First: the id of the local directory says that this one has it.
+        write_id(run, ours)  # First: an id in the local directory implies one here.
     return ours

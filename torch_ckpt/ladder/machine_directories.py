@@ -1,7 +1,7 @@
 """MachineDirectories: the steps of a run on the local disks of several machines.
 
-Each machine has ``.metadata``, the index and the data files of its own ranks. A step is whole if
-the machines have all data files that the index names, together.
+Each machine stores ``.metadata``, the index and the data files of its ranks. A step is whole if all
+data files that the index names exist on some machine.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch_ckpt.storage.reader import FastReader
 from torch_ckpt.storage.verify import check_here
 from torch_ckpt.storage.writer import FastWriter
 
-__all__ = ["MachineDirectories", "Part", "parts_in", "whole_steps"]
+__all__ = ["MachineDirectories", "Part", "part_in", "parts_in", "whole_steps"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a machine has of a step: of which save and term, and which of its data files."""
+    """The part of a step on one machine: its save and term, and which of its data files exist."""
 
     save_id: str
     term: int
@@ -58,21 +58,21 @@ class MachineDirectories(StepDirectories):
         return MachineWriter(self.directory.checkpoint_id, is_first=is_first, **options)
 
     def has_whole(self, step: int) -> bool:
-        """Returns ``False``: this machine has the files of its own ranks."""
+        """Returns ``False``: this machine has only the files of its ranks."""
         return False
 
     def report(self) -> Any:
-        """Returns what this machine has of each step, on its first rank; ``None`` on others."""
+        """Returns this machine's part of each step on its first rank; ``None`` on other ranks."""
         return parts_in(self.directory) if self._places.is_first else None
 
     def steps(
         self, reports: Sequence[Mapping[int, Part] | None] = (), lineage: Term | None = None
     ) -> Iterator[int]:
-        """Yields the steps that the machines have whole, together, the newest first."""
+        """Yields the steps that are whole on all machines together, the newest first."""
         yield from whole_steps(reports)
 
     def check_by(self, reports: Sequence[Any]) -> Callable[[Location], None]:
-        """Returns what raises if the machines do not have a step whole, together."""
+        """Returns a function that raises if a step is not whole on all machines together."""
         whole = {self.path(step) for step in whole_steps(reports)}
 
         def check(path: Location) -> None:
@@ -85,10 +85,10 @@ class MachineDirectories(StepDirectories):
     def term_of(self, step: int, reports: Sequence[Mapping[int, Part] | None] = ()) -> int:
         """Returns the term in which a step was saved; 0 if it has none."""
         terms = [each[step].term for each in reports if each and step in each]
-        return max(terms) if terms else super().term_of(step)  # All machines have the same.
+        return max(terms) if terms else super().term_of(step)  # Equal on all machines.
 
     def reader_of(self, step: int, group: Group, timeout_s: float) -> FastReader:
-        """Returns a reader by which machines pass on what others lack. Called on all ranks."""
+        """Returns a reader through which machines exchange missing files. Called on all ranks."""
         self._spread(step, group, timeout_s)
         return MachineReader(self.path(step).checkpoint_id, **self._reader)
 
@@ -112,7 +112,7 @@ class MachineDirectories(StepDirectories):
             if group.rank != source:
                 return []
             small = sorted(SMALL_FILES.intersection(path.names()))
-            names = [*small, index_name(_step_in(path).save_id), ".metadata"]
+            names = [*small, index_name(part_in(path).save_id), ".metadata"]
             return [(name, (path / name).read()) for name in names]
 
         files = group.decide(what, read, lambda each: next(filter(None, each)), timeout_s=timeout_s)
@@ -128,16 +128,16 @@ class MachineDirectories(StepDirectories):
 
 
 def parts_in(directory: Location) -> dict[int, Part]:
-    """Returns what a machine has of each step in its local directory."""
+    """Returns a machine's part of each step in its local directory."""
     found: dict[int, Part] = {}
     for step in committed_steps(directory):
         with contextlib.suppress(CheckpointError):  # Damaged here.
-            found[step] = _step_in(directory / f"step-{step}")
+            found[step] = part_in(directory / f"step-{step}")
     return found
 
 
 def whole_steps(reports: Sequence[Mapping[int, Part] | None]) -> list[int]:
-    """Returns the steps that the machines have whole, together, the newest first."""
+    """Returns the steps that are whole on all machines together, the newest first."""
     machines, whole = [report for report in reports if report is not None], []
     for step in sorted(set().union(*machines), reverse=True):
         parts = [machine[step] for machine in machines if step in machine]
@@ -147,8 +147,11 @@ def whole_steps(reports: Sequence[Mapping[int, Part] | None]) -> list[int]:
     return whole
 
 
-def _step_in(path: Location) -> Part:
-    """Returns what a machine has of a step. Raises CheckpointError if its metadata is damaged."""
+def part_in(path: Location) -> Part:
+    """Returns a machine's part of a step.
+
+    Raises CheckpointError if its metadata is damaged, and StorageError if it cannot be read.
+    """
     _, index = open_committed(path, "")
     if index is None:
         raise NotFoundError(f"the checkpoint in {path} has no index")

@@ -1,8 +1,8 @@
 """Places: which ranks of a run share its local directory.
 
-Under the same path, ranks of several machines find different directories, unless it is on a shared
-file system. The names of machines do not show which. So each rank writes a file, and lists those of
-the other ranks.
+The same path leads to different directories on different machines, unless it is on a shared file
+system. Machine names do not reveal which is the case. So each rank writes a file, and lists the
+files of the other ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Places"]
 
 @dataclass(frozen=True)
 class Places:
-    """Where the ranks of a run save. Ranks at one place share a directory.
+    """The places at which the ranks of a run save. Ranks at one place share a directory.
 
     Attributes:
         of_ranks: For each rank of the group, the first rank at its place.
@@ -45,7 +45,7 @@ class Places:
 
     @staticmethod
     def find(group: Group, directory: Location, run: Location, timeout_s: float) -> Places:
-        """Returns the places of a local directory, which is created. All ranks call it.
+        """Creates a local directory, and returns its places. All ranks call it.
 
         Raises StorageError on all ranks if the directory cannot be written, and ValueError if it is
         the directory of the ``run`` itself.
@@ -55,7 +55,7 @@ class Places:
         def create() -> None:
             if directory != run:
                 directory.create_directories()
-            if directory.is_same_as(run):  # Its steps would be removed as those of both.
+            if directory.is_same_as(run):  # Both retentions would remove its steps.
                 raise ValueError(f"local={directory} is the directory of the run itself, {run}")
 
         if group.size == 1:

@@ -1,8 +1,8 @@
 """Promotion: copies steps from the local directory of a run to the directory of the run.
 
-A save of such a run commits in the local directory, such as a local disk, and training goes on.
-Each step is then copied to the directory of the run, such as a store, by the agent or else by a
-thread. A step counts in either directory when it is whole there.
+A save of such a run commits in the local directory, such as a local disk, and training continues.
+The agent, or a thread if no agent runs, then copies each step to the directory of the run, such as
+a store. A step that is whole in either directory counts.
 
 ``Promotion._promote_next`` promotes one step. Except when a run goes back, only
 ``OldSteps.remove_local`` removes local steps: after each save, and before each promotion.
@@ -19,7 +19,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from torch_ckpt.agent.identity import id_in_directory
+from torch_ckpt.agent.identity import NO_ID, check_owner
 from torch_ckpt.commits.terms import Term, newest_term, superseded, term_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
@@ -33,7 +33,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
-from torch_ckpt.ladder.failures import PromotionFailures
+from torch_ckpt.ladder.failures import PromotionFailures, sweep_if_full
 from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.promotion_steps import Choice, Progress, PromotionSteps, Report
 from torch_ckpt.ladder.retention import Retention
@@ -46,8 +46,8 @@ from torch_ckpt.storage.progress import progress_bar
 
 __all__ = ["END_S", "Attempt", "OldSteps", "Promotion"]
 
-END_S = 5.0  # Time for a promotion to end that was cancelled.
-_POLL_S = 0.5  # Interval at which the coordinator asks whether files of other places have arrived.
+END_S = 5.0  # Time for a cancelled promotion to end.
+_POLL_S = 0.5  # Interval at which the coordinator checks for files of other places.
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -55,8 +55,8 @@ _LOG = logging.getLogger("torch_ckpt")
 class Attempt:
     """The promotion of a step that is in progress, from a local directory to that of the run.
 
-    It is stopped if the step was saved again, the run ends, or another place cannot send its files,
-    for the reason ``failure``. The caller of :meth:`stop` holds ``changed``, and notifies it.
+    It is stopped if the step was saved again, the run ends, or another place cannot send its files
+    (``failure``). The caller of :meth:`stop` holds ``changed``, and notifies it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Attempt:
         self.failure: CheckpointError | None = None
 
     def stop(self, failure: CheckpointError | None = None, *, leaves: bool = False) -> None:
-        """Stops it; with ``leaves``, an agent may go on to copy files for a later attempt."""
+        """Stops it. With ``leaves``, an agent may continue to copy files for a later attempt."""
         if not self.is_stopped:
             self.is_stopped, self.failure = True, failure
         if self.copy is not None:
@@ -84,13 +84,13 @@ class Attempt:
 
         It takes files from the first of the steps ``bases`` that the run has not left. Raises
         CancelledError if the attempt is stopped, and SupersededError if a newer job of the
-        run does not go on from the step.
+        run has not continued from the step.
         """
         newest = newest_term(self._run.directory)
         copy = open_copy(self._source, self._target, base=self._base_among(bases, newest))
         with self._changed:
             self.copy = copy
-        self._check_goes_on()
+        self._raise_if_stopped()
         if copy.is_done:
             return True
         self._check_lineage(newest)
@@ -101,12 +101,12 @@ class Attempt:
     def commit(self, ended_elsewhere: Callable[[], Sequence[str] | None]) -> None:
         """Commits the step, once the files of all places have arrived.
 
-        ``ended_elsewhere`` returns why each other place sends no more files; ``None`` if one may
-        send some. Raises as :meth:`copy_files`.
+        ``ended_elsewhere`` returns why each other place sends no more files; ``None`` while one may
+        still send some. Raises as :meth:`copy_files`.
         """
         copy = self.copy
         assert copy is not None
-        copy.await_others(ended_elsewhere, functools.partial(self._check_goes_on, _POLL_S))
+        copy.await_others(ended_elsewhere, functools.partial(self._raise_if_stopped, _POLL_S))
 
         def check() -> None:
             self._check_lineage(newest_term(self._run.directory))
@@ -115,7 +115,7 @@ class Attempt:
         copy.commit(check)
 
     def _base_among(self, steps: Iterable[int], newest: Term) -> Location | None:
-        """Returns the first step that the run has not left: a restore has found none damaged."""
+        """Returns the first step on the lineage: no restore has found it damaged."""
         for step in steps:
             with contextlib.suppress(StorageError):
                 if newest.has(step, self._run.term_of(step)):
@@ -123,13 +123,13 @@ class Attempt:
         return None
 
     def _check_lineage(self, newest: Term) -> None:
-        """Raises SupersededError if the newest job of the run does not go on from the step."""
+        """Raises SupersededError if the newest job of the run has not continued from the step."""
         term = term_of(self._source)
         if not newest.has(self.step, term) or term_of(self._target) > term:
             raise superseded(self._run.directory, newest)
 
-    def _check_goes_on(self, wait_s: float = 0.0) -> None:
-        """Raises CancelledError if the attempt is stopped, or is so within a while."""
+    def _raise_if_stopped(self, wait_s: float = 0.0) -> None:
+        """Raises CancelledError if the attempt is stopped now, or within ``wait_s``."""
         with self._changed:
             if self._changed.wait_for(lambda: self.is_stopped, wait_s):
                 raise CancelledError(f"the promotion of step {self.step} was stopped")
@@ -138,12 +138,12 @@ class Attempt:
 class OldSteps:
     """Removes local steps, and those of the run, while others are promoted. Thread-safe.
 
-    A local step is removed if ``keep`` newer ones are there, and the run has it whole or would not
+    A local step is removed if ``keep`` newer ones exist, and the run has it whole or would not
     retain it. So the last whole copy of a retained step is never removed.
 
-    ``run_id`` is the id that both directories have. A directory that another run has taken over is
-    neither read nor written; ``tie`` gives the local one its id again if it was removed. Whoever
-    uses the ``steps`` holds ``changed``.
+    ``run_id`` is the id of both directories. A directory that another run has taken over is neither
+    read nor written; ``tie`` restores the id of the local one if it was removed. Accesses to
+    ``steps`` require the lock of ``changed``.
     """
 
     def __init__(
@@ -165,23 +165,21 @@ class OldSteps:
         self._removing = threading.Lock()
 
     def check_ids(self, *disks: StepDirectories) -> None:
-        """Raises CheckpointError if a directory is not of this run; ties a removed local one."""
+        """Raises CheckpointError if another run owns a directory; ties a removed local one."""
         for disk in disks:
-            found = id_in_directory(disk.directory)
-            if disk is self._local and found in (None, self._run_id):
+            is_local = disk is self._local
+            found = check_owner(disk.directory, self._run_id, may_be_gone=is_local)
+            if is_local:
                 self._tie()
                 if found is None:
-                    _LOG.warning("%s was removed or moved: it is used again", disk.directory)
-            elif found != self._run_id:
-                now = f"belongs to run {found} now" if found else "was removed or moved"
-                text = f"it {now}, and this run has the id {self._run_id}"
-                raise CheckpointError(f"cannot use {disk.directory}: {text}")
+                    _LOG.warning("%s %s: it is used again", disk.directory, NO_ID)
 
     def whole_in_run(self) -> set[int]:
-        """Returns which promoted steps of those that need not remain the run has whole.
+        """Returns the promoted, no longer needed local steps that are whole in the run.
 
-        The others are promoted again. Called by the thread: the storage of the run may not answer.
+        Other such steps are promoted again. Called by the thread, because storage may not answer.
         """
+        self._steps.examine()
         with self._changed:
             local = committed_steps(self._local.directory)
             promoted = self._steps.promoted_beyond(local, self._keep)
@@ -194,7 +192,7 @@ class OldSteps:
                     whole.add(step)
                     continue
                 is_other = is_of_another_save(source, target)
-            except CheckpointError:  # It is unknown now.
+            except CheckpointError:  # Unknown now.
                 continue
             what = "is of another save now" if is_other else "has lost files, which are sent again"
             _LOG.warning("%s %s: %s remains", target, what, source)
@@ -203,7 +201,7 @@ class OldSteps:
         return whole
 
     def remove_local(self, whole: Collection[int] = ()) -> None:
-        """Removes local steps that need not remain, of promoted ones those ``whole`` in the run."""
+        """Removes unneeded local steps; promoted ones only if they are ``whole`` in the run."""
         with self._removing:
             directory = self._local.directory
             try:
@@ -214,15 +212,15 @@ class OldSteps:
                         keep=self._keep,
                         whole=whole,
                     )
-                self._local.sweep()
+                self._local.sweep(self._lineage.term.number)
                 self._local.remove(removable)
             except CheckpointError as error:
                 _LOG.warning("old steps were not removed from %s: %s", directory, error)
 
     def remove_in_run(self, newest: int, wanted: Collection[int]) -> None:
-        """Removes the steps of the run that are not to be retained.
+        """Removes the steps of the run that retention does not retain.
 
-        Some files of the ``wanted`` steps, which are to be promoted, may have arrived.
+        Files of the ``wanted`` steps, which will be promoted, may have arrived already.
         """
         directory = self._run.directory
         try:
@@ -237,20 +235,19 @@ class OldSteps:
 
 
 class Promotion:
-    """Promotes the steps of a local directory, and removes them there.
+    """Promotes the steps of a local directory, newest first, and removes them there.
 
-    The newest step is first. A step that the retention of the run would remove is skipped.
+    A step that the retention of the run would remove is skipped.
 
-    The first rank at each place has a promotion of the files there. The coordinator's commits when
-    those of all ``others`` have arrived, and chooses the steps for all: the next one that is saved
-    when no promotion is in progress, and those that have waited. A step of which the others have
-    sent all, and files are missing, is passed over. ``steps`` are those of this place.
+    The first rank at each place runs a promotion of the files there. The coordinator commits a step
+    once the files of all ``others`` have arrived. It also chooses the steps for all places: the
+    next step saved while no promotion is in progress, and steps that wait. A step is passed over if
+    files are missing after all other places have sent theirs. ``steps`` are those at this place.
 
-    If storage makes a promotion fail, the next one is tried after the next save. ``failures`` says
-    when training must not go on: :meth:`check` then returns why.
+    If a promotion fails because of storage, the next attempt follows the next save. ``failures``
+    decides when training must stop: :meth:`check` then returns the reason.
 
-    Steps that the newest job of the run has not gone on from (``lineage``) are not promoted.
-    All methods are thread-safe.
+    Promotes only steps on the ``lineage`` of the newest job of the run. Thread-safe.
     """
 
     def __init__(
@@ -267,8 +264,9 @@ class Promotion:
     ) -> None:
         self._local, self._run, self._lineage = local, run, lineage
         self._steps, self._old, self._failures = steps, old, failures
+        self.check_owner = functools.partial(old.check_ids, local)
         self._commits, self._others = commits, others
-        self.is_alone = not others  # The ranks of no other place have a part in the promotions.
+        self.is_alone = not others  # Whether no other place takes part in the promotions.
         self._here = f"machine {socket.gethostname()}, {local.directory}"
         self._open_copy: Callable[..., CheckpointCopy]
         self._recorder: Recorder | None = None
@@ -276,7 +274,7 @@ class Promotion:
         self._is_requested = self._is_ended = False
         self._thread: threading.Thread | None = None
         self._attempt: Attempt | None = None  # The one in progress.
-        self._reports: Sequence[Report] = ()  # Those of the other places since the last choice.
+        self._reports: Sequence[Report] = ()  # From the other places, since the last choice.
 
     @property
     def skipped(self) -> int:
@@ -285,7 +283,7 @@ class Promotion:
 
     @property
     def count(self) -> int:
-        """Number of failures after which promotion went on."""
+        """Number of failures after which promotion continued."""
         return self._failures.count
 
     # ---- Called by the run ----
@@ -301,28 +299,29 @@ class Promotion:
                 self._request()
 
     def choice(self, saving: int | None = None, *, may_choose: bool = True) -> Choice:
-        """Returns the steps that all places are to promote next, on the coordinator.
+        """Returns the steps that all places must promote next. Called on the coordinator.
 
-        ``saving`` is the step that is about to be saved. None is chosen then while other steps are
-        being promoted. All places hear the choice: :meth:`saving`, :meth:`retry`, :meth:`heard`.
+        ``saving`` is the step that is about to be saved: no step is chosen for it while others are
+        being promoted. Every place receives the choice, by :meth:`saving`, :meth:`retry` or
+        :meth:`heard`.
         """
         with self._changed:
             may_choose = may_choose and not (self._is_busy and saving is not None)
             local = committed_steps(self._local.directory) if may_choose else []
             choice = self._steps.choice(local, saving, may_choose=may_choose)
             if choice.chosen:
-                self._reports = ()  # Those that arrive now precede the choice.
+                self._reports = ()  # Reports that arrive now precede the choice.
             return choice
 
     def report(self) -> Report:
-        """Returns what the coordinator hears of the promotions of this place."""
+        """Returns the report on the promotions of this place for the coordinator."""
         with self._changed:
             ended = self._steps.ended_here().items()
             last = self._failures.last
             return Report({s: text and f"{self._here}: {text}" for s, text in ended}, last)
 
     def heard_from(self, reports: Sequence[Report]) -> None:
-        """Takes the reports of all other places; called on the coordinator before it chooses."""
+        """Receives the reports of all other places. Called on the coordinator before it chooses."""
         with self._changed:
             self._reports = reports
             for report in reports:
@@ -331,14 +330,14 @@ class Promotion:
             self._changed.notify_all()
 
     def heard(self, choice: Choice) -> None:
-        """Ends the promotion of the steps that it has ended for the coordinator."""
+        """Ends the promotion of the steps that the coordinator has committed or passed over."""
         with self._changed:
             self._steps.reported(choice)
         if choice.committed and not self._commits:
             self._request()  # Its thread removes them.
 
     def retry(self, choice: Choice) -> None:
-        """Promotes the steps that wait, at last those that the coordinator has chosen."""
+        """Promotes the waiting steps, including those that the coordinator has chosen."""
         self.heard(choice)
         with self._changed:
             self._failures.retry()
@@ -366,27 +365,23 @@ class Promotion:
             self._request()
 
     def not_saved(self, step: int) -> None:
-        """Records that the save of a step has failed at this place."""
+        """Records that the save of a step has failed at this place: perhaps its disk is full."""
         with self._changed:
             self._steps.not_saved(step)
+        self._request()
 
     def is_awaited(self, step: int) -> bool:
-        """Returns whether the newest local save of a step is still to be promoted."""
+        """Returns whether the promotion of the newest local save of a step is pending."""
         with self._changed:
             return not self._steps.has_ended(step)
 
     def check(self) -> CheckpointError | None:
-        """Returns why promotions have failed, once, if training must not go on; ``None`` if it may.
-
-        Raises CheckpointError if another run has taken over the local directory, before a save goes
-        there.
-        """
-        self._old.check_ids(self._local)
+        """Returns why promotions have failed, once, if training must stop; otherwise ``None``."""
         with self._changed:
             return self._failures.take()
 
     def progress(self, wait_s: float) -> Progress:
-        """Waits for promotions; returns what is in progress, and how it is."""
+        """Waits for promotions; returns their progress."""
         with self._changed:
             for pause_s in LongWait(self.awaited).rounds(wait_s):
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
@@ -398,15 +393,16 @@ class Promotion:
             return Progress(awaited, done, self.report())
 
     def awaited(self) -> str:
-        """Returns what the promotion in progress does, for the log of those who wait for it."""
-        attempt, directory = self._attempt, self._run.directory
-        if attempt is None:
-            return f"the promotion of steps to {directory}"
-        copied = "" if attempt.copy is None else f", {nbytes_text(attempt.copy.done_nbytes)} copied"
-        return f"the promotion of step {attempt.step} to {directory}{copied}"
+        """Describes the promotion in progress or next, for the log of a wait for it."""
+        with self._changed:
+            copy = None if self._attempt is None else self._attempt.copy
+            step = self._steps.newest_waiting() if self._attempt is None else self._attempt.step
+        copied = "" if copy is None else f", {nbytes_text(copy.done_nbytes)} copied"
+        what = "steps" if step is None else f"step {step}"
+        return f"the promotion of {what} to {self._run.directory}{copied}"
 
     def bar(self) -> contextlib.AbstractContextManager[None]:
-        """Shows how far the promotion in progress is, while the block waits for it."""
+        """Shows the progress of the promotion while the block waits for it."""
         copy = None if self._attempt is None else self._attempt.copy
         if copy is None:
             return contextlib.nullcontext()
@@ -416,13 +412,12 @@ class Promotion:
     def cancel(self, wait_s: float = END_S, *, leaves: bool = True) -> bool:
         """Ends the promotion in progress. Its step remains in the local directory.
 
-        The next process of the run promotes it. An agent may go on to copy its files, unless
-        ``leaves`` is false. Returns whether the promotion has ended within ``wait_s``. A store that
-        does not answer may keep it.
+        The next process of the run promotes the step. Unless ``leaves`` is false, an agent may
+        continue to copy its files. Returns whether the promotion has ended within ``wait_s``; it
+        may not end while a store does not answer.
         """
         with self._changed:
-            self._is_ended = True
-            self._is_requested = False
+            self._is_ended, self._is_requested = True, False
             thread = self._thread
             if self._attempt is not None:
                 self._attempt.stop(leaves=leaves)
@@ -453,13 +448,13 @@ class Promotion:
                 )
             yield
         finally:
-            # A step that could not be removed remains, and so does what is known of it.
+            # Facts about a step remain if it could not be removed.
             with contextlib.suppress(CheckpointError), self._changed:
                 local, in_run = (listed_steps(d.directory) for d in (self._local, self._run))
                 self._steps.forget(local, in_run)
             with self._changed:
                 self._is_ended = False
-                self._failures.retry()  # Perhaps it was of a step that is gone.
+                self._failures.retry()  # It may be about a removed step.
                 if self._thread is not None and not self._thread.is_alive():
                     self._thread = None
             self._request()
@@ -476,10 +471,13 @@ class Promotion:
                 return
             self._is_requested = True
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="torch_ckpt-promote", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="torch_ckpt-promote", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # The system has no more threads.
+                    self._failed(StorageError(str(error)))
+                    return
+                self._thread = thread
                 # The interpreter must not end while native code of the thread runs.
                 atexit.register(self._at_exit, os.getpid())
             self._changed.notify_all()
@@ -505,7 +503,7 @@ class Promotion:
         """Records a failure. The next request tries again."""
         with self._changed:
             self._is_requested = False
-            step = None if self._attempt is None else self._attempt.step
+            step = self._steps.newest_waiting() if self._attempt is None else self._attempt.step
             message = self._failures.add(step, error)
         if message is not None:
             _LOG.warning("%s; it is promoted after the next save", message)
@@ -513,7 +511,7 @@ class Promotion:
     # ---- One step ----
 
     def _promote_next(self) -> None:
-        """Promotes one step; if there is none, ends the request."""
+        """Promotes one step; ends the request if no step waits."""
         self._old.remove_local(self._old.whole_in_run())
         with self._changed:
             local = committed_steps(self._local.directory)
@@ -534,17 +532,19 @@ class Promotion:
                 if not self._copy(attempt):
                     return
         except SupersededError:
-            self._lineage.check()  # Otherwise only the step is of a job that was superseded.
+            self._lineage.check()  # If this passes, only the step's job was superseded.
             with self._changed:
                 self._steps.pass_over([step])
             return
+        except StorageError as error:
+            sweep_if_full(self._run, error, self._lineage.term.number)
+            raise
         except (CorruptionError, NotFoundError) as error:
             if not has_checkpoint(self._local.path(step)):
                 return  # It is lost, and passed over next.
             if isinstance(error, CorruptionError):
                 with self._changed:
-                    if not attempt.is_stopped:
-                        self._steps.pass_over([step], why(error))
+                    self._steps.pass_over([] if attempt.is_stopped else [step], why(error))
                 if not self._commits:
                     return  # The coordinator raises the problem.
             elif attempt.copy is None or not attempt.copy.is_of_source:
@@ -552,7 +552,7 @@ class Promotion:
             raise
         with self._changed:
             self._failures.ended()
-            if attempt.is_stopped:  # Perhaps the former checkpoint of the step was committed.
+            if attempt.is_stopped:  # The former checkpoint of the step may have been committed.
                 return
             self._steps.promoted(step)
             # A newer step may have been promoted before.
@@ -592,7 +592,7 @@ class Promotion:
         return False
 
     def _ended_elsewhere(self, step: int) -> list[str] | None:
-        """Returns why each other place sends no more files; ``None`` if one may send some."""
+        """Returns why each other place sends no more files; ``None`` while one may."""
         with self._changed:
             has_all = len(self._reports) == self._others
             if not has_all or not all(step in each.ended for each in self._reports):

@@ -1,10 +1,11 @@
-"""PromotionSteps: what is known of each step of a run with a local directory, and what follows."""
+"""PromotionSteps: facts about the steps of a run with a local directory, and what to promote."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,12 +19,12 @@ __all__ = ["Choice", "Progress", "PromotionSteps", "Report", "StepsOfOnePlace"]
 
 
 class Choice(NamedTuple):
-    """What the coordinator sends to all places.
+    """The coordinator's message to all places.
 
     Attributes:
         chosen: The steps to promote next.
-        committed: The steps that it has committed in the directory of the run since it last did.
-        passed_over: The steps that it no longer promotes, since no place has some of their files.
+        committed: The steps committed in the directory of the run since the last message.
+        passed_over: The steps that it no longer promotes, because some files exist at no place.
     """
 
     chosen: Sequence[int] = ()
@@ -32,12 +33,12 @@ class Choice(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What each other place sends to the coordinator.
+    """The message of each other place to the coordinator.
 
     Attributes:
-        ended: The chosen steps of which the place sends no more files, each with the reason; empty
-            if it has sent all that it has.
-        failure: Why storage made the last promotion fail there, if it did.
+        ended: The chosen steps of which the place sends no more files, each with the reason; the
+            reason is empty if it has sent all its files.
+        failure: The storage failure of the last promotion there, if any.
     """
 
     ended: Mapping[int, str]
@@ -45,12 +46,12 @@ class Report(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far the promotions of a place are.
+    """The progress of the promotions at a place.
 
     Attributes:
-        awaited: The place, and what is in progress there; empty if nothing is.
-        done: The step in progress, and its bytes so far. While it changes, the promotion proceeds.
-        report: What the coordinator gets.
+        awaited: The place and its promotion in progress; empty if none is.
+        done: The step in progress, and its bytes so far. The promotion proceeds while this changes.
+        report: The report for the coordinator.
     """
 
     awaited: str
@@ -59,18 +60,20 @@ class Progress(NamedTuple):
 
 
 class _State(enum.Enum):
-    """What is to become of a local step."""
+    """The state of a local step."""
 
     WAITS = enum.auto()
-    """It is to be promoted."""
+    """It must be promoted."""
     UNCHOSEN = enum.auto()
     """It waits until the coordinator chooses it."""
     SENT = enum.auto()
     """The files of this place have arrived. The coordinator commits it."""
     PROMOTED = enum.auto()
-    """This very save of it is in the directory of the run."""
+    """This save of the step is in the directory of the run."""
     PASSED_OVER = enum.auto()
-    """It is damaged, not whole, of another save than that in the run, or was skipped."""
+    """It is damaged, not whole, from another save than the one in the run, or skipped."""
+    UNREADABLE = enum.auto()
+    """It could not be read. It remains, and is examined again before each promotion."""
 
 
 _TO_PROMOTE = frozenset({_State.WAITS, _State.SENT})
@@ -80,16 +83,19 @@ _ENDED = frozenset({_State.PROMOTED, _State.PASSED_OVER})
 
 @dataclass
 class _Step:
-    """What is known of a step.
+    """The facts known about a step.
 
-    ``is_in_run`` says that the directory of the run has a checkpoint of it. ``value`` is its
-    metric: NaN if it has none, and ``None`` until it is read. ``problem`` says why this place
-    cannot send its files, if it cannot, and ``term`` is that of its last save.
+    ``is_in_run``: whether the directory of the run contains a checkpoint of it. ``value`` is its
+    metric: NaN if it has none, and ``None`` until it is read. ``saved_s`` is the time of its
+    commit, in seconds since 1970, by the clock of this machine; ``None`` if unknown. ``problem`` is
+    the reason why this place cannot send its files, or empty. ``term`` is the term of its last
+    save.
     """
 
     state: _State = _State.UNCHOSEN
     is_in_run: bool = False
     value: float | None = None
+    saved_s: float | None = None
     problem: str = ""
     term: int = 0
 
@@ -97,12 +103,13 @@ class _Step:
 class PromotionSteps:
     """The steps of a run in its two directories, and which of them are promoted or may be removed.
 
-    The coordinator chooses the steps to promote, and all places promote these. ``retention`` says
-    which steps the run retains, and ``directory`` has the local ones. ``local`` are always the
-    committed steps there, the newest first.
+    The coordinator chooses the steps to promote, and all places promote them. ``retention`` decides
+    which steps the run retains, and ``directory`` contains the local ones. Arguments named
+    ``local`` are the committed steps there, the newest first.
 
-    ``skipped`` is the number of steps that were not promoted, because newer ones had arrived. Not
-    thread-safe.
+    ``skipped`` is the number of steps that were not promoted, because newer ones had arrived.
+    ``examine`` reads new local steps, and those that could not be read before, and may take long.
+    Not thread-safe.
     """
 
     def __init__(self, directory: StepDirectories, retention: Retention) -> None:
@@ -110,33 +117,55 @@ class PromotionSteps:
         self._steps: dict[int, _Step] = {}
         self._saved: int | None = None  # The last step that this process has saved.
         self._in_save: int | None = None  # Its small files may follow the commit.
-        self._is_chosen = False  # Whether that step is to be promoted.
-        self._chosen: set[int] = set()  # What the coordinator chose last.
+        self._is_chosen = False  # Whether that step will be promoted.
+        self._chosen: set[int] = set()  # The coordinator's last choice.
         self._here: set[int] = set()  # The local steps when they were last listed.
-        self._unreported: set[int] = set()  # Steps that have ended, and other places do not know.
-        self._lineage = Term()  # The steps that it lacks are not retained.
+        self._unreported: set[int] = set()  # Ended steps, not yet sent to other places.
+        self._lineage = Term()  # Steps outside it are not retained.
         self.in_progress: int | None = None  # The step that is being promoted.
+        self.examine: Callable[[], None] = lambda: None
         self.skipped = 0
 
     # ---- What happens ----
 
     def found(
-        self, in_run: Iterable[int], values: Mapping[int, float], terms: Mapping[int, int]
+        self,
+        in_run: Iterable[int],
+        values: Mapping[int, float],
+        ages: Mapping[int, float],
+        terms: Mapping[int, int],
     ) -> None:
-        """Adds the steps in the directory of the run, metrics, and the terms of steps."""
+        """Adds the steps in the directory of the run, and metrics, ages and terms of steps."""
         for step in in_run:
             self._of(step).is_in_run = True
         for step, term in terms.items():
             self._of(step).term = term
         for step, value in values.items():
             self._of(step).value = value
+        self._know_ages(ages)
+
+    def found_here(self, local: Iterable[int]) -> None:
+        """Adds local steps, also those of another job. New ones must be :meth:`examined`."""
+        here = set(local) - {self._in_save}
+        for step in here - self._here:
+            if self._of(step).state is not _State.WAITS:  # Unless the coordinator has chosen it.
+                self._of(step).state = _State.UNREADABLE
+        self._here |= here
+
+    def examined(self, terms: Mapping[int, int], passed_over: Collection[int]) -> None:
+        """Adds the terms of local steps that were read, unless they were saved again meanwhile."""
+        for step, term in terms.items():
+            each = self._of(step)
+            if each.state is _State.UNREADABLE:
+                each.term, each.state = term, _State.UNCHOSEN
+                self.pass_over([step] if step in passed_over else [])
 
     def set_lineage(self, lineage: Term) -> None:
-        """Makes only the steps count that a term goes on from, or has."""
+        """Sets the term whose steps, and the steps on which it builds, count."""
         self._lineage = lineage
 
     def begin_save(self, step: int, chosen: Collection[int]) -> None:
-        """Begins to save a step; only the ``chosen`` ones, if any, are to be promoted next."""
+        """Begins to save a step. If steps are ``chosen``, only these are promoted next."""
         self._in_save, self._is_chosen = step, step in chosen
         if self._saved is not None:
             self._saved = min(self._saved, step - 1)
@@ -148,17 +177,19 @@ class PromotionSteps:
             self._chosen = set(chosen)
 
     def saved(self, step: int) -> bool:
-        """Ends the save of a step in the local directory; returns whether it is to be promoted."""
+        """Ends the save of a step in the local directory; returns whether to promote it."""
         self._saved, self._in_save = step, None
         self._unreported.discard(step)
         self._here.add(step)
         self._of(step).state = _State.WAITS if self._is_chosen else _State.UNCHOSEN
-        self._of(step).value, self._of(step).term = None, self._lineage.number
+        self._of(step).value = self._of(step).saved_s = None
+        self._of(step).term = self._lineage.number
         return self._is_chosen
 
     def not_saved(self, step: int) -> None:
-        """Passes over a step whose save has failed: perhaps some places have committed it."""
+        """Passes over a step whose save has failed: some places may have committed it."""
         self.pass_over([step])
+        self._here.add(step)
 
     def choose(self, steps: Iterable[int]) -> None:
         self._chosen = set(steps)
@@ -174,7 +205,7 @@ class PromotionSteps:
         self._unreported.add(step)
 
     def reported(self, choice: Choice) -> None:
-        """Ends the promotion of steps that it has ended for the coordinator; at all places."""
+        """Ends the promotion of the steps that the coordinator has committed or passed over."""
         for step in choice.committed:
             if self._of(step).state in _TO_PROMOTE:
                 self.promoted(step)
@@ -187,20 +218,20 @@ class PromotionSteps:
             self._unreported.add(step)
 
     def lost(self, local: Collection[int]) -> list[int]:
-        """Passes over the steps that were to be promoted and are gone, and returns them.
+        """Passes over the steps that should be promoted but no longer exist, and returns them.
 
-        Steps that the coordinator has chosen, and that were never at this place, are passed over as
-        well.
+        Chosen steps that never existed at this place are passed over as well.
         """
         gone = self._here.difference(local)
         absent = gone.union(self._chosen.difference(local)).difference([self._in_save])
         lost = [step for step in absent if self._of(step).state in _OPEN]
         self.pass_over(lost, "the step is not there")
-        self._here = set(local)
+        self.found_here(local)
+        self._here.intersection_update(local)
         return sorted(gone.intersection(lost))
 
     def lost_in_run(self, step: int, *, is_other: bool) -> None:
-        """Lets a promoted step be promoted again, unless the run has it of another save now."""
+        """Promotes a promoted step again, unless the run now has another save of it."""
         if self._of(step).state is _State.PROMOTED:
             self._of(step).state = _State.PASSED_OVER if is_other else _State.UNCHOSEN
 
@@ -210,7 +241,7 @@ class PromotionSteps:
             each.is_in_run = each.is_in_run and step in steps
 
     def forget(self, local: Collection[int], in_run: Collection[int]) -> None:
-        """Forgets the steps that neither directory has any more, after a removal in both."""
+        """Drops the steps that no longer exist in either directory, after a removal in both."""
         self.remain_in_run(in_run)
         there = {*local, *in_run}
         self._steps = {each: found for each, found in self._steps.items() if each in there}
@@ -220,12 +251,20 @@ class PromotionSteps:
     # ---- What follows ----
 
     def next(self, local: Sequence[int]) -> int | None:
-        """Returns the step to promote next: the newest of those that wait, retained or not."""
+        """Returns the step to promote next: the newest waiting step, retained or not."""
+        self.found_here(local)
         waiting = (s for s in local if s != self._in_save and self._of(s).state is _State.WAITS)
         return next(waiting, None)
 
+    def newest_waiting(self) -> int | None:
+        """Returns the newest step to promote, as far as known without reading the directory."""
+        for state in (_State.WAITS, _State.UNCHOSEN):
+            if waiting := [step for step in self._here if self._of(step).state is state]:
+                return max(waiting)
+        return None
+
     def choice(self, local: Sequence[int], saving: int | None, *, may_choose: bool) -> Choice:
-        """Returns the choice of the coordinator, who may be about to save a step."""
+        """Returns the coordinator's choice. A step may be about to be saved."""
         news = sorted(self._unreported)
         committed = [s for s in news if self._of(s).state is _State.PROMOTED]
         passed_over = [s for s in news if self._of(s).state is _State.PASSED_OVER]
@@ -233,7 +272,7 @@ class PromotionSteps:
         return Choice(chosen, committed, passed_over)
 
     def _to_choose(self, local: Sequence[int], saving: int | None) -> Sequence[int]:
-        """Returns the step that is about to be saved, and those that have waited."""
+        """Returns the step that is about to be saved, and waiting steps."""
         own = [] if saving is None else [saving]
         retained = self._retained(local).difference(own)
         return [*own, *(s for s in local if s in retained and self._of(s).state in _OPEN)]
@@ -248,14 +287,17 @@ class PromotionSteps:
         }
 
     def wanted(self, local: Sequence[int]) -> set[int]:
-        """Returns the local steps that are in the run, or are to be promoted to it.
+        """Returns the local steps that the run retains or will receive.
 
-        All places promote those that were chosen, whether the run still retains them or not. A
-        damaged step remains as if it were whole, and so does the one whose place it would take.
+        All places promote chosen steps, even if the run no longer retains them. A damaged step
+        remains as if it were whole, and so does the step that it would displace. A step that cannot
+        be read remains.
         """
+        self.found_here(local)
         damaged = [s for s in local if self._of(s).state is _State.PASSED_OVER]
         retained = self._retained(local) | self._retained(local, also=damaged)
-        return {s for s in local if s in retained or self._of(s).state in _TO_PROMOTE}
+        remain = _TO_PROMOTE | {_State.UNREADABLE}
+        return {s for s in local if s in retained or self._of(s).state in remain}
 
     def removable(
         self,
@@ -267,8 +309,8 @@ class PromotionSteps:
     ) -> list[int]:
         """Returns which of the ``listed`` local directories of steps need not remain.
 
-        The ``keep`` newest steps remain, those that retention keeps and the run does not have
-        ``whole``, and the one that is being promoted. Steps that go without one are skipped.
+        The ``keep`` newest steps remain, retained steps that are not ``whole`` in the run, and the
+        step that is being promoted. Steps removed without promotion count as skipped.
         """
         saved = self._saved
         if saved is None:
@@ -281,7 +323,7 @@ class PromotionSteps:
         return [step for step in listed if step <= saved and step not in needed]
 
     def promoted_beyond(self, local: Sequence[int], keep: int) -> list[int]:
-        """Returns the promoted steps that need not remain, if the run has them whole."""
+        """Returns the promoted steps that need not remain if the run has them whole."""
         committed = [step for step in local if self._saved is not None and step <= self._saved]
         wanted = self.wanted(committed).difference(committed[:keep])
         return sorted(step for step in wanted if self._of(step).state is _State.PROMOTED)
@@ -292,14 +334,18 @@ class PromotionSteps:
         return max(s for s in in_run if s == promoted or self._saved is None or s <= self._saved)
 
     def bases_in_run(self, step: int) -> list[int]:
-        """Returns the steps of the run that are most likely to have files of a step, at most three.
+        """Returns the steps of the run that most likely share files with a step, at most three.
 
-        These are the newest of those that are older, and then the newest of the others.
+        These are the newest older steps, and then the newest others.
         """
         others = [other for other, each in self._steps.items() if each.is_in_run and other != step]
         return sorted(others, key=lambda other: (other > step, -other))[:3]
 
     # ---- Facts ----
+
+    def unreadable(self) -> list[int]:
+        """Returns the local steps that could not be read yet."""
+        return [s for s, each in self._steps.items() if each.state is _State.UNREADABLE]
 
     def has_ended(self, step: int) -> bool:
         """Returns whether the local save of a step is promoted, or will not be."""
@@ -314,15 +360,19 @@ class PromotionSteps:
             each.state = _State.PASSED_OVER
             self.skipped += 1
 
-    def _retained(self, local: Iterable[int], *, also: Collection[int] = ()) -> set[int]:
-        """Returns which steps the run retains, of those in either directory.
+    def _know_ages(self, ages: Mapping[int, float]) -> None:
+        for step, age_s in ages.items():
+            self._of(step).saved_s = time.time() - age_s
 
-        Those that are passed over, and not in the run, do not count, except ``also``.
+    def _retained(self, local: Iterable[int], *, also: Collection[int] = ()) -> set[int]:
+        """Returns the steps in either directory that the run retains.
+
+        Steps that are passed over, and not in the run, do not count, except ``also``.
         """
         here = {s for s in local if s in also or self._of(s).state is not _State.PASSED_OVER}
         steps = {step for step, each in self._steps.items() if each.is_in_run} | here
         steps = {step for step in steps if self._lineage.has(step, self._of(step).term)}
-        if self._saved is not None:  # Newer steps are of a branch that the run has left.
+        if self._saved is not None:  # Newer steps are on an abandoned branch.
             steps = {step for step in steps if step <= self._saved}
 
         def values() -> dict[int, float]:
@@ -335,27 +385,37 @@ class PromotionSteps:
             found = {step: self._of(step).value for step in steps}
             return {s: v for s, v in found.items() if v is not None and not math.isnan(v)}
 
+        def ages(older: Collection[int]) -> dict[int, float]:
+            unknown = [s for s in older if s in here and self._of(s).saved_s is None]
+            self._know_ages(self._directory.ages(unknown))
+            known = {step: self._of(step).saved_s for step in older}
+            return {step: time.time() - at for step, at in known.items() if at is not None}
+
         def check(step: int) -> None:
-            # That of the run may not answer. Its own retention looks at it.
+            # The run's directory may not answer. Its retention checks the steps there.
             if step in here and not self._of(step).is_in_run:
                 self._directory.check_whole(self._directory.path(step))
 
-        chosen = self._retention.choose(steps, values, check)
+        chosen = self._retention.choose(steps, values, ages, check)
         return steps.difference(chosen.failed, set(chosen.older) - chosen.retained)
 
 
 class StepsOfOnePlace(PromotionSteps):
-    """The steps of a run that saves at one place. Which one is next depends on no other place."""
+    """The steps of a run that saves at one place. The next one depends on no other place."""
 
     def saved(self, step: int) -> bool:
         super().saved(step)
         return True
 
     def not_saved(self, step: int) -> None:
-        """Does nothing: the only place has the step, or else its former save."""
+        """Ends the save. The single place has either the step or its former save."""
+        self._in_save = None
+        if step in self._here:  # It is promoted, if it was not.
+            self._saved = step
 
     def next(self, local: Sequence[int]) -> int | None:
         """Returns the newest step that the run would retain. Newer ones are skipped."""
+        self.found_here(local)
         retained = self._retained(local)
         for step in local:
             if step != self._in_save and self._of(step).state in _OPEN:

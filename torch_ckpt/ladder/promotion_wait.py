@@ -1,7 +1,7 @@
 """Promotions: waits of all ranks for the promotions of some of them, and their end.
 
-The end of a run waits as long as bytes arrive: the last step may take hours to copy. It does not
-wait for a place that stands still.
+The end of a run waits as long as bytes arrive: copying the last step may take hours. It does not
+wait for a place that makes no progress.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch_ckpt.ladder.without_promotion import WithoutPromotion
 __all__ = ["Promotions"]
 
 _ROUND_S = 2.0
-"""Interval at which the ranks exchange whether their promotions are in progress."""
+"""Interval at which the ranks exchange the state of their promotions."""
 
 _ACTIVITY = "waiting for promotion"
+_CLOSING = "waiting for promotion, to close the run"
 
 
 class _Patience:
-    """The limits of a wait: ``timeout_s`` for all, and ``idle_s`` in which nothing is done."""
+    """The limits of a wait: ``timeout_s`` in total, and ``idle_s`` without progress."""
 
     def __init__(self, timeout_s: float, idle_s: float) -> None:
         self._timeout_s, self._idle_s = timeout_s, idle_s
@@ -40,7 +41,7 @@ class _Patience:
         return max(self._began + self._timeout_s - time.monotonic(), 0.0)
 
     def over(self, done: object) -> str:
-        """Returns why the wait is over, given what is done now; empty if it is not."""
+        """Returns why the wait is over, given the present progress; empty if it is not over."""
         now = time.monotonic()
         if done != self._done:
             self._done, self._changed = done, now
@@ -52,9 +53,9 @@ class _Patience:
 class Promotions:
     """The promotions of all ranks of a run. All ranks call the same methods.
 
-    ``own`` is that of this rank. ``disks`` are the directories of the run, that to which it saves
-    first. If there is one, nothing is promoted. A rank waits ``timeout_s`` for the others, and for
-    more bytes of a promotion.
+    ``own`` is the promotion of this rank. ``disks`` are the directories of the run; saves go to the
+    first. With a single directory, nothing is promoted. A rank waits ``timeout_s`` for the others,
+    and for more bytes of a promotion.
     """
 
     def __init__(
@@ -68,18 +69,22 @@ class Promotions:
         self._local, self._run = disks[0].directory, disks[-1].directory
         self._have_ended = len(disks) == 1
 
-    def await_all(self, settle: Callable[[], bool], timeout_s: float, *, must_end: bool) -> bool:
+    def await_all(
+        self, settle: Callable[[], bool], timeout_s: float, *, must_end: bool, closes: bool
+    ) -> bool:
         """Waits until no rank promotes steps; returns whether saves and promotions have ended.
 
         ``settle`` waits for the background save of this rank, and returns whether it has ended.
-        ``must_end`` says that it is an error if saves or promotions take longer than ``timeout_s``,
-        or if no bytes arrive. Raises CheckpointError on all ranks if so, or if a promotion or a
-        save failed.
+        Raises CheckpointError on all ranks if a promotion or a save failed. With ``must_end``, also
+        if saves or promotions take longer than ``timeout_s``, or if no bytes arrive. ``closes``:
+        whether the run is closed, which must be the same on all ranks.
         """
         own, group = self._own, self._group
+        # Ranks that wait and ranks that close make different calls: some would wait for nobody.
+        activity = _CLOSING if closes else _ACTIVITY
         patience = _Patience(timeout_s, self._timeout_s)
 
-        def limit_s() -> float:  # A process that is about to be killed has less than a call.
+        def limit_s() -> float:  # A process that will be killed may have less time than a call.
             return min(patience.left_s + _ROUND_S, self._timeout_s)
 
         def choose(settled: list[bool]) -> Choice | None:
@@ -88,9 +93,9 @@ class Promotions:
         def progress() -> Progress | None:
             return own.progress(min(_ROUND_S, self._timeout_s / 3, patience.left_s))
 
-        def go_on(answers: list[Progress | None]) -> tuple[bool, bool, Choice]:
+        def decide(answers: list[Progress | None]) -> tuple[bool, bool, Choice]:
             found = [answer for answer in answers if answer is not None]
-            # The first of the answers is that of the coordinator.
+            # The first answer is the coordinator's.
             own.heard_from([each.report for each in found[1:]])
             for each in found:
                 if each.report.failure is not None:
@@ -102,26 +107,28 @@ class Promotions:
                     f"steps of {self._local} are still being promoted to {self._run} {over}: "
                     f"{'; '.join(busy)}"
                 )
-            heard = own.choice(may_choose=False)
-            # Other places then remove what is committed.
-            return bool(busy), not over and bool(busy or heard.committed), heard
+            ended = own.choice(may_choose=False)
+            # Another round, in which other places remove what is committed.
+            return bool(busy), not over and bool(busy or ended.committed), ended
 
-        chosen = group.decide(_ACTIVITY, settle, choose, timeout_s=limit_s())
+        chosen = group.decide(activity, settle, choose, timeout_s=limit_s())
         if chosen is None:
             return False
         own.retry(chosen)
-        is_busy = goes_on = True
+        is_busy = continues = True
         waiting = LongWait(own.awaited, is_named=group.is_coordinator)
-        while goes_on:  # In rounds: a rank that is lost, or fails, is noticed soon.
-            is_busy, goes_on, choice = group.decide(_ACTIVITY, progress, go_on, timeout_s=limit_s())
+        while continues:  # In rounds, to notice soon that a rank is lost or has failed.
+            is_busy, continues, choice = group.decide(
+                activity, progress, decide, timeout_s=limit_s()
+            )
             own.heard(choice)
             waiting.log()
         return not is_busy
 
     def close(self, promote: Callable[[float], object], timeout_s: float = math.inf) -> None:
-        """Promotes what can be promoted while bytes arrive; the next process promotes the rest.
+        """Promotes steps as long as bytes arrive; the next process promotes the rest.
 
-        ``promote`` waits for the background save and for promotions. Raises as that does.
+        ``promote`` waits for the background save and for promotions. Raises its errors.
         """
         if self._have_ended:
             return
@@ -139,9 +146,9 @@ class Promotions:
                 raise
 
     def _await_own(self, timeout_s: float) -> str:
-        """Waits for the promotions of this rank after another one was lost, which has none.
+        """Waits for the promotions of this rank, after a rank without promotions was lost.
 
-        Returns what is still in progress: after ``timeout_s``, or once no bytes arrive.
+        Returns what is still in progress after ``timeout_s``, or once no bytes arrive.
         """
         if not isinstance(self._own, Promotion) or not self._own.is_alone:
             return ""
@@ -155,7 +162,7 @@ class Promotions:
     def leave(self, error: BaseException) -> None:
         """Leaves the steps to the next process after an error. Called on one rank.
 
-        The other ranks raise it in their next call, which may be the one that waits for promotion.
+        The other ranks raise the error in their next call, for example the wait for promotion.
         """
         if self._have_ended:
             return

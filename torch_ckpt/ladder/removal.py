@@ -1,4 +1,4 @@
-"""Removal of checkpoints' directories, so that no reader ever takes a half-removed one for whole.
+"""Removal of checkpoint directories, such that readers never use a partly removed checkpoint.
 
 This module imports no torch.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch_ckpt.agent.memory import discard_slots, folder_of, run_of
 from torch_ckpt.commits.hiding import HiddenCheckpoint, hide
+from torch_ckpt.commits.leases import announced_removal
 from torch_ckpt.commits.terms import newest_term, term_of
 from torch_ckpt.errors import (
     CheckpointError,
@@ -22,7 +23,6 @@ from torch_ckpt.formats.committed import (
     metadata_prefixes,
 )
 from torch_ckpt.ladder.step_files import (
-    announced_removal,
     leased_steps,
     linked_steps,
     listed_steps,
@@ -41,7 +41,7 @@ __all__ = [
     "steps_in_memory",
 ]
 
-# A lease that begins during a removal waits while so many steps are renamed.
+# A new lease waits while this many steps are renamed.
 _HIDDEN_AT_A_TIME = 64
 
 _AGAIN = "Try again when it has ended; a lease ends 300 s after the death of its process"
@@ -51,8 +51,8 @@ _AGAIN = "Try again when it has ended; a lease ends 300 s after the death of its
 class Removal:
     """The outcome of :func:`remove_directories`.
 
-    ``leased`` remain, since a lease of them began meanwhile. ``failures`` say why a checkpoint
-    remains, or is hidden from readers but not deleted.
+    ``leased`` checkpoints remain, because they were leased meanwhile. ``failures`` state why a
+    checkpoint remains, or is hidden from readers but not deleted.
     """
 
     removed: list[Location] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Removal:
 
     @contextlib.contextmanager
     def of(self, path: Location) -> Iterator[None]:
-        """Records a failure; ignores that another process has removed the checkpoint."""
+        """Records a failure, except if another process has removed the checkpoint."""
         try:
             yield
         except NotFoundError:
@@ -75,22 +75,22 @@ def remove_directories(
 ) -> Removal:
     """Removes checkpoints, so that no reader ever finds a partly deleted one.
 
-    All are renamed. Then the directory that contains them is synced, once: otherwise a power cut
-    may leave a checkpoint under its old name and without some of its files. Then they are deleted.
-    If the file system refuses a new name, as for a directory of a lower layer of an overlay or a
-    mount point, the checkpoint first becomes the remains of a save that never committed.
+    First, all checkpoints are renamed. Then their parent directory is synced, once: otherwise a
+    power cut could leave a checkpoint under its old name without some of its files. Finally, they
+    are deleted. If the file system cannot rename a directory, such as a mount point or a lower
+    layer of an overlay, the checkpoint is first turned into the remains of an uncommitted save.
 
     A reader that has already opened a checkpoint either finishes or raises
     :class:`~torch_ckpt.errors.NotFoundError`.
 
-    ``leased`` returns checkpoints that must remain. A file announces the removal before it is
-    called, and a lease waits until the file is gone. So no checkpoint is renamed whose lease has
-    begun. It is called again after the renaming, for leases of a version that does not wait, or if
-    the file cannot be written, as on a full disk. Such a checkpoint is restored. A checkpoint that
-    another process has removed is not in the result.
+    ``leased`` returns checkpoints that must remain. Before it is called, a file announces the
+    removal, and new leases wait until this file is removed. So leased checkpoints are never
+    renamed. It is called again after the renaming, because older versions do not wait, and the file
+    may not be writable, as on a full disk. Checkpoints leased by then are restored. The result
+    omits checkpoints that another process has removed.
 
-    Raises StorageError if the parent cannot be read or synced. The checkpoints are then hidden from
-    readers, unless their leases are unknown; a later retention deletes them.
+    Raises StorageError if the parent cannot be read or synced. In that case, the checkpoints are
+    hidden from readers, unless their leases are unknown, and a later retention deletes them.
     """
     outcome = Removal()
     hidden: list[HiddenCheckpoint] = []
@@ -114,7 +114,7 @@ def remove_directories(
 def _hide_unused(
     paths: Sequence[Location], leased: Callable[[], Collection[Location]], outcome: Removal
 ) -> list[HiddenCheckpoint]:
-    """Hides checkpoints, and restores those that are leased by then."""
+    """Hides checkpoints, and restores those that were leased meanwhile."""
     hidden: list[HiddenCheckpoint] = []
     for path in paths:
         with outcome.of(path):
@@ -134,20 +134,20 @@ def _hide_unused(
 def remove_directory(path: Location) -> None:
     """Removes one checkpoint; see :func:`remove_directories`.
 
-    Raises StorageError if it cannot be hidden from readers, and is unchanged. Or it is hidden, and
-    a file cannot be deleted; a later retention retries that.
+    Raises StorageError if the checkpoint cannot be hidden from readers; then it is unchanged. Also
+    raises it if the checkpoint is hidden, but a file cannot be deleted; a later retention retries.
     """
     for error in remove_directories([path]).failures.values():
         raise error
 
 
 def remove_unfinished(path: Location, *, of_agents: bool = True) -> None:
-    """Removes the directory of a failed save if that is empty.
+    """Removes the directory of a failed save if it is empty.
 
-    Requires: no save uses the directory any more. Ignores errors: a later retention removes the
-    rest. ``of_agents`` first removes the files by which agents of several machines inform each
-    other of the failure. All of them must have read these. If there are data files, nothing is
-    removed: without the files of agents, retention would not recognize the remains of a save.
+    Requires: no save still uses the directory. Ignores errors: a later retention removes the rest.
+    ``of_agents`` first removes the files by which agents of several machines inform each other of
+    the failure; all agents must have read them. If data files exist, nothing is removed: without
+    the agents' files, retention would not recognize the remains of a save.
     """
     with contextlib.suppress(CheckpointError):
         names = path.names()
@@ -168,13 +168,14 @@ def steps_after(
 ) -> tuple[int, list[int]]:
     """Returns the newest whole step up to a step, and the steps after it, the newest first.
 
-    ``directories`` are those of one run: its own, and a local one if it has that. ``check`` raises
-    if a step is not whole; see :func:`check_whole`. Of the steps up to a step, those that the run
-    has left do not count. Raises CheckpointError if a lease protects one of the newer steps, and
-    CorruptionError or NotFoundError if no other step would remain that is whole, or none at all.
+    ``directories`` are the directories of one run: its own, and its local one, if any. ``check``
+    raises if a step is not whole; see :func:`check_whole`. Among the steps up to ``step``, those
+    that the run has left do not count. Raises CheckpointError if a lease protects one of the newer
+    steps. Raises CorruptionError or NotFoundError if no whole step, or no step at all, would
+    remain.
 
-    ``alone``: the step itself is removed, and no other. The result is the newest whole step of the
-    others, and the step if there is one.
+    ``alone``: only the step itself is removed. The result is the newest whole other step, and the
+    step if it exists.
     """
     what, others = _removal_of(directories[0], step, alone=alone)
     steps = _listed(directories)
@@ -216,8 +217,8 @@ def steps_after(
 def discard_from_memory(directory: Location, is_discarded: Callable[[int], bool]) -> set[int]:
     """Discards steps from the memory of the run's agent on this machine, and returns them.
 
-    It does so whether an agent runs or not. Otherwise the agent of the next training would restore
-    them, or write them to disk.
+    Works with and without a running agent. Otherwise, the next agent would offer them to a restore,
+    or write them to disk.
     """
     run = run_of(str(directory))
     return discard_slots(folder_of(run), run, is_discarded)
@@ -240,19 +241,19 @@ def _is_removed(found: int, step: int, *, alone: bool) -> bool:
 
 
 def _removal_of(run: Location, step: int, *, alone: bool) -> tuple[str, str]:
-    """Returns how errors name a removal, and the steps that remain."""
+    """Returns the texts for errors: the removal, and the steps that remain."""
     if alone:
         return f"cannot remove step {step} of {run}", "no other step"
     return f"cannot remove the steps of {run} after step {step}", f"no step up to {step}"
 
 
 def discard_after(directories: Sequence[Location], step: int, *, alone: bool = False) -> list[int]:
-    """Removes from the directories of a run all steps that are newer, and returns these.
+    """Removes all newer steps from the directories of a run, and returns them.
 
-    ``alone``: removes the step itself, and no other. The newest is removed first.
-    :func:`steps_after` has found that a step remains. Directories that are neither a checkpoint nor
-    the remains of a save stay. Raises CheckpointError if a lease protects a step, or a step cannot
-    be removed. All others were.
+    ``alone``: removes only the step itself. The newest step is removed first. Requires:
+    :func:`steps_after` has checked that a step remains. Directories that are neither a checkpoint
+    nor the remains of a save remain. Raises CheckpointError if a lease protects a step, or a step
+    cannot be removed; all others were removed.
     """
     steps = {
         path: found for found, path in _listed(directories) if _is_removed(found, step, alone=alone)

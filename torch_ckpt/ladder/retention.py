@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import islice
-from typing import get_args
+from typing import Any, get_args
 
 from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
     NotFoundError,
-    UnsupportedError,
+    StorageError,
 )
 from torch_ckpt.formats.committed import metadata_prefixes
-from torch_ckpt.ladder.step_directories import Mode, StepDirectories
+from torch_ckpt.ladder.step_directories import Mode, StepDirectories, is_whole_in
 from torch_ckpt.ladder.step_files import agreed, leased_steps, listed_steps, whole_number
+from torch_ckpt.ladder.times import age_s
 
 __all__ = ["Chosen", "Retention"]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Some steps of a run by what becomes of them. Damaged ones, which remain, are in no list.
+    """The fate of steps of a run. Damaged steps, which remain, are in no list.
 
     Attributes:
         newest: The newest whole steps, which remain.
-        failed: What saves have left that are older than one of the newest.
+        failed: Remains of saves that are older than one of the newest.
         older: All steps that are older than the newest. Of these, the ``retained`` ones remain.
     """
 
@@ -40,10 +41,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which steps of a run remain after a save; the options are those of :class:`Run`.
+    """Decides which steps of a run remain after a save. Options are as in :class:`Run`.
 
-    Raises TypeError if a number is no integer, and ValueError if it is not positive, the mode is
-    unknown, or ``monitor`` is missing.
+    Raises TypeError if a number is not an integer, or ``keep_for`` not an age. Raises ValueError if
+    one of them is not positive, the mode is unknown, or ``monitor`` is missing.
     """
 
     keep_last: int | None = None
@@ -51,46 +52,54 @@ class Retention:
     keep_best: int | None = None
     monitor: str | None = None
     mode: Mode = "min"
+    keep_for: str | timedelta | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None and whole_number(name, value) < 1:
                 raise ValueError(f"{name}={value} is not positive")
+        if self.keep_for is not None:
+            age_s("keep_for", self.keep_for)
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r} is not one of {', '.join(get_args(Mode))}")
         if self.keep_best is not None and self.monitor is None:
             raise ValueError(f"keep_best={self.keep_best} needs the name of a metric: pass monitor")
 
-    def best(self, disks: Sequence[StepDirectories]) -> int | None:
-        """Returns the whole step with the best value of the metric; ``None`` if there is none.
+    def best(self, disks: Sequence[StepDirectories], reports: Sequence[Any] = ()) -> int | None:
+        """Returns the whole step with the best value of the metric; ``None`` without such a step.
 
-        ``disks`` are the directories of a run; the last has its terms. Of equal values, that of the
-        earlier step is better. Steps that the run has left do not count, nor do those without the
-        metric or with a NaN.
+        ``disks`` are the directories of a run; the last contains its terms. ``reports`` are those
+        of all ranks about the first. If values are equal, the earlier step is better. Steps that
+        the run has left, that lack the metric, or whose metric is NaN do not count. Raises
+        StorageError if the step cannot be read.
         """
         if (monitor := self.monitor) is None:
             return None
         lineage = newest_term(disks[-1].directory)
 
+        def may_count(disk: StepDirectories, step: int) -> bool:
+            try:
+                return lineage.has(step, disk.term_of(step))
+            except CheckpointError:  # It counts if it is whole.
+                return True
+
         def scan() -> tuple[list[int], list[int]]:
-            """Returns the best steps, and better ones that are not whole, or removed meanwhile."""
+            """Returns the best steps, and better ones that are not whole or no longer exist."""
             values: dict[int, float] = {}
             having: dict[int, list[StepDirectories]] = {}
             for disk in disks:
                 for step, value in disk.values(monitor).items():
-                    if lineage.has(step, disk.term_of(step)):
+                    if may_count(disk, step):
                         values[step] = value
                         having.setdefault(step, []).append(disk)
             others: list[int] = []
 
             def is_whole(step: int) -> bool:
-                for disk in having[step]:
-                    with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
-                        disk.check_whole(disk.path(step))
-                        return True
-                others.append(step)
-                return False
+                is_one = is_whole_in(having[step], step, reports)
+                if not is_one:
+                    others.append(step)
+                return is_one
 
             return self._best_of(values, 1, is_whole), others
 
@@ -100,12 +109,15 @@ class Retention:
         self,
         steps: Iterable[int],
         values: Callable[[], Mapping[int, float]],
+        ages: Callable[[Collection[int]], Mapping[int, float]],
         check: Callable[[int], None],
     ) -> Chosen:
-        """Returns which of some steps remain.
+        """Decides which of the steps remain.
 
-        ``values`` returns their metrics, without NaNs; it is called with ``keep_best`` only.
-        ``check`` raises CheckpointError if a step is not whole.
+        ``values`` returns their metrics, without NaNs; it is called only with ``keep_best``.
+        ``ages`` returns the ages of some steps, in seconds; it is called only with ``keep_for``. A
+        step of unknown age counts as young. ``check`` raises CheckpointError if a step is not
+        whole.
         """
         chosen = Chosen()
         ordered = sorted(steps, reverse=True)
@@ -124,7 +136,7 @@ class Retention:
             except CheckpointError:
                 continue
         best = values() if self.keep_best else {}
-        unreadable: set[int] = set()  # Each may be whole: it remains, and so does the next best.
+        unreadable: set[int] = set()  # They may be whole: they remain, and so do the next best.
 
         def is_whole(step: int) -> bool:
             if step in chosen.newest:
@@ -143,6 +155,9 @@ class Retention:
         chosen.retained.update(self._best_of(best, self.keep_best or 0, is_whole))
         chosen.retained.update(unreadable)
         chosen.retained.update(step for step in counted if every is not None and step % every == 0)
+        if self.keep_for is not None:
+            limit, older = age_s("keep_for", self.keep_for), ages(chosen.older)
+            chosen.retained.update(s for s in chosen.older if older.get(s, 0.0) < limit)
         return chosen
 
     def apply(
@@ -153,17 +168,17 @@ class Retention:
         *,
         lineage: Term | None = None,
     ) -> None:
-        """Removes the steps that are not to be retained after ``saved``; called on one rank.
+        """Removes the steps that need not remain after the save of ``saved``. Called on one rank.
 
-        Only whole steps up to ``saved`` count that are on the ``lineage`` of a term, or all without
-        one. ``saved`` and the steps ``in_use`` always remain. So do newer steps, which belong to a
-        branch that the run has left, steps that do not count and are newer than the oldest of the
-        newest ``keep_last``, such as damaged ones, leased steps, and directories
-        that are neither a checkpoint nor the remains of a save. A best step that cannot be read now
-        remains as well, beside ``keep_best`` whole ones. Warns once of each step that cannot
-        be removed.
+        Only whole steps up to ``saved`` count; with a ``lineage``, only steps on it. ``saved`` and
+        the steps ``in_use`` always remain. So do leased steps, newer steps (on a branch that the
+        run has left), directories that are neither a checkpoint nor the remains of a save, and
+        steps that do not count, such as damaged ones, if they are newer than the oldest of the
+        newest ``keep_last``. A best step that cannot be read now also remains, in addition to
+        ``keep_best`` whole ones, and so does a step whose metrics cannot be read now. Warns once of
+        each step that cannot be removed.
         """
-        disk.sweep()
+        disk.sweep(0 if lineage is None else lineage.number)
         if not self.removes:
             return
 
@@ -172,19 +187,28 @@ class Retention:
             if lineage is not None and not lineage.has(step, term or disk.term_of(step)):
                 raise CorruptionError(f"step {step} is not on the lineage of {lineage}")
 
+        unknown: set[int] = set()  # Any of these may be the best.
         chosen = self.choose(
             (step for step in listed_steps(disk.directory) if step <= saved),
-            lambda: disk.values(self.monitor or ""),
+            lambda: disk.values(self.monitor or "", unknown),
+            disk.ages,
             check,
         )
-        kept = {saved, *in_use, *leased_steps(disk.directory), *chosen.newest}
-        kept |= {step for step in chosen.retained - kept if metadata_prefixes(disk.path(step))}
-        disk.remove([step for step in (*chosen.failed, *chosen.older) if step not in kept])
+        chosen.retained.update(unknown)
+        retained = {saved, *in_use, *leased_steps(disk.directory), *chosen.newest}
+        for step in chosen.retained - retained:
+            try:
+                is_checkpoint = bool(metadata_prefixes(disk.path(step)))
+            except StorageError:  # It may be one.
+                is_checkpoint = True
+            retained |= {step} if is_checkpoint else set()
+        disk.remove([step for step in (*chosen.failed, *chosen.older) if step not in retained])
 
     @property
     def removes(self) -> bool:
         """Whether steps are removed at all."""
-        return self.keep_last is not None or self.keep_best is not None
+        options = self.keep_last, self.keep_best, self.keep_for
+        return any(option is not None for option in options)
 
     def _best_of(
         self,

@@ -1,4 +1,4 @@
-"""WithoutPromotion: what follows a save on a rank that promotes no steps."""
+"""WithoutPromotion: replaces a promotion on a rank that promotes no steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ __all__ = ["WithoutPromotion", "remove_old"]
 
 
 class WithoutPromotion:
-    """Stands for the :class:`Promotion` of a rank that has none, and does nothing.
+    """Replaces the :class:`Promotion` on a rank that has none, and does nothing.
 
-    ``retain`` follows each save. It is for the coordinator of a run without a local directory,
-    which removes the old steps.
+    ``retain`` is called after each save. On the coordinator of a run without a local directory, it
+    removes the old steps. ``check_owner`` raises CheckpointError if another run has taken over the
+    local directory.
     """
 
     count = skipped = 0
 
-    def __init__(self, retain: Callable[[int], None] = lambda step: None) -> None:
-        self.saved = retain
+    def __init__(
+        self,
+        retain: Callable[[int], None] = lambda step: None,
+        check_owner: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.saved, self.check_owner = retain, check_owner
 
     def _ignore(self, *_: Any) -> None:
         """Does nothing."""
@@ -50,7 +55,7 @@ class WithoutPromotion:
 
 
 def remove_old(disk: StepDirectories, retention: Retention, lineage: Lineage, saved: int) -> None:
-    """Removes the steps that are not to be retained after one was saved."""
+    """Removes the steps that need not remain after a save."""
     try:
         with phase("retain"):
             retention.apply(disk, saved, lineage=lineage.newest())

@@ -44,8 +44,8 @@ def table_of(
     A source is ``None`` for an object, and for a tensor that only DCP can resolve. With
     ``for_load``, the items are boxes that the rank loads. They differ from those that it writes for
     values with DCP's ``__create_write_items__``. Raises ValueError or TypeError if a table cannot
-    represent a value, and UnsupportedError if a local tensor is not of the sizes that the
-    placements of its DTensor imply.
+    represent a value, and UnsupportedError if the sizes of a local tensor differ from those implied
+    by the placements of its DTensor.
 
     Example::
 
@@ -65,7 +65,7 @@ def table_of(
 
 
 def refuse_nested(state_dict: dict[str, Any]) -> None:
-    """Raises UnsupportedError if a tensor of a flat state dict is nested, with its FQN.
+    """Raises UnsupportedError, with the FQN, if a tensor of a flat state dict is nested.
 
     Torch's own errors do not name it. Call it after an error.
     """
@@ -80,10 +80,10 @@ def refuse_nested(state_dict: dict[str, Any]) -> None:
 def _list(
     table: _native.ItemTable, fqn: str, value: Any, known: dict[Any, int] | None
 ) -> list[Any]:
-    """Lists a value by DCP's functions, unless the engine lists it by itself.
+    """Lists a value with DCP's functions, unless the engine itself can list it.
 
     The engine lists tensors of torch's own class without attributes, and DTensors whose local
-    tensor is one box of that kind. ``known`` is that of :func:`replica_of`, ``None`` on a load.
+    tensor is one such box. ``known`` is the cache of :func:`replica_of`, ``None`` on a load.
     """
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
@@ -115,7 +115,13 @@ def _list(
             index = MetadataIndex(fqn, chunk.offsets, number)
             sources.append(_shard_at(value, index, chunk.sizes))
         return sources
-    items = _create_write_items(fqn, value)
+    try:
+        items = _create_write_items(fqn, value)
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"cannot save {fqn!r}: DCP cannot describe a {type(value).__qualname__} ({error}); "
+            "save the tensors that it consists of"
+        ) from error
     for item in items:
         check_dtype(item)
     sources = [_shard_of(value, item, number) for number, item in enumerate(items)]
@@ -129,9 +135,9 @@ def _box_of(
 ) -> _tensor_view.ShardBox | None:
     """Returns the box of a DTensor's local shard; ``None`` if the rank has none, or several.
 
-    Called once for all DTensors of the same mesh, placements and sizes. ``known`` is that of
-    :func:`replica_of`, ``None`` on a load. Raises ValueError if the
-    DTensor is a partial sum, and UnsupportedError as :func:`boxes_of`.
+    Called once for all DTensors of the same mesh, placements and sizes. ``known`` is the cache of
+    :func:`replica_of`, ``None`` on a load. Raises ValueError if the DTensor is a partial sum, and
+    UnsupportedError as :func:`boxes_of`.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError("a partial DTensor has no box")
@@ -149,7 +155,7 @@ def _box_of(
 def _shard_of(value: Any, item: WriteItem, number: int) -> torch.Tensor | None:
     """Returns the tensor of an item that a value listed; ``None`` if only DCP can resolve it.
 
-    ``number`` is that of the item among those of the value. Offsets alone may match an empty box.
+    ``number`` is the number of the item within the value. Offsets alone may match an empty box.
     """
     data = item.tensor_data
     if data is None or data.chunk is None:

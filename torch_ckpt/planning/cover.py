@@ -1,4 +1,4 @@
-"""Checks that the reads of a plan of DCP's planner fill the tensors of a state dict.
+"""Checks that the reads planned by DCP's planner fill the tensors of a state dict.
 
 DCP's planner lists a read for each stored box that overlaps a tensor, and does not count elements.
 """
@@ -29,9 +29,9 @@ _Box = tuple[Sequence[int], Sequence[int]]
 
 
 def check_plan(plan: LoadPlan, planner: object) -> None:
-    """Checks a plan if DCP's own ``create_local_plan`` has made it.
+    """Checks a plan made by DCP's own ``create_local_plan``; ignores others.
 
-    Another planner may request a part of a tensor. Raises the errors of :func:`check_reads`.
+    Other planners may request a part of a tensor. Raises the errors of :func:`check_reads`.
     """
     if (
         isinstance(planner, DefaultLoadPlanner)
@@ -43,7 +43,7 @@ def check_plan(plan: LoadPlan, planner: object) -> None:
 
 @contextlib.contextmanager
 def naming_checkpoint(metadata: Metadata) -> Iterator[None]:
-    """Adds the checkpoint to an error of the block about its boxes."""
+    """Adds the name of the checkpoint to an error in the block about its boxes."""
     try:
         yield
     except (CorruptionError, MismatchError) as error:
@@ -56,9 +56,9 @@ def naming_checkpoint(metadata: Metadata) -> Iterator[None]:
 def check_reads(
     items: Sequence[ReadItem], state_dict: Mapping[str, Any], metadata: Metadata
 ) -> None:
-    """Checks the items that DCP's planner has made for a flat state dict.
+    """Checks the items that DCP's planner made for a flat state dict.
 
-    Raises MismatchError if no stored box contains an element, and CorruptionError if several do.
+    Raises MismatchError if an element is in no stored box, and CorruptionError if it is in several.
     """
     stored = metadata.state_dict_metadata
     reads: dict[str, list[ReadItem]] = {}
@@ -74,7 +74,7 @@ def check_reads(
 
 
 def _fills(item: ReadItem, value: torch.Tensor) -> bool:
-    """Returns whether one read fills a tensor of this rank, which is then one box."""
+    """Returns whether a single read fills a tensor of this rank."""
     if isinstance(value, ShardedTensor):  # It may have several local shards.
         return False
     local = value._local_tensor if isinstance(value, DTensor) else value
@@ -84,12 +84,12 @@ def _fills(item: ReadItem, value: torch.Tensor) -> bool:
 def _check_boxes(fqn: str, value: torch.Tensor, items: Sequence[ReadItem]) -> None:
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return
-    # Offsets of a box -> its reads. Of boxes at the same offsets, at most one is not empty.
+    # Offsets of a box -> its reads. At most one box at the same offsets is not empty.
     reads: dict[tuple[int, ...], dict[Any, _Box]] = {}
     for item in items:
         at = tuple(item.dest_index.offset or ())
         begin = [a + b for a, b in zip(at, item.dest_offsets, strict=True)]
-        # Equal stored boxes are replicas. Others must not overlap.
+        # Equal stored boxes are replicas. Different boxes must not overlap.
         key = (item.storage_index, item.storage_offsets, item.dest_offsets, item.lengths)
         reads.setdefault(at, {})[key] = (begin, item.lengths)
     with cpu_as_default():

@@ -17,15 +17,15 @@ _MOST = 20
 """Maximum number of names in each list of a message."""
 
 _MOST_CANDIDATES = 200
-"""Names that are compared with a missing name."""
+"""Maximum number of names that are compared with a missing name."""
 
 
 def with_differences(
     error: RuntimeError | ValueError, state_dict: dict[str, Any], metadata: Metadata
 ) -> Exception:
-    """Returns DCP's error for a first difference, with a list of all differences.
+    """Returns DCP's error for the first difference, extended by a list of all differences.
 
-    It has the same class, and its message begins with that of ``error``.
+    It has the same class, and its message begins with the message of ``error``.
     """
     stored = metadata.state_dict_metadata
     missing = [fqn for fqn in state_dict if fqn not in stored]
@@ -55,7 +55,7 @@ def with_differences(
 
 
 def with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[str]:
-    """Returns the missing names, the first ones with a similar name of the checkpoint."""
+    """Returns the missing names; adds similar names of the checkpoint to the first ones."""
     described = []
     for number, fqn in enumerate(missing):
         close = number < _MOST and (
@@ -67,7 +67,7 @@ def with_similar(missing: Sequence[str], unrequested: Sequence[str]) -> list[str
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the first names as text, and the number of the others."""
+    """Returns the first names as text, followed by the number of the others."""
     names = list(names)
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(names[:_MOST]) + more

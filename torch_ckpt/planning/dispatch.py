@@ -1,7 +1,8 @@
 """The classes and attributes by which DCP chooses how it saves and loads a value.
 
 Attributes can declare a tensor of torch's own class to be a part of another tensor. This module
-does not interpret them: DCP's own functions list each value that has one, and its copies keep them.
+does not interpret them: DCP's own functions list each value with such an attribute, and its copies
+retain them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ __all__ = [
 ]
 
 CLASSES = (DTensor, ShardedTensor, torch.Tensor)
-"""The classes of values. An instance of a subclass is listed by DCP's functions."""
+"""The classes of values. DCP's functions list instances of subclasses."""
 
 METHODS = frozenset({"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"})
-"""Methods of a value, or of the local tensor of a DTensor, that DCP calls in place of its own."""
+"""Methods by which a value, or the local tensor of a DTensor, replaces those of DCP."""
 
 PROTOCOLS: tuple[type[Any], ...] = tuple(
     kind for kind in vars(dcp).values() if getattr(kind, "_is_protocol", False)
@@ -42,7 +43,7 @@ ATTRIBUTES = METHODS.union(*(kind.__annotations__ for kind in PROTOCOLS))
 
 
 def size_of(value: Any) -> torch.Size:
-    """Returns the sizes of the whole tensor of which a value is a part, as DCP's planner."""
+    """Returns the sizes of the whole tensor of which a value is a part, like DCP's planner."""
     if isinstance(value, torch.Tensor) and isinstance(value, PROTOCOLS):
         return torch.Size(value.global_shape)  # type: ignore[attr-defined]
     size: torch.Size = value.size()
@@ -50,7 +51,7 @@ def size_of(value: Any) -> torch.Size:
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns the attributes of a tensor, not of its class, that DCP reads.
+    """Returns the attributes of a tensor itself, not of its class, that DCP reads.
 
     If DCP calls methods of the tensor, these may read any attribute, so all of them are returned. A
     wrapper subclass copies its attributes itself.
@@ -66,6 +67,6 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies the attributes that DCP reads. Methods of ``source`` become those of ``target``."""
+    """Copies the attributes that DCP reads. Methods of ``source`` are bound to ``target``."""
     if attributes := attributes_of(source):
         vars(target).update(deepcopy(attributes, {id(source): target}))

@@ -1,4 +1,4 @@
-"""The boxes of a tensor that a rank holds, where they are not those that DCP lists."""
+"""The boxes of a tensor on a rank, if they differ from those that DCP lists."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ __all__ = [
     "boxes_of",
     "in_boxes",
     "load_plan_in_boxes",
+    "local_part",
     "lookup_box",
     "replica_of",
     "save_plan_in_boxes",
@@ -37,11 +38,12 @@ __all__ = [
 
 
 def boxes_of(tensor: DTensor, fqn: str) -> list[ShardBox]:
-    """Returns the boxes that make up the local tensor of a DTensor, none off its mesh.
+    """Returns the boxes that form the local tensor of a DTensor; none outside its mesh.
 
-    DCP lists one box: the first element and the sizes. A strided shard may be several, and under
-    ``fully_shard`` over tensor parallelism of uneven sizes it may be another one. Raises
-    UnsupportedError if the local tensor is not of the sizes that the placements imply.
+    DCP lists one box, by the first element and the sizes. But a strided shard may consist of
+    several boxes, and under ``fully_shard`` over tensor parallelism with uneven sizes, the box may
+    be another one. Raises UnsupportedError if the sizes of the local tensor differ from those
+    implied by the placements.
     """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -63,18 +65,17 @@ def boxes_of(tensor: DTensor, fqn: str) -> list[ShardBox]:
 
 
 def replica_of(value: Any, known: dict[Any, int]) -> int:
-    """Returns the lowest rank of the replica of a tensor that this rank has a part of.
+    """Returns the lowest rank of the replica of a tensor to which this rank's part belongs.
 
-    The ranks of a replica are those of a mesh with the same coordinates in all dimensions that
-    replicate. The result is ``NO_REPLICA`` if nothing is known of them, or if the order of the
-    ranks that have a box is that of the replicas, as in nearly all programs. ``known`` has the
-    results of this save so far.
+    The ranks of a replica are the ranks of a mesh with the same coordinates in all replicated
+    dimensions. Returns ``NO_REPLICA`` if they are unknown, or if the ranks with a box are in the
+    order of the replicas, as in nearly all programs. ``known`` caches the results of this save.
     """
     if isinstance(value, DTensor):
         mesh = value.device_mesh
         lowest = known.get(id(mesh))
         if lowest is None:
-            # The mesh may be a row of another one, whose other rows have the other replicas.
+            # The mesh may be a row of a larger one, whose other rows have the other replicas.
             ranks = mesh._get_root_mesh().mesh.flatten().tolist()
             lowest = known[id(mesh)] = _lowest_unless_in_order(ranks)
         if lowest == NO_REPLICA:
@@ -91,10 +92,10 @@ def replica_of(value: Any, known: dict[Any, int]) -> int:
 
 
 def _lowest_unless_in_order(ranks: list[int]) -> int:
-    """Returns the lowest rank; ``NO_REPLICA`` if the order of the ranks numbers the replicas.
+    """Returns the lowest rank; ``NO_REPLICA`` if the ranks are in the order of the replicas.
 
-    It does if the ranks are consecutive, and the first one is a multiple of their number. All ranks
-    are then divided into blocks of this length, and each replica is in one block.
+    They are if the ranks are consecutive, and the first one is a multiple of their number: then all
+    ranks are divided into blocks of this length, and each replica is in one block.
     """
     first, count = ranks[0], len(ranks)
     is_in_order = first % count == 0 and ranks == list(range(first, first + count))
@@ -124,14 +125,14 @@ def in_boxes(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     if not boxes or boxes == [_dcp_box(tensor)]:
         return tensor
     local = tensor._local_tensor.detach()
-    parts = [(box.offsets, _part(local, box)) for box in boxes]
+    parts = [(box.offsets, local_part(local, box)) for box in boxes]
     shards = LocalShards(tensor.shape, parts, local)
     shards.replica = replica_of(tensor, {})
     return shards.requires_grad_(tensor.requires_grad)
 
 
 def _without_empty(tensor: ShardedTensor) -> torch.Tensor:
-    """Returns the shards that have elements. An empty one may have the offsets of another one."""
+    """Returns the non-empty shards. An empty shard may have the offsets of another one."""
     shards = tensor.local_shards()
     if len(shards) < 2 or all(math.prod(shard.metadata.shard_sizes) for shard in shards):
         return tensor
@@ -142,12 +143,12 @@ def _without_empty(tensor: ShardedTensor) -> torch.Tensor:
 
 
 def with_boxes(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns a flat state dict in which DCP lists all tensors by the boxes of this rank."""
+    """Returns a flat state dict for which DCP lists all tensors by the boxes of this rank."""
     return {**state_dict, **dict(_others_than_dcps(state_dict))}
 
 
 def lookup_box(planner: Any, index: MetadataIndex) -> Any:
-    """Returns an object or a box of a tensor. A planner's method in place of DCP's."""
+    """Returns an object or a box of a tensor. Replaces a method of DCP's planner."""
     state_dict, value = planner.state_dict, planner.state_dict.get(index.fqn)
     if isinstance(value, DTensor | ShardedTensor):
         state_dict = {index.fqn: in_boxes(value, index.fqn)}
@@ -155,9 +156,9 @@ def lookup_box(planner: Any, index: MetadataIndex) -> Any:
 
 
 def save_plan_in_boxes(plan: SavePlan, planner: object) -> SavePlan:
-    """Returns the plan of a stock planner with the boxes of this rank in place of DCP's.
+    """Returns the plan of a stock planner, with the boxes of this rank instead of DCP's.
 
-    The planner then resolves the items of this plan. Plans of other planners are not changed.
+    The planner will resolve the items of this plan. Plans of other planners are not changed.
     """
     if not isinstance(planner, DefaultSavePlanner):
         return plan
@@ -188,14 +189,14 @@ def load_plan_in_boxes(plan: LoadPlan, planner: object) -> LoadPlan:
 def _put_boxes(planner: Any, fqns: Container[str] | None) -> dict[str, LocalShards]:
     """Puts the boxes of this rank into a planner's flat state dict, and returns them.
 
-    ``fqns`` are those of the values that the planner has planned, ``None`` if that is unknown.
+    ``fqns`` are the FQNs of the values that the planner has planned; ``None`` if unknown.
     """
     found = {
         fqn: shards
         for fqn, shards in _others_than_dcps(planner.state_dict)
         if fqns is None or fqn in fqns
     }
-    if found:  # The state dict itself may be that of the program.
+    if found:  # The state dict itself may belong to the program.
         planner.state_dict = {**planner.state_dict, **found}
     return found
 
@@ -228,7 +229,8 @@ def _dcp_box(tensor: DTensor) -> ShardBox:
     return ShardBox(tuple(offsets), tuple(sizes), (0,) * len(sizes))
 
 
-def _part(local: torch.Tensor, box: ShardBox) -> torch.Tensor:
+def local_part(local: torch.Tensor, box: ShardBox) -> torch.Tensor:
+    """Returns the elements of a box within the local tensor."""
     if not local.numel():
         return local.new_empty(box.sizes)
     for dim, (first, size) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):

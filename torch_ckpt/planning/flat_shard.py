@@ -1,4 +1,4 @@
-"""FlatShard: a range of a tensor's elements in row-major order, as flattened shardings have it."""
+"""FlatShard: a range of a tensor's elements in row-major order, for flattened shardings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FlatShard(LocalShards):
     A ``FlatShard`` has the shape of the whole tensor, but only the values in ``local``. Torch
     functions raise an error, except ``size``, ``dtype`` and the like.
 
-    The method is that of ByteCheckpoint (https://arxiv.org/abs/2407.20143), section 3.2.
+    The method is from ByteCheckpoint (https://arxiv.org/abs/2407.20143), section 3.2.
 
     Args:
         local: The elements of this rank: 1-D, contiguous, on any device; may be empty. A load
@@ -56,7 +56,7 @@ class FlatShard(LocalShards):
     _values_in = "local"
 
     def __new__(cls, local: torch.Tensor, fqn: str, shape: Sequence[int], start: int) -> FlatShard:
-        """Creates a tensor without memory of its own."""
+        """Creates a tensor that allocates no memory."""
         if local.dim() != 1 or not local.is_contiguous():
             raise ValueError(
                 f"cannot use a tensor of sizes {tuple(local.size())} and strides {local.stride()} "

@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GlobalPlanEntry:
-    """A global plan, as the coordinator caches it, and the items of the ranks by digest.
+    """A global plan in the coordinator's cache, and the items of the ranks by digest.
 
     ``paths`` are the distinct ``planner_data`` of the ranks, encoded. ``generation`` identifies the
     plan: 16 random bytes.
@@ -59,10 +59,10 @@ class GlobalPlanEntry:
 class PlannedItems(Sequence[WriteItem]):
     """``SavePlan.items`` of one rank.
 
-    A rank sends its items to the coordinator in the engine's encoding, or sends a token in place of
-    them. The coordinator returns an assignment: the numbers of the items that the rank writes,
-    ``None`` for all. Without the encoded items, the individual items are not accessible:
-    ``encoded`` is ``None`` if only the rank itself has them.
+    A rank sends its items to the coordinator in the engine's encoding, or sends a token instead.
+    The coordinator returns an assignment: the numbers of the items that the rank writes, ``None``
+    for all. If only the rank itself has the encoded items, ``encoded`` is ``None``, and individual
+    items are not accessible.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class ColumnItems(PlannedItems):
         encoded: The items, encoded.
         paths: The paths of their values in the nested state dict, encoded.
         digest: Digest of all inputs of the plan: 16 bytes.
-        token: The rank's token from an earlier save of the same list; ``None`` if there is none.
+        token: The rank's token from an earlier save of the same list; ``None`` without one.
         values: Digest of the values of each item; ``None`` if they are not compared, or if
-            ``combined_values`` has them.
-        combined_values: With a token, the values of replicas: see
+            ``combined_values`` contains them.
+        combined_values: With a token, the digests of replicas: see
             :func:`~torch_ckpt.planning.replica_check.combined`.
 
     Attributes:
@@ -239,7 +239,7 @@ class PlannedMetadata(LazyMapping[str, TensorStorageMetadata | BytesStorageMetad
 class PlannedPaths(LazyMapping[str, tuple[str | int, ...]]):
     """``planner_data`` of one or several ranks: the paths of values in the nested state dict.
 
-    They are encoded by :func:`_native.encode_paths`. The first one with an FQN has priority.
+    They are encoded by :func:`_native.encode_paths`. The first path of an FQN has priority.
     """
 
     def __init__(self, encoded: Sequence[bytes]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -24,12 +24,12 @@ from torch_ckpt.planning.columns import has_sharded_tensors, overrides, table_of
 from torch_ckpt.planning.cover import check_reads, naming_checkpoint
 from torch_ckpt.planning.differences import with_differences
 from torch_ckpt.planning.dtensor_boxes import lookup_box, with_boxes
+from torch_ckpt.planning.load_report import LoadReport
 from torch_ckpt.planning.loaded_objects import store_object, store_value
 from torch_ckpt.planning.rank_state import find_rank_states
 from torch_ckpt.planning.targets import allocated, check_targets
 from torch_ckpt.planning.ties import has_no_elements, tied_names
-from torch_ckpt.planning.unrestored import RequestedNames, Unrestored, scope_of
-from torch_ckpt.planning.unscaled import unscaled_names, unscaled_warning
+from torch_ckpt.planning.unrestored import LeftNames, RequestedNames, Unrestored, scope_of
 
 __all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "commits_in_turn", "keeps_reads"]
 
@@ -37,8 +37,9 @@ __all__ = ["FastLoadPlanner", "LocalReads", "PlannedReads", "commits_in_turn", "
 class PlannedReads(Sequence[ReadItem]):
     """``LoadPlan.items`` of one rank, as native columns. Pickles as a list of DCP's items."""
 
-    def __init__(self, reads: _native.Reads, sources: list[Any]) -> None:
+    def __init__(self, reads: _native.Reads, sources: list[Any], table: _native.ItemTable) -> None:
         self.reads = reads
+        self.table = table
         self.sources = sources
         """The destination of each item that the rank listed; ``None`` if only DCP resolves it."""
 
@@ -89,6 +90,8 @@ class CheckedPlan(LoadPlan):
     """
 
     requested: RequestedNames | None = None
+    left: LeftNames | None = None
+    """What the coordinator sends back."""
 
 
 def _to_read_item(described: tuple[Any, ...]) -> ReadItem:
@@ -116,7 +119,7 @@ _LOG = logging.getLogger("torch_ckpt")
 
 
 def _unnamed(plans: Sequence[LoadPlan]) -> str:
-    """Returns the message for plans without the names that a strict load compares."""
+    """Returns the message for plans that lack the names that a strict load compares."""
     rank = next(n for n, plan in enumerate(plans) if getattr(plan, "requested", None) is None)
     return (
         f"cannot load strictly: the {type(plans[rank]).__name__} of rank {rank} does not have the "
@@ -129,7 +132,7 @@ _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan")
 
 
 def keeps_reads(planner: object) -> bool:
-    """Returns whether a planner leaves the reads of each rank as that rank planned them."""
+    """Returns whether a planner does not change the reads that each rank planned."""
     for kind in (FastLoadPlanner, DefaultLoadPlanner):
         if isinstance(planner, kind):
             return not overrides(planner, kind, ("create_global_plan", "finish_plan"))
@@ -137,7 +140,7 @@ def keeps_reads(planner: object) -> bool:
 
 
 def commits_in_turn(planner: object) -> bool:
-    """Returns whether a planner may have state between the resolve and the commit of a tensor."""
+    """Returns whether a planner may have state between resolving and committing a tensor."""
     kind = FastLoadPlanner if isinstance(planner, FastLoadPlanner) else DefaultLoadPlanner
     resolves = ("resolve_tensor", "lookup_tensor", "transform_tensor")
     return overrides(planner, kind, ("commit_tensor",)) and overrides(planner, kind, resolves)
@@ -146,10 +149,10 @@ def commits_in_turn(planner: object) -> bool:
 class FastLoadPlanner(DefaultLoadPlanner):
     """Makes the same plans as DCP's ``DefaultLoadPlanner``, many times faster.
 
-    If the checkpoint has an index, the engine looks up the requested tensors in it. Time and memory
+    If the checkpoint has an index, the engine finds the requested tensors in it. Time and memory
     then depend on the rank's state dict, and not on the size of the checkpoint. Without an index,
-    or if the state dict does not match the checkpoint, ``DefaultLoadPlanner`` plans instead. Where
-    its errors name only the first difference, these list all, with similar names.
+    or if the state dict does not match the checkpoint, ``DefaultLoadPlanner`` plans instead. If its
+    error names only the first difference, the raised error lists all, with similar names.
 
     Before anything is loaded, the coordinator logs a warning (logger ``torch_ckpt``) that lists the
     names of the checkpoint that no rank requests and, in a partial load, the requested names that
@@ -169,10 +172,10 @@ class FastLoadPlanner(DefaultLoadPlanner):
             false, they are an error.
         strict: What to do about the names that the warning lists: raise an error that lists them
             (``True``), log the warning (``None``), or nothing (``False``). With ``True``, names in
-            the files of other programs count too.
+            the files of other programs count too. After a load, :attr:`report` lists them.
 
     Raises:
-        MismatchError: ``strict`` is ``True``, and there are such names. Raised by a load, in the
+        MismatchError: ``strict`` is ``True``, and such names exist. Raised by a load, in the
             ``CheckpointException`` of every rank.
         ValueError: Tensors of the state dict cannot be written to, because they are expanded, are
             mapped read-only, or have no memory. The message names them. Raised in the same way.
@@ -184,8 +187,17 @@ class FastLoadPlanner(DefaultLoadPlanner):
     """
 
     is_whole = False
-    """Whether keys at the top that the state dict lacks are differences as well, as in a run."""
+    """Whether missing top-level keys of the state dict count as differences, as in a run."""
 
+    report: LoadReport | None = None
+    """What the last load did, once it has succeeded. ``None`` before, if :class:`FastReader` does
+    not read, or if a subclass or the planner of another rank makes plans without names."""
+
+    allocated: Mapping[str, Any] = {}
+    """The tensors with memory that replace those on the meta device, by name."""
+
+    _resized: Sequence[str] = ()  # Names of tensors that a subclass loads with another shape.
+    _left: LeftNames | None = None
     _reads: PlannedReads | None = None  # The reads of this rank.
     _rank_states: Sequence[str] = ()  # FQNs.
 
@@ -220,14 +232,15 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 if self.flatten_sharded_tensors and has_sharded_tensors(flat):
                     flat, paths = _tensor_view.flatten(_flatten_sharded_tensors(state_dict))
                 state_dict, self.mappings = flat, paths
-            # DCP's function for it also replaces values of types that it does not know by `None`.
-            for fqn, tensor in allocated(state_dict).items():
+            # DCP's function for this also replaces values of unknown types by `None`.
+            self.allocated = allocated(state_dict)
+            for fqn, tensor in self.allocated.items():
                 state_dict[fqn] = tensor
                 store_value(self.original_state_dict, self.mappings.get(fqn, (fqn,)), tensor)
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
-        self._reads = None
+        self._reads = self._left = self.report = None
 
     def create_local_plan(self) -> LoadPlan:
         """Returns the reads of this rank.
@@ -236,20 +249,23 @@ class FastLoadPlanner(DefaultLoadPlanner):
             RuntimeError: The checkpoint lacks names. The message lists all differences.
             ValueError: Tensors have other shapes in the checkpoint, or cannot be written.
         """
+        if self.allow_partial_load and self.metadata is not None:
+            self._drop_tied(self.metadata)  # A tied name is loaded under the stored one.
         plan = self._plan_or_differences()
         if self.metadata is None:
             return plan
         if self._reads is None or _tensor_view.write_faults(self._reads.sources):
             stored = self.metadata.state_dict_metadata
             check_targets(self.state_dict, [fqn for fqn in self.state_dict if fqn in stored])
-        names = RequestedNames(())
-        if self.strict is not False:
-            names = RequestedNames.of(
-                self.state_dict, self.metadata, is_partial=self.allow_partial_load
-            )
-        unscaled = unscaled_names(self.state_dict, self.metadata)
-        names = dataclasses.replace(names, unscaled=unscaled)
+        if self._reads is not None:
+            self.use_reads(self._reads)
+        names = RequestedNames.of(
+            self.state_dict, self.metadata, is_partial=self.allow_partial_load
+        )
         return CheckedPlan(plan.items, plan.storage_data, plan.planner_data, names)
+
+    def use_reads(self, planned: PlannedReads) -> None:
+        """Called with the reads of this rank if the engine plans, once targets are checked."""
 
     def _plan_or_differences(self) -> LoadPlan:
         try:
@@ -269,13 +285,13 @@ class FastLoadPlanner(DefaultLoadPlanner):
                 with gc_paused(), naming_checkpoint(self.metadata):
                     table, sources = table_of(self.state_dict, for_load=True)
                     reads = _native.Reads(index, table, self.allow_partial_load)
-                    planned = PlannedReads(reads, sources)
+                    planned = PlannedReads(reads, sources, table)
                     if overrides(self, FastLoadPlanner, _PLANNING):
                         return LoadPlan(list(planned))
                 self._reads = planned
                 return LoadPlan(cast(list[ReadItem], planned))
             except (ValueError, TypeError, AttributeError, MismatchError, NotFoundError):
-                pass  # DCP's planner raises the error, or supports what the engine does not.
+                pass  # DCP's planner raises the error, or supports more than the engine.
         state_dict = self.state_dict
         self.state_dict = with_boxes(state_dict)
         try:
@@ -283,19 +299,21 @@ class FastLoadPlanner(DefaultLoadPlanner):
             if self.metadata is not None:
                 check_reads(plan.items, self.state_dict, self.metadata)
             return plan
-        except BaseException:  # Ties of names are found in the tensors of the program.
+        except BaseException:  # Ties are detected in the tensors of the program.
             self.state_dict = state_dict
             raise
 
     lookup_tensor = lookup_box
 
     def _drop_tied(self, metadata: Metadata) -> bool:
-        """Drops names that the checkpoint lacks, and that share the tensor of a stored name.
+        """Drops names that the checkpoint lacks, if they share the tensor of a stored name.
 
         Returns whether a name was dropped.
         """
         stored = metadata.state_dict_metadata
         missing = {fqn for fqn in self.state_dict if fqn not in stored}
+        if not missing:
+            return False
         dropped = {fqn for fqn in missing if has_no_elements(self.state_dict[fqn])}
         for group in tied_names(self.state_dict):
             if not missing.issuperset(group):
@@ -304,14 +322,11 @@ class FastLoadPlanner(DefaultLoadPlanner):
         return bool(dropped)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Warns of what the load of all ranks leaves, or raises an error if it is strict.
-
-        It also warns of quantised tensors that the ranks load without their scales.
+        """Warns of values that the load of all ranks omits, or raises an error if it is strict.
 
         Raises:
-            MismatchError: The load is strict, and would leave something.
-            UnsupportedError: The load is strict, and the plan of a rank does not have the names
-                that it requests.
+            MismatchError: The load is strict, and would omit values.
+            UnsupportedError: The load is strict, and the plan of a rank lacks the requested names.
         """
         plans = super().create_global_plan(global_plan)
         checked = [plan for plan in plans if isinstance(plan, CheckedPlan)]
@@ -320,26 +335,49 @@ class FastLoadPlanner(DefaultLoadPlanner):
             if self.strict and self.metadata is not None:
                 raise UnsupportedError(_unnamed(plans))
             return plans
+        left = LeftNames.of(ranks)
+        if self.strict is not False:
+            self._warn_of(ranks, self.metadata)
+        return [dataclasses.replace(plan, requested=None, left=left) for plan in checked]
+
+    def _warn_of(self, ranks: Sequence[RequestedNames], metadata: Metadata) -> None:
+        """Warns of values that the load omits, or raises MismatchError if it is strict."""
         job_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         is_counted = scope_of(
             self.original_state_dict if self.flatten_state_dict else {},
-            self.metadata,
+            metadata,
             self._rank_states,
             # Ranks that do not load together may request the other names.
             strict=self.strict if self.is_whole or len(ranks) == job_size else bool(self.strict),
             is_whole=self.is_whole,
         )
-        left = Unrestored.of(ranks, self.metadata, is_counted)
-        lines = left.warnings()
+        unrestored = Unrestored.of(ranks, metadata, is_counted)
+        lines = unrestored.warnings()
         if self.strict and lines:
-            raise MismatchError(left.error())
-        if unscaled := dict.fromkeys(name for rank in ranks for name in rank.unscaled):
-            lines.append(unscaled_warning(list(unscaled), self.metadata))
+            raise MismatchError(unrestored.error())
         is_alone = len(ranks) == 1 < job_size and not self.is_whole
         if not (is_alone and dist.get_rank()):  # If each rank loads alone, the first one logs.
             for line in lines:
                 _LOG.warning("%s", line)
-        return [dataclasses.replace(plan, requested=None) for plan in checked]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Takes the names that all ranks leave from the coordinator's plan, for the report."""
+        self._left = new_plan.left if isinstance(new_plan, CheckedPlan) else None
+        return super().finish_plan(new_plan)
+
+    def end_load(self, converted: Collection[str]) -> None:
+        """Makes the report. Called by :class:`FastReader` after it has read all items.
+
+        ``converted`` contains the names of tensors that were stored in another dtype.
+        """
+        if self._left is None or self.metadata is None:
+            return
+        self.report = LoadReport(
+            tuple(self._left.missing),
+            self._left.unused_of(self.metadata),
+            tuple(fqn for fqn in self.state_dict if fqn in converted) if converted else (),
+            tuple(self._resized),
+        )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickles an object without restriction, and stores it under the state dict's own keys.

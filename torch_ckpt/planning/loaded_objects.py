@@ -1,7 +1,8 @@
 """Stores loaded objects in a nested state dict, under the state dict's own keys.
 
-FQNs, and the paths in DCP's metadata, have all keys as text. DCP stores an object under these
-texts. A state dict with other keys, such as the integers of an optimizer, then has both.
+In FQNs, and in the paths in DCP's metadata, all keys are text. DCP stores a loaded object under
+these texts. A state dict with other keys, such as the integers of an optimizer, would then have
+both.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ __all__ = ["own_keys", "store_object", "store_value"]
 def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
     """Stores a loaded object where ``DefaultLoadPlanner`` does, but under the existing keys.
 
-    If a ``Stateful`` is there, it is restored from the pickled one instead. Raises ValueError if a
-    mapping of the state dict cannot be changed.
+    If the present value is a ``Stateful``, it is restored from the pickled one instead. Raises
+    ValueError if a mapping of the state dict cannot be changed.
     """
     with naming("load", fqn):
         if restore_pickled(planner.state_dict.get(fqn), value):
@@ -31,7 +32,7 @@ def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
     if planner.flatten_state_dict:
         path = planner.mappings[fqn]
     else:
-        planner.state_dict[fqn] = value  # A copy of the original, if it flattens sharded tensors.
+        planner.state_dict[fqn] = value  # A copy if it flattens sharded tensors.
     try:
         store_value(planner.original_state_dict, path, value)
     except TypeError as error:
@@ -42,7 +43,7 @@ def store_object(planner: DefaultLoadPlanner, fqn: str, value: object) -> None:
 
 
 def store_value(state_dict: dict[str, Any], path: Sequence[str | int], value: object) -> None:
-    """Stores a value at a path of DCP's metadata, under the state dict's own keys if it has them.
+    """Stores a value at a path of DCP's metadata, under the state dict's own keys if they exist.
 
     Raises TypeError if the container of the value cannot be changed.
     """
@@ -57,7 +58,7 @@ def store_value(state_dict: dict[str, Any], path: Sequence[str | int], value: ob
 
 
 def own_keys(state_dict: object, path: Sequence[str | int]) -> tuple[Any, ...] | None:
-    """Returns the keys of a nested value; ``None`` if there is no such value.
+    """Returns the keys of a nested value; ``None`` if it does not exist.
 
     The path is as in DCP's metadata: keys of mappings as text, positions in lists.
 
@@ -85,5 +86,5 @@ def _keys_like(container: object, word: str | int) -> Iterator[Any]:
     if word in container:
         yield word
     if word.removeprefix("-").isdecimal() and int(word) in container:
-        yield int(word)  # Without a search: an optimizer has an integer for each parameter.
+        yield int(word)  # No search: an optimizer has an integer for each parameter.
     yield from (key for key in list(container) if type(key) is not str and str(key) == word)

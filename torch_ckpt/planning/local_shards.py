@@ -1,4 +1,4 @@
-"""LocalShards: the boxes of a tensor that a rank holds, as a value of a state dict."""
+"""LocalShards: the boxes of a tensor on a rank, as a value of a state dict."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 __all__ = ["NO_REPLICA", "LocalShards"]
 
 NO_REPLICA = -1
-"""Of a tensor whose replica has no number; see :func:`~torch_ckpt.planning.replica_of`."""
+"""Stands for a replica without a number; see :func:`~torch_ckpt.planning.replica_of`."""
 
 
 class LocalShards(torch.Tensor):
-    """The boxes of a tensor that this rank holds.
+    """The boxes of a tensor on this rank.
 
-    For frameworks with shardings of their own. Put it into the state dict of each rank, and save or
-    load it with any DCP planner, writer and reader. It has the shape of the whole tensor, but only
-    the values of its boxes: the offsets of each, and the tensor in it, of one dtype. Torch
-    functions other than ``size``, ``dtype`` and the like raise an error. ``like`` has the dtype and
-    device of the whole tensor, if there are no boxes. The tensors of ``boxes`` are those of the
-    caller, detached. DCP receives no empty boxes, because it finds a box by its offsets alone.
+    For frameworks with custom shardings. Put it into the state dict of each rank, and save or load
+    it with any DCP planner, writer and reader. It has the shape of the whole tensor, but contains
+    only the values of its boxes. ``boxes`` lists the offsets and the tensor of each box; all
+    tensors have one dtype, are detached, and share the memory of the caller's tensors. Torch
+    functions other than ``size``, ``dtype`` and the like raise an error. Without boxes, ``like``
+    gives the dtype and device of the whole tensor. Empty boxes are not passed to DCP, because it
+    identifies a box by its offsets alone.
     """
 
     boxes: list[tuple[torch.Size, torch.Tensor]]
@@ -40,7 +41,7 @@ class LocalShards(torch.Tensor):
         boxes: Sequence[tuple[Sequence[int], torch.Tensor]],
         like: torch.Tensor | None = None,
     ) -> LocalShards:
-        """Creates a tensor without memory of its own."""
+        """Creates a tensor that allocates no memory."""
         first = boxes[0][1] if like is None else like
         whole: LocalShards = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=first.dtype, device=first.device
@@ -118,9 +119,9 @@ class LocalShards(torch.Tensor):
         raise ValueError(f"{self!r} has no box at {index.offset}")
 
     def _listed(self) -> list[tuple[torch.Size, torch.Tensor]]:
-        """Returns the boxes with elements, and one box of a tensor that has none anywhere.
+        """Returns the non-empty boxes, or one box of a tensor without elements.
 
-        Other empty boxes are left out: DCP's planner identifies a box by its offsets alone.
+        Omits other empty boxes: DCP's planner identifies a box by its offsets alone.
         """
         found = [box for box in self.boxes if box[1].numel()]
         return found or ([] if self.numel() else self.boxes[:1])

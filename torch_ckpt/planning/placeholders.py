@@ -1,7 +1,8 @@
 """Detects the empty placeholders of parameters that DeepSpeed's ZeRO-3 has partitioned.
 
-ZeRO-3 partitions the elements of a parameter among the ranks, and leaves ``torch.empty(0)`` on
-each. Without this check, a save of the module's state dict would succeed, and contain no weights.
+ZeRO-3 partitions the elements of a parameter among the ranks, and replaces the parameter by
+``torch.empty(0)`` on each. Without this check, a save of the module's state dict would succeed, and
+contain no weights.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _LOG = logging.getLogger("torch_ckpt")
 def check_placeholders(state_dict: Mapping[str, Any]) -> None:
     """Refuses placeholders, and warns of empty tensors that may be placeholders.
 
-    An attribute of a placeholder has the sizes of its parameter. ``Module.state_dict`` drops the
-    attribute, and leaves a floating-point tensor of sizes ``[0]``. A model may also have such
+    An attribute of a placeholder states the sizes of its parameter. ``Module.state_dict`` drops the
+    attribute, so that a floating-point tensor of sizes ``[0]`` remains. A model may also have such
     tensors for other reasons, so the first rank only warns, once for the same names.
 
     Raises:

@@ -1,14 +1,14 @@
 """A cache of the plans of earlier saves, for saves of the same tensors.
 
-If a rank lists the same items as in an earlier save, it sends 36 bytes instead of the list. These
-are a digest of the list, and a token of the earlier plan. The coordinator stores the lists of the
-ranks by digest, together with the global plans. So one save can combine ranks that send a list and
-ranks that send a digest. If the coordinator has a global plan of exactly these lists, it assigns no
-new work to a rank whose token names this plan. Every other rank receives an assignment.
+If a rank lists the same items as in an earlier save, it sends 36 bytes instead of the list: a
+digest of the list, and a token of the earlier plan. The coordinator stores the lists of the ranks
+by digest, together with the global plans. So one save can combine ranks that send a list with ranks
+that send a digest. If the coordinator has a global plan of exactly these lists, a rank whose token
+names this plan reuses its work. Every other rank receives an assignment.
 
 A plan divides tensors whose replicas were equal. With its token, a rank therefore sends a digest of
-their present values, combined for each set of replicas: 12 bytes for each set. If they differ, all
-ranks replan. The new plan stores the tensors that differ whole, also when they are equal again.
+their present values: 12 bytes for each set of replicas. If the digests differ, all ranks replan.
+The new plan does not divide the tensors that differ, even when they become equal again.
 
 A lookup removes the rank's entry from the cache, and a successful plan adds it again. So an invalid
 entry can fail at most one save.
@@ -39,7 +39,7 @@ __all__ = [
     "token_of",
 ]
 
-_MAX_PLANS = 8  # Different saves; a training run has few.
+_MAX_PLANS = 8  # Different saves, of which a training run has few.
 _MAX_BOXES = 32 << 20  # About 2 GiB of global plans. The newest plan may exceed the limit.
 
 _V = TypeVar("_V")
@@ -124,7 +124,7 @@ class PlanCache:
             return self._of_rank.pop(digest)
 
     def peek(self, digest: bytes) -> RankPlanEntry | None:
-        """Returns this rank's entry of a list, which stays; ``None`` if there is none."""
+        """Returns this rank's entry for the digest of a list, without removing it, or ``None``."""
         with self._lock:
             return self._of_rank.find(digest)
 
@@ -134,7 +134,7 @@ class PlanCache:
             self._of_rank.add(digest, entry)
 
     def listed(self, digest: bytes) -> ColumnItems | None:
-        """Returns the item list with this digest, of any rank; ``None`` if there is none."""
+        """Returns the item list of any rank with this digest, or ``None``."""
         with self._lock:
             entries = self._global.newest_first()
         return next((entry.listed[digest] for entry in entries if digest in entry.listed), None)
@@ -163,7 +163,7 @@ class PlanCache:
 def new_entry(plan: _native.GlobalPlan, listed: Sequence[ColumnItems]) -> GlobalPlanEntry:
     """Returns the cache entry of a plan of the items of all ranks, with a new identifier."""
     paths = list(dict.fromkeys(items.paths for items in listed if items.paths is not None))
-    # Without the digests of values, which are those of one save.
+    # Without the digests of values, which are valid for one save only.
     lists = {
         items.digest: ColumnItems(items.encoded, items.paths, items.digest) for items in listed
     }
@@ -171,7 +171,7 @@ def new_entry(plan: _native.GlobalPlan, listed: Sequence[ColumnItems]) -> Global
 
 
 def token_of(entry: GlobalPlanEntry, rank: int) -> bytes:
-    """Returns the token of a rank's work: 20 bytes, of which the first 16 identify the plan."""
+    """Returns the token of a rank's work: 20 bytes. The first 16 identify the plan."""
     return entry.generation + rank.to_bytes(4, "little")
 
 

@@ -54,8 +54,8 @@ class RankState:
       because they call ``state_dict()`` only there. :func:`torch_ckpt.save`,
       :func:`torch_ckpt.load`, :class:`Run` and :func:`installed` also find it in dicts and lists.
       A ``RankState`` in a tuple or another object is an error. A ``Stateful`` that contains a
-      ``RankState`` must return the ``state_dict()`` of the ``RankState`` as part of its own, and
-      pass the loaded value to its ``load_state_dict()``.
+      ``RankState`` must include the ``state_dict()`` of the ``RankState`` in its state dict, and
+      pass the loaded value to the ``load_state_dict()`` of the ``RankState``.
     - Use planners that flatten state dicts, as all do by default. DCP's own planners report no
       error if they do not flatten.
     - To load on another number of ranks, use :class:`FastLoadPlanner`, as
@@ -136,8 +136,8 @@ class RankState:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state, by its key.
 
-        In a load, it does not call the getter, which may have side effects, such as that of a data
-        loader. The planner replaces the keys by those of the stored states to load.
+        In a load, does not call the getter, because getters, such as that of a data loader, may
+        have side effects. The planner replaces the keys by the keys of the stored states to load.
         """
         rank, world_size = self._rank_and_world_size()
         resize = "merge" if callable(self.on_resize) else self.on_resize
@@ -146,7 +146,7 @@ class RankState:
         return _Entries({_key(rank, world_size): self._current}, rank, world_size, resize)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets the loaded state of this rank, after ``on_resize`` where necessary.
+        """Sets the loaded state of this rank, after applying ``on_resize`` if necessary.
 
         Args:
             state_dict: The loaded result of ``state_dict``, or the stored states of all ranks.
@@ -193,7 +193,7 @@ class RankState:
         )
 
     def __create_write_items__(self, fqn: str, _: object) -> Any:
-        """Raises an error where DCP would save the ``RankState`` itself as an object."""
+        """Raises an error if DCP would save the ``RankState`` itself as an object."""
         raise ValueError(
             f"{fqn!r} is a RankState below the top level of the state dict, where DCP does not "
             "call its state_dict(): move it to the top level, or return its state_dict() from the "
@@ -204,7 +204,7 @@ class RankState:
 class _Entries(StateOfRank):
     """The entries of a ``RankState`` that a rank saves or loads: 1-tuples by key.
 
-    ``fqn`` is that of the ``RankState``. It is empty unless a planner of this package loads it.
+    ``fqn`` is the FQN of the ``RankState``; empty unless a planner of this package loads it.
     """
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int, resize: str) -> None:
@@ -222,7 +222,7 @@ class _Entries(StateOfRank):
         if f"{fqn}.{own}" not in stored:
             prefix = f"{fqn}."
             found = [name[len(prefix) :] for name in stored if name.startswith(prefix)]
-            # If there is none, the planner reports the missing key, unless the load is partial.
+            # If none matches, the planner reports the missing key, unless the load is partial.
             if any(_KEY.fullmatch(key) for key in found):
                 keys = _keys_to_load(repr(fqn), found, self.rank, self.world_size, self.resize)
         self.clear()
@@ -281,7 +281,7 @@ def find_rank_states(
 
     Changes the state dict that DCP passes to the planner, and returns the FQN of each
     ``RankState``. Raises MismatchError if the stored states cannot be loaded on this number of
-    ranks, and ValueError if there is a ``RankState`` and the planner does not flatten state dicts.
+    ranks, and ValueError if the state dict has a ``RankState`` and the planner does not flatten.
     """
     check_rank_states(state_dict, is_flattened=is_flattened)
     if metadata is None:
@@ -293,7 +293,7 @@ def find_rank_states(
 
 
 def check_rank_states(state_dict: dict[str, Any], *, is_flattened: bool) -> None:
-    """Refuses a ``RankState`` by a ValueError if the planner does not flatten state dicts.
+    """Raises ValueError for a ``RankState`` if the planner does not flatten state dicts.
 
     Such a planner would save it as one object, as if all ranks had the same state.
     """

@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 CheckReplicas = Literal["sample", "full", "off"]
-"""Whether ranks compare their replicas: by a sample of each tensor, by all bytes, or not at all."""
+"""How ranks compare their replicas: by a sample of each tensor, by all bytes, or not at all."""
 
 Difference = tuple[str, list[tuple[int, int]], int]
 """FQN of a tensor, a few pairs of ranks with different values of a box, number of all such pairs.
 
-The first rank of a pair is the lowest one that has the box."""
+The first rank of a pair is the lowest rank with the box."""
 
 EqualReplicas = tuple[int, int, int]
 """Number of a set of ranks with the same replicas; first item and number of items of one rank."""
@@ -51,7 +51,7 @@ _LOG = logging.getLogger("torch_ckpt")
 
 
 def as_mode(value: str) -> CheckReplicas:
-    """Returns the option. Raises ValueError if it is none."""
+    """Returns the option. Raises ValueError if it is invalid."""
     for mode in get_args(CheckReplicas):
         if value == mode:
             return mode  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ def numbers_of(equal: Iterable[EqualReplicas]) -> list[int]:
 
 
 def combined(digests: bytes, equal: Iterable[EqualReplicas]) -> bytes:
-    """Returns the digests of a rank, combined for each replica set. See :func:`agree`.
+    """Returns the digests of a rank, one for each replica set. See :func:`agree`.
 
     ``equal`` are the items whose replicas were equal when the plan was made.
     """
@@ -72,7 +72,7 @@ def combined(digests: bytes, equal: Iterable[EqualReplicas]) -> bytes:
     sets: dict[int, list[bytes]] = {}
     for number, first, count in equal:
         run = values[first : first + count]
-        # An unknown value equals no other.
+        # Unknown values differ from all others.
         sets.setdefault(number, []).append(os.urandom(8) if 0 in run else run.tobytes())
     return b"".join(
         _SET.pack(number, hashlib.blake2b(b"".join(runs), digest_size=DIGEST_NBYTES).digest())
@@ -81,9 +81,9 @@ def combined(digests: bytes, equal: Iterable[EqualReplicas]) -> bytes:
 
 
 def agree(answers: Iterable[bytes]) -> bool:
-    """Returns whether all ranks of each replica set have combined equal values.
+    """Returns whether all ranks of each replica set have equal digests.
 
-    The answers are the results of :func:`combined` of all ranks, for the same plan.
+    ``answers`` are the results of :func:`combined` on all ranks, for the same plan.
     """
     found: dict[int, bytes] = {}
     return all(
@@ -94,7 +94,7 @@ def agree(answers: Iterable[bytes]) -> bool:
 
 
 def warn_of(differences: Sequence[Difference]) -> None:
-    """Warns of tensors whose replicas have different values, once of the same set of FQNs."""
+    """Warns of tensors whose replicas have different values, once for each set of FQNs."""
     fqns = frozenset(fqn for fqn, *_ in differences)
     if not fqns or fqns in PROCESS.warned_replicas:
         return

@@ -51,6 +51,7 @@ __all__ = [
     "PlanChanges",
     "RankItems",
     "check_dtype",
+    "check_dtype_for_dcp",
     "check_shard",
     "cut_item",
     "item_nbytes",
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 OBJECT_NBYTES = 2048
-"""Assumed size of an object before it is pickled: that of a number or short text in torch.save."""
+"""Assumed size of an unpickled object: the size of a number or short text in torch.save."""
 _WORKAROUND = "FastWriter(share_replicas=False) uses the planner's own assignment"
 
 
@@ -72,8 +73,8 @@ _WORKAROUND = "FastWriter(share_replicas=False) uses the planner's own assignmen
 class CutItem(WriteItem):
     """Some rows of a replicated tensor. Other ranks write the other rows.
 
-    ``first_row`` is the index of the first one within ``whole``, the planner's item. ``is_listed``
-    says that the metadata already lists these rows, rather than ``whole``.
+    ``first_row`` is the index of the first row within ``whole``, the planner's item. ``is_listed``:
+    whether the metadata already lists these rows instead of ``whole``.
     """
 
     whole: WriteItem | None = None
@@ -105,8 +106,8 @@ class RankItems:
     """All items of a rank, as the rank sends them to the coordinator.
 
     They are stored as plain values in DCP's ``SavePlan.storage_data``, because a planner may cache
-    and pickle the plans. ``digests`` has the digest of the values of each item; ``None`` if they
-    are not compared.
+    and pickle the plans. ``digests`` contains the digest of the values of each item; ``None``
+    if they are not compared.
     """
 
     rank: int
@@ -123,7 +124,7 @@ class RankItems:
 
     @staticmethod
     def beside(plan: SavePlan) -> RankItems | None:
-        """Returns the items in a plan's ``storage_data``; ``None`` if there are none."""
+        """Returns the items in a plan's ``storage_data``, or ``None``."""
         values = getattr(plan.storage_data, _ITEMS_ATTRIBUTE, None)
         return None if values is None else RankItems(*values)
 
@@ -135,8 +136,8 @@ _ITEMS_ATTRIBUTE = "torch_ckpt_items"
 class PlanChanges(_StoragePrefix):
     """The differences between a rank's plan of ``item_count`` items and the items that it writes.
 
-    ``dropped`` are positions of items that this rank does not write, or not with all rows. It
-    writes ``added`` in addition to the remaining ones.
+    ``dropped`` are positions of items that this rank does not write, or not completely. It writes
+    the remaining items and ``added``.
     """
 
     item_count: int
@@ -147,7 +148,7 @@ class PlanChanges(_StoragePrefix):
 def with_rank_items(
     plan: SavePlan, rank: int, planner: object, check_replicas: CheckReplicas
 ) -> SavePlan:
-    """Returns a plan of DCP's items with those of its rank for the coordinator, beside the plan."""
+    """Returns a plan of DCP's items, with all items of its rank attached for the coordinator."""
     if not (plan.usable and plan.storage_data is None and dist.is_initialized()):
         return plan
     with gc_paused():
@@ -164,9 +165,9 @@ def list_rank_items(
     planner: object = None,
     check_replicas: CheckReplicas = "off",
 ) -> RankItems | None:
-    """Lists the items of a rank and its planner, ``None`` if that is unknown.
+    """Lists the items of a rank. The planner is ``None`` if unknown.
 
-    The result is ``None`` if a table cannot represent one of the items.
+    Returns ``None`` if a table cannot represent one of the items.
     """
     table = _native.ItemTable()
     # Replicas that are not compared count as equal.
@@ -188,21 +189,20 @@ def list_rank_items(
 def _value_of(item: WriteItem, planner: object) -> torch.Tensor | None:
     """Returns the tensor of an item in the planner's state dict; ``None`` if it is unknown.
 
-    A planner may make another tensor from it when the item is written. Equal tensors make equal
-    ones.
+    A planner may transform it when the item is written. Equal tensors remain equal.
     """
     data = item.tensor_data
     if data is None or data.chunk is None or not isinstance(planner, DefaultSavePlanner):
         return None
     if type(planner).lookup_object not in (DefaultSavePlanner.lookup_object, lookup_box):
-        return None  # It may create the tensor, which takes long.
+        return None  # Resolving may create the tensor, which takes long.
     value = getattr(planner, "state_dict", {}).get(item.index.fqn)
     if type(value) is DTensor:
         value = value._local_tensor
     if not _tensor_view.is_plannable(value) or vars(value):  # DCP may store a part of it.
         try:
             value = planner.lookup_object(item.index)
-        except Exception:  # The write reports it.
+        except Exception:  # The write will report it.
             return None
     is_tensor = isinstance(value, torch.Tensor) and value.size() == data.chunk.sizes
     return value if is_tensor else None
@@ -225,7 +225,7 @@ def list_item(
 ) -> None:
     """Adds an item of a DCP planner to a table. Raises ValueError if it cannot represent the item.
 
-    ``is_opaque`` says that only torch can serialize the tensor, so that it must not be cut.
+    ``is_opaque``: whether only torch can serialize the tensor, so that it must not be cut.
     ``replica`` is the result of :func:`replica_of`.
     """
     data = item.tensor_data
@@ -272,10 +272,26 @@ def check_dtype(item: WriteItem) -> None:
         )
 
 
-def check_shard(item: WriteItem, tensor: torch.Tensor) -> None:
-    """Checks that a shard fills its box in the plan, so that the metadata describes it.
+def check_dtype_for_dcp(item: WriteItem) -> None:
+    """Refuses a tensor that DCP's planner cannot plan: it computes no size of ``torch.bits8``."""
+    check_dtype(item)
+    data = item.tensor_data
+    if data is None:
+        return
+    element_size: Any = torch._utils._element_size
+    try:
+        element_size(data.properties.dtype)
+    except TypeError:
+        raise UnsupportedError(
+            f"cannot save {item.index.fqn!r}: DCP's planner does not support "
+            f"{data.properties.dtype}; use FastSavePlanner, or save tensor.view(torch.uint8)"
+        ) from None
 
-    Raises UnsupportedError. Stock's writer stores such a shard without an error.
+
+def check_shard(item: WriteItem, tensor: torch.Tensor) -> None:
+    """Checks that a shard fills its box in the plan, so that the metadata is correct.
+
+    Otherwise raises UnsupportedError. Stock DCP's writer stores such a shard without an error.
     """
     planned = item.whole if isinstance(item, CutItem) and item.whole is not None else item
     data = planned.tensor_data
@@ -294,22 +310,22 @@ def _name(value: torch.dtype | torch.memory_format) -> str:
 
 
 def are_sent(plans: Sequence[SavePlan]) -> bool:
-    """Returns whether each rank writes by the plan that the coordinator returns.
+    """Returns whether each rank writes according to the plan that the coordinator returns.
 
-    With DCP's plan caching, a rank may write by a plan of an earlier save.
+    With DCP's plan caching, a rank may use a plan of an earlier save.
     """
     return all(plan.usable for plan in plans) and not SavePlanner._cached_global_plan
 
 
 def share_out(plans: list[SavePlan], *, compare: bool) -> list[SavePlan]:
-    """Reassigns the replicas in the plans of all ranks, so that all ranks write about as much.
+    """Reassigns the replicas in all plans, so that all ranks write about the same amount.
 
     Returns the plans with :class:`PlanChanges` as ``storage_data``. Only tensors that the ranks
-    listed are reassigned. Objects, and items that the planner changed, stay unchanged. So do all
-    plans if DCP's plan caching is in use, because a rank may then write by a cached plan that the
-    coordinator did not receive. With ``compare``, a tensor stays whole unless its replicas are
-    known to be equal. Warns of replicas whose values differ. Raises MismatchError if ranks disagree
-    on dtype or sizes.
+    listed are reassigned. Objects, and items that the planner changed, are not reassigned. If DCP's
+    plan caching is in use, no plan is changed, because a rank may then use a cached plan that the
+    coordinator did not receive. With ``compare``, a tensor is not cut unless its replicas are known
+    to be equal. Warns of replicas whose values differ. Raises MismatchError if ranks disagree on
+    dtype or sizes.
     """
     lists = [items for plan in plans if (items := RankItems.beside(plan)) is not None]
     if (

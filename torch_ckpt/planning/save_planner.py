@@ -73,7 +73,7 @@ class FastSavePlanner(DefaultSavePlanner):
 
     A subclass can override any method of ``DefaultSavePlanner``. If it overrides
     ``create_local_plan``, ``create_global_plan`` or ``finish_plan``, plans contain DCP's own items,
-    which it may change, and all ranks plan as ``DefaultSavePlanner`` does. They also do if the
+    which it may change, and all ranks plan like ``DefaultSavePlanner``. They also do so if the
     state of any rank contains a tensor that is not strided.
 
     Args:
@@ -149,8 +149,8 @@ class FastSavePlanner(DefaultSavePlanner):
         """Flattens the state dict.
 
         Raises:
-            ValueError: There is a :class:`RankState`, and the planner does not flatten state dicts.
-                Or a container contains itself.
+            ValueError: The state dict has a :class:`RankState`, and the planner does not flatten
+                state dicts. Or a container contains itself.
         """
         with gc_paused():
             with naming_cycle("save", state_dict):
@@ -229,10 +229,10 @@ class FastSavePlanner(DefaultSavePlanner):
     def _made_plan(
         self, listed: Sequence[ColumnItems], sent: Sequence[ColumnItems]
     ) -> _native.GlobalPlan:
-        """Returns a new plan of the lists of all ranks, and warns of replicas whose values differ.
+        """Returns a new plan for the lists of all ranks, and warns of replicas whose values differ.
 
-        The ranks have sent lists, or tokens in place of them. Raises PlanUnknownError if some sent
-        their values combined, for another plan.
+        Each rank has sent a list or a token. Raises PlanUnknownError if some ranks sent combined
+        digests of values for another plan.
         """
         values: list[bytes] = []
         if self._compares(sent):
@@ -343,8 +343,8 @@ class FastSavePlanner(DefaultSavePlanner):
     def sources(self, items: Sequence[int]) -> list[Any] | None:
         """Returns the source tensors of items, as :meth:`resolve_data` would return them.
 
-        The items are numbers in the order in which they were listed. The result is ``None`` if a
-        subclass overrides how items are resolved.
+        ``items`` are their numbers in the order of the list. Returns ``None`` if a subclass
+        overrides how items are resolved.
         """
         if overrides(self, FastSavePlanner, ("resolve_data", "lookup_object", "transform_object")):
             return None
@@ -358,7 +358,7 @@ class FastSavePlanner(DefaultSavePlanner):
     def _plan_in_columns(self) -> SavePlan:
         listed = self.list_items()
         if self.check_replicas != "off" and has_other_ranks():
-            # With a token, only replicas that were equal.
+            # With a token, compares only replicas that were equal.
             numbers = None if listed.token is None else numbers_of(listed.equal)
             listed.values = value_digests(self._sources, self.check_replicas, numbers)
         paths = None if listed.paths is None else PlannedPaths([listed.paths])
@@ -403,14 +403,14 @@ class NoColumnsError(Exception):
 
 
 def _values_of(listed: ColumnItems, sent: ColumnItems) -> bytes:
-    """Returns the digest of the values of each item that a rank listed, zeros if it sent none."""
+    """Returns the digest of the values of each item that a rank listed; zeros without digests."""
     return bytes(DIGEST_NBYTES * len(listed)) if sent.values is None else sent.values
 
 
 def _have_equal_values(
     listed: Sequence[ColumnItems], sent: Sequence[ColumnItems], entry: GlobalPlanEntry
 ) -> bool:
-    """Returns whether replicas that were equal when a plan was made have equal values now."""
+    """Returns whether replicas that were equal when a plan was made are still equal."""
     answers = []
     for rank, items in enumerate(sent):
         if items.combined_values is None:
@@ -419,7 +419,7 @@ def _have_equal_values(
         elif items.token == token_of(entry, rank):
             answers.append(items.combined_values)
         else:
-            return False  # They are combined as in another plan.
+            return False  # The digests are combined for another plan.
     return agree(answers)
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a load writes to: which have no memory yet, and which cannot be written."""
+"""The target tensors of a load: allocates missing memory, and detects unwritable tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MOST = 20
 
 
 def check_targets(state_dict: dict[str, Any], fqns: Iterable[str]) -> None:
-    """Checks that the memory of tensors of a flat state dict can be written.
+    """Checks that the memory of the tensors in a flat state dict is writable.
 
-    Raises a ValueError that names those that cannot, and what to pass.
+    Otherwise raises a ValueError that names these tensors, and what to pass instead.
     """
     names: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -42,11 +42,11 @@ def check_targets(state_dict: dict[str, Any], fqns: Iterable[str]) -> None:
 
 
 def allocated(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns tensors with memory for all tensors on the meta device, as DCP makes them.
+    """Returns tensors with memory for all tensors on the meta device, like DCP.
 
-    They are on the current device of the process group, and on the CPU without one. Their elements
-    are undefined. Raises ValueError if a sharded tensor of another kind than ``DTensor`` is on the
-    meta device.
+    They are on the current device of the process group, or on the CPU without one. Their elements
+    are undefined. Raises ValueError if a sharded tensor other than a ``DTensor`` is on the meta
+    device.
     """
     meta = {
         fqn: value
@@ -69,13 +69,13 @@ def allocated(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_meta(value: torch.Tensor) -> bool:
-    if isinstance(value, ShardedTensor):  # It refuses the question without a shard on this rank.
+    if isinstance(value, ShardedTensor):  # It raises without a shard on this rank.
         return any(shard.tensor.is_meta for shard in value.local_shards())
     return value.is_meta
 
 
 def _local_tensors(value: object) -> Sequence[torch.Tensor]:
-    """Returns the tensors of this rank that have the elements of a value."""
+    """Returns the tensors that contain this rank's elements of a value."""
     if isinstance(value, DTensor):
         return [value._local_tensor]
     if isinstance(value, LocalShards):

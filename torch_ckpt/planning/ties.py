@@ -14,14 +14,14 @@ from torch_ckpt.planning.item_views import PlannedItems
 __all__ = ["common_ties", "has_no_elements", "tied_names"]
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # The memory of a subclass is not all of its value.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # The memory of a subclass may not be its whole value.
 
 
 def tied_names(state_dict: dict[str, Any]) -> list[list[str]]:
     """Returns the groups of names whose tensors have the same memory, dtype and shape.
 
-    Each has at least two names, in the order of the flat state dict. Names of tensors without
-    elements on this rank are in no group.
+    Each group has at least two names, in the order of the flat state dict. Tensors without elements
+    on this rank are in no group.
 
     Example::
 
@@ -53,8 +53,8 @@ def common_ties(
 ) -> dict[str, str]:
     """Returns the names that are tied on all ranks: name -> the first name of its group.
 
-    A rank on which neither of two names has elements agrees that they are tied. ``groups`` has the
-    result of :func:`tied_names` on each rank, and ``items`` all items of each rank.
+    If neither of two names has elements on a rank, that rank counts them as tied. ``groups``
+    contains the result of :func:`tied_names` on each rank, and ``items`` all items of each rank.
     """
     firsts = [{name: group[0] for group in own for name in group} for own in groups]
     candidates = {name: first for own in firsts for name, first in own.items() if name != first}

@@ -1,7 +1,7 @@
-"""What a load leaves: stored values that no rank requests, and requested ones that are not stored.
+"""Unrestored values of a load: stored but not requested by any rank, or requested but not stored.
 
-Each rank sends to the coordinator which names of the checkpoint it requests. So a stored value
-counts only if no rank requests it, as under pipeline parallelism each rank requests other names.
+Each rank sends the requested names of the checkpoint to the coordinator. A stored value counts only
+if no rank requests it, because under pipeline parallelism each rank requests other names.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from torch_ckpt.errors import SITE
 from torch_ckpt.formats.opened import is_foreign
 from torch_ckpt.planning.differences import listed, with_similar
 
-__all__ = ["RequestedNames", "Unrestored", "scope_of"]
+__all__ = ["LeftNames", "RequestedNames", "Unrestored", "scope_of"]
 
-_HINT = f"; an optimizer has no state before its first step: see {SITE}runs/"
+_HINT = (
+    "; an optimizer has no state before its first step. For its momenta, load into the result of "
+    f"torch's get_state_dict: see {SITE}runs/#after-restore"
+)
 
 
 @dataclass(frozen=True)
 class RequestedNames:
     """The names that one rank requests.
 
-    ``missing`` are those that the checkpoint lacks. ``stored`` is a digest of all names of the
-    checkpoint, in their order, empty if the rank requests all of them: in the memory of another
-    machine there are other names. ``flags`` has a byte for each name of the checkpoint, 1 if it is
-    requested; compressed. ``unscaled`` are quantised tensors that the rank loads without scales.
+    ``missing`` are requested names that the checkpoint lacks. ``stored`` is a digest of all names
+    of the checkpoint, in order, or empty if the rank requests all of them: the memory of another
+    machine contains other names. ``flags`` has a byte for each name of the checkpoint, 1 if it is
+    requested, and is compressed.
     """
 
     missing: Sequence[str]
     stored: bytes = b""
     flags: bytes = b""
-    unscaled: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -46,8 +48,8 @@ class RequestedNames:
     ) -> RequestedNames:
         """Returns the names in a flat state dict.
 
-        With ``is_partial``, the checkpoint may lack some. If they are all names of the checkpoint,
-        none of its names is read.
+        With ``is_partial``, the checkpoint may lack some. If the names are all names of the
+        checkpoint, reads none of its names.
         """
         stored = metadata.state_dict_metadata
         missing = [fqn for fqn in state_dict if fqn not in stored] if is_partial else []
@@ -58,15 +60,48 @@ class RequestedNames:
 
 
 @dataclass(frozen=True)
+class LeftNames:
+    """What the coordinator sends to each rank about the names of all ranks.
+
+    ``missing`` are requested names that the checkpoint lacks. ``unused`` has a byte for each name
+    of the checkpoint, 1 if no rank requests it, and is compressed; empty if there is no such name,
+    and ``None`` if the ranks have different lists of names.
+    """
+
+    missing: Sequence[str]
+    unused: bytes | None
+
+    @classmethod
+    def of(cls, ranks: Sequence[RequestedNames]) -> LeftNames:
+        """Returns the names that all ranks together leave."""
+        missing = list(dict.fromkeys(name for rank in ranks for name in rank.missing))
+        digests = {rank.stored for rank in ranks}
+        if b"" in digests:
+            return cls(missing, b"" if len(digests) < 3 else None)
+        if len(digests) > 1:
+            return cls(missing, None)
+        unused = bytes(1 - flag for flag in _union(ranks))
+        return cls(missing, zlib.compress(unused, 1) if any(unused) else b"")
+
+    def unused_of(self, metadata: Metadata) -> Sequence[str] | None:
+        """Returns the names of the checkpoint that no rank requests; ``None`` if unknown."""
+        if not self.unused:
+            return None if self.unused is None else ()
+        flags = zlib.decompress(self.unused)
+        names = metadata.state_dict_metadata
+        return tuple(name for name, flag in zip(names, flags, strict=True) if flag)
+
+
+@dataclass(frozen=True)
 class Unrestored:
-    """What a load of all ranks leaves of a checkpoint.
+    """The values that a load of all ranks does not restore.
 
     Attributes:
         stored: Stored names that no rank requests. If no name with a first component is requested,
             the component and the number of its names.
-        missing: Requested names that the checkpoint lacks, the first ones with a similar name.
+        missing: Requested names that the checkpoint lacks; the first ones with similar names.
         stored_count: Number of stored names that no rank requests.
-        requested_count: Number of requested names, the missing ones included.
+        requested_count: Number of requested names, including missing ones.
         nbytes: Bytes of the stored tensors that no rank requests.
     """
 
@@ -84,9 +119,9 @@ class Unrestored:
         metadata: Metadata,
         is_counted: Callable[[str], bool],
     ) -> Unrestored:
-        """Returns what all ranks together leave, by the metadata that the coordinator has opened.
+        """Returns the unrestored values of all ranks together, given the coordinator's metadata.
 
-        ``is_counted`` says whether a stored name counts if no rank requests it.
+        ``is_counted`` returns whether a stored name counts if no rank requests it.
         """
         requested, others = _split(ranks, metadata)
         stored = [name for name in others if is_counted(name)]
@@ -101,7 +136,7 @@ class Unrestored:
         )
 
     def warnings(self) -> list[str]:
-        """Returns a line for each direction in which something is left."""
+        """Returns a line for each kind of unrestored values."""
         lines = []
         if self.missing:
             count, total = len(self.missing), self.requested_count
@@ -139,11 +174,12 @@ def scope_of(
     strict: bool | None,
     is_whole: bool,
 ) -> Callable[[str], bool]:
-    """Returns a function of a stored name: whether it counts if no rank requests it.
+    """Returns a function that decides whether a stored name counts if no rank requests it.
 
-    A load of a part on purpose leaves whole keys at the top of the state dict, unless ``is_whole``.
-    Checkpoints of other programs have names of their own, which count in strict loads only. The
-    ``RankState`` of the state dict, whose FQNs are ``rank_states``, choose what they load.
+    An intentional partial load omits whole top-level keys of the state dict, so names below these
+    do not count, unless ``is_whole``. Names in checkpoints of other programs differ, and count in
+    strict loads only. Names of ``RankState`` values (``rank_states``) never count: each
+    ``RankState`` selects what it loads.
     """
     if strict is False or (strict is None and is_foreign(metadata)):
         return lambda _: False
@@ -168,20 +204,26 @@ def _is_below(name: str, keys: set[str]) -> bool:
 def _split(
     ranks: Sequence[RequestedNames], metadata: Metadata
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the stored names that a rank requests, and those that none requests.
+    """Returns the stored names that any rank requests, and those that no rank requests.
 
-    If a rank requests all, or has another list of names than the coordinator, both are empty.
+    Both are empty if a rank requests all, or its list of names differs from the coordinator's.
     """
     names = metadata.state_dict_metadata
     digests = {rank.stored for rank in ranks}
     if b"" in digests or digests != {_digest(names)}:
         return (), ()
-    union = 0
-    for rank in ranks:
-        union |= int.from_bytes(zlib.decompress(rank.flags), "little")
-    flags = union.to_bytes(len(names), "little")
+    flags = _union(ranks)
     requested = [name for name, flag in zip(names, flags, strict=True) if flag]
     return requested, [name for name, flag in zip(names, flags, strict=True) if not flag]
+
+
+def _union(ranks: Sequence[RequestedNames]) -> bytes:
+    """Returns a byte for each name of the checkpoint, 1 if any rank requests it."""
+    union, count = 0, 0
+    for rank in ranks:
+        flags = zlib.decompress(rank.flags)
+        union, count = union | int.from_bytes(flags, "little"), len(flags)
+    return union.to_bytes(count, "little")
 
 
 def _digest(names: Iterable[str]) -> bytes:
@@ -199,15 +241,15 @@ def _nbytes_of(names: Iterable[str], metadata: Metadata) -> int:
 
 
 def _grouped(names: Sequence[str], requested: Iterable[str]) -> list[str]:
-    """Returns names, those with the same first component as one if none of it is requested."""
+    """Returns names; unrequested names with the same first component are combined into one."""
     if not names:
         return []
     counts = Counter(map(_head, names))
-    kept = set(map(_head, requested))
+    requested_heads = set(map(_head, requested))
     out: dict[str, None] = {}
     for name in names:
         head = _head(name)
-        is_single = head in kept or counts[head] == 1
+        is_single = head in requested_heads or counts[head] == 1
         out[name if is_single else f"{head} ({counts[head]} values)"] = None
     return list(out)
 

@@ -34,15 +34,16 @@ def value_digests(
 ) -> bytes:
     """Returns the digest of the values of each tensor: 8 bytes each.
 
-    Equal values have equal digests, whatever their strides and devices are. Values are compared bit
-    for bit. Zeros stand for objects, for tensors that only torch can store, for tensors without
-    memory, and for all tensors but ``items``. ``"sample"`` reads up to 8 KiB of each tensor.
+    Equal values have equal digests, independently of strides and devices. Values are compared bit
+    for bit. The digest is zero for objects, for tensors that only torch can store, for tensors
+    without memory, and for all tensors except ``items``. ``"sample"`` reads up to 8 KiB of each
+    tensor.
     """
     numbers = range(len(sources)) if items is None else list(items)
     chosen = [sources[number] for number in numbers]
     try:
         batch = _tensor_view.inspect(chosen, writable=False)
-    except ValueError:  # Staged copies of what other ranks write have no memory.
+    except ValueError:  # Staged copies of tensors that other ranks write have no memory.
         chosen = [source if has_memory(source) else None for source in chosen]
         batch = _tensor_view.inspect(chosen, writable=False)
     found = array.array("Q", batch.digests(mode == "full", THREADS))
@@ -62,7 +63,7 @@ def value_digests(
 def full_digests(
     tensors: Sequence[Any], positions: Sequence[int], *, threads: int, niceness: int
 ) -> list[tuple[int, int]]:
-    """Returns the digest of all elements of the tensors at some positions, in two halves.
+    """Returns the digests of all elements of the tensors at these positions, each in two halves.
 
     Equal values have equal digests, as for :func:`value_digests`.
     """
@@ -77,7 +78,7 @@ def full_digests(
 
 
 def has_memory(source: Any) -> bool:
-    """Returns whether a value can be read: not if another rank alone has staged the tensor."""
+    """Returns whether a value can be read: ``False`` if only another rank has staged the tensor."""
     if not isinstance(source, torch.Tensor) or not source.numel():
         return True
     if _tensor_view.tensor_kind(source) == _tensor_view.TensorKind.TORCH_ONLY:
@@ -93,7 +94,7 @@ def _needs_copy(source: Any) -> bool:
 def _digests_of_copies(tensors: Sequence[torch.Tensor], mode: CheckReplicas) -> array.array[int]:
     """Returns the digests of tensors on other devices, and of lazily conjugated or negated ones.
 
-    Some devices lack the operations of a sample. A save must not fail for that.
+    Some devices lack the operations for sampling. A save must not fail for this reason.
     """
     digests = array.array("Q")
     if mode == "full":
@@ -110,20 +111,20 @@ def _digests_of_copies(tensors: Sequence[torch.Tensor], mode: CheckReplicas) -> 
         except (RuntimeError, NotImplementedError):
             continue
         samples.update(zip(here, copies, strict=True))
-    # A sample is so short that its digest is that of all its bytes.
+    # Samples are so short that all of their bytes are digested.
     batch = _tensor_view.inspect(list(map(samples.get, range(len(tensors)))), writable=False)
     digests.frombytes(batch.digests(False, 1))
     return digests
 
 
 def samples_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the sampled bytes of strided tensors of one device, copied to the host at once.
+    """Returns the sampled bytes of strided tensors on one device, copied to the host together.
 
     The bytes of each sample are a 1-D tensor.
     """
     blocks: list[torch.Tensor] = []  # Rows of equal length of long tensors.
     whole: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=tensors[0].device)]
-    of_tensor: list[tuple[bool, int]] = []  # Whether it is in blocks, and how many rows or bytes.
+    of_tensor: list[tuple[bool, int]] = []  # Whether in `blocks`; number of rows or bytes.
     for tensor in tensors:
         values = tensor.detach()
         firsts, count = _native.sample_of(values.numel(), values.itemsize)
@@ -151,7 +152,7 @@ def _blocks_of(values: torch.Tensor, firsts: Sequence[int], count: int) -> list[
     """Returns the sampled blocks of a tensor, as rows of bytes."""
     if values.is_contiguous() and not values.is_conj() and not values.is_neg():
         flat = values.view(-1)
-        step = firsts[1]  # All blocks but the last are at equal distances.
+        step = firsts[1]  # All blocks except the last are at equal distances.
         rows = flat.as_strided((len(firsts) - 1, count), (step, 1))
         return [rows.view(torch.uint8), flat[firsts[-1] :].view(1, -1).view(torch.uint8)]
     begins = torch.tensor(firsts, device=values.device)[:, None]

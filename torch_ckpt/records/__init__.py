@@ -1,1 +1,1 @@
-"""What saves and loads did, phase by phase: the record of a run, and reports of it."""
+"""The record of the phases of saves and loads of a run, and reports about it."""

@@ -1,4 +1,4 @@
-"""Call: the events of one save or load, added up by phase and rank."""
+"""Call: the events of one save or load, summed by phase and rank."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from typing import Any
 
 from torch_ckpt.records.event import PHASES, Event
 
-__all__ = ["AFTERWARDS", "Call", "Part", "calls_of", "number_of"]
+__all__ = ["AFTERWARDS", "DURABLE", "Call", "Part", "calls_of", "in_flight", "number_of"]
 
 AFTERWARDS = "promote"
-"""Phase that is no part of a save: a step is copied from the local directory when it is durable."""
+"""A phase outside the save: the step is copied from the local directory once it is durable."""
+
+DURABLE = ("save", "publish")
+"""Kinds of calls that end with a commit."""
 
 _MAX_NUMBER = 1e30  # A larger integer would be no float.
 
 _COMMITS = ("commit", "persist")
 
+_SILENT_S = 20.0
+
 
 @dataclass
 class Part:
-    """What one rank did in one phase of a call: the sum of its events.
+    """One rank's part in one phase of a call: the sum of its events.
 
-    ``seconds`` are those of all events, and ``start`` and ``end`` enclose them. What no event
-    states is ``None``.
+    ``seconds`` is the sum over all events; ``start`` and ``end`` enclose them. Values that no event
+    states are ``None``.
     """
 
     host: str
@@ -41,12 +46,12 @@ class Part:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds without those in which it waited for other ranks."""
+        """Seconds without waits for other ranks."""
         return max(self.seconds - (self.waited_for_ranks or 0), 0.0)
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second; ``None`` if it moved none."""
+        """Bytes per second; ``None`` if it moved no bytes."""
         return self.nbytes / self.seconds if self.nbytes and self.seconds else None
 
     def add(self, event: Event) -> None:
@@ -74,7 +79,7 @@ _NUMBERS = {
 
 
 def number_of(event: Event, detail: str) -> float | None:
-    """Returns a detail of an event if it is a number from 0 on."""
+    """Returns a detail of an event if it is a non-negative number."""
     value: Any = event.details.get(detail)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 <= value < _MAX_NUMBER else None
@@ -86,7 +91,7 @@ def _error_of(event: Event) -> str | None:
 
 
 class Call:
-    """One save or load: its events without those that later lines supersede.
+    """One save or load: its events, except those that later lines supersede.
 
     Args:
         events: Events of one call, in the order of their lines; at least one.
@@ -106,7 +111,7 @@ class Call:
 
     @cached_property
     def parts(self) -> dict[str, dict[int, Part]]:
-        """Phase -> rank -> what it did, in the order of :data:`PHASES`; others follow by time."""
+        """Phase -> rank -> its part, in the order of :data:`PHASES`; others follow by time."""
         found: dict[str, dict[int, Part]] = {}
         for event in self.events:
             ranks = found.setdefault(event.phase, {})
@@ -128,15 +133,15 @@ class Call:
 
     @cached_property
     def durable_s(self) -> float | None:
-        """Seconds until the commit had ended; ``None`` if it has not, and for a load."""
-        if self.kind != "save" or self.unfinished or self.error:
+        """Seconds until the end of the commit; ``None`` before, and without one."""
+        if self.kind not in DURABLE or self.unfinished or self.error:
             return None
         ends = [event.end for event in self.events if event.phase in _COMMITS]
         return max(ends) - self.start if ends else None
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the whole: until it was durable, or else until its last event."""
+        """Total seconds: until it was durable, or else until its last event."""
         if self.durable_s is not None:
             return self.durable_s
         ends = [event.end for event in self.events if event.phase != AFTERWARDS]
@@ -144,9 +149,9 @@ class Call:
 
     @cached_property
     def blocked_s(self) -> float:
-        """Seconds in which training stood still, on the rank where they were most.
+        """Seconds in which training was blocked, on the rank with the most.
 
-        A rank also stands still between its phases, where it waits for others.
+        A rank is also blocked between its phases, when it waits for others.
         """
         ends: dict[int, float] = {}
         begins: dict[int, float] = {}
@@ -158,7 +163,7 @@ class Call:
 
     @cached_property
     def nbytes(self) -> float:
-        """Bytes that all ranks wrote or read; that they copied, if the agent writes."""
+        """Bytes that all ranks wrote or read; bytes that they copied, if the agent writes."""
 
         def moved(*phases: str) -> float:
             events = (event for event in self.events if event.phase in phases)
@@ -173,34 +178,39 @@ class Call:
 
     @cached_property
     def error(self) -> str | None:
-        """The first error of the call, if there is any."""
+        """The first error of the call, if any."""
         failed = [e for e in self.events if _error_of(e) and e.phase != AFTERWARDS]
         return _error_of(min(failed, key=lambda event: event.end)) if failed else None
 
     @cached_property
+    def open_phases(self) -> list[str]:
+        """The phases that had not ended on some rank when the record was written."""
+        return [p for p, ranks in self.parts.items() if any(r.unfinished for r in ranks.values())]
+
+    @cached_property
     def unfinished(self) -> bool:
-        """Whether a phase has not ended, or had not when the record was written."""
+        """Whether a phase had not ended when the record was written."""
         return any(e.details.get("unfinished") and e.phase != AFTERWARDS for e in self.events)
 
     @property
     def result(self) -> str:
         """``"ok"``, ``"failed"``, ``"unfinished"`` or ``"not durable"``.
 
-        The last is that of a save that its record does not see committed: its process was killed,
-        it is in progress, or only memory has it.
+        ``"not durable"`` is a save without a recorded commit: its process was killed, it is in
+        progress, or it is in memory only.
         """
         if self.error or self.unfinished:
             return "failed" if self.error else "unfinished"
-        return "ok" if self.kind != "save" or self.durable_s is not None else "not durable"
+        return "ok" if self.kind not in DURABLE or self.durable_s is not None else "not durable"
 
     def of(self, phase: str) -> list[Part]:
-        """Returns what each rank did in a phase, in the order of ranks."""
+        """Returns each rank's part in a phase, in the order of ranks."""
         return list(self.parts.get(phase, {}).values())
 
     def fraction(self, phase: str) -> float | None:
         """Returns the fraction of the whole time that a phase took on its slowest rank.
 
-        It is ``None`` if the phase began when the call had ended.
+        Returns ``None`` if the phase began after the call had ended.
         """
         parts = self.of(phase)
         if phase == AFTERWARDS or not self.seconds:
@@ -216,3 +226,17 @@ def calls_of(events: Iterable[Event]) -> list[Call]:
     for event in events:
         found.setdefault(event.call, []).append(event)
     return sorted(map(Call, found.values()), key=lambda call: call.start)
+
+
+def in_flight(events: Iterable[Event], now_s: float) -> list[Call]:
+    """Returns the calls that have probably not ended at a time, in seconds since 1970.
+
+    The record has a line every few seconds of each phase in progress. Without one for
+    ``_SILENT_S``, the processes have probably died.
+    """
+    return [
+        call
+        for call in calls_of(events)
+        if any(e.details.get("unfinished") for e in call.events)
+        and abs(now_s - max(e.end for e in call.events)) < _SILENT_S
+    ]

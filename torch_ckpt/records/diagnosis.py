@@ -1,4 +1,4 @@
-"""One sentence on a save or load: what to look at first."""
+"""One sentence about a save or load: what to examine first."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch_ckpt.records.figures import nbytes_text, pair_of_rates, percent, rate
 __all__ = ["first_sentence", "gerund", "headline"]
 
 MIN_S = 0.05
-"""What costs less is left out: the scheduler of a busy machine can delay a process by as much."""
+"""Smaller costs are ignored: the scheduler of a busy machine can delay a process by as much."""
 
 MIN_SHARE = 0.05
-"""What costs a smaller fraction of the call is left out: mending it would change little."""
+"""Costs below this fraction of the call are ignored: fixing them would change little."""
 
 MUCH_SLOWER = 2.0
-"""A rank stands out from this factor on. Ranks that share a sound disk can differ by less."""
+"""Factor from which a rank is an outlier. Ranks that share a healthy disk can differ by less."""
 
 MOSTLY = 0.5
-"""Share of the call, or of a phase that was spent waiting, from which on it is the main cause."""
+"""Waiting is the main cause from this share of the call, or of a phase, on."""
 
 HARDLY = 0.05
-"""Share of a phase up to which waiting for storage does not count."""
+"""Waiting for storage up to this share of a phase does not count."""
 
 MAX_ERROR = 300
-"""Characters of an error's text that are quoted."""
+"""Number of quoted characters of an error's text."""
 
 _TOGETHER = ("begin", "choose", "plan")
-"""Phases that end on all ranks at once. There, the ranks that arrive early wait for the last."""
+"""Phases that end on all ranks together: the ranks that arrive early wait for the last one."""
 
 _LATER = ("commit", "persist", AFTERWARDS, "message")
-"""Phases whose start says nothing on when a rank began a call."""
+"""Phases whose start does not show when a rank began a call."""
 
 _DOING = {
     "begin": "waiting to begin",
@@ -42,6 +42,7 @@ _DOING = {
     "plan": "planning",
     "write": "writing",
     "read": "reading",
+    "apply": "changing tensors",
     "commit": "committing",
     "persist": "persisting",
     "promote": "promoting",
@@ -60,12 +61,12 @@ _DID = {
 
 
 def first_sentence(call: Call) -> str:
-    """Returns what to look at first in a call, as a sentence without its full stop.
+    """Returns what to examine first in a call, as a sentence without its full stop.
 
-    It names, in this order: a rank that has not finished; an error; what cost most of slow messages
-    between ranks, an exchange of reads for which all ranks waited, a rank or a machine that was
-    much slower than the others, and a rank that began late; storage, if all ranks waited for it;
-    and otherwise the longest phase.
+    In this order, it names: a rank that has not finished; an error; the most expensive of four
+    causes (slow messages between ranks, an exchange of reads for which all ranks waited, a rank or
+    machine that was much slower than the others, a rank that began late); storage, if all ranks
+    waited for it; otherwise the longest phase.
     """
     sentence, error = headline(call)
     if not error:
@@ -76,7 +77,7 @@ def first_sentence(call: Call) -> str:
 def headline(call: Call) -> tuple[str, str]:
     """Returns the sentence of :func:`first_sentence` without the text of an error, and that text.
 
-    The text is empty if the sentence is about something else than an error.
+    The text is empty if the sentence is not about an error.
     """
     if unfinished := _unfinished(call):
         return unfinished, ""
@@ -90,7 +91,7 @@ def gerund(phase: str) -> str:
 
 @dataclass(frozen=True)
 class _Finding:
-    cost: float  # Seconds by which the call would have been shorter, about.
+    cost: float  # Approximate seconds by which the call would have been shorter.
     text: str
 
 
@@ -98,9 +99,9 @@ class _Finding:
 
 
 def _who(ranks: Sequence[int], call: Call) -> str:
-    """Names ranks: one, all of a machine, or the first and how many more."""
+    """Names ranks: a single one, all of a machine, or the first and the number of others."""
     host = call.hosts[ranks[0]]
-    first = f"rank {ranks[0]} on {host}" if host else f"rank {ranks[0]}"  # "": not heard of yet.
+    first = f"rank {ranks[0]} on {host}" if host else f"rank {ranks[0]}"  # "": no event yet.
     if len(ranks) == 1:
         return first
     if len(ranks) == len(call.hosts):
@@ -127,7 +128,7 @@ def _unfinished(call: Call) -> str | None:
     if not open_phases:
         return None
 
-    def suspicion(phase: str) -> int:  # Others wait for a rank that works, and for messages.
+    def suspicion(phase: str) -> int:  # Other ranks wait for working ranks, and for messages.
         return 2 if phase in _TOGETHER else 1 if phase == "message" else 0
 
     phase = min(open_phases, key=suspicion)  # The first: later ones depend on it.
@@ -159,7 +160,7 @@ def _failed(call: Call) -> tuple[str, str] | None:
     ]
     if not failed:
         return None
-    _, rank, phase, error = min(failed)  # Others fail because of it.
+    _, rank, phase, error = min(failed)  # The other ranks fail because of it.
     return f"{_who([rank], call)} failed while {gerund(phase)}", error
 
 
@@ -167,7 +168,7 @@ def _failed(call: Call) -> tuple[str, str] | None:
 
 
 def _slowest(call: Call) -> str | None:
-    """Names what cost most; messages rather than what cost as much."""
+    """Names the most expensive finding; prefers messages if costs are equal."""
     findings = [_exchanged(call), _late(call)]
     for phase in call.parts:
         if phase == "message":
@@ -224,7 +225,7 @@ def _messages(call: Call) -> _Finding | None:
 
     found = _outliers(call, seconds, text)
     usual = median(seconds.values())
-    if found is None and usual >= _threshold(call):  # Also if there are those of one rank only.
+    if found is None and usual >= _threshold(call):  # Even if only one rank had them.
         return _Finding(usual, text(sorted(seconds, key=lambda rank: -seconds[rank]), []))
     return found
 
@@ -265,7 +266,7 @@ def _compared(
 ) -> _Finding | None:
     parts = call.parts[phase]
     seconds = {rank: part.own_seconds for rank, part in parts.items()}
-    if phase in _TOGETHER:  # Without the time in which they waited for the last to begin.
+    if phase in _TOGETHER:  # Without the wait for the last rank to begin.
         last = max(part.start for part in parts.values())
         seconds = {r: min(s, max(parts[r].end - last, 0.0)) for r, s in seconds.items()}
     return _outliers(call, seconds, lambda slow, others: text(call, phase, slow, others))
@@ -302,7 +303,7 @@ def _median_rate(parts: list[Part]) -> float | None:
 
 
 def _fraction(parts: list[Part], waited: str) -> float | None:
-    """Returns the fraction of the time in which ranks only waited, if it is known.
+    """Returns the fraction of the time in which ranks only waited, if known.
 
     ``waited`` is the attribute of a part: ``"waited"`` for storage, or ``"waited_for_ranks"``.
     """
@@ -343,7 +344,7 @@ def _same_for_all(call: Call) -> str:
     seconds = max(part.seconds for part in parts)
     fraction = call.fraction(longest) or 0.0
     part = f"{percent(fraction)} of the {call.kind}"
-    # The bytes that ranks sent each other are not those that storage gave.
+    # Bytes that ranks exchanged did not come from storage.
     is_exchanged = bool(_fraction(parts, "waited_for_ranks"))
     nbytes = 0 if is_exchanged else sum(each.nbytes or 0 for each in parts)
     rate = rate_text(nbytes / seconds) if nbytes and seconds else None

@@ -6,8 +6,7 @@ This module imports no torch.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_ckpt.stored_json import from_json
 
@@ -20,6 +19,7 @@ PHASES = {
     "plan": "listing tensors, and planning",
     "write": "writing data files",
     "read": "reading data files",
+    "apply": "changing tensors in place",
     "commit": "committing",
     "retain": "removing steps that are not to be retained",
     "persist": "writing and committing by the agent",
@@ -30,20 +30,19 @@ PHASES = {
 """What a rank does in each phase, in the order of a save."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One phase of one call on one rank.
 
     Attributes:
         call: Text that the events of one save or load share, unique in the run.
-        kind: ``"save"`` or ``"load"``.
+        kind: ``"save"``, ``"load"``, ``"publish"`` or ``"update"``.
         step: Step of the run; ``None`` until it is chosen.
         rank: Global rank.
         host: Name of its machine.
         phase: A key of :data:`PHASES`.
         start: Begin of the phase, in seconds since 1970 by the clock of the first rank.
         end: End of the phase, by the same clock.
-        details: Other values, each only if it is known: ``bytes`` (moved to or from storage),
+        details: Other values, each only if known: ``bytes`` (moved to or from storage),
             ``requests`` (number of requests to storage), ``waited`` (seconds of the phase that were
             spent waiting for storage), ``waited_for_ranks`` (seconds spent waiting for other ranks,
             which read for this one in an exchange), ``mode`` (``"direct"``, ``"buffered"`` or
@@ -61,7 +60,7 @@ class Event:
     phase: str
     start: float
     end: float
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any]
 
     @property
     def seconds(self) -> float:
@@ -70,7 +69,8 @@ class Event:
 
     def line(self) -> str:
         """Returns the event as one line of JSON."""
-        # Not all by `json.dumps`: the first rank of thousands writes a line for each phase of each.
+        # Not `json.dumps` for all: the first rank may write a line per phase for thousands of
+        # ranks.
         details = _encoded(self.details)[1:-1]
         return (
             f'{{"call":{_encoded(self.call)},"kind":"{self.kind}","step":{_encoded(self.step)},'
@@ -80,18 +80,38 @@ class Event:
 
     @classmethod
     def of_line(cls, line: str | bytes) -> Event:
-        """Returns the event of a line. Raises ValueError if it is none."""
+        """Returns the event in a line. Raises ValueError if the line is not an event."""
         try:
-            return from_json(line, cls._of)
+            return from_json(line, cls.of)
         except ValueError as error:
             raise ValueError(f"not the line of an event: {error}") from None
 
     @classmethod
-    def _of(cls, values: dict[str, Any]) -> Event:
-        named = {name: values.pop(name) for name in _NAMES}
-        return cls(**named, details=values)
+    def of(cls, values: dict[str, Any]) -> Event:
+        """Returns the event with the values of a line. Raises ValueError if they are invalid."""
+        pop = values.pop
+        call, kind, step, rank = pop("call"), pop("kind"), pop("step"), pop("rank")
+        host, phase, start, end = pop("host"), pop("phase"), pop("start"), pop("end")
+        # One expression, because a report reads hundreds of thousands of lines.
+        is_sound = (
+            isinstance(rank, int)
+            and 0 <= rank < _MAX_RANK
+            and (step is None or (isinstance(step, int) and abs(step) < _MAX_STEP))
+            and isinstance(call, str)
+            and isinstance(kind, str)
+            and isinstance(host, str)
+            and isinstance(phase, str)
+            and isinstance(start, int | float)
+            and abs(start) < _MAX_S
+            and isinstance(end, int | float)
+            and abs(end) < _MAX_S
+        )
+        if not is_sound:
+            raise ValueError("a value is of another type, or too large")
+        return cls(call, kind, step, rank, host, phase, start, end, values)
 
 
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 
-_NAMES = ("call", "kind", "step", "rank", "host", "phase", "start", "end")
+_MAX_RANK, _MAX_STEP, _MAX_S = 1 << 31, 1 << 63, 1e11
+"""Lines with larger numbers are not from this package, and would be no valid date."""

@@ -1,4 +1,4 @@
-"""EventLog: ``events.jsonl``, the record of a run, written by a thread that nobody waits for."""
+"""EventLog: ``events.jsonl``, the record of a run, which a background thread writes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _LOCAL_NBYTES = 64 << 20
 """Length at which ``events.jsonl`` replaces ``events.1.jsonl``."""
 
 _STORE_NBYTES = 4 << 20
-"""The same on a store, where each call writes the whole file again."""
+"""The same on a store, where each append rewrites the whole file."""
 
 _MOST_WAITING = 1000
-"""Records that wait for storage; more are dropped."""
+"""Maximum number of records that wait for storage; further ones are dropped."""
 
 _WATCH_S = 5.0
 _CLOSE_S = 5.0
 
 
 class EventLog:
-    """Appends to the record of a run. A failure of storage loses events, and nothing else.
+    """Appends to the record of a run. If storage fails, only events are lost.
 
-    The directory is that of the run. A local one that does not exist is not made for the record.
+    ``directory`` is the directory of the run. A missing local directory is not created.
     """
 
     def __init__(self, directory: Location) -> None:
@@ -50,22 +50,22 @@ class EventLog:
         self._thread: threading.Thread | None = None
 
     def put(self, lines: Callable[[], str]) -> None:
-        """Calls a function soon, and appends its lines."""
+        """Schedules a function, and appends its lines."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(lines)
             self._start()
 
     def call_later(self, function: Callable[[], None]) -> None:
-        """Calls a function when no lines wait. For the thread of this log."""
+        """Calls a function when no lines are waiting. Called by the thread of this log."""
         self._later.append(function)
 
     def watch(self, unfinished: Callable[[], str | None]) -> None:
-        """Calls a function now and then, and appends its lines, until it returns ``None``."""
+        """Calls a function at intervals, and appends its lines, until it returns ``None``."""
         self._watched.append(unfinished)
         self._start()
 
     def close(self) -> None:
-        """Waits until all is written, for a short time."""
+        """Waits a short time until all lines are written."""
         atexit.unregister(self._at_exit)
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
@@ -106,7 +106,7 @@ class EventLog:
     def _call(self, function: Callable[[], None]) -> None:
         try:
             function()
-        except BaseException:  # Also of `sys.exit`: the thread goes on, and so does the run.
+        except BaseException:  # Also `sys.exit`: the thread and the run continue.
             _LOG.exception("a listener of the record of %s failed", self._directory)
 
     def _append_unfinished(self) -> None:
@@ -121,7 +121,7 @@ class EventLog:
             text = lines()
             if text:
                 self._append_to_file(text.encode())
-        except BaseException as error:  # The thread goes on.
+        except BaseException as error:  # The thread continues.
             _LOG.debug("the record of %s lacks events: %r", self._directory, error)
         return text is not None
 

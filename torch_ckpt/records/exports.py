@@ -24,13 +24,13 @@ _SPANS = {
     ("save", "commit"): "finalize",
     ("load", "read"): "io_read",
 }
-"""Spans of Megatron-Core that mean the same; those of other phases have the phase's name."""
+"""Equivalent spans of Megatron-Core. Spans of other phases have the phase's name."""
 
 
 def chrome_trace(call: Call) -> str:
     """Returns a call as JSON for Perfetto and chrome://tracing.
 
-    Machines are its processes, and ranks their threads.
+    Machines are shown as processes, and ranks as threads.
     """
     pids = {host: number for number, host in enumerate(dict.fromkeys(call.hosts.values()), 1)}
     lanes: dict[int, tuple[str, str]] = {}
@@ -60,7 +60,7 @@ def chrome_trace(call: Call) -> str:
 
 
 def _details(event: Event) -> dict[str, str | float]:
-    """Returns the details of an event as numbers and texts that every format has."""
+    """Returns the details of an event as numbers and texts, which every format supports."""
     return {
         name: value if isinstance(value, int | str) or _is_finite(value) else str(value)
         for name, value in event.details.items()
@@ -141,7 +141,7 @@ def _escaped(text: str) -> str:
 def export_spans(events: Iterable[Event], tracer_provider: TracerProvider) -> None:
     """Exports each call as a trace: a span of the call, and a span of each event within it.
 
-    Where Megatron-Core has a span for a phase, the name is the same: ``megatron.checkpoint.save``,
+    If Megatron-Core has a span for a phase, the name is the same: ``megatron.checkpoint.save``,
     ``megatron.checkpoint.save.io_write``, and so on. Requires ``torch-ckpt[otel]``.
 
     Args:
@@ -164,7 +164,7 @@ def export_spans(events: Iterable[Event], tracer_provider: TracerProvider) -> No
         facts: dict[str, Any] = {"torch_ckpt.call": call.name, "torch_ckpt.ranks": len(call.hosts)}
         root = tracer.start_span(
             whole,
-            context=trace.set_span_in_context(trace.INVALID_SPAN),  # A trace of its own.
+            context=trace.set_span_in_context(trace.INVALID_SPAN),  # A new trace.
             start_time=_ns(call.start),
             attributes=facts | _iteration(call.step),
         )

@@ -1,15 +1,15 @@
-"""Numbers as people read them: two digits that matter, and a unit."""
+"""Human-readable numbers: two significant digits, and a unit."""
 
 from __future__ import annotations
 
 __all__ = ["digits", "nbytes_text", "pair_of_rates", "percent", "rate_text", "seconds_text"]
 
 _NBYTES_UNITS = (("TB", 1e12, 1.0), ("GB", 1e9, 0.1), ("MB", 1e6, 0.1), ("kB", 1e3, 0.1))
-"""Names of units, their sizes, and from how many on they are used."""
+"""Names of units, their sizes, and the number from which they are used."""
 
 
 def digits(value: float) -> str:
-    """Returns a number from 0.1 on with two digits that matter, or more before the point."""
+    """Returns a number of at least 0.1 with two significant digits, or more before the point."""
     return f"{value:.0f}" if value >= 9.95 else f"{value:.2g}"
 
 
@@ -36,7 +36,7 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def pair_of_rates(first: float, second: float) -> tuple[str, str]:
-    """Returns two rates to be compared; the second without its unit if that is the first's."""
+    """Returns two rates to compare; omits the unit of the second if it is the same."""
     one, other = rate_text(first), rate_text(second)
     number, _, unit = other.partition(" ")
     return one, number if one.endswith(f" {unit}") else other

@@ -1,4 +1,4 @@
-"""One self-contained HTML page on a call: timeline, heat map, tables, and the trend of the run."""
+"""A self-contained HTML page about a call: timeline, heat map, tables, and the run's trend."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MAX_TREND = 1000  # Calls.
 
 
 def page(call: Call, calls: Sequence[Call], *, run: str = "", version: str = "") -> str:
-    """Returns the page on a call of a run. It has all events of this call, and sums of others.
+    """Returns the page about a call of a run, with all of its events, and sums for other calls.
 
-    It names the ``run`` and the ``version`` of the package, if they are given.
+    The page names the ``run`` and the ``version`` of the package, if given.
     """
     template = files("torch_ckpt.records").joinpath("page.html").read_text(encoding="utf-8")
     step = "" if call.step is None else f" of step {call.step}"
-    # No text within the script ends it.
+    # No text in the script may end it.
     facts = {**_data(call, calls), "run": run, "version": version}
     data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
     of_run = f", {run.rstrip('/').rpartition('/')[2]}" if run else ""
@@ -72,7 +72,7 @@ def _data(call: Call, calls: Sequence[Call]) -> dict[str, Any]:
 def _spans(
     call: Call, ranks: list[int], phases: list[str]
 ) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
-    """Returns columns of all events, and by their numbers the details that have no column."""
+    """Returns columns of all events, and by event number the details without a column."""
     number_of_rank = {rank: number for number, rank in enumerate(ranks)}
     number_of_phase = {phase: number for number, phase in enumerate(phases)}
     spans: dict[str, list[int]] = {name: [] for name in "rpsdfb"}
@@ -101,7 +101,7 @@ def _spans(
 
 
 def _without_domain(hosts: list[str]) -> list[str]:
-    """Returns the names of machines without the end that all have in common, from a dot on."""
+    """Returns the names of machines without their common suffix, which begins with a dot."""
     names = [host.split(".") for host in hosts]
     common = 0
     while all(len(name) > common + 1 for name in names) and (

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.event import Event
 from torch_ckpt.records.event_log import EVENTS, OLDER_EVENTS
+from torch_ckpt.stored_json import from_json
 
-__all__ = ["missing_replicas", "read_events"]
+__all__ = ["missing_replicas", "read_events", "recent_events"]
 
-_MAX_RANK, _MAX_STEP, _MAX_S = 1 << 31, 1 << 63, 1e11
-"""A line with larger numbers is not of this package, and would be no date."""
+_CHUNK = 1000
+"""Number of lines decoded together, which halves the time."""
+
+_RECENT_NBYTES = 1 << 20
 
 
 def read_events(directory: Location) -> list[Event]:
     """Returns all events in the record of a run, in the order of their lines.
 
-    Incomplete lines are ignored: a process may have died within one, or may be writing it.
+    Ignores incomplete lines: a process may have died while writing one, or may still write it.
 
     Args:
         directory: Directory of the run.
@@ -34,13 +39,28 @@ def read_events(directory: Location) -> list[Event]:
             "A run writes it unless it has record=False"
         )
     lines = (older or b"").split(b"\n") + (newest or b"").split(b"\n")
-    return [event for event in map(_event_of, lines) if event is not None]
+    lines = list(filter(None, lines))
+    chunks = (lines[at : at + _CHUNK] for at in range(0, len(lines), _CHUNK))
+    return [event for chunk in chunks for event in _events_of(chunk)]
+
+
+def recent_events(directory: Location) -> list[Event]:
+    """Returns the events in the last MiB of a record; none without a record."""
+    file = directory / EVENTS
+    try:
+        nbytes = file.nbytes()
+        begin = max(nbytes - _RECENT_NBYTES, 0)
+        _, text = file.read_range(begin, _RECENT_NBYTES)
+    except NotFoundError:
+        return []
+    lines = text.split(b"\n")[1 if begin else 0 :]  # The first may be incomplete.
+    return _events_of(list(filter(None, lines)))
 
 
 def missing_replicas(directory: Location) -> str:
-    """Returns why the newest save of a run has no replicas in memory; empty if that is not known.
+    """Returns why the newest save of a run has no replicas in memory; empty if unknown.
 
-    It reads the events from the end, and only those of one save.
+    Reads the events from the end, and only those of one save.
     """
     save = None
     for event in map(_event_of, reversed((_contents(directory / EVENTS) or b"").split(b"\n"))):
@@ -60,18 +80,15 @@ def _contents(file: Location) -> bytes | None:
         return None
 
 
-def _event_of(line: bytes) -> Event | None:
-    if not line.strip():
-        return None
+def _events_of(lines: list[bytes]) -> list[Event]:
     try:
-        event = Event.of_line(line)
+        text = b"[" + b",".join(lines) + b"]"
+        return from_json(text, lambda values: list(map(Event.of, values)))
     except ValueError:
-        return None
-    is_sound = (
-        isinstance(event.rank, int)
-        and 0 <= event.rank < _MAX_RANK
-        and (event.step is None or (isinstance(event.step, int) and abs(event.step) < _MAX_STEP))
-        and all(isinstance(t, str) for t in (event.call, event.kind, event.host, event.phase))
-        and all(isinstance(t, int | float) and abs(t) < _MAX_S for t in (event.start, event.end))
-    )
-    return event if is_sound else None
+        return [event for event in map(_event_of, lines) if event is not None]
+
+
+def _event_of(line: bytes) -> Event | None:
+    with contextlib.suppress(ValueError):
+        return Event.of_line(line)
+    return None

@@ -31,7 +31,7 @@ __all__ = ["Heard", "Record", "Recorder", "current_record", "note", "phase"]
 T = TypeVar("T")
 
 _SLOW_MESSAGE_S = 0.05
-"""A message that took longer than the fastest one of its rank by so much is an event."""
+"""A message is an event if it took this much longer than the fastest one of its rank."""
 
 _DRIFT = 1e-4
 """Seconds in a second by which two clocks may drift apart: those of computers do by less."""
@@ -41,14 +41,14 @@ _RECORDS = 64
 
 _ERROR_LENGTH = 500
 
-_WAITED_S = 1e-3  # Less is not noted for calls that are not those of a job.
+_WAITED_S = 1e-3  # Shorter waits are recorded only for the calls of a job.
 
 _HANGS_S = 5.0
 """A phase that lasts longer is written before it ends."""
 
 
 class Heard(NamedTuple):
-    """What another rank has sent: its name, and when it arrived, by this rank's monotonic clock."""
+    """Events of another rank, and when they arrived, by this rank's monotonic clock."""
 
     rank: int
     arrived: float
@@ -56,7 +56,7 @@ class Heard(NamedTuple):
 
 
 class RecordedCall(Protocol):
-    """A call of the ranks, with whose messages events arrive."""
+    """A call of the ranks. Its messages also carry events."""
 
     @property
     def number(self) -> int:
@@ -64,7 +64,7 @@ class RecordedCall(Protocol):
         ...
 
     def heard(self) -> list[Heard]:
-        """Returns what has arrived since the last time. Called on the first rank."""
+        """Returns the events that arrived since the previous call. Called on the first rank."""
         ...
 
     def late(self) -> tuple[str, Sequence[int], float] | None:
@@ -80,19 +80,20 @@ class _Phase:
     begin: float
     end: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class _Clock:
     """How much the clock of another rank is behind that of this rank: ``offset``, in seconds.
 
-    The fastest message says it best. It counts less with time, because clocks drift.
+    The fastest message gives the best estimate. It counts less with time, because clocks drift.
     """
 
     def __init__(self) -> None:
         self.offset, self._as_of = math.inf, 0.0
 
-    def heard(self, sent: float, arrived: float) -> None:
-        """Adds the times of a message, each by the clock of its rank."""
+    def add(self, sent: float, arrived: float) -> None:
+        """Adds a message: when it was sent and when it arrived, each by the clock of its rank."""
         before = self.offset + _DRIFT * max(arrived - self._as_of, 0.0)
         self.offset, self._as_of = min(arrived - sent, before), max(arrived, self._as_of)
 
@@ -129,7 +130,7 @@ class Recorder:
         return record
 
     def take(self) -> bytes:
-        """Returns the phases that have ended since the last time, to be sent now."""
+        """Returns the phases that have ended since the previous call, to be sent now."""
         unsent = _drained(self._unsent)
         phases = [(r.key, p.name, p.begin, p.end, p.details) for r, p in unsent]
         return json.dumps([self._host, time.monotonic(), phases], separators=(",", ":")).encode()
@@ -147,21 +148,21 @@ class Recorder:
             record.own.append(phase)
 
     def save_of(self, step: int) -> Record:
-        """Returns the record of the last save of a step, or a new one if it is long ago."""
+        """Returns the record of the last save of a step, or a new one if that was long ago."""
         records = list(self._records)  # Other threads add some.
         saves = (each for each in reversed(records) if each.kind == "save")
         found = next((each for each in saves if each.step == step), None)
         return found or self.record("save", step)
 
     def flush(self, record: Record) -> None:
-        """Writes the events of a record, and what has arrived meanwhile. Does not wait for it."""
+        """Writes the events of a record and received events. Does not wait for storage."""
         if self._log is not None:
             self._log.put(lambda: self.lines(record))
 
     def lines(self, record: Record) -> str:
-        """Returns the lines of a record since the last time. Called by one thread."""
+        """Returns the new lines of a record since the previous call. Called by one thread."""
         events = [self._own(record, phase) for phase in record.take_own()]
-        events += self._heard(record)
+        events += self._received(record)
         events += self._late(record, 0.0)
         record.calls.clear()
         if self._log is not None:
@@ -171,7 +172,7 @@ class Recorder:
         return "".join(event.line() for event in events)
 
     def unfinished(self, record: Record, seconds: float) -> str:
-        """Returns the lines of phases that last so long already; empty if none do."""
+        """Returns the lines of phases that have lasted this long already; empty if none have."""
         now = time.monotonic()
         events = [
             self._own(record, _Phase(each.name, each.begin, now, {**each.details, **_UNFINISHED}))
@@ -181,7 +182,7 @@ class Recorder:
         return "".join(event.line() for event in [*events, *self._late(record, seconds)])
 
     def _late(self, record: Record, seconds: float) -> list[Event]:
-        """Returns the phases that other ranks have not finished after so long."""
+        """Returns the phases that other ranks have not finished within this time."""
         now, head = time.monotonic(), (record.call, record.kind, record.step)
         return [
             Event(
@@ -198,18 +199,18 @@ class Recorder:
         head = record.call, record.kind, record.step, self._rank, self._host
         return Event(*head, phase.name, *times, phase.details)
 
-    def _heard(self, record: Record) -> list[Event]:
-        heard = [
+    def _received(self, record: Record) -> list[Event]:
+        received = [
             (rank, arrived, *json.loads(bytes(events)))
             for call in record.calls
             for rank, arrived, events in call.heard()
         ]
-        for rank, arrived, host, sent, _ in heard:
+        for rank, arrived, host, sent, _ in received:
             self._hosts[rank] = host
-            self._clocks.setdefault(rank, _Clock()).heard(sent, arrived)
+            self._clocks.setdefault(rank, _Clock()).add(sent, arrived)
         events = []
         by_key = {each.key: each for each in list(self._records)}  # Other threads add some.
-        for rank, arrived, host, sent, phases in heard:
+        for rank, arrived, host, sent, phases in received:
             offset = self._clocks[rank].offset
             if (slow := arrived - sent - offset) > _SLOW_MESSAGE_S:
                 last = phases[-1][1] if phases else ""
@@ -224,15 +225,15 @@ class Recorder:
 
 
 class Record:
-    """The phases of one save or load on this rank. Any thread may add some.
+    """The phases of one save or load on this rank. Any thread may add phases.
 
-    ``call`` is the text that its events share. ``step`` may be set later.
+    ``call`` is the common text of its events. ``step`` may be set later.
     """
 
     def __init__(self, recorder: Recorder, kind: str, step: int | None, call: str) -> None:
         self.kind, self.step, self.call = kind, step, call
         self.key = 0
-        """The number of its first call, the same on all ranks; 0 before, or with one rank."""
+        """The number of its first call, the same on all ranks; 0 before, or with a single rank."""
         self.calls: list[RecordedCall] = []
         self.own: deque[_Phase] = deque()
         self.open: list[_Phase] = []
@@ -251,7 +252,7 @@ class Record:
             _current.reset(token)
 
     def joined(self, call: RecordedCall) -> None:
-        """Adds a call that the ranks make for this save or load."""
+        """Adds a call of the ranks for this save or load."""
         if not self.key:
             self.key = call.number
         if self.recorder.writes:  # A call may keep the state of a failed save alive.
@@ -259,8 +260,8 @@ class Record:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Records the block as a phase. A phase within a phase does not count."""
-        if self.open:
+        """Records the block as a phase. Phases nested in a phase of its thread do not count."""
+        if self._own_open():
             yield
             return
         phase = _Phase(name, time.monotonic())
@@ -283,25 +284,29 @@ class Record:
             self.recorder.ended(self, phase)
 
     def add(self, name: str, begin: float, error: BaseException | None) -> None:
-        """Adds a phase of the background that ends now; ``begin`` is of the monotonic clock."""
+        """Adds a background phase that ends now. ``begin`` is a time of the monotonic clock."""
         phase = _Phase(name, begin, time.monotonic(), {"background": True})
         if error is not None:
             phase.details["error"] = _text_of(error)
         self.recorder.ended(self, phase)
 
     def failed(self, error: BaseException) -> None:
-        """Adds an error that no phase of this rank has: it was raised while the rank waited."""
+        """Adds an error that was raised outside the phases of this rank, while it waited."""
         if not self._has_error:
             phase = _Phase("wait", self._ended, time.monotonic(), {"error": _text_of(error)})
             self.recorder.ended(self, phase)
 
     def note(self, **details: Any) -> None:
-        """Adds details to the phase in progress; numbers add up."""
-        for phase in self.open:
+        """Adds details to the phase in progress in this thread, or in others; numbers add up."""
+        for phase in self._own_open() or self.open:
             for name, value in details.items():
                 if isinstance(value, int | float):
                     value = phase.details.get(name, 0) + value
                 phase.details[name] = value
+
+    def _own_open(self) -> list[_Phase]:
+        thread = threading.get_ident()
+        return [phase for phase in list(self.open) if phase.thread == thread]
 
     def end(self) -> None:
         """Writes the record, on the first rank. Later phases may follow, and another ``end``."""
@@ -309,13 +314,13 @@ class Record:
         self.recorder.flush(self)
 
     def take_own(self) -> list[_Phase]:
-        """Returns the phases that ended on this rank since the last time."""
+        """Returns the phases that ended on this rank since the previous call."""
         return _drained(self.own)
 
     def hanging(self) -> str | None:
-        """Returns the lines of what lasts long; ``None`` once the record has ended.
+        """Returns the lines of long phases; ``None`` once the record has ended.
 
-        They are returned again whenever a phase lasts twice as long.
+        Lines are returned again whenever a phase lasts twice as long.
         """
         if self._is_done:
             return None
@@ -336,7 +341,7 @@ def _drained(queue: deque[T]) -> list[T]:
 
 def _text_of(error: BaseException) -> str:
     name = type(error).__qualname__
-    # The last line of many: DCP's exception has the traces of ranks, and their errors last.
+    # The last line, because DCP's exception lists tracebacks of ranks, and their errors last.
     text = (text_of(error).strip().splitlines() or [""])[-1].strip()
     return f"{name}: {text}"[:_ERROR_LENGTH]
 
@@ -347,7 +352,7 @@ _current: ContextVar[Record | None] = ContextVar("torch_ckpt_record", default=No
 
 
 def current_record() -> Record | None:
-    """Returns the record to which this thread adds; ``None`` if there is none."""
+    """Returns the record to which this thread adds; ``None`` outside a recorded block."""
     return _current.get()
 
 

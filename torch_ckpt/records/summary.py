@@ -1,4 +1,4 @@
-"""The numbers of a report: one line on a call, a table of its phases, and the trend of a run."""
+"""The numbers of a report: one line about a call, a table of its phases, and the run's trend."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from torch_ckpt.records.calls import Call
+from torch_ckpt.records.calls import DURABLE, Call
 from torch_ckpt.records.figures import nbytes_text, percent, rate_text, seconds_text
 
 __all__ = ["figures", "heading", "phase_table", "rate_column", "seconds_column", "trend"]
 
 
 def heading(call: Call) -> str:
-    """Returns one line on a call: how many ranks, when, how many bytes, and how long it took."""
+    """Returns one line about a call: number of ranks, time, number of bytes, and duration."""
     step = "" if call.step is None else f" of step {call.step}"
     machines = len(set(call.hosts.values()))
     facts = [
@@ -25,7 +25,7 @@ def heading(call: Call) -> str:
     if call.nbytes:
         rate = "" if call.rate is None else f" at {rate_text(call.rate)}"
         facts.append(nbytes_text(call.nbytes) + rate)
-    if call.kind == "save":
+    if call.kind in DURABLE:
         facts.append(f"blocked {seconds_text(call.blocked_s)}")
         durable = call.durable_s
         facts.append("not durable" if durable is None else f"durable in {seconds_text(durable)}")
@@ -88,12 +88,16 @@ def phase_table(call: Call) -> list[list[str]]:
     return rows
 
 
-def trend(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Returns the numbers of each call; ``interval`` is that since the last of its kind began."""
+def trend(calls: Sequence[Call], last: int | None = None) -> list[dict[str, Any]]:
+    """Returns the numbers of each call. ``interval`` is the time since the last of its kind began.
+
+    With ``last``, returns only the last calls.
+    """
     lines = []
-    before: dict[str, float] = {}
-    for call in calls:
-        durable = call.durable_s if call.kind == "save" else call.seconds
+    first = 0 if last is None else len(calls) - last
+    before: dict[str, float] = {call.kind: call.start for call in calls[: max(first, 0)]}
+    for call in calls[max(first, 0) :]:
+        durable = call.durable_s if call.kind in DURABLE else call.seconds
         lines.append(
             {
                 "kind": call.kind,

@@ -1,4 +1,4 @@
-"""The arguments of a run: each has a known value, and those that decide are equal on all ranks."""
+"""Checks the arguments of a run: each is valid, and important ones are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import get_args
 
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.coordination.waiting import is_duration
 from torch_ckpt.ladder.failures import OnFailure
 from torch_ckpt.ladder.step_directories import Verify
 from torch_ckpt.ladder.step_files import whole_number
@@ -21,20 +20,18 @@ _CHOICES = {"on_busy": OnBusy, "verify": Verify, "on_failure": OnFailure, "reuse
 def check_arguments(group: Group, timeout_s: float, given: Mapping[str, object]) -> None:
     """Checks arguments of all ranks. All ranks call it.
 
-    Raises ValueError if one of ``_CHOICES`` is unknown, ``timeout_s`` is no duration, or what is
-    ``given`` differs between ranks.
+    Raises ValueError if one of ``_CHOICES`` is unknown, or the ``given`` arguments differ between
+    ranks.
     """
     for name, choices in _CHOICES.items():
         if (value := given[name]) not in (known := get_args(choices)):
             raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
-    if not is_duration(timeout_s):
-        raise ValueError(f"{timeout_s=} is not a positive number of seconds")
     what = "opening the run"
     group.decide(what, lambda: None, lambda _: None, timeout_s=timeout_s, equal=given)
 
 
 def check_local(keep_local: int, promote_bytes_per_s: int | None) -> None:
-    """Raises TypeError if a number for a local directory is no integer, ValueError if below 1."""
+    """Raises TypeError for a local number that is not an integer, ValueError if below 1."""
     rate = 1 if promote_bytes_per_s is None else promote_bytes_per_s
     for name, value in {"keep_local": keep_local, "promote_bytes_per_s": rate}.items():
         if whole_number(name, value) < 1:

@@ -1,6 +1,6 @@
 """Ending: the methods of a run that save the last step when training ends early.
 
-After an error of training, or before a signal ends the process.
+This happens after an error of training, or before a signal ends the process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.coordination.portable import why
+from torch_ckpt.coordination.waiting import duration
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.runs.preemption import Preemption
@@ -58,12 +59,16 @@ class Ending:
             state: Function that returns the state to save.
             timeout_s: Longest time that this rank waits for the others, in seconds.
 
+        Raises:
+            ValueError: ``timeout_s`` is not a positive number.
+
         Example::
 
             with run.saving_on_exception(lambda: training.state_dict()):
                 train()
         """
         self._check_open()
+        timeout_s = duration("timeout_s", timeout_s)
         try:
             with self._boundary.watching_optimizers():
                 yield
@@ -144,7 +149,7 @@ class Ending:
 
         Returns the outcome as text.
         """
-        with contextlib.suppress(CheckpointError):  # Then the step is not stored, and is saved now.
+        with contextlib.suppress(CheckpointError):  # The step is not stored, so it is saved now.
             self._saves.settle(timeout_s)
         reason, step = self._boundary.reason_not_to_save(error), self._boundary.step
         if reason is not None or step is None:
@@ -154,16 +159,16 @@ class Ending:
         return f"{done}: {failure}" if failure else done
 
     def _end_if_signalled(self, preemption: Preemption, *, is_last: bool = False) -> None:
-        """Saves the last step and ends the process (SystemExit), if any rank has received a signal.
+        """If any rank has received a signal, saves the last step and ends the process (SystemExit).
 
-        With ``is_last``, the ranks exchange in any case, as their block ends.
+        With ``is_last``, the ranks always exchange this, because their block ends.
         """
         step, failure = self._boundary.step, None
         if not (is_last or preemption.is_due(step)):
             return
 
         def own() -> bool:
-            with contextlib.suppress(CheckpointError):  # Then the step is not on disk.
+            with contextlib.suppress(CheckpointError):  # The step is not on disk.
                 self._saves.settle(preemption.left_s)
             if (pending := self._saves.pending) is not None:
                 raise CheckpointError(f"step {pending} is still being saved")
@@ -200,7 +205,7 @@ class Ending:
     def _end_after_error(self, preemption: Preemption, error: BaseException) -> None:
         """Waits for the background save after an error of training, if a signal ends the process.
 
-        The ranks have no common step to save. The error is logged: nobody may report it later.
+        The ranks have no common step to save. Logs the error, since it may not be reported later.
         """
         if preemption.received is None or preemption.has_ended:
             return
@@ -220,7 +225,7 @@ class Ending:
                 self._saves.begin(step, left_s(), is_last=True)
                 if (error := self._saves.save_now(step, state(), left_s())) is not None:
                     _LOG.warning("step %d was saved, but then: %s", step, why(error))
-            # Otherwise the agent writes its newest step in memory, which is this one or older.
+            # Otherwise the agent writes its newest step in memory: this one, or an older one.
             self._saves.discard_from_memory(lambda each: each <= step)
         except BaseException as error:  # Even an interrupt: the process ends in any case.
             return why(error)

@@ -12,21 +12,21 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.coordination.waiting import is_duration
+from torch_ckpt.coordination.waiting import duration
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.runs.spacing import MOST_STEPS, Spacing
 
 __all__ = ["Preemption"]
 
 _LEAST_S = 1.0
-"""Least time for the save: the process may live longer than announced."""
+"""Minimum time for the save, because the process may live longer than announced."""
 
 _Signal = tuple[float, int]
 """The seconds that a rank has left, and the signal that it has received."""
 
 
 class Preemption:
-    """Signals that a rank has received, and the decision of all ranks to end at a step.
+    """The signals that a rank has received, and the decision of all ranks to end at a step.
 
     Signals arrive at the ranks at different times, and some at one rank only. So the ranks exchange
     whether any has received one: after every step, or after at most 16 steps if these take less
@@ -43,34 +43,32 @@ class Preemption:
         *,
         is_alone: bool,
     ) -> None:
-        if not is_duration(grace_s):
-            raise ValueError(f"{grace_s=} is not a positive number of seconds")
         self.state = state
         self._signals = signals
-        self._grace_s = grace_s
+        self._grace_s = duration("grace_s", grace_s)
         self._spacing = Spacing(1 if is_alone else MOST_STEPS)
         self.received: int | None = None
-        """The signal that this rank has received first, or that the ranks have agreed on."""
+        """The first signal that this rank received, or the signal on which the ranks agreed."""
         self.has_ended = False
         """Whether :meth:`end` was called."""
         self.ends_at = math.inf
-        """When the process is killed, on the monotonic clock."""
+        """The time at which the process is killed, by the monotonic clock."""
 
     def __str__(self) -> str:
         return "" if self.received is None else signal.Signals(self.received).name
 
     @property
     def left_s(self) -> float:
-        """The seconds until the process is killed, at least a moment."""
+        """The seconds until the process is killed, but at least a moment."""
         return max(self.ends_at - time.monotonic(), 0.1)
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
-        """Records the signals within the block, instead of what they would do.
+        """Records the signals within the block, instead of their usual effect.
 
-        If the block ends after a signal, and not by :meth:`end`, the signal is sent again. Raises
-        RuntimeError if another one catches signals, and ValueError if this is not the main thread,
-        or a signal cannot be handled.
+        If the block ends after a signal, but not by :meth:`end`, the signal is sent again. Raises
+        RuntimeError if another ``Preemption`` catches signals, and ValueError if this is not the
+        main thread, or a signal cannot be handled.
         """
         if PROCESS.preemption is not None:
             raise RuntimeError(
@@ -81,8 +79,8 @@ class Preemption:
         before: dict[int, Any] = {}
 
         def receive(number: int, _: FrameType | None) -> None:
-            # In a forked child, such as a worker of a DataLoader, or if the program has installed
-            # this handler again after the block.
+            # In a forked child, such as a DataLoader worker, or if the program has reinstalled this
+            # handler after the block.
             if os.getpid() != owner or PROCESS.preemption is not self:
                 signal.signal(number, before[number])
                 os.kill(os.getpid(), number)
@@ -92,7 +90,7 @@ class Preemption:
         try:
             PROCESS.preemption = self
             for number in dict.fromkeys(self._signals):
-                # A handler that C code has installed is unknown to Python.
+                # Python does not know handlers installed by C code.
                 handler = signal.getsignal(number) or signal.SIG_DFL
                 try:
                     signal.signal(number, receive)
@@ -109,16 +107,17 @@ class Preemption:
                 os.kill(owner, self.received)
 
     def is_due(self, step: int | None) -> bool:
-        """Returns whether the ranks are to :meth:`check` after this step, the same on all ranks.
+        """Returns whether the ranks must :meth:`check` after this step, the same on all ranks.
 
-        The step is the one that has ended, equal on all ranks; ``None`` before the first.
+        ``step`` is the step that has ended, equal on all ranks; ``None`` before the first.
         """
         return self._spacing.is_due(-1 if step is None else step)
 
     def check(self, step: int | None, group: Group, timeout_s: float) -> bool:
         """Returns whether any rank has received a signal, the same on all ranks.
 
-        All ranks call it. This rank waits ``timeout_s`` for the others, unless it has less left.
+        All ranks call it. This rank waits for the others for ``timeout_s``, or less if it has less
+        time.
         """
         step = -1 if step is None else step
 
@@ -140,7 +139,7 @@ class Preemption:
         return True
 
     def end(self) -> NoReturn:
-        """Ends the process by SystemExit with the status after the signal."""
+        """Ends the process by SystemExit, with the status of a process that the signal ended."""
         assert self.received is not None
         self.has_ended = True
         raise SystemExit(128 + self.received)

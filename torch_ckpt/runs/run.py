@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, group_of
+from torch_ckpt.coordination.methods import make_no_more_calls
+from torch_ckpt.coordination.waiting import duration
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.failures import Failures, OnFailure, PromotionFailures
@@ -34,6 +37,8 @@ from torch_ckpt.runs.saver import Saver
 from torch_ckpt.runs.step_boundary import StepBoundary
 from torch_ckpt.runs.step_loads import StepLoads
 from torch_ckpt.runs.step_saves import Reuse, StepSaves
+from torch_ckpt.storage.reader import FastReader
+from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["Run"]
 
@@ -46,16 +51,17 @@ class Run(Saver, StepLoads):
     tear it or leave it stale; the files of a step alone determine whether the step is whole.
 
     Every rank creates the same ``Run`` and calls the same methods in the same order. Exceptions are
-    :meth:`wait` and, outside :meth:`saving_on_signal`, :meth:`should_save`, which are local. The
-    ranks decide everything together, over separate connections. If one rank fails, all fail, and
-    no rank waits for another longer than ``timeout_s``. Calls from several threads wait for each
-    other. A call in a signal handler raises an error if it interrupted another call.
+    :meth:`wait` without ``promoted`` and, outside :meth:`saving_on_signal`, :meth:`should_save`,
+    which are local. The ranks decide everything together, over separate connections. If one rank
+    fails, all fail, and no rank waits for another longer than ``timeout_s``. Calls from several
+    threads wait for each other. A call in a signal handler raises an error if it interrupted
+    another call.
 
     Args:
         directory: Directory of the steps, on storage that every rank can access. The first save
             creates it. Symbolic links in the path are resolved when the run is created.
         local: A faster directory for saves, such as one on a local disk. The agent, or a thread of
-            the first rank if there is none, promotes the steps: it copies them to ``directory``.
+            the first rank if no agent runs, promotes the steps: it copies them to ``directory``.
         keep_local: Number of newest steps to retain in ``local``. A step that ``directory`` is to
             retain also remains in ``local`` until it is promoted.
         promote_bytes_per_s: Most bytes per second that each machine promotes; ``None``: no limit.
@@ -65,7 +71,10 @@ class Run(Saver, StepLoads):
         keep_last: Number of newest whole steps to retain, up to the saved one; all if ``None``.
             After each save, older steps and the remains of failed saves are removed.
         keep_every: Also retain the steps that are multiples of this number. No effect without
-            ``keep_last`` or ``keep_best``, because all steps are then retained.
+            ``keep_last``, ``keep_for`` or ``keep_best``, because all steps are then retained.
+        keep_for: Also retain younger steps than this, such as ``"90min"``, ``"24h"``, ``"7d"`` or a
+            ``timedelta``. The newest step is retained at any age. Without ``keep_last``, older
+            steps are removed.
         keep_best: Also retain this number of steps with the best value of ``monitor``. If
             ``keep_last`` is ``None``, the newest step is retained as well.
         monitor: Name of the metric that ranks steps; see :meth:`save`. Required by ``keep_best``.
@@ -80,7 +89,8 @@ class Run(Saver, StepLoads):
             Failures of promotion must also have lasted for half an hour.
         verify: When a step counts as whole. ``"quick"``: it opens, and its files have the right
             lengths. ``"full"``: all of its bytes also match their checksums. The first rank then
-            reads all bytes, so ``timeout_s`` must be long enough.
+            reads all bytes, so ``timeout_s`` must be long enough. Steps in local directories of
+            several machines are verified only while they are loaded or promoted.
         reuse: ``"auto"``: tensors that have not changed since the previous step are not written
             again; see ``base`` of :class:`FastWriter`. ``"off"``: each step is written whole.
         process_group: The ranks of the run; all if ``None``.
@@ -95,7 +105,7 @@ class Run(Saver, StepLoads):
 
     Raises:
         CheckpointError: The agent cannot be started; see :class:`SnapshotAgent`.
-        TypeError: A number of steps or bytes is not an integer.
+        TypeError: A number of steps or bytes is not an integer, or ``keep_for`` not an age.
         ValueError: An argument is out of range or differs between ranks, this rank is not in the
             group, or ``agent`` is given and saves are not ``asynchronous``.
 
@@ -120,6 +130,7 @@ class Run(Saver, StepLoads):
         max_overhead: float = 0.035,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_for: str | timedelta | None = None,
         keep_best: int | None = None,
         monitor: str | None = None,
         mode: Mode = "min",
@@ -138,7 +149,7 @@ class Run(Saver, StepLoads):
     ) -> None:
         self._group = group_of(process_group).series()
         self._exclusive = Exclusive(f"the run {directory}")
-        self.timeout_s, self._closed = timeout_s, False
+        self._closed = False
         self.retention: Retention
         """Which steps remain after a save."""
         self.asynchronous = asynchronous
@@ -147,10 +158,13 @@ class Run(Saver, StepLoads):
         self._preemption: Preemption | None = None  # Within a block of saving_on_signal.
         self._boundary = StepBoundary()
         with self._group.method("open the run", timeout_s), contextlib.ExitStack() as undo:
-            self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
+            self.timeout_s = timeout_s = duration("timeout_s", timeout_s)
+            self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode, keep_for)
             self._schedule = SaveSchedule(every, max_overhead)
             self._location = Location(directory).resolved()  # Once: a link in the path may move.
             self._failures = Failures(on_failure, max_failures)
+            FastWriter(self.directory, **(writer or {}))  # Raises before the ranks compare, as all
+            FastReader(self.directory, **(reader or {}))  # that may raise on one rank alone.
             check_arguments(
                 *(self._group, timeout_s),
                 vars(self.retention)
@@ -199,7 +213,7 @@ class Run(Saver, StepLoads):
             )
             rungs: list[Rung] = [*backend.rungs, *self._disks]
             ranks = self._group, process_group, timeout_s
-            self._ladder = Ladder(rungs, *ranks, self._location, lineage, self._saves.settle)
+            self._ladder = Ladder(rungs, *ranks, self._location, lineage, self._saves.ready)
             open_copy = functools.partial(
                 backend.copy,
                 nbytes_per_s=promote_bytes_per_s or 0,
@@ -306,10 +320,11 @@ class Run(Saver, StepLoads):
 
     @exclusive("choose a step")
     def best_step(self) -> int | None:
-        """Returns the whole step with the best value of ``monitor``; ``None`` if there is none.
+        """Returns the whole step with the best value of ``monitor``; ``None`` without such a step.
 
-        It first waits for the background save. It ignores steps without the metric, with a NaN, and
-        those that the run abandoned when it went back. Of equal values, the earliest is the best.
+        First waits for the background save. Ignores steps without the metric, steps whose metric is
+        NaN, and steps that the run abandoned when it went back. If values are equal, the earliest
+        step is the best.
 
         Raises:
             CheckpointError: The background save failed; the message names its step.
@@ -317,12 +332,17 @@ class Run(Saver, StepLoads):
             StorageError: The directory cannot be read.
             ValueError: The run has no ``monitor``.
         """
+        self._check_open()
         if self.retention.monitor is None:
             raise ValueError("best_step() needs the name of a metric: pass monitor to the run")
-        self._check_open()
-        what, settle, timeout_s = "choosing the best step", self._saves.settle, self.timeout_s
-        choose = self._ladder.reading(lambda _: self.retention.best(self._disks))
-        return self._group.decide(what, settle, choose, timeout_s=timeout_s)
+
+        def own() -> Any:
+            self._saves.ready()
+            return self._disks[0].report()
+
+        choose = functools.partial(self.retention.best, self._disks)
+        what, reading = "choosing the best step", self._ladder.reading(choose)
+        return self._group.decide(what, own, reading, timeout_s=self.timeout_s)
 
     @exclusive("discard steps")
     def discard_after(self, step: int) -> list[int]:
@@ -393,6 +413,7 @@ class Run(Saver, StepLoads):
         with self._exclusive.use_by_all("close the run", self._group, self.timeout_s):
             try:
                 self._saves.close(is_again=self._closed)
+                make_no_more_calls(self._group.connections, "close the run")
             finally:
                 self._closed = True
                 if self._log is not None:

@@ -1,7 +1,7 @@
 """The save interval: as short as a given share of training time allows.
 
-After CheckFreq (Mohan, Phanishayee, Chidambaram, FAST '21): each save measures the cost of saving
-during training, and the next interval follows from that cost.
+Based on CheckFreq (Mohan, Phanishayee, Chidambaram, FAST '21): each save measures the cost of
+saving during training, and the next interval follows from that cost.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class SaveSchedule:
 
     The schedule depends only on facts that are equal on all ranks: the steps at which saves were
     attempted, and the intervals that the ranks agreed on. With ``every``, its multiples are saved,
-    whatever saves cost. Otherwise saves may cost ``share``, within (0, 1), of the time of training
-    and saving together.
+    independently of the cost. Otherwise saves may cost ``share``, within (0, 1), of the time of
+    training and saving together.
 
     Example::
 
@@ -81,7 +81,7 @@ class SaveSchedule:
         self._before: tuple[int | None, int | None] = None, None  # The last attempt.
 
     def is_due(self, step: int, *, during_save: bool) -> bool:
-        """Returns whether a step is to be saved; called once at the end of each step."""
+        """Returns whether to save a step. Called once at the end of each step."""
         self.clock.step_ended(step, during_save=during_save)
         if self._every is not None:
             return step % self._every == 0 and step != self._attempted
@@ -92,7 +92,7 @@ class SaveSchedule:
     def attempted(self, step: int | None) -> None:
         """Schedules the next save one interval later; called when a save begins or is skipped.
 
-        ``None`` if this rank refuses the step.
+        ``step`` is ``None`` if this rank refuses it.
         """
         self._before = self._attempted, self._next
         if step is None:
@@ -101,9 +101,9 @@ class SaveSchedule:
 
     @contextlib.contextmanager
     def unless_refused(self) -> Iterator[None]:
-        """Takes back the last attempt if all ranks refuse its arguments within the block.
+        """Undoes the last attempt if all ranks refuse its arguments within the block.
 
-        One of them has not even attempted it. Otherwise their schedules would differ from then on.
+        One rank has not even attempted it, so their schedules would differ from then on.
         """
         try:
             yield
@@ -127,8 +127,8 @@ class SaveSchedule:
 class CostClock:
     """Measures steps and saves on one rank. Owned by the thread that trains.
 
-    A step lasts from one call of :meth:`step_ended` to the next, without the time of a save between
-    the two. Evaluation and logging count as time of their step.
+    A step lasts from one call of :meth:`step_ended` to the next, excluding a save in between.
+    Evaluation and logging are part of the step.
 
     Example::
 
@@ -144,7 +144,7 @@ class CostClock:
         self._busy_s = 0.0
 
     def step_ended(self, step: int, *, during_save: bool) -> None:
-        """Records the end of a step. ``during_save`` says that a background save is in progress."""
+        """Records the end of a step. ``during_save``: whether a background save is in progress."""
         now = time.monotonic()
         if self._last is not None and step > self._last[0]:
             steps, seconds = step - self._last[0], now - self._last[1]

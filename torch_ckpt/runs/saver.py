@@ -1,4 +1,4 @@
-"""Saver: the method of a run that saves a step: what the ranks agree on, and what ends training."""
+"""Saver: the method of a run that saves a step: what the ranks agree on, and failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Saver(Ending):
     """Number of steps that were skipped because the previous save was in progress."""
     _schedule: SaveSchedule
     _failures: Failures
-    _has_agent: bool  # Memory alone can retain a step.
+    _has_agent: bool  # Steps can remain in memory only.
 
     @exclusive("save a step")
     def save(
@@ -48,9 +48,10 @@ class Saver(Ending):
                 checkpoint of the same step is replaced once the new one is complete.
             state: State dict, as for :func:`torch_ckpt.save`.
             metrics: Numbers to store with the step, such as ``{"loss": 2.5}``, for ``keep_best``
-                and :meth:`best_step`. Those of the first rank are stored.
-            persist: Whether to write the step to disk. If false, the agent keeps it in memory, and
-                writes it if it is the newest when the ranks end or die, or the agent is given up.
+                and :meth:`best_step`. The numbers of the first rank are stored.
+            persist: Whether to write the step to disk. If false, the agent retains it in memory,
+                and writes it if it is the newest when the ranks end or die, or continue without the
+                agent.
 
         Returns:
             ``True`` if the step was saved, or its save began in the background; ``False`` if the
@@ -84,7 +85,7 @@ class Saver(Ending):
             with self._schedule.unless_refused():
                 if not self._begin_save(step, metrics, persist, refused):
                     return False
-            # An error that only this rank knows so far, and whether all ranks raise the next error.
+            # An error known only to this rank so far, and whether all ranks raise the next error.
             failure, is_common = None, self.asynchronous
             try:
                 if self.asynchronous:
@@ -104,7 +105,7 @@ class Saver(Ending):
             return True
 
     def _is_coordinator_busy(self, step: int, refused: Exception | None) -> bool:
-        """Returns whether the coordinator, the last to end, still saves; raises ``refused``."""
+        """Returns whether the coordinator, which ends last, still saves; raises ``refused``."""
 
         def own() -> bool:
             if refused is not None:
@@ -121,12 +122,12 @@ class Saver(Ending):
         persist: bool,
         refused: Exception | None,
     ) -> bool:
-        """Begins a save, also if the previous one failed and training goes on.
+        """Begins a save, also if the previous one failed and training continues.
 
-        Returns ``False`` if this one fails as well, and training goes on.
+        Returns ``False`` if this save fails as well, and training continues.
         """
         timeout_s = self.timeout_s
-        if self._failures.is_open:  # Then its failure is not one of this save.
+        if self._failures.is_open:  # Its failure must not count for this save.
             end, settle = "ending the last save", functools.partial(self._saves.settle, timeout_s)
             try:
                 self._group.decide(
@@ -145,7 +146,7 @@ class Saver(Ending):
             if not self._may_go_on(error):
                 raise
             return False
-        if unpromoted is not None:  # Not a failure of this save, which the options let go on.
+        if unpromoted is not None:  # A failed promotion: `_failures` counts saves only.
             raise unpromoted
         return True
 
@@ -153,7 +154,7 @@ class Saver(Ending):
         return self._failures.may_go_on(error, warns=self._group.is_coordinator)
 
     def _agreed_interval(self, interval: int, failure: BaseException | None) -> int:
-        """Returns the longest interval of all ranks until the next save, after a save.
+        """After a save, returns the longest interval of all ranks until the next one.
 
         Raises the failure of a rank on all ranks.
         """

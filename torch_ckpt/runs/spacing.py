@@ -1,4 +1,4 @@
-"""Spacing: after which steps the ranks check for an event, about once per second."""
+"""Spacing: decides after which steps the ranks check for an event, about once per second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CHECK_S = 1.0
 """Time between two checks."""
 
 MOST_STEPS = 16
-"""Steps between two checks at most, because the next steps may be slower."""
+"""Maximum number of steps between two checks, because the next steps may be slower."""
 
 
 class Spacing:
@@ -37,12 +37,12 @@ class Spacing:
         return self._last is None or not self._last[0] <= step < self._next
 
     def steps(self, step: int) -> int:
-        """Returns how many steps after this one are about to take a second, on this rank."""
+        """Returns how many steps after this one take about a second, on this rank."""
         if self._last is None or step <= self._last[0]:
             return 1
         step_s = (time.monotonic() - self._last[1]) / (step - self._last[0])
         return max(1, min(self._most_steps, int(_CHECK_S / max(step_s, 1e-6))))
 
     def checked(self, step: int, steps: int) -> None:
-        """Records that all ranks have checked after this step. The next check is so many later."""
+        """Records that all ranks have checked after this step. The next follows ``steps`` later."""
         self._next, self._last = step + steps, (step, time.monotonic())

@@ -1,4 +1,4 @@
-"""StepBoundary: whether the state in memory is of a whole step, so that it can be saved."""
+"""StepBoundary: whether the state in memory is that of a whole step, which can be saved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepBoundary:
         self.step: int | None = None
         """The last completed step."""
         self.stored: int | None = None
-        """The step that this process saved, began to save or loaded last."""
+        """The step that this process last saved, began to save, or loaded."""
         self.is_on_disk = False
         """Whether this process has committed ``stored`` to disk."""
         self._begun = False
@@ -52,7 +52,7 @@ class StepBoundary:
             self.save_began(step)
 
     def went_back(self, step: int) -> None:
-        """Records that newer steps do not count any more: a later one of that number differs."""
+        """Records that newer steps no longer count: later steps with these numbers differ."""
         if self.stored is not None and self.stored > step:
             self.stored, self.is_on_disk = None, False
 
@@ -70,7 +70,7 @@ class StepBoundary:
             hook.remove()
 
     def reason_not_to_save(self, error: BaseException) -> str | None:
-        """Returns why nothing should be saved after an error; ``None`` if the step should be."""
+        """Returns why nothing should be saved after an error; ``None`` to save the step."""
         if isinstance(error, CheckpointException | CheckpointError):
             return "nothing was saved after this error: the error is from a save or load"
         if self.step is None:

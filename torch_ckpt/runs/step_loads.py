@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
+from torch_ckpt.commits.leases import lease
 from torch_ckpt.coordination.exclusive import exclusive
 from torch_ckpt.ladder.ladder import Ladder
-from torch_ckpt.ladder.step_files import lease, step_number
+from torch_ckpt.ladder.step_directories import step_at
+from torch_ckpt.ladder.step_files import step_number
+from torch_ckpt.ladder.times import time_s
+from torch_ckpt.planning.load_report import LoadReport
 from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.save_interval import SaveSchedule
 
@@ -40,13 +45,52 @@ class StepLoads(Ending):
         self._check_open()
         return self._ladder.latest()
 
+    @exclusive("choose a step")
+    def step_at(self, time: str | datetime) -> int:
+        """Returns the step that the run had at a time.
+
+        That is the newest whole step that was committed by then, except steps that the run has
+        left. The time of a step is that of its file ``.metadata``: ``cp -a`` retains it, and ``cp
+        -r`` does not. In a directory to which steps are promoted, it is the time of the promotion.
+
+        Args:
+            time: A ``datetime``, or text such as ``"2026-11-28 14:30"`` (ISO 8601). Without a time
+                zone, it is local time.
+
+        Raises:
+            CheckpointError: The background save failed; the message names its step.
+            NotFoundError: There was no step at that time, or it was removed since.
+            RankTimeoutError: A rank was late, stuck or dead.
+            StorageError: The directory cannot be read.
+            TypeError: ``time`` is neither a ``datetime`` nor text.
+            ValueError: ``time`` is no time, or differs between ranks.
+
+        Example::
+
+            run.restore(state, step=run.step_at("2026-11-28 14:30"))  # Before the loss spike.
+        """
+        self._check_open()
+
+        def own() -> tuple[float, Any]:
+            self._saves.ready()
+            return time_s(time), self._disks[0].report()
+
+        def choose(answers: list[tuple[float, Any]]) -> int:
+            return step_at(self._disks, answers[0][0], [report for _, report in answers])
+
+        what, reading = "choosing the step at a time", self._ladder.reading(choose)
+        return self._group.decide(
+            what, own, reading, timeout_s=self.timeout_s, equal={"time": time}
+        )
+
     @contextlib.contextmanager
     def lease(self, step: int) -> Iterator[str | os.PathLike[str]]:
         """Protects a step from removal within the block.
 
         For jobs that read a step while training continues, on this or another machine. The step is
-        removed by the first save after the block instead. If the process dies, its lease expires
-        after 300 s. A new save of the same step still replaces it.
+        removed by the first save after the block instead. If the process dies, its lease ends: on
+        its machine at once, elsewhere 300 s after its last renewal. A new save of the same step
+        still replaces it. :func:`torch_ckpt.reading` does the same without a run.
 
         Args:
             step: A committed step.
@@ -55,6 +99,8 @@ class StepLoads(Ending):
             The directory of the step.
 
         Raises:
+            CheckpointError: Another run has taken over the local directory, or the system has no
+                more threads.
             NotFoundError: The step is not committed, or is being removed.
             StorageError: The lease, a file in the directory of the run, cannot be written.
 
@@ -67,9 +113,19 @@ class StepLoads(Ending):
         step = step_number(step)
         self._check_open()
         *local, run = self._disks
+        self._saves.check_owner()
         has_step = (disk for disk in local if disk.has_whole(step))
         with lease(next(has_step, run).directory, step) as path:
             yield path.checkpoint_id
+
+    @property
+    def loaded(self) -> LoadReport | None:
+        """What the last :meth:`restore` did, as for :func:`torch_ckpt.load`.
+
+        ``None`` before, and if it loaded nothing. ``missing`` is empty, because a restore raises an
+        error if the step lacks a value of the state.
+        """
+        return self._ladder.loaded
 
     @exclusive("restore a step")
     def restore(
@@ -87,6 +143,7 @@ class StepLoads(Ending):
             step: Step to load; the newest whole step if ``None``.
             strict: What to do if the step contains names that ``state`` lacks: raise an error
                 (``True``), log a warning on the coordinator (``None``), or nothing (``False``).
+                :attr:`loaded` lists them afterwards.
 
         Returns:
             The loaded step, the same on every rank; ``None`` if none was committed.

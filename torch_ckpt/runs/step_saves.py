@@ -36,18 +36,18 @@ __all__ = ["Reuse", "StepSaves"]
 Reuse = Literal["auto", "off"]
 
 _Begun = tuple[dict[str, bytes], Choice, int | None, str | None, tuple[int, dict[int, int]]]
-"""Small files of a step, steps to promote, the base, the save that is replaced, and the term."""
+"""Small files of a step, steps to promote, the base, the replaced save, and the term."""
 
 
 class StepSaves:
     """Saves steps, one at a time. All ranks call the same methods.
 
     Saves go to the first of ``disks``. If that is a local directory, ``promotion`` copies the steps
-    to the directory of the run, which is the last. ``process_group`` has the ranks of ``group``,
-    for DCP; all if ``None``. ``boundary`` records each step that is stored, and ``clock`` the
-    duration of each background save. ``monitor`` is a metric that each step must have. ``reuses``
-    says that a save takes what has not changed from the step before. ``saved`` is the number of
-    steps that were committed.
+    to the directory of the run, which is the last. ``process_group`` contains the ranks of
+    ``group``, for DCP; all if ``None``. ``boundary`` records each step that is stored, and
+    ``clock`` the duration of each background save. ``monitor`` is a metric that each step must
+    have. ``reuses``: whether a save takes unchanged data from the previous step. ``saved`` is the
+    number of committed steps.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StepSaves:
 
     @property
     def pending(self) -> int | None:
-        """The step whose background save is not settled; ``None`` if there is none."""
+        """The step whose background save is not settled, or ``None``."""
         return None if self._pending is None else self._pending.step
 
     @contextlib.contextmanager
@@ -133,10 +133,22 @@ class StepSaves:
             if not pending.is_in_progress:
                 self._pending = None
 
-    def write_newest(self) -> None:
-        """Waits until the agent has written the last step, if it is in memory alone.
+    def ready(self, timeout_s: float | None = None) -> None:
+        """Settles the background save, before an access to the steps.
 
-        Raises CheckpointError if that fails: nobody would report it once the ranks have ended.
+        Raises CheckpointError if another run has taken over the local directory of this rank.
+        """
+        self.settle(timeout_s)
+        self.check_owner()
+
+    def check_owner(self) -> None:
+        """Raises CheckpointError if another run has taken over the local directory."""
+        self._promotion.check_owner()
+
+    def write_newest(self) -> None:
+        """Waits until the agent has written the last step, if it is in memory only.
+
+        Raises CheckpointError if that fails: it would not be reported after the ranks have ended.
         """
         newest = self._backend.write_newest()
         if newest is None:
@@ -146,13 +158,14 @@ class StepSaves:
         try:
             self.settle()
         except CheckpointError as error:
-            if not pending.is_committed:
-                error.add_note(f"step {newest[0]} {ONLY_IN_MEMORY}")
+            with contextlib.suppress(CheckpointError):  # Then nothing is known of the memory.
+                if not pending.is_committed and self._backend.may_commit(newest[0]):
+                    error.add_note(f"step {newest[0]} {ONLY_IN_MEMORY}")
             raise
 
     @contextlib.contextmanager
     def _bar(self, step: int) -> Iterator[None]:
-        """Shows on the first rank how far the background save is, while the block waits for it."""
+        """Shows the progress of the background save on the first rank, during a wait for it."""
         if not self._group.is_coordinator:
             yield
             return
@@ -173,14 +186,14 @@ class StepSaves:
     ) -> CheckpointError | None:
         """Checks that all ranks save this step, and that the previous save succeeded.
 
-        Gives the writer the small files of the step, with the metrics of the first rank. Returns a
-        failed promotion, which ``is_last`` ignores: the process ends after the save. The save has
-        not begun then. If ``refused`` is set on any rank, all ranks raise it.
+        Passes the small files of the step, with the metrics of the first rank, to the writer. If a
+        promotion failed, returns its error without beginning the save, except with ``is_last``:
+        then the process ends after the save. If ``refused`` is set on any rank, all ranks raise it.
         """
         files: dict[str, bytes] = {}
 
         def own() -> Report | None:
-            self.settle(timeout_s)  # First: an old failure is raised once.
+            self.ready(timeout_s)  # First, so that an old failure is raised once.
             if refused is not None:
                 raise refused
             if self._group.is_coordinator and metrics is not None:
@@ -217,10 +230,10 @@ class StepSaves:
         return None
 
     def _base(self, step: int) -> int:
-        """Returns the step from which a save takes what has not changed; itself if there is none.
+        """Returns the step from which a save takes unchanged data; ``step`` itself without one.
 
-        It is the last one that was saved or restored. A process that has done neither looks for the
-        newest one.
+        That is the last step that was saved or restored. A process that has done neither uses the
+        newest committed step.
         """
         if not self._knows_last:
             with contextlib.suppress(CheckpointError):  # The save may fail for it, or not.
@@ -228,13 +241,13 @@ class StepSaves:
         return step if self._last is None else self._last
 
     def set_base(self, step: int | None) -> None:
-        """Makes the next save take what has not changed from this step, if any."""
+        """Makes the next save take unchanged data from this step, if any."""
         self._last, self._knows_last = step, True
 
     def save_now(self, step: int, state: dict[str, Any], timeout_s: float) -> BaseException | None:
-        """Saves a step, and removes the steps that are not to be retained.
+        """Saves a step, and removes the steps that need not be retained.
 
-        Returns an error of this rank after the commit, which the other ranks do not know yet.
+        Returns an error of this rank after the commit, still unknown to the other ranks.
         """
         try:
             save(
@@ -261,7 +274,7 @@ class StepSaves:
     ) -> BaseException | None:
         """Begins to save a step in the background; :meth:`settle` reports the outcome.
 
-        Returns the error if it does not begin, which the other ranks do not know yet.
+        If it does not begin, returns the error, still unknown to the other ranks.
         """
         path = self._disk.path(step).checkpoint_id
         try:
@@ -269,7 +282,7 @@ class StepSaves:
         except BaseException as error:
             self._failed.remove(step)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise  # At once: the other ranks may wait in an exchange of the backend.
+                raise  # Immediately, because other ranks may wait in an exchange of the backend.
             return error
         self._boundary.save_began(step)
         is_stored = persist or not self._backend.can_stay_in_memory
@@ -280,11 +293,13 @@ class StepSaves:
             future.add_done_callback(lambda _: record.end())
         return None
 
-    def wait_for_promotion(self, timeout_s: float, *, must_end: bool = True) -> bool:
+    def wait_for_promotion(
+        self, timeout_s: float, *, must_end: bool = True, closes: bool = False
+    ) -> bool:
         """Waits for the background save and for the promotion of all steps. All ranks call it.
 
-        Raises CheckpointError on all ranks if either fails, or takes longer. Without ``must_end``,
-        they may take longer, and it returns whether both have ended.
+        Raises CheckpointError on all ranks if either fails or takes longer than ``timeout_s``.
+        Without ``must_end``, they may take longer. Returns whether both have ended.
         """
 
         def settle() -> bool:
@@ -295,15 +310,16 @@ class StepSaves:
                     raise
             return self._pending is None
 
-        return self._promotions.await_all(settle, timeout_s, must_end=must_end)
+        return self._promotions.await_all(settle, timeout_s, must_end=must_end, closes=closes)
 
     def close_promotion(self, timeout_s: float = math.inf) -> None:
-        """Promotes what can be promoted in this time; the next process promotes the rest.
+        """Promotes as many steps as this time allows; the next process promotes the rest.
 
-        The wait goes on while bytes arrive. All ranks call it. Raises as
-        :meth:`wait_for_promotion`, on all of them.
+        The wait continues while bytes arrive. All ranks call it. Raises the errors of
+        :meth:`wait_for_promotion` on all ranks.
         """
-        self._promotions.close(self.wait_for_promotion, timeout_s)
+        promote = functools.partial(self.wait_for_promotion, closes=True)
+        self._promotions.close(promote, timeout_s)
 
     def close(self, *, is_again: bool = False) -> None:
         """Waits for the last save and for promotions, and ends the background saves."""
@@ -316,7 +332,7 @@ class StepSaves:
                     self.close_promotion()  # First, since the agent makes the copies.
             finally:
                 if self.is_busy:
-                    self._backend.leave()  # The agent goes on with the save, whenever that ends.
+                    self._backend.leave()  # The agent continues the save.
                 else:
                     self._backend.close()
 
@@ -331,7 +347,7 @@ class StepSaves:
         directories = [disk.directory for disk in reversed(self._disks)]
 
         def own() -> tuple[int, Any]:
-            self.settle()
+            self.ready()
             return step_number(step), self._disk.report()
 
         def check(answers: list[tuple[int, Any]]) -> int:
@@ -349,7 +365,7 @@ class StepSaves:
             return removed
 
         def discard_elsewhere() -> None:
-            """Discards what is not on the disk of the coordinator."""
+            """Discards steps that are not on the coordinator's disk."""
             self.discard_from_memory(lambda each: each > step)
             if isinstance(self._promotion, Promotion) and not self._group.is_coordinator:
                 with self._promotion.discarding_after(step):
@@ -362,13 +378,13 @@ class StepSaves:
         return self._group.decide(what, discard_elsewhere, discard, timeout_s=timeout_s)
 
     def discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
-        """Discards steps from the memory of this machine, whichever directory names it."""
+        """Discards steps from the memory of this machine, under each directory that names it."""
         for disk in self._disks:
             discard_from_memory(disk.directory, is_discarded)
         self._backend.forget()
 
     def _committed(self, step: int, record: Record | None) -> None:
-        """Counts a committed step. Then it is promoted, or old steps are removed."""
+        """Counts a committed step, then promotes it or removes old steps."""
         self.saved += 1
         if self._boundary.stored in (None, step):  # Else another save has begun since.
             self.set_base(step)

@@ -1,4 +1,4 @@
-"""Copies of a state dict's structure and objects, with tensors that do not have memory yet."""
+"""Copies of a state dict's structure and objects, whose tensors have no memory yet."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _UNKNOWN = object()
 class CopiedState(StateDictStager):
     """A copy of a state dict, except for the memory of its tensors.
 
-    Copies of tensors are CPU tensors, which keep only the attributes that DCP reads. Copies of
+    Copies of tensors are CPU tensors, which retain only the attributes that DCP reads. Copies of
     DTensors are DTensors of CPU tensors. Copies of wrapper subclasses wrap copies of their inner
     tensors. Two kinds of tensors are copied immediately, with their values:
 
     - Tensors that only torch can copy: other subclasses, quantized, sparse and lazily conjugated
       tensors.
     - Tensors inside objects, because the constructors of the objects may read them. Tensors in
-      containers and in attributes are copied without the rest of their storages. Storages of
-      tensors in objects that state otherwise what to copy are copied whole, as by torch.
+      containers and in attributes are copied without the rest of their storages. If an object
+      customizes its copies, the storages of its tensors are copied whole, as by torch.
 
     The copy, ``state``, is complete after :meth:`build_wrappers`. The copies of ``tensors`` lack
     memory. Raises the error of an object that cannot be copied.
@@ -56,7 +56,8 @@ class CopiedState(StateDictStager):
     def __init__(self, state_dict: dict[str, Any]) -> None:
         super().__init__()
         self.tensors: list[CopiedTensor] = []
-        # Separate from the memo of tensors, since objects must not contain tensors without values.
+        # Separate from the memo of tensors, because objects must not contain tensors without
+        # values.
         self._memo_of_objects: dict[int, Any] = {}
         self._deferred: list[tuple[Any, Any, _Deferred]] = []  # Container, key, value.
         self.described: list[torch.Tensor] = []  # Copies with attributes that DCP reads.
@@ -88,7 +89,7 @@ class CopiedState(StateDictStager):
             recurse = self.deepcopy_with_tensor_offload
             for key, value in x.items():
                 self._put(y, recurse(key, memo), recurse(value, memo))
-            if kind is OrderedDict:  # A module's state dict has version numbers as attributes.
+            if kind is OrderedDict:  # State dicts of modules have version numbers as attributes.
                 vars(y).update(recurse(vars(x), self._memo_of_objects))
         elif kind is list:
             y = memo[id(x)] = [None] * len(x)
@@ -133,7 +134,7 @@ class CopiedState(StateDictStager):
         for live, copy in copied:
             memo[id(live)] = _like(live, copy)
             self._keep_alive(live, memo)  # type: ignore[no-untyped-call]
-        for live, _ in copied:  # Afterwards, since an attribute may be one of these tensors.
+        for live, _ in copied:  # Afterwards, because attributes may be such tensors.
             if attributes := vars(live):
                 copies = self.deepcopy_with_tensor_offload(attributes, memo)
                 vars(memo[id(live)]).update(copies)
@@ -190,8 +191,8 @@ class CopiedState(StateDictStager):
 
     def _deferred_wrapper(self, x: Any, memo: Any) -> _Deferred:
         names, context = x.__tensor_flatten__()
-        # Detach, because the inner tensor itself may be a value that is left out of staging. The
-        # tensors of shards may be left out themselves, as those of a DTensor.
+        # Detached, because the inner tensor itself may be a value that is excluded from staging.
+        # The tensors of shards may themselves be excluded, like those of a DTensor.
         is_shards = type(x) is LocalShards
         inner = {
             name: self.deepcopy_with_tensor_offload(
@@ -207,7 +208,7 @@ class CopiedState(StateDictStager):
         return _Deferred(make)
 
     def _deferred_shards(self, x: ShardedTensor, memo: Any) -> _Deferred:
-        # Not detached: staging recognizes the tensors that it leaves out by their identity.
+        # Not detached: staging recognizes excluded tensors by their identity.
         shards = [
             (self.deepcopy_with_tensor_offload(shard.tensor, memo), shard.metadata)
             for shard in x.local_shards()
@@ -231,9 +232,9 @@ class CopiedState(StateDictStager):
 
 
 class CopiedFile(CopiedState):
-    """A copy that also keeps what a file of ``torch.save`` has: parameters, and attributes.
+    """A copy that also retains parameters and attributes, which ``torch.save`` stores.
 
-    A checkpoint of DCP has neither. Attributes of a parameter in training may be large.
+    DCP stores neither. Attributes of a parameter in training may be large.
     """
 
     keeps_sharing = True
@@ -254,7 +255,7 @@ class CopiedFile(CopiedState):
 
 
 class _DescribedState(dict[str, Any]):
-    """A copied state dict whose tensors keep their attributes when a save process receives them.
+    """A copied state dict whose tensors retain their attributes when sent to a save process.
 
     Torch sends the values of a tensor to another process, but not its attributes.
     """
@@ -294,7 +295,7 @@ def _wrapper_like(x: Any, inner: dict[str, torch.Tensor], context: Any) -> torch
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Returns whether the tensor's memory has its values, and nothing else describes them."""
+    """Returns whether the tensor's memory alone contains its values."""
     is_torch_only = _tensor_view.tensor_kind(x) == _tensor_view.TensorKind.TORCH_ONLY
     return not (is_torch_only or x.is_nested or x.is_conj() or x.is_neg())
 
@@ -328,7 +329,7 @@ def tensors_in(x: object) -> list[torch.Tensor]:
 
 
 def _is_its_attributes(kind: type) -> bool:
-    """Returns whether a copy of an object has copies of all its attributes, and nothing else."""
+    """Returns whether copying an object copies exactly all its attributes."""
     return (
         not issubclass(kind, type | FunctionType | ModuleType)  # They are not copied.
         and kind.__reduce_ex__ is object.__reduce_ex__
@@ -343,7 +344,7 @@ def _is_its_attributes(kind: type) -> bool:
 def full_copy(x: torch.Tensor) -> torch.Tensor:
     """Returns a copy with its own memory and values, on the CPU."""
     if x.is_meta:
-        return _like(x, x.detach())  # Without values. A save of DCP refuses it with its FQN.
+        return _like(x, x.detach())  # Without values. DCP's save refuses it with its FQN.
     if x.dtype not in PICKLED_DTYPES:
         return x.detach()  # Torch cannot copy it. The save refuses it with its FQN.
     check_memory(x)

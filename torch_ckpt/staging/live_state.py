@@ -1,4 +1,4 @@
-"""Copies of state dicts for files of ``torch.save``: staged, or over the memory of training."""
+"""Copies of state dicts for files of ``torch.save``: staged, or sharing the memory of training."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["FileStager", "live_state"]
 
 
 class FileStager(SnapshotStager):
-    """Stages what a file of ``torch.save`` has: also parameters, and attributes of tensors."""
+    """Stages all that ``torch.save`` stores, including parameters and attributes of tensors."""
 
     _copy_class = CopiedFile
 
 
 def live_state(state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the state dict with copied objects, and tensors over the memory of training.
+    """Returns the state dict with copied objects, and tensors that share the memory of training.
 
-    A tensor that is part of a larger storage gets a storage of its own, without a copy. Overlapping
-    views share one. Returns ``None`` if a tensor is on another device than the CPU.
+    A tensor that is part of a larger storage gets a smaller storage over its memory, without a
+    copy. Overlapping views share one. Returns ``None`` unless all tensors are on the CPU.
     """
     copied = CopiedFile(state_dict)
     if any(tensor.live.device.type != "cpu" for tensor in copied.tensors):

@@ -25,12 +25,12 @@ class CopiedTensor(NamedTuple):
 
 @dataclass
 class MemoryRun:
-    """Memory of the training process that is copied at once, for one or several tensors.
+    """Memory of the training process that is copied together, for one or several tensors.
 
-    The memory is the range ``[begin, end)`` of a storage, in bytes. Or, if the elements of a tensor
-    are far apart, only these elements: the run is *packed*, and all its tensors have the same
-    elements. ``tensors`` have their offsets in the storage in bytes; ``number`` is the lowest of
-    their positions in the list of all tensors.
+    The memory is the range ``[begin, end)`` of a storage, in bytes. If the elements of a tensor are
+    far apart, it is only these elements: the run is *packed*, and all its tensors have the same
+    elements. ``tensors`` lists the tensors with their offsets in the storage in bytes; ``number``
+    is the lowest position of any of them in the list of all tensors.
     """
 
     begin: int
@@ -76,16 +76,16 @@ class MemoryRun:
 
 
 def copy_elements(live: torch.Tensor, memory: torch.Tensor, *, wait: bool = True) -> None:
-    """Copies the elements of a tensor of any device, in row-major order, to bytes of host memory.
+    """Copies the elements of a tensor on any device, in row-major order, to bytes in host memory.
 
-    With ``wait``, it waits for a copy from another device.
+    With ``wait``, waits for a copy from another device.
     """
     elements = memory.view(live.dtype).view(live.size())
     elements.copy_(live.detach(), non_blocking=not wait)
 
 
 def drop_memory(tensors: Iterable[CopiedTensor]) -> None:
-    """Gives copies the sizes and strides of their tensors, but no memory. Reading one raises."""
+    """Gives copies the sizes and strides of their tensors, but no memory. Reading them raises."""
     for live, copy in tensors:
         copy.data = torch.empty_strided(live.size(), live.stride(), dtype=live.dtype, device="cpu")
         copy.untyped_storage().resize_(0)
@@ -97,8 +97,8 @@ def runs_of(tensors: Iterable[CopiedTensor], *, keeps_sharing: bool = False) -> 
     """Returns the memory of tensors in disjoint runs, of as few bytes as possible.
 
     Overlapping views share a range. If that range would be longer than all of their elements, views
-    with gaps between their elements are packed instead. With ``keeps_sharing``, they are packed
-    only if this gives no element two copies.
+    with gaps between elements are packed instead. With ``keeps_sharing``, they are packed only if
+    no element is then copied twice.
 
     The runs are in the order of the tensors, which is the same in every save. Copies of tensors
     without elements need no run; they are ready after this call. Raises ValueError if the storage
@@ -180,10 +180,10 @@ def _packed(extents: Sequence[_Extent]) -> list[MemoryRun]:
 def _have_common_elements(runs: Sequence[MemoryRun]) -> bool:
     """Returns whether an element is in two of the runs of one storage."""
     if len(runs) < 2:
-        return False  # The offsets of its elements would take more memory than they do.
+        return False  # The offsets would take more memory than the elements.
     packed = [run for run in runs if run.is_packed]
     if len({run.tensors[0][0].live.itemsize for run in packed}) > 1:
-        return True  # Elements of one dtype may overlap with parts of others.
+        return True  # Elements of one dtype may overlap parts of others.
     offsets = [torch.unique(_offsets_in(run)) for run in packed]
     if len(torch.unique(torch.cat(offsets))) < sum(map(len, offsets)):
         return True
@@ -206,13 +206,13 @@ def _has_gaps(extent: _Extent) -> bool:
 
 
 def _elements_nbytes(extents: Sequence[_Extent]) -> int:
-    """Returns the bytes of all elements. Tensors of the same elements count once."""
+    """Returns the bytes of all elements. Tensors with the same elements count once."""
     lengths = {_elements_of(e): min(e[2] - e[1], e[4].live.nbytes) for e in extents}
     return sum(lengths.values())
 
 
 def _elements_of(extent: _Extent) -> tuple[Any, ...]:
-    """Returns a value that is equal for tensors of the same elements."""
+    """Returns a key that is equal for tensors with the same elements."""
     live = extent[4].live
     return extent[1], live.dtype, live.size(), live.stride()
 

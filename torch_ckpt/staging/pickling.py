@@ -1,4 +1,4 @@
-"""Pickles objects as ``torch.save`` does, without the memory around the tensors in them."""
+"""Pickles objects like ``torch.save``, without unused memory around the tensors in them."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _REBUILDS = frozenset(
 def pickle_object(value: Any, fqn: str) -> io.BytesIO:
     """Pickles an object in memory.
 
-    Leaves out the parts of a storage that no tensor in the object uses, if they are at least half
-    of it. Tensors that share elements also share them after a load. Raises ValueError if the
-    storage of a tensor is too short for it, with the path of the tensor in the object.
+    Omits the parts of a storage that no tensor in the object uses, if they are at least half of it.
+    Tensors that share elements also share them after a load. Raises ValueError, with the path of
+    the tensor in the object, if the storage of a tensor is too short for it.
     """
     with _main_script_as_main():
         if type(value) in _ATOMS:
@@ -59,8 +59,8 @@ def pickle_object(value: Any, fqn: str) -> io.BytesIO:
         except MemoryFaultError as fault:
             raise in_object(fault, fqn, value) from None
         except _SlackError:
-            # Alive until the end: a tensor that the object makes for the pickle would otherwise
-            # get the id of a storage that is freed, and so the copy of another tensor.
+            # Alive until the end: otherwise a tensor that the object creates for the pickle could
+            # get the id of a freed storage, and so the copy of another tensor.
             tensors = _inspected(value, fqn)
         with setting(_copies, tensors.copies()):
             return _saved(value, _WITH_COPIES)
@@ -74,7 +74,7 @@ def _saved(value: Any, pickle_module: Any) -> io.BytesIO:
 
 @contextlib.contextmanager
 def _main_script_as_main() -> Iterator[None]:
-    """Names classes and functions of the main script as they are named in other processes.
+    """Names classes and functions of the main script as in other processes.
 
     In a process that ``multiprocessing`` has spawned, their module is ``__mp_main__``, which other
     processes cannot import.
@@ -94,7 +94,7 @@ def _main_script_as_main() -> Iterator[None]:
 
 
 def _defined_in(namespace: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields the classes and functions of the main script, with those in its classes."""
+    """Yields the classes and functions of the main script, and those within its classes."""
     for value in [*vars(namespace).values()]:
         if not issubclass(type(value), type | types.FunctionType) or id(value) in seen:
             continue  # Other values may have attributes that raise.
@@ -122,8 +122,8 @@ def has_slack(value: Any, fqn: str) -> bool:
 
 _Reduced = tuple[Any, ...]
 
-# A class made for one call would be in a reference cycle, and keep the tensors alive until the
-# garbage collector runs. But staged tensors must be free before the next save.
+# A class created for one call would be in a reference cycle, and keep the tensors alive until the
+# garbage collector runs. But staged tensors must be freed before the next save.
 
 
 class _Inspector(pickle.Pickler):
@@ -158,9 +158,9 @@ class _SlackError(Exception):
 class _UnlessSlack(_Inspector):
     """Pickles an object, or raises _SlackError before ``torch.save`` writes the storages.
 
-    So an object without slack is pickled once: it may have side effects. The class that
-    ``torch.save`` derives has its own ``persistent_id``, so storages that are not in a tensor are
-    unknown here.
+    So an object without slack is pickled only once, because pickling may have side effects. The
+    class that ``torch.save`` derives has its own ``persistent_id``, so this class does not see
+    storages outside tensors.
     """
 
     def dump(self, value: Any) -> None:
@@ -171,7 +171,7 @@ class _UnlessSlack(_Inspector):
 
 
 class _WithCopies(pickle.Pickler):
-    """Pickles tensors over the copies, in ``_copies``, of the memory that they use."""
+    """Pickles tensors over copies (``_copies``) of the memory that they use."""
 
     def reducer_override(self, value: Any) -> Any:
         """Pickles a tensor."""
@@ -190,8 +190,8 @@ _WITH_COPIES = types.SimpleNamespace(__name__=__name__, Pickler=_WithCopies)
 def _reduced(value: Any) -> Any:
     """Returns the reduced form of a tensor; ``NotImplemented`` for another value.
 
-    Raises PicklingError for a tensor that torch could not unpickle: its function sets the memory
-    of a leaf that requires a gradient already.
+    Raises PicklingError for a tensor that torch could not unpickle, because torch would set the
+    memory of a leaf that already requires a gradient.
     """
     if not isinstance(value, torch.Tensor) or type(value) in copyreg.dispatch_table:
         return NotImplemented
@@ -225,12 +225,12 @@ class _Tensors:
 
     def __init__(self) -> None:
         self._found: dict[int, dict[_Key, None]] = {}  # By the id of the storage.
-        self._storages: dict[int, UntypedStorage] = {}  # They stay alive, so no id is used twice.
+        self._storages: dict[int, UntypedStorage] = {}  # Referenced, so that no id is reused.
         self._kept: set[int] = set()
-        self._expected: dict[int, Any] = {}  # Storages of tensors, as the pickler will get them.
+        self._expected: dict[int, Any] = {}  # Storages of tensors that the pickler will receive.
 
     def add(self, reduced: _Reduced) -> _Reduced:
-        """Adds a tensor by its reduced form, and returns that.
+        """Adds a tensor by its reduced form, and returns that form.
 
         Raises MemoryFaultError if the storage is too short.
         """
@@ -248,7 +248,7 @@ class _Tensors:
         return reduced
 
     def add_storage(self, value: object) -> None:
-        """Adds a value that may be a storage. One that is not in a tensor stays whole."""
+        """Adds a value that may be a storage. Storages outside tensors remain whole."""
         if self._expected.pop(id(value), None) is None:
             untyped = value._untyped_storage if isinstance(value, TypedStorage) else value
             if isinstance(untyped, UntypedStorage):
@@ -256,7 +256,7 @@ class _Tensors:
 
     @functools.cached_property
     def _parts(self) -> list[tuple[dict[_Key, CopiedTensor], list[MemoryRun]]]:
-        """The tensors and the runs of each storage that has memory that no tensor uses."""
+        """The tensors and the runs of each storage with memory that no tensor uses."""
         out = []
         for number, keys in self._found.items():
             storage = self._storages[number]
@@ -290,7 +290,7 @@ class _Tensors:
 
 
 def _fills(key: _Key, nbytes: int) -> bool:
-    """Returns whether the elements of a tensor, without gaps, are as long as its storage."""
+    """Returns whether the elements of a tensor have no gaps and fill its storage."""
     _, dtype, _, sizes, strides = key
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -311,7 +311,7 @@ def _check_memory_at(storage: UntypedStorage, key: _Key) -> None:
 
 
 def _tensor_at(storage: UntypedStorage, key: _Key) -> CopiedTensor:
-    """Returns a tensor of a storage, in an integer dtype, and its copy, which has no memory yet."""
+    """Returns a tensor in a storage, with an integer dtype, and its copy, still without memory."""
     _, dtype, offset, sizes, strides = key
     plain, device = _BY_ITEMSIZE[dtype.itemsize], storage.device
     if not all(sizes):
@@ -330,7 +330,7 @@ def _storage_in(reduced: _Reduced) -> Any:
 
 
 def _where(reduced: _Reduced) -> tuple[UntypedStorage, _Key] | None:
-    """Returns the storage of a tensor, and the part that it uses; ``None`` if it has none."""
+    """Returns the storage of a tensor, and the part that it uses; ``None`` without a storage."""
     function, arguments, *_ = reduced
     if function is torch._tensor._rebuild_from_type_v2:
         return _where((arguments[0], arguments[2]))

@@ -1,4 +1,4 @@
-"""SaveDirectory: the directory of a writer's saves. Links in its path are resolved once a save."""
+"""SaveDirectory: the directory of a writer's saves. Links are resolved once for each save."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["SaveDirectory"]
 
 
 class SaveDirectory:
-    """The directory of a writer's saves, as it was ``given``, and ``absolute`` with its links.
+    """The directory of a writer's saves: as ``given``, and ``absolute`` with unresolved links.
 
-    A link in its path may move while a save is in progress, and the process may change its working
-    directory. Then one save must not write to two directories. So a relative path is that of the
-    working directory at the time of the call that passes it. Links are resolved once for each save,
-    when it begins.
+    Links in its path may change while a save is in progress, and the process may change its working
+    directory. A save must nevertheless write to a single directory. So a relative path is resolved
+    against the working directory when it is passed. Links are resolved once for each save, when it
+    begins.
 
     A save in the background begins in the call that requests it (:meth:`begin`), and enters the
     directory in another thread or process (:meth:`enter`).
@@ -38,7 +38,7 @@ class SaveDirectory:
     def change(self, checkpoint_id: str | os.PathLike[str]) -> None:
         """Sets the directory of the next save.
 
-        If a background save to the same ``checkpoint_id`` has begun, it keeps its directory.
+        If a background save to the same ``checkpoint_id`` has begun, its directory does not change.
         """
         begun = self._begun_elsewhere()
         given = Location(checkpoint_id)
@@ -48,8 +48,8 @@ class SaveDirectory:
         self.given, self.absolute, self._begun = given, given.absolute(), None
 
     def begin(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Resolves the directory of a background save: the one that its thread sets, if given."""
-        watch_storage()  # This process may be a child of the one that has made the writer.
+        """Resolves the directory of a background save: ``checkpoint_id``, if its thread sets it."""
+        watch_storage()  # This process may be a child of the one that created the writer.
         given = self.given if checkpoint_id is None else Location(checkpoint_id)
         absolute = self.absolute if checkpoint_id is None else given.absolute()
         self._begun = _Begun(given, absolute, absolute.resolved(), threading.current_thread())
@@ -62,7 +62,7 @@ class SaveDirectory:
     def _begun_elsewhere(self) -> _Begun | None:
         """Returns the save that another thread has begun.
 
-        One that the current thread itself has begun was never carried out, or has ended.
+        A save begun by the current thread itself was never carried out, or has ended.
         """
         begun = self._begun
         return None if begun is None or begun.thread is threading.current_thread() else begun

@@ -1,4 +1,4 @@
-"""SaveStaging: the part of a writer that copies state dicts, and knows what was copied."""
+"""SaveStaging: the part of a writer that copies state dicts and tracks the copies."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["SaveStaging"]
 class SaveStaging:
     """Stages the saves of one writer, and registers the thread of each save.
 
-    So the stager can reclaim the memory when that thread ends. The stager is the process-wide one
-    if ``None``.
+    So the stager can reclaim the memory when that thread ends. If ``stager`` is ``None``, the
+    process-wide stager is used.
     """
 
     def __init__(self, stager: SnapshotStager | None) -> None:
         self.stager = PROCESS.stager if stager is None else stager
         self._staged: Staged | None = None
         self._sharing: Sharing | None = None
-        self._ranks: Sequence[int] | None = None  # The ranks that shared out the last save.
+        self._ranks: Sequence[int] | None = None  # The ranks that divided the last save.
         self._left_out = LeftOut()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -52,8 +52,9 @@ class SaveStaging:
     ) -> Iterator[None]:
         """Makes :meth:`stage` copy only this rank's share, if the shares are still valid.
 
-        All ranks of the save enter the context, or none does. The ranks must plan one checkpoint
-        together, and threads must write it. ``decide`` is as for :class:`Sharing`.
+        Either all ranks of the save enter the context, or none. The ranks must plan one checkpoint
+        together, and threads must write it. ``decide`` has the same meaning as for
+        :class:`Sharing`.
         """
         if type(planner) is FastSavePlanner:
             self._sharing = Sharing(planner, decide, ranks)
@@ -78,11 +79,11 @@ class SaveStaging:
             allow_unstaged=True,
             name=f"the snapshot of {path}",
         )
-        self._left_out = dataclasses.replace(left_out, sources=())  # Which would stay in memory.
+        self._left_out = dataclasses.replace(left_out, sources=())  # They would remain in memory.
         return state
 
     def synchronize(self) -> None:
-        """Waits until training may change the tensors: they are copied, or written if unstaged."""
+        """Waits until training may change the tensors: when copied, or, if unstaged, written."""
         self.stager.wait_staged()
         if self._staged is not None and self._staged.is_unstaged:
             self._staged.wait_until_written(time_limit_s())
@@ -90,7 +91,7 @@ class SaveStaging:
     # ---- In the thread of the save ----
 
     def begin_save(self) -> None:
-        """Registers the thread of a save. Called by the first method that DCP calls there."""
+        """Registers the thread of a save. Called by the first method that DCP calls in it."""
         if self._staged is not None and not self._staged.begin_save():
             self._staged = None
 
@@ -125,7 +126,7 @@ class SaveStaging:
                 self._staged.end_wait()
 
     def wrote(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Keeps the plan of a complete save as this rank's share of the next one."""
+        """Stores the plan of a complete save as this rank's share of the next one."""
         if self._staged is not None:
             ranks = self._ranks
             self.stager.share = None if ranks is None else share_of(plan, planner, ranks)

@@ -27,8 +27,8 @@ _PLAN_NBYTES = 16
 class Share:
     """The items that a rank wrote in the last save of ``ranks``.
 
-    ``digest`` is of all items that the rank listed, ``plan`` identifies the global plan (16 bytes),
-    and ``equal`` are the items whose replicas were equal.
+    ``digest`` is the digest of all items that the rank listed. ``plan`` identifies the global plan
+    (16 bytes). ``equal`` are the items whose replicas were equal.
     """
 
     digest: bytes
@@ -40,11 +40,12 @@ class Share:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a rank need not stage in a save: the ``id`` of each tensor that it does not write.
+    """The tensors that a rank need not stage in a save, by ``id``: it does not write them.
 
-    ``digest`` is of all items that the rank listed, and ``values`` of the values of each item;
-    ``None`` if they are not compared. The save plans with them, because it cannot read tensors that
-    were not staged. ``sources`` are all tensors: while they live, each ``id`` is of one of them.
+    ``digest`` is the digest of all items that the rank listed, and ``values`` of the values of each
+    item; ``None`` if they are not compared. The save uses both to plan, because it cannot read
+    unstaged tensors. ``sources`` are all tensors: while they are alive, each ``id`` belongs to one
+    of them.
     """
 
     tensors: frozenset[int] = frozenset()
@@ -57,8 +58,8 @@ class LeftOut:
 class Sharing:
     """A save in which each rank stages only its share, if the shares of all ranks are still valid.
 
-    ``decide`` returns on every rank what a function returns for the answers of all ranks. Every
-    rank calls it once, with its own answer.
+    ``decide`` applies a function to the answers of all ranks, and returns the result on every rank.
+    Every rank calls it once, with its own answer.
     """
 
     planner: FastSavePlanner
@@ -66,14 +67,14 @@ class Sharing:
     ranks: Sequence[int]
 
     def left_out(self, state_dict: dict[str, Any], share: Share | None) -> LeftOut:
-        """Returns what this rank does not stage in this save.
+        """Returns the tensors that this rank does not stage in this save.
 
         Planning is deterministic. If every rank lists the same items as in the last save, and the
         same replicas are equal, every rank writes its last share again. Otherwise all ranks stage
         everything.
         """
         if share is not None and share.ranks != self.ranks:
-            share = None  # Ranks that do not take part now wrote some of the tensors.
+            share = None  # Ranks outside this save wrote some of the tensors.
         found = None if share is None else _unwritten(state_dict, share, self.planner)
         answer = secrets.token_bytes(_PLAN_NBYTES)
         if share is not None and found is not None:
@@ -92,8 +93,8 @@ def _are_valid(answers: Sequence[bytes]) -> bool:
 def share_of(plan: SavePlan, planner: SavePlanner, ranks: Sequence[int]) -> Share | None:
     """Returns a rank's share in a final plan; ``None`` if the next save cannot reuse it.
 
-    Subclasses of :class:`FastSavePlanner` have no reusable share, because they may resolve an item
-    to any tensor.
+    Shares of subclasses of :class:`FastSavePlanner` cannot be reused, because these may resolve an
+    item to any tensor.
     """
     items: Any = plan.items
     if type(planner) is not FastSavePlanner or not isinstance(items, PlannedItems):

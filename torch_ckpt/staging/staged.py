@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch_ckpt.coordination.background import SaveThread
+from torch_ckpt.coordination.background import BackgroundThread
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 
@@ -20,8 +20,8 @@ POLL_S = 0.01
 class Staged:
     """The snapshot of one save, which ``release`` returns to its stager.
 
-    If the tensors do not fit in memory, none is staged: the save writes them from the memory of
-    training, which waits until then.
+    If the tensors do not fit in memory, none is staged: training waits until the save has written
+    them from the memory of training.
     """
 
     def __init__(self, *, name: str, is_unstaged: bool, release: Callable[[Staged], None]) -> None:
@@ -36,8 +36,8 @@ class Staged:
     def begin_save(self) -> bool:
         """Registers the current thread as the one that writes the snapshot.
 
-        Returns whether the current thread is that thread. Another thread may call it later, to save
-        something else.
+        Returns whether the current thread is that thread. Another thread may call this method
+        later, for another save.
         """
         with self._thread_lock:
             if self._thread is None:
@@ -57,7 +57,9 @@ class Staged:
         thread = self._thread
         if thread is None:
             return False
-        return not thread.is_alive() or (isinstance(thread, SaveThread) and not thread.is_saving)
+        return not thread.is_alive() or (
+            isinstance(thread, BackgroundThread) and not thread.is_working
+        )
 
     def release(self) -> None:
         """Returns the snapshot to its stager. Further calls have no effect."""
@@ -69,9 +71,9 @@ class Staged:
         return self.is_unstaged and not self._written.is_set()
 
     def end_wait(self) -> None:
-        """Ends :meth:`wait_until_written`, because nothing reads the tensors any more.
+        """Ends :meth:`wait_until_written`, because the tensors are no longer read.
 
-        Raises CheckpointError if they may have changed, because the wait for them was aborted.
+        Raises CheckpointError if the wait was aborted, so that the tensors may have changed.
         """
         self._written.set()
         if self._aborted:
@@ -111,7 +113,7 @@ class UnstagedState(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to pickle the state dict for a save process, which needs all tensors staged."""
         with contextlib.suppress(CheckpointError):
-            self._staged.end_wait()  # No save follows.
+            self._staged.end_wait()  # No save will follow.
         raise UnsupportedError(
             "cannot save in another process: the memory limit of the container is too small to "
             "stage the tensors"

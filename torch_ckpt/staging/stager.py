@@ -47,7 +47,7 @@ _SLACK_NBYTES = 64 << 20
 """A snapshot is reused if it is at most twice the required size, plus this slack, in bytes."""
 
 _COLLECTIONS = 3
-"""Most collections of garbage for a snapshot that is in use."""
+"""Maximum number of garbage collections for a snapshot that is in use."""
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -98,10 +98,10 @@ class SnapshotStager:
         self.share: Share | None = None  # This rank's share in the last save.
         # The snapshot, or None before it is allocated. Empty while the snapshot is in use.
         self._free: list[_native.Snapshot | None] = [None]
-        self._nbytes = 0  # Size of the snapshot, wherever it is.
+        self._nbytes = 0  # Size of the snapshot, in use or not.
         self._has_warned = False
         self._in_use: set[Staged] = set()
-        # A lock of C. An interrupt before the block of a `threading.Condition` may leave it locked.
+        # A C lock: an interrupt before the block of a `threading.Condition` could leave it locked.
         self._lock = threading.RLock()
         self._copying: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -243,7 +243,7 @@ class SnapshotStager:
                 return state, staged
             return self._copy_in_background(placed, snapshot, copied, staged), staged
         except BaseException:
-            staged.release()  # A caller may retain the error, and so references to the tensors.
+            staged.release()  # A caller may retain the error, which refers to the tensors.
             raise
 
     def _place(self, tensors: Sequence[CopiedTensor], *, allow_unstaged: bool) -> _Placed:
@@ -256,7 +256,7 @@ class SnapshotStager:
         placed = _Placed(tensors, self._copy_class.keeps_sharing)
         missing_nbytes = placed.nbytes - self._nbytes
         limit = memory_limit() if missing_nbytes > 0 else None
-        # The other ranks of this machine probably need as much, at the same time.
+        # The other ranks of this machine probably need the same amount at the same time.
         if limit is None or missing_nbytes <= limit.allowed_nbytes // ranks_per_node():
             return placed
         if not allow_unstaged:
@@ -359,8 +359,8 @@ class SnapshotStager:
             if free := self._take_free():
                 return free
             if collections < _COLLECTIONS:
-                # Perhaps only garbage uses it: copies with methods, or frames of an error. The next
-                # collection frees what a finalizer has used meanwhile.
+                # Perhaps only garbage uses it: copies with methods, or frames of an error. Another
+                # collection frees objects that a finalizer used in the first one.
                 gc.collect()
                 collections += 1
                 continue
@@ -389,7 +389,7 @@ class SnapshotStager:
         return "; ".join(map(str, list(self._in_use)))
 
     def after_fork(self) -> None:
-        """Starts without a snapshot in a forked child, which has none of the parent's threads.
+        """Starts without a snapshot in a forked child, which lacks the parent's threads.
 
         The child must not free the parent's snapshot, because it cannot unpin the parent's memory.
         """
@@ -410,7 +410,7 @@ class _Placed:
 
     Args:
         tensors: The tensors to place.
-        keeps_sharing: Whether an element that several tensors share is in the snapshot only once.
+        keeps_sharing: Whether shared elements of several tensors are in the snapshot only once.
 
     Attributes:
         nbytes: Size of the snapshot, in bytes; at least one page.

@@ -12,7 +12,7 @@ from torch_ckpt.errors import CheckpointError
 __all__ = ["AppendedStream"]
 
 _PIECE_NBYTES = 1 << 20
-"""The engine appends pieces of this length without gaps, and a shorter one after them."""
+"""The engine appends pieces of this length without gaps, followed by one shorter piece."""
 
 _START_NBYTES = 4 << 20
 
@@ -21,7 +21,7 @@ class AppendedStream(io.RawIOBase):
     """A stream whose bytes are appended to a data file while they are written.
 
     Torch pickles tensors of any size into it. At most one piece is in memory at a time. ``append``
-    returns offset and length of a piece. ``start`` has the first 4 MiB, with the pickle of an
+    returns offset and length of a piece. ``start`` contains the first 4 MiB, with the pickle of an
     archive of ``torch.save``.
     """
 
@@ -29,7 +29,7 @@ class AppendedStream(io.RawIOBase):
         super().__init__()
         self._append = append
         self._piece = bytearray()
-        self._offset: int | None = None  # That of the first piece.
+        self._offset: int | None = None  # Offset of the first piece.
         self._end = 0
         self._nbytes = 0
         self.start = bytearray()

@@ -1,4 +1,4 @@
-"""Writes a value as a durable file of ``torch.save``, by direct I/O and without a copy of it."""
+"""Writes a value as a durable file of ``torch.save``, with direct I/O and without copying it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SMALL_NBYTES = 1 << 20
 """A file of at most this length is written in one call."""
 
 _PIECE_NBYTES = 1 << 20
-"""Bytes that are copied and then summed, while they are in cache."""
+"""Bytes that are copied, and then checksummed while they are in the CPU cache."""
 
 _LONG_NBYTES = 8 << 20
-"""A longer record gets its header after its elements, and a shorter one before them.
+"""The header of a longer record is written after its elements, otherwise before them.
 
-A file of short records is written in one go. The elements of a long record are read only once.
+A file of short records is written sequentially. The elements of a long record are read only once.
 """
 
 
@@ -34,8 +34,8 @@ def write_value(
 ) -> int:
     """Writes and syncs a new file of a value, and returns its length.
 
-    The value must not change meanwhile, and its tensors are those of the CPU. A file that cannot be
-    written may exist, incomplete. Raises UnsupportedError if the value cannot be pickled.
+    The value must not change meanwhile, and its tensors must be on the CPU. After an error, an
+    incomplete file may exist. Raises UnsupportedError if the value cannot be pickled.
     """
     try:
         layout = lay_out(value, refers=True)
@@ -52,7 +52,7 @@ def write_value(
         path.file_system, path.path, layout.nbytes, pool, io.direct, True, niceness
     )
     with finished(job):
-        late = []  # Records whose header follows.
+        late = []  # Records whose header is written later.
         for record in layout.records:
             is_long = record.nbytes > _LONG_NBYTES
             if isinstance(record.content, bytes):

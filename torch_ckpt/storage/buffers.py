@@ -21,8 +21,8 @@ def buffer_pools(
 ) -> list[_native.BufferPool]:
     """Returns one buffer pool for each of ``count`` threads, which write ``nbytes`` together.
 
-    It returns the pools of the previous save if they are large enough, and otherwise clears their
-    list. ``copy_ahead`` are bytes per thread, and override the budget of ``io`` if they differ from
+    Returns the pools of the previous save if they are large enough; otherwise frees them first.
+    ``copy_ahead`` is bytes per thread, and overrides the budget of ``io`` if it differs from
     stock's default.
     """
     budget_nbytes = copy_ahead if copy_ahead != STOCK_COPY_AHEAD else io.buffer_nbytes // count
@@ -43,7 +43,7 @@ def useful_buffer_nbytes(
     """Returns the best total size of buffers for ``data_nbytes`` of data: at least two blocks.
 
     On a disk, buffers beyond a quarter of the data cost more time to allocate than they save. On a
-    store, requests wait for answers, and more of them at a time save more.
+    store, more concurrent requests save more time, because each waits for an answer.
     """
     part = 4 if file_system.writes_at_offsets else 1
     return max(2 * block_nbytes, min(budget_nbytes, data_nbytes // part))

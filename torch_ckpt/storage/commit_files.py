@@ -69,9 +69,9 @@ def check_complete(metadata: Metadata) -> None:
 def written_files(
     metadata: Metadata, results: Iterable[Iterable[WriteResult]]
 ) -> list[tuple[int, WrittenFile]]:
-    """Puts the results of all ranks into the metadata, and returns their files with the ranks.
+    """Adds the results of all ranks to the metadata, and returns their files with the ranks.
 
-    In place, since DCP returns and broadcasts the object that it has passed.
+    The update is in place, because DCP returns and broadcasts the object that it passed.
     """
     storage_data: dict[MetadataIndex, Any] = {}
     written: list[tuple[int, WrittenFile]] = []
@@ -95,7 +95,8 @@ def commit_files_of(
 ) -> tuple[bytes, bytes]:
     """Builds the files that a save commits, and completes ``metadata``.
 
-    ``plan`` is that of all ranks, if they planned in columns. Warns of objects that loads refuse.
+    ``plan`` is the plan of all ranks, if they planned in columns. Warns of objects that loads
+    refuse.
 
     Returns:
         The contents of ``.metadata`` and of its index.
@@ -218,7 +219,7 @@ def planned_commit_files(
         metadata.storage_data = views.storage_data
         metadata.planner_data = views.planner_data
         return metadata_bytes, index
-    # A planner has changed the metadata, or the path is not UTF-8: the files are built again.
+    # A planner has changed the metadata, or the path is not UTF-8, so the files are rebuilt.
     if isinstance(metadata.state_dict_metadata, PlannedMetadata):
         metadata.state_dict_metadata = views.state_dict_metadata.copy()
     metadata.storage_data = views.storage_data.copy()

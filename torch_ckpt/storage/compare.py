@@ -22,26 +22,26 @@ from torch_ckpt.storage.stored_values import Box, StoredValues, in_batches, piec
 __all__ = ["Comparison", "compare"]
 
 _PIECE_NBYTES = 64 << 20
-"""Bytes of each checkpoint in memory at a time, if each element had at least 8 bytes."""
+"""Bytes of each checkpoint in memory at a time, counting at least 8 bytes per element."""
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 40
 
 _MAX_DEPTH = 8
-"""Deepest container in which a difference is looked for."""
+"""Depth of containers down to which differences are searched."""
 
 _SHOWN_BEFORE = 10
-"""Characters shown before the first one in which two strings differ."""
+"""Characters shown before the first difference between two strings."""
 
 _VALUE_NBYTES = 64
-"""Bytes that a value of an object counts."""
+"""Bytes charged for each value in an object."""
 
 
 @dataclass
 class Comparison:
     """The result of a comparison: the number of equal values, and FQN -> difference or obstacle.
 
-    ``budget`` are the bytes of objects that may still be compared.
+    ``budget`` is the number of bytes of objects that may still be compared.
     """
 
     equal: int = 0
@@ -62,9 +62,9 @@ def compare(
 ) -> Comparison:
     """Compares two checkpoints of any formats, value by value.
 
-    Only FQNs with the prefix are compared, without it. If one checkpoint has no such FQN, all of it
-    is compared; if neither has, that is a NotFoundError. With both tolerances 0, tensors must be
-    equal bit for bit; ``rtol`` is relative to ``b``. The rules are for ``a``.
+    Compares only FQNs with the prefix, and removes the prefix. If one checkpoint has no such FQN,
+    all of its FQNs are compared; if neither has one, raises NotFoundError. With both tolerances 0,
+    tensors must be equal bit for bit; ``rtol`` is relative to ``b``. The rules apply to ``a``.
     """
     one = StoredValues(a, prefix, trust_pickle=trust_pickle, rules=rules)
     two = StoredValues(b, prefix, trust_pickle=trust_pickle)
@@ -127,7 +127,7 @@ def _compare_tensors(
 def _loaded(
     sides: Sequence[StoredValues], batch: Sequence[tuple[str, Box]], found: Comparison
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Loads boxes of both checkpoints, except for those of tensors that cannot be loaded."""
+    """Loads boxes of both checkpoints, except for tensors that cannot be loaded."""
     batch = [(fqn, box) for fqn, box in batch if fqn not in found.unknown]
     names = dict.fromkeys(fqn for fqn, _ in batch)
     try:
@@ -143,7 +143,7 @@ def _loaded(
 
 
 def _pieces(side: StoredValues, fqns: Sequence[str]) -> Iterator[tuple[tuple[str, Box], int]]:
-    """Yields boxes of tensors, with the bytes that a comparison of each needs."""
+    """Yields boxes of tensors, and the bytes needed to compare each."""
     for fqn in fqns:
         entry = side.entry(fqn)
         itemsize = max(entry.properties.dtype.itemsize, 8)  # Unequal elements become float64.
@@ -205,7 +205,7 @@ def _compare_objects(sides: Sequence[StoredValues], fqns: Sequence[str], found: 
 
 
 def _first_difference(x: Any, y: Any) -> tuple[str, Any, Any]:
-    """Returns the innermost unequal values in two unequal objects, and where the first one is."""
+    """Returns the innermost unequal values in two unequal objects, and the place of the first."""
     where = ""
     for _ in range(_MAX_DEPTH):
         if isinstance(x, dict) and isinstance(y, dict) and x.keys() == y.keys():
@@ -230,7 +230,7 @@ def _first_difference(x: Any, y: Any) -> tuple[str, Any, Any]:
 def _compared_nbytes(value: object, limit: float) -> int:
     """Returns the bytes that a comparison of an object reads, counting a value as 64 bytes.
 
-    Raises ValueError if they exceed the limit. A list may contain itself, and an expanded tensor
+    Raises ValueError if they exceed the limit: a list may contain itself, and an expanded tensor
     may have any number of elements.
     """
     nbytes = 0
@@ -253,6 +253,6 @@ def _short(value: object) -> str:
     """Returns the beginning of the ``repr`` of a value, or its type if it has none."""
     try:
         text = _REPR.repr(value)
-    except Exception:  # Python writes no integers of more than 4300 digits.
+    except Exception:  # Python refuses to print integers of more than 4300 digits.
         return f"a value of {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,8 +1,8 @@
 """Copies a committed checkpoint to another directory or store, file by file, ``.metadata`` last.
 
-Each file gets its name at the target when it is complete there. So a copy that was interrupted goes
-on where it ended. The files of one checkpoint may be copied by several machines, each those of its
-own disk: then one of them commits, when all files have arrived. This module imports no torch.
+Each file gets its final name at the target once it is complete, so an interrupted copy can
+resume. Several machines may copy the files of one checkpoint, each the files on its disk. Then
+one of them commits when all files have arrived. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["CheckpointCopy", "is_of_another_save", "is_whole_copy"]
 
 
 _Identity = tuple[int, int, bytes]
-"""The save that has written a file, its length, and the checksums of its blocks."""
+"""The save that wrote a file, its length, and the checksums of its blocks."""
 
 
 def _identity(index: _native.Index, number: int) -> _Identity:
@@ -49,18 +49,17 @@ def _identity(index: _native.Index, number: int) -> _Identity:
 class CheckpointCopy:
     """Copies one committed checkpoint. Used by one thread, except :meth:`cancel` and :meth:`leave`.
 
-    Each block is verified by the checksums of the index. ``nbytes_per_s`` bounds the rate; there is
-    no bound if it is 0. The copy has the save id of the source, so the same checkpoint is never
-    copied twice. A checkpoint at the target is replaced, and files that the copy has lost are sent
-    again.
+    Each block is verified against the checksums of the index. ``nbytes_per_s`` limits the rate; 0
+    for no limit. The copy has the save id of the source, so the same checkpoint is never copied
+    twice. A checkpoint at the target is replaced. Files missing from the copy are sent again.
 
     Args:
         source: Directory of the checkpoint.
         target: Directory of the copy.
-        nbytes_per_s: Most bytes in a second.
+        nbytes_per_s: Maximum bytes per second.
         niceness: Niceness of the thread that copies.
-        base: Directory of another checkpoint on the storage of the target. A file that both
-            checkpoints have from an older save is linked, or copied by the store itself.
+        base: Directory of another checkpoint on the storage of the target. If both checkpoints
+            contain a file of an older save, it is linked, or copied within the store.
 
     Raises:
         NotFoundError: No checkpoint is committed at ``source``.
@@ -90,7 +89,7 @@ class CheckpointCopy:
         """Save id of the checkpoint."""
         self._files: Sequence[tuple[str, int]] = self._index.files
         self._job = _native.CopyJob(self._index, nbytes_per_s)
-        # After an error, the files that have arrived stay, with their mark, for another try.
+        # After an error, the arrived files and their pending file remain for another attempt.
         self._transaction = CheckpointTransaction(target, self.save_id, keeps_files=True)
 
     @property
@@ -100,12 +99,12 @@ class CheckpointCopy:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that were read and verified so far."""
+        """Number of bytes read and verified so far."""
         return self._job.copied_nbytes
 
     @property
     def done_nbytes(self) -> int:
-        """Bytes that were copied or linked so far."""
+        """Number of bytes copied or linked so far."""
         return self.read_nbytes + self._linked_nbytes
 
     def cancel(self) -> None:
@@ -113,7 +112,7 @@ class CheckpointCopy:
         self._job.cancel()
 
     def leave(self) -> None:
-        """Cancels the part of this process in the copy. An agent may go on with its own."""
+        """Cancels the copy in this process. An agent may continue its part of the copy."""
         self.cancel()
 
     @property
@@ -123,16 +122,16 @@ class CheckpointCopy:
 
     @property
     def _is_committed(self) -> bool:
-        """Whether the checkpoint is committed at the target. Files of it may be lost."""
+        """Whether the checkpoint is committed at the target. Its files may have been lost."""
         return committed_id(self.target) == self.save_id
 
     @property
     def is_of_source(self) -> bool:
-        """Whether the source still has this checkpoint, and not that of a later save."""
+        """Whether the source still has this checkpoint, rather than one of a later save."""
         return committed_id(self.source) == self.save_id
 
     def copy_files(self) -> None:
-        """Copies the data files that the source has, and the target does not have yet.
+        """Copies the data files that exist at the source, and not yet at the target.
 
         Raises:
             CancelledError: :meth:`cancel` was called.
@@ -143,9 +142,9 @@ class CheckpointCopy:
         check_commit(self.target.parent, self.target, sync=True)
         self.target.create_directories()
         if not self._is_committed:
-            self._transaction.create_pending()  # Other saves and garbage collection know it by it.
+            self._transaction.create_pending()  # Marks the copy for other saves and gc.
         here = set(self.source.names())
-        ours = [entry for entry in self._files if entry[0] in here]  # Not of other machines.
+        ours = [entry for entry in self._files if entry[0] in here]  # Not on other machines.
         arrived = files_in(self.target, ours)
         for number, (name, _) in enumerate(self._files):
             if name in here and name not in arrived and not self._link(number, name):
@@ -163,9 +162,9 @@ class CheckpointCopy:
         write_small_files(self.target, files, sync=True)
 
     def missing_files(self) -> list[str]:
-        """Returns the names of the data files that the target does not have with their lengths."""
+        """Returns the names of the data files that the target lacks, or has with other lengths."""
         files, arrived = self._files, set(self.target.names())
-        # Usual while other machines send theirs: then no lengths are read.
+        # Usual while other machines send files; avoids reading lengths.
         if absent := [name for name, _ in files if name not in arrived]:
             return absent
         sound = files_in(self.target, files)
@@ -174,10 +173,10 @@ class CheckpointCopy:
     def await_others(
         self, ended: Callable[[], Sequence[str] | None], pause: Callable[[], None]
     ) -> None:
-        """Waits until the files have arrived that other machines copy.
+        """Waits until the files that other machines copy have arrived.
 
-        ``ended`` returns why each of these copies no more files, with an empty text if it has
-        copied all that it has, or ``None`` while one may copy some. ``pause`` waits for a moment.
+        ``ended`` returns why each of them copies no more files, empty if it has copied all its
+        files; or ``None`` while one may still copy some. ``pause`` waits for a moment.
 
         Raises:
             CorruptionError: No machine copies some of the files.
@@ -190,7 +189,7 @@ class CheckpointCopy:
             )
         )
         while True:
-            reasons = ended()  # First: what has arrived before is found below.
+            reasons = ended()  # First, so that files that arrived before are found below.
             missing = self.missing_files()
             if not missing:
                 return
@@ -205,7 +204,7 @@ class CheckpointCopy:
             pause()
 
     def _still_missing(self, names: Collection[str]) -> list[str]:
-        """Waits for files that this machine may find late; returns those that do not appear."""
+        """Waits for files that may appear late on this machine; returns those still missing."""
         lengths = {self.target / n: nbytes for n, nbytes in self._files if n in names}
 
         def is_found(file: Location) -> bool:
@@ -218,14 +217,14 @@ class CheckpointCopy:
     def commit(self, check: Callable[[], None] = lambda: None) -> None:
         """Commits the copy. All data files must have arrived.
 
-        ``check`` is called when it is known which checkpoint would be replaced.
+        ``check`` is called once the checkpoint to be replaced is known.
 
         Raises:
             CheckpointError: A data file is missing.
             StorageError: Another save was committed at the target meanwhile, or the store failed.
                 In the second case, the checkpoint may be committed.
         """
-        is_committed = self._is_committed  # Then it had lost only data files.
+        is_committed = self._is_committed  # Only data files were missing.
         if not is_committed:
             self._transaction.resume()
         check()
@@ -240,9 +239,9 @@ class CheckpointCopy:
         self._transaction.commit(self._metadata, self._encoded_index, names)
 
     def _link(self, number: int, name: str) -> bool:
-        """Takes a file from the base, if both are links to one file; returns whether it did.
+        """Links a file from the base, if it is the same file there; returns whether it did.
 
-        Both have been written by one save, and have the same length and checksums.
+        It is if one save wrote both, and length and checksums are equal.
         """
         found = None
         if self._index.origin(number):
@@ -250,7 +249,7 @@ class CheckpointCopy:
         if self.base is None or found is None:
             return False
         try:
-            (self.target / name).discard()  # What is there is incomplete.
+            (self.target / name).discard()  # An existing file is incomplete.
             if (self.base / found).nbytes() != self._files[number][1]:
                 return False
             (self.base / found).link(self.target / name, sync=True)
@@ -296,7 +295,7 @@ def _opened(source: Location) -> tuple[_native.Index, bytes, bytes]:
             f"cannot copy {source}: it has no index, since stock DCP wrote it; use "
             "torch-ckpt convert"
         )
-    pickled = opened.read_pickle()  # Verified. The copy has the same bytes, or it is none.
+    pickled = opened.read_pickle()  # Verified: the copy must have the same bytes.
     index.check()
     metadata = (source / ".metadata").read()
     encoded = (source / index_name(index.save_id)).read()
@@ -311,7 +310,7 @@ def _opened(source: Location) -> tuple[_native.Index, bytes, bytes]:
 
 
 def is_whole_copy(source: Location, target: Location) -> bool:
-    """Returns whether a checkpoint is also committed at the target, and whole there.
+    """Returns whether a checkpoint is also committed and whole at the target.
 
     Raises StorageError if that is unknown because files cannot be read.
     """
@@ -323,10 +322,10 @@ def is_whole_copy(source: Location, target: Location) -> bool:
 
 
 def is_of_another_save(source: Location, target: Location) -> bool:
-    """Returns whether another save has committed the checkpoint at the target.
+    """Returns whether the checkpoint at the target is from another save.
 
-    If the metadata there is damaged, the names of the data files show it: each save has its own.
-    Raises StorageError if that is unknown because files cannot be read.
+    If the metadata there is damaged, the names of data files decide: each save uses its own. Raises
+    StorageError if that is unknown because files cannot be read.
     """
     found, index = committed_id(target), None
     with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):

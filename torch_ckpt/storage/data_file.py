@@ -47,7 +47,7 @@ from torch_ckpt.storage.rank_work import RankWork, Unresolved, resolve_whole
 __all__ = ["FileOptions", "WrittenFile", "pickle_item", "write_data_file"]
 
 _PINNED_NBYTES = 64 << 20
-"""Bytes of CUDA tensors that are copied and written at a time. A larger tensor is copied whole."""
+"""Bytes of CUDA tensors that are copied and written together. A larger tensor is copied whole."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class WrittenFile:
         dtypes: Offset -> torch name of the dtype, for slices that the engine framed with the
             planned dtype and sizes. Only torch can read the other slices.
         cuts: Boxes of the file that are rows of a box in the planner's items.
-        extents: Encoded extents of the items, if they were planned in columns. The save then has no
-            other write results for the file.
+        extents: Encoded extents of the items, if they were planned in columns. The file then has no
+            other write results.
         refused: FQN -> classes in its value that a load will refuse.
-        digests: If the save has a base: of each slice of a tensor its offset and its digests, 8
-            bytes each (``SliceDigest`` of the engine).
-        origin: The id of the save that wrote the file, as a number; 0 if it is the present one.
+        digests: If the save has a base: offset and digests of each slice of a tensor, 8 bytes each
+            (``SliceDigest`` of the engine).
+        origin: The id of the save that wrote the file, as a number; 0 for the present save.
     """
 
     name: str
@@ -79,13 +79,13 @@ class WrittenFile:
 
     @property
     def columns(self) -> _native.ReportedFile:
-        """What the engine stores of the file in the index."""
+        """The columns that the engine stores in the index for this file."""
         return self.name, self.nbytes, self.sums, self.digests, self.origin
 
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How a rank writes its files in one save: the options of a writer with these names."""
+    """How a rank writes its files in one save. The options have the same names as in the writer."""
 
     io: IoOptions
     transforms: _StorageWriterTransforms
@@ -180,8 +180,8 @@ def _write_tensors(
 ) -> None:
     """Writes tensors through the engine, in the order of the layout.
 
-    Some tensors need a copy (of a device tensor, or of a temporary). Copies are written and freed
-    in batches of ``max_retained_nbytes``, those of CUDA tensors in batches of ``_PINNED_NBYTES``.
+    Device tensors and temporaries need a copy. Copies are written and freed in batches of
+    ``max_retained_nbytes``; copies of CUDA tensors in batches of ``_PINNED_NBYTES``.
     """
     begin = retained_nbytes = 0
     pinned = _PinnedCopies()
@@ -218,7 +218,7 @@ def _write_tensors(
                 write_until(number + 1)
         write_until(len(planned))
     finally:
-        pinned.clear()  # The frames of an error may live long.
+        pinned.clear()  # The frames of an error may stay alive for long.
 
 
 def _copies_by_engine(tensor: torch.Tensor) -> bool:
@@ -227,10 +227,10 @@ def _copies_by_engine(tensor: torch.Tensor) -> bool:
 
 
 class _PinnedCopies:
-    """Copies of CUDA tensors in pinned host memory, which each batch uses again.
+    """Copies of CUDA tensors in pinned host memory, which each batch reuses.
 
-    Copies into new memory, as ``Tensor.cpu`` makes them, are many times slower: a GPU copies
-    directly only into pinned memory, and the system has to find and clear new pages.
+    Copies into new memory, as by ``Tensor.cpu``, are many times slower: a GPU copies directly only
+    into pinned memory, and the system must allocate and clear new pages.
     """
 
     def __init__(self) -> None:
@@ -245,13 +245,13 @@ class _PinnedCopies:
         return not self._tensors or offset + tensor.nbytes <= _PINNED_NBYTES
 
     def add(self, number: int, tensor: torch.Tensor) -> None:
-        """Adds a tensor, which has this number in its file, to the batch."""
+        """Adds the tensor with this number in its file to the batch."""
         offset = _native.place_in_snapshot(self._end, tensor.nbytes)
         self._tensors.append((number, tensor, offset))
         self._end = offset + tensor.nbytes
 
     def put_all(self, planned: _native.PlannedFile) -> None:
-        """Copies the batch, and gives the copies to its file. The next batch overwrites them."""
+        """Copies the batch, and passes the copies to its file. The next batch overwrites them."""
         tensors, self._tensors = self._tensors, []
         if not tensors:
             return
@@ -269,13 +269,14 @@ class _PinnedCopies:
             planned.put(number, _tensor_view.view(copy, "", writable=False))
 
     def clear(self) -> None:
-        """Frees the memory, and forgets the tensors."""
+        """Frees the memory, and drops the tensors."""
         self._snapshot, self._tensors = None, []
 
     def _memory(self, nbytes: int) -> _native.Snapshot:
         found = self._snapshot
         if found is None or found.nbytes < nbytes:
-            # The only batch of a small state needs less. If there is another one, batches are full.
+            # A small state has a single, smaller batch. With several batches, all but the last are
+            # full.
             usual = 1 if found is None else _PINNED_NBYTES
             del found
             self._snapshot = None  # Free it before the allocation.
@@ -289,7 +290,7 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
 
 def pickle_item(item: WriteItem, planner: SavePlanner) -> tuple[memoryview, Sequence[str]]:
-    """Serialises an item in memory, as stock DCP does: an object, or a tensor for torch alone.
+    """Serialises an object, or a tensor that only torch can store, in memory, like stock DCP.
 
     Returns the bytes, and the classes in the item that a load will refuse. Raises UnsupportedError
     if ``torch.save`` cannot write the tensor.
@@ -310,7 +311,7 @@ def _append_item(
     transforms: _StorageWriterTransforms,
     name: str,
 ) -> tuple[WriteResult, Sequence[str]]:
-    """Serialises an item to the end of a file, as stock DCP does.
+    """Serialises an item to the end of a file, like stock DCP.
 
     Returns stock's result for the item, and the classes in the item that a load will refuse.
     """
@@ -340,7 +341,7 @@ def _naming(item: WriteItem) -> Iterator[None]:
 
 
 def _is_of_torch(error: Exception) -> bool:
-    """Returns whether torch raised an error, as it does for some dtypes, and not the program."""
+    """Returns whether torch itself raised an error, as for some dtypes, rather than the program."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("torch.")
 
@@ -358,7 +359,7 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | _io.BytesI
 
 
 def _pickled(planner: SavePlanner, item: WriteItem) -> _io.BytesIO:
-    """Returns the pickled bytes of an object. A planner that overrides pickling does it itself."""
+    """Returns the pickled bytes of an object, by the planner's own method if it has one."""
     fqn, pickling = item.index.fqn, ("resolve_data", "transform_object")
     base = FastSavePlanner if isinstance(planner, FastSavePlanner) else DefaultSavePlanner
     if isinstance(planner, base) and not overrides(planner, base, pickling):

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 ExchangeMode = Literal["auto", "off"]
-"""Whether ranks exchange the bytes that they read: if it saves enough reads, or never."""
+"""Whether ranks exchange the bytes that they read: if that saves enough reads, or never."""
 
 _MIN_SAVED_NBYTES = 16 << 20
 """Minimum bytes of reads that an exchange must save."""
@@ -57,13 +57,13 @@ _MIN_SAVED_FRACTION = 16
 """An exchange must save at least 1/16 of the bytes that all ranks would read from storage."""
 
 _POLL_S = 0.2
-"""Interval at which a rank that waits for others reads whether the load has failed."""
+"""Interval at which a rank that waits for others checks whether the load has failed."""
 
 _NOTICED_S = 10.0
-"""Time within which the end of another rank is noticed."""
+"""Time within which the end of another rank is detected."""
 
-_HEARD_S = 1.0
-"""Time within which a rank hears of an error of another rank that has ended its connections."""
+_EXPLAINED_S = 1.0
+"""Time within which the error arrives of a rank whose failure has closed its connections."""
 
 _THREADS = 4
 """Number of threads that connecting needs: one waits, and gloo has three."""
@@ -80,12 +80,12 @@ _CONNECT_TIMEOUT_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The reads that a rank wants. Travels to the coordinator in ``LoadPlan.storage_data``."""
+    """The reads that a rank wants. Sent to the coordinator in ``LoadPlan.storage_data``."""
 
     save_id: str | None
     """Save id of the metadata that the rank has read."""
     path: str
-    """Where the rank has read it."""
+    """Where the rank read it."""
     encoded: bytes | None = None
     """Encoded byte ranges; ``None`` if the rank does not join an exchange."""
     machine: str = ""
@@ -114,7 +114,7 @@ class Assigned:
     token: str
     """Unique name of the exchange."""
     secret: bytes
-    """What only ranks of the exchange know. Unlike the token, it is not in the store."""
+    """A secret known only to ranks of the exchange. Unlike the token, it is not in the store."""
     rank: int
     """Position of this rank in ``ranks``."""
     ranks: tuple[int, ...]
@@ -138,12 +138,12 @@ def these_processes() -> str:
 
 
 def can_exchange() -> bool:
-    """Returns whether there are other ranks to exchange with."""
+    """Returns whether other ranks exist with which to exchange bytes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def pack_names(names: Iterable[str]) -> bytes:
-    """Encodes names of files. A name takes few bytes, as names of one save resemble each other."""
+    """Encodes file names. Each takes few bytes, because names within a save are similar."""
     return zlib.compress("\0".join(sorted(names)).encode())
 
 
@@ -154,15 +154,15 @@ def unpack_names(packed: bytes) -> list[str]:
 
 
 def share_reads(plans: Sequence[Wanted]) -> list[Assigned | None]:
-    """Assigns reads that several ranks want, on the coordinator, which has the reads of each rank.
+    """Assigns reads that several ranks want. Called on the coordinator with all ranks' reads.
 
-    Bytes that a rank wants and cannot read are assigned in any case, others if it pays. The
-    assignment is ``None`` for a rank that is not in the exchange.
+    Bytes that a rank wants but cannot read are always assigned; other bytes only if this saves
+    enough reads. The assignment is ``None`` for a rank that is not in the exchange.
 
     Raises:
         NotFoundError: No rank of the exchange can read a file that one of them wants.
-        CheckpointError: A rank cannot read a file that it wants, and the ranks that must exchange
-            are too many, or only some of them verify.
+        CheckpointError: A rank cannot read a file that it wants, and too many ranks must exchange,
+            or only some of them verify.
     """
     assignments: list[Assigned | None] = [None] * len(plans)
     willing = [rank for rank, plan in enumerate(plans) if plan.encoded is not None]
@@ -236,7 +236,7 @@ def _make_exchange(
 def _describe_missing(
     plans: Sequence[Wanted], ranks: Sequence[int], missing: Sequence[tuple[str, Sequence[int]]]
 ) -> str:
-    """Returns which files no rank can read, and which ranks want them."""
+    """Describes the files that no rank can read, and the ranks that want them."""
     name, positions = missing[0]
     wanting = listed_ranks([plans[ranks[position]].rank for position in positions])
     more = f"; the same is true of {len(missing) - 1} other files" if len(missing) > 1 else ""
@@ -249,14 +249,14 @@ def joined(
 ) -> Iterator[_native.ExchangeStream]:
     """Joins an exchange for the block, and waits for the other ranks at the end of the block.
 
-    If the block raises an error, this rank aborts the exchange by closing its connections. The
-    other ranks then fail as well: CancelledError. The budget is for pieces in flight, and the
-    deadline for one transfer.
+    If the block raises an error, this rank aborts the exchange by closing its connections, and the
+    other ranks raise CancelledError. The budget limits pieces in flight, and the deadline applies
+    to each transfer.
     """
     timeout_ms = round(timeout_s * 1000)
     with contextlib.ExitStack() as stack:
         # The stream must have the only reference to the connections. A local variable would survive
-        # in the traceback of an error, and the connections would stay open.
+        # in the traceback of an error, so that the connections would remain open.
         begin = time.monotonic()
         wire = [_tensor_view.make_peers(_connect(assigned, timeout_s), assigned.ranks, timeout_ms)]
         note(waited_for_ranks=time.monotonic() - begin)
@@ -277,8 +277,8 @@ def joined(
 def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
     """Connects to the other ranks, independently of the process groups of training.
 
-    Stores and gloo wait without a deadline of this call, and do not notice that the load has
-    failed. So a thread waits for them. It is left alone after the deadline.
+    Stores and gloo do not observe the deadline of this call, nor that the load has failed. So a
+    thread waits for them, and is abandoned after the deadline.
 
     Raises CancelledError if another rank did not arrive in time, CheckpointError if this rank
     cannot connect, and CheckpointException or RankTimeoutError if another rank failed or was late.
@@ -310,11 +310,11 @@ def _connect(assigned: Assigned, timeout_s: float) -> ProcessGroupGloo:
 
 
 class _Connection:
-    """An attempt to connect to the other ranks, in a thread of its own.
+    """An attempt to connect to the other ranks, in a thread.
 
-    ``made`` is the process group of the exchange, or why there is none. ``awaited`` says what the
-    thread waits for, which ends at its next step once ``is_abandoned``. ``explained_s`` is the time
-    after a failure within which the end of another rank may explain it.
+    ``made`` is the future of the process group of the exchange. ``awaited`` describes what the
+    thread waits for. Once ``is_abandoned`` is set, the thread ends at its next step.
+    ``explained_s`` is the time after a failure within which the end of another rank may explain it.
     """
 
     def __init__(self, assigned: Assigned, timeout: timedelta) -> None:
@@ -343,15 +343,15 @@ class _Connection:
             self.explained_s = _NOTICED_S
             raise CheckpointError(f"cannot reach the other ranks: {_reason(error)}") from error
         self.awaited = "the other ranks do not connect"
-        # Gloo waits for the addresses of others as long as its timeout, and for their connections
-        # up to five times as long.
+        # Gloo waits for the addresses of other ranks for its timeout, and for their connections up
+        # to five times as long.
         gloo_timeout, began = timeout / 5, time.monotonic()
         try:
             group = ProcessGroupGloo(store, assigned.rank, assigned.size, gloo_timeout)
         except Exception as error:
-            # A failure before the timeout is that of this rank, unless another one has just ended.
+            # Before the timeout, the failure is one of this rank, unless another has just ended.
             has_waited = time.monotonic() - began >= gloo_timeout.total_seconds()
-            self.explained_s = 0.0 if has_waited else _HEARD_S
+            self.explained_s = 0.0 if has_waited else _EXPLAINED_S
             kind = CancelledError if has_waited else CheckpointError
             raise kind(
                 f"cannot connect to the other ranks: {_reason(error)}; set GLOO_SOCKET_IFNAME to "
@@ -360,7 +360,7 @@ class _Connection:
         self.awaited = "the other ranks do not prove that they belong to this load"
         reason = _unproven(group, assigned, timeout - timedelta(seconds=time.monotonic() - began))
         if reason:
-            self.explained_s = _HEARD_S  # Another rank may have ended.
+            self.explained_s = _EXPLAINED_S  # Another rank may have ended.
             del group  # Else the traceback of the error would keep its connections open.
             raise CheckpointError(
                 f"cannot connect to the other ranks: {reason}; set GLOO_SOCKET_IFNAME to a network "
@@ -369,7 +369,7 @@ class _Connection:
         return group
 
     def _wait_for_ready(self, store: PrefixStore, assigned: Assigned) -> None:
-        """Waits until all ranks are ready, or until nobody waits for this thread."""
+        """Waits until all ranks are ready, or until the attempt is abandoned."""
         keys = [f"ready/{position}" for position in range(assigned.size)]
         pause_s = 0.001
         while not store.check(keys):
@@ -385,10 +385,10 @@ class _Connection:
 
 
 def _unproven(group: ProcessGroupGloo, assigned: Assigned, timeout: timedelta) -> str:
-    """Returns which rank did not prove that it belongs to the exchange, or an empty string.
+    """Returns the rank that did not prove that it belongs to the exchange, as text, or "".
 
-    Gloo requires no secret: another program may have dialled a rank, or listen at its address. So
-    each two ranks complete a handshake before they exchange bytes of tensors.
+    Gloo requires no secret: another program may have dialled a rank, or may listen at its address.
+    So each pair of ranks completes a handshake before it exchanges bytes of tensors.
     """
     ends_at = time.monotonic() + timeout.total_seconds()
     ends = {
@@ -411,7 +411,7 @@ def _unproven(group: ProcessGroupGloo, assigned: Assigned, timeout: timedelta) -
 def _swapped(
     group: Any, own: dict[int, bytes], nbytes: int, tag: int, ends_at: float
 ) -> dict[int, bytes]:
-    """Sends bytes to each other rank; returns the bytes that it sends. Raises RuntimeError."""
+    """Sends bytes to each other rank; returns the bytes received from it. Raises RuntimeError."""
     byte, cpu = torch.uint8, torch.device("cpu")
     sent = {other: torch.tensor([*data], dtype=byte, device=cpu) for other, data in own.items()}
     received = {other: torch.empty(nbytes, dtype=byte, device=cpu) for other in own}
@@ -443,7 +443,7 @@ def _check_threads() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the message of torch or gloo without its advice and its source locations."""
+    """Returns the message of torch or gloo without advice and source locations."""
     text = re.sub(r"\[[^] ]*:\d+\] ", "", str(error))
     for suffix_start in ("\n", ". This is typically", ", keys:"):
         text = text.partition(suffix_start)[0]
@@ -461,7 +461,7 @@ def _delete_keys(assigned: Assigned) -> None:
     """Deletes the keys of the exchange from the store, on the last rank that finishes."""
 
     def delete() -> None:
-        with contextlib.suppress(RuntimeError):  # If the store fails, a few bytes remain there.
+        with contextlib.suppress(RuntimeError):  # If the store fails, a few bytes remain in it.
             store = _store(assigned)
             if store.add("done", 1) == assigned.size:
                 for key in store.list_keys():

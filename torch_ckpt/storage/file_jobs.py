@@ -37,7 +37,7 @@ class FileJobs(Jobs[_native.FileJob]):
         return sum(job.done_nbytes for job in self._jobs)
 
     def details(self, threads: int) -> dict[str, Any]:
-        """Returns what the record says of these jobs, which at most ``threads`` threads ran."""
+        """Returns details of these jobs, run by at most ``threads`` threads, for the record."""
         threads = max(min(threads, len(self._jobs)), 1)
         return {
             "bytes": self.done_nbytes(),
@@ -47,9 +47,9 @@ class FileJobs(Jobs[_native.FileJob]):
 
 
 def in_threads(work: Callable[[int], T], count: int, jobs: FileJobs) -> list[T]:
-    """Calls ``work`` with each number below ``count``, each in a thread, and returns the results.
+    """Calls ``work`` with each number below ``count``, in a thread each, and returns the results.
 
-    Raises the first error, after the jobs of the other threads were cancelled.
+    On an error, cancels the jobs of the other threads, and raises the first error.
     """
     if count == 1:
         return [work(0)]
@@ -81,8 +81,8 @@ def finished(job: _native.FileJob) -> Iterator[None]:
         yield
         job.finish()
     except BaseException:
-        # Abort at once. The traceback of the error references the job, and the next job waits for
-        # its buffers.
+        # Abort immediately: the traceback of the error references the job, and the next job waits
+        # for its buffers.
         job.abort()
         raise
 
@@ -98,7 +98,7 @@ def write_planned(
     sync: bool,
     niceness: int = 0,
 ) -> tuple[_native.SaveJob, list[tuple[int, int, int]]]:
-    """Writes a new file from its layout, and removes it if that fails.
+    """Writes a new file from its layout; removes it on failure.
 
     ``write_tensors`` writes the tensors of the layout through the job. ``append`` appends the item
     at a position, which only torch can store, and returns its offset and length. ``direct``

@@ -1,4 +1,4 @@
-"""What a load reads: an open checkpoint, and the slices of the items of one rank."""
+"""The source of a load: an open checkpoint, and the slices of the items of one rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ __all__ = ["LoadSource", "Requests", "Slice", "StoredTensor", "batches_of", "wit
 Slice = tuple[str, int, int, str]
 """File, offset, length in bytes, FQN."""
 
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
 StoredTensor = tuple[ReadItem, Slice, torch.dtype]
 """An item that the engine reads, and its stored dtype."""
 
@@ -35,7 +37,7 @@ class LoadSource:
     verify: bool
     trust_pickle: bool
     transforms: _StorageReaderTransforms
-    records: _native.Records | None  # Those that verification checks.
+    records: _native.Records | None  # The records that verification checks.
     files: frozenset[str] | None = None  # The data files that this rank can read; None for all.
 
     def storage_info(self, item: ReadItem) -> _StorageInfo:
@@ -57,20 +59,38 @@ class LoadSource:
         return self.files is not None and stored[0] not in self.files
 
     def stored_dtype(self, item: ReadItem) -> torch.dtype | None:
-        """Returns the dtype of a tensor that the engine can read; ``None`` for other items."""
+        """Returns the dtype of a tensor that the engine can read; ``None`` for other items.
+
+        That of a quantised tensor is one in which a load gets it.
+        """
         if item.type == LoadItemType.BYTE_IO:
             return None
+        if item.storage_index.fqn in self.opened.quantized:
+            return self.given(item, None)
         stored = self.metadata.state_dict_metadata.get(item.storage_index.fqn)
         if not isinstance(stored, TensorStorageMetadata):
             return None
         dtype = stored.properties.dtype
         return dtype if dtype in DTYPE_CODES else None
 
+    def given(self, item: ReadItem, target: torch.dtype | None) -> torch.dtype | None:
+        """Returns the dtype in which the engine gives a tensor to a target of another dtype."""
+        facts = self.opened.quantized.get(item.storage_index.fqn)
+        if facts is None:
+            return self.stored_dtype(item)
+        usual, *others = facts[-1]
+        is_other = target is not None and DTYPE_CODES.get(target) in others
+        return target if is_other else _DTYPES[usual]
+
+    def is_quantized(self, item: ReadItem) -> bool:
+        """Returns whether the dtype in which the engine gives a tensor depends on the target."""
+        return item.storage_index.fqn in self.opened.quantized
+
 
 class Requests:
-    """The slices of DCP's read items, grouped by their reader, in DCP's order: file after file.
+    """The slices of DCP's read items, grouped by who reads them, in DCP's order: file by file.
 
-    In memory that several targets share, the last value remains.
+    If targets share memory, the last value remains.
 
     Attributes:
         tensors: Tensors that the engine reads.

@@ -20,7 +20,6 @@ from torch_ckpt.coordination.current_call import current_call
 from torch_ckpt.coordination.group import Cancellable
 from torch_ckpt.errors import CheckpointError, CorruptionError, MismatchError, UnsupportedError
 from torch_ckpt.formats.allowed_classes import HOW_TO_ALLOW
-from torch_ckpt.formats.equality import same_bits
 from torch_ckpt.formats.expansion import OBJECTS_NBYTES, Expansion, allowed_nbytes
 from torch_ckpt.formats.object_pickles import load_object
 from torch_ckpt.formats.pickles import ForbiddenPickleError
@@ -39,6 +38,7 @@ from torch_ckpt.storage.load_source import (
     batches_of,
     without_memory,
 )
+from torch_ckpt.storage.target_copies import TargetCopies
 
 __all__ = ["Load"]
 
@@ -60,7 +60,7 @@ class Load:
 
     Raises:
         CorruptionError: The metadata does not list the stored box of an item.
-        CheckpointError: An item cannot be loaded, as opening the checkpoint has shown.
+        CheckpointError: An item cannot be loaded; this was detected on opening.
     """
 
     def __init__(self, source: LoadSource, items: Sequence[ReadItem]) -> None:
@@ -69,11 +69,11 @@ class Load:
                 raise copy.copy(error)
         self.source = source
         self.items = items
-        self.copies = _Copies()
+        self.copies = TargetCopies(source)
         self._requests = None if isinstance(items, PlannedReads) else Requests(source, items)
         if source.files is not None and self._requests is None:
             requests = Requests(source, list(items))
-            # Columns have no means for tensors of these files that only torch can read.
+            # Columns do not support tensors of these files that only torch can read.
             self._requests = requests if requests.away(source) else None
         column_nbytes = items.reads.nbytes if isinstance(items, PlannedReads) else 0
         nbytes = column_nbytes if self._requests is None else self._requests.nbytes
@@ -90,8 +90,9 @@ class Load:
             source.verify,
             source.records,
             None if source.files is None else set(source.files),
+            source.opened.native_quantized,
         )
-        # Slices of files that this rank cannot read, which torch reads from the bytes of others.
+        # Slices of files that this rank cannot read. Torch reads them from bytes of other ranks.
         self.fetched: list[Slice] | None = None
 
     def wanted_nbytes(self) -> int:
@@ -101,10 +102,12 @@ class Load:
             dtype = self.source.stored_dtype(item)
             if dtype is not None:
                 nbytes += math.prod(item.lengths) * dtype.itemsize
+            if dtype is not None and self.source.is_quantized(item):
+                nbytes -= math.prod(item.lengths) * (dtype.itemsize - 1)
         return nbytes
 
     def loaded_nbytes(self) -> int:
-        """Returns the number of bytes that were loaded so far. Any thread may call it."""
+        """Returns the number of bytes loaded so far. Any thread may call it."""
         return self.job.done_nbytes
 
     def wanted_bytes(self) -> bytes:
@@ -121,16 +124,16 @@ class Load:
         return self.job.wanted_bytes(without_memory(self._requests.tensors), slices)
 
     def away(self) -> str | None:
-        """Returns a file that this rank must load from and cannot read; ``None`` if there is none.
+        """Returns a file that this rank needs and cannot read, or ``None``.
 
-        Several such files are counted.
+        If several files are missing, the text also gives their number.
         """
         files = set() if self._requests is None else self._requests.away(self.source)
         more = f" and {len(files) - 1} other files" if len(files) > 1 else ""
         return f"{min(files)}{more}" if files else None
 
     def slices_to_fetch(self) -> list[Slice]:
-        """Returns the slices of files of others that torch reads: another rank must send them."""
+        """Returns the slices that torch reads from files of other ranks, which must send them."""
         requests = self._requests
         if self.fetched is None and requests is not None and requests.away(self.source):
             away = [tensor for tensor in requests.tensors if self.source.is_away(tensor[1])]
@@ -145,7 +148,7 @@ class Load:
 
         Args:
             planner: Planner of this rank, which resolves targets.
-            exchange: Stream of the exchange with other ranks, if there is one.
+            exchange: Stream of the exchange with other ranks, if any.
         """
         _cancel_on_failure(self.job)
         if exchange is not None:
@@ -172,54 +175,14 @@ class Load:
 
         def copy_to_target(number: int, elements: _native.LoadedBytes) -> None:
             item = items[number]
-            dtype = self.source.stored_dtype(item)
-            assert dtype is not None
             target = planner.resolve_tensor(item).detach()
+            dtype = self.source.given(item, target.dtype)
+            assert dtype is not None
             self.copies.put(item, target, _tensor_of(elements, dtype, item.lengths))
 
         batch = _tensor_view.inspect(items.sources, writable=True)
         remaining = items.reads.run(self.job, batch, copy_to_target, exchange)
         return [items[number] for number in remaining]
-
-
-class _Copies:
-    """Copies elements to tensors whose memory the engine does not write itself."""
-
-    def __init__(self) -> None:
-        # FQN, target, and the elements that it must have: of targets whose elements may overlap.
-        self._to_check: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-
-    def put(self, item: ReadItem, target: torch.Tensor, elements: torch.Tensor) -> None:
-        """Copies elements to the target of an item, with a cast if necessary.
-
-        Raises:
-            MismatchError: Torch refuses.
-        """
-        fqn = item.dest_index.fqn
-        try:
-            target.copy_(elements)
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
-            if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
-                raise
-            raise MismatchError(
-                f"cannot load {fqn!r} into a {type(target).__name__} of {target.dtype} and "
-                f"{target.layout}: {error}"
-            ) from error
-        if _tensor_view.may_overlap_itself(target):
-            self._to_check.append((fqn, target, elements.to(target.dtype, copy=True)))
-
-    def check(self) -> None:
-        """Checks the targets whose elements may overlap, after the last copy.
-
-        Raises:
-            ValueError: An element has the value of another one.
-        """
-        for fqn, target, elements in self._to_check:
-            if not same_bits(target.cpu(), elements.cpu()):
-                raise ValueError(
-                    f"cannot load {fqn!r}: elements of its target share memory (strides "
-                    f"{list(target.stride())}), and need different values; pass a clone of it"
-                )
 
 
 class _LoadByItem:
@@ -246,24 +209,11 @@ class _LoadByItem:
         """Loads tensors through the engine, then all other items through torch."""
         requests = self.requests
         # Check all extents and targets before the first write to a target.
-        self._check_targets()
+        _check_targets(self.planner, requests)
         slices = [stored for _, stored, _ in requests.tensors]
         self.job.check(slices + [stored for _, stored in requests.streams])
         remaining = self._load_tensors(exchange)
         self._load_streams(requests.streams + remaining)
-
-    def _check_targets(self) -> None:
-        """Checks targets for a planner of DCP, unless it chooses them by functions of its own."""
-        planner: Any = self.planner
-        if (
-            isinstance(planner, FastLoadPlanner)  # It has checked them.
-            or not isinstance(planner, DefaultLoadPlanner)
-            or overrides(planner, DefaultLoadPlanner, ("resolve_tensor", "lookup_tensor"))
-        ):
-            return
-        items = [item for item, _, _ in self.requests.tensors]
-        items += [item for item, _ in self.requests.streams]
-        check_targets(planner.state_dict, dict.fromkeys(item.dest_index.fqn for item in items))
 
     def _load_tensors(
         self, exchange: _native.ExchangeStream | None
@@ -279,7 +229,7 @@ class _LoadByItem:
             return []
         remaining: list[tuple[ReadItem, Slice]] = []
         while waiting or exchange is not None:
-            self._load_streams(remaining)  # A later target may be in the same memory.
+            self._load_streams(remaining)  # A later target may share its memory.
             batch, waiting = self._next_batch(waiting, skip_conflicts=exchange is not None)
             count = 0 if exchange is None else self._end_of_away(waiting)  # In the first batch.
             late, waiting = waiting[:count], waiting[count:]
@@ -292,22 +242,30 @@ class _LoadByItem:
     ) -> None:
         """Loads tensors in DCP's order: each is committed before the next one is resolved.
 
-        The bytes of many are read at once.
+        The bytes of many tensors are read together.
         """
         while waiting or exchange is not None:
+            if exchange is None and self.source.is_quantized(waiting[0][0]):
+                # The target's dtype determines what is read.
+                batch, _ = self._next_batch(waiting[:1], skip_conflicts=False)
+                self._load_batch(batch, [], None)
+                waiting = waiting[1:]
+                continue
             nbytes, count = 0, 0
             while count < len(waiting) and nbytes < self.max_retained_nbytes:
                 item, _, dtype = waiting[count]
+                if self.source.is_quantized(item):
+                    break
                 nbytes += item.lengths.numel() * dtype.itemsize
                 count += 1
-            if exchange is not None:  # It ends with the first batch.
+            if exchange is not None:  # The exchange ends with the first batch.
                 count = max(count, self._end_of_away(waiting))
             late, waiting = waiting[:count], waiting[count:]
             self._load_batch([], late, exchange)
             exchange = None
 
     def _end_of_away(self, waiting: Sequence[StoredTensor]) -> int:
-        """Returns how many tensors come with the exchange, in DCP's order: to the last away one."""
+        """Returns how many tensors, in DCP's order, the exchange covers: to the last away one."""
         return max((n for n, t in enumerate(waiting, 1) if self.source.is_away(t[1])), default=0)
 
     def _next_batch(
@@ -319,8 +277,8 @@ class _LoadByItem:
 
         Args:
             waiting: Tensors in DCP's order.
-            skip_conflicts: Whether to skip a conflicting tensor and go on. Otherwise the batch ends
-                before that tensor.
+            skip_conflicts: Whether to skip a conflicting tensor and continue. Otherwise the batch
+                ends before that tensor.
 
         Returns:
             The batch, and the tensors for later batches.
@@ -328,7 +286,7 @@ class _LoadByItem:
         batch: list[_Destination] = []
         postponed: list[StoredTensor] = []
         destinations = Destinations()
-        later = Destinations()  # Those of postponed tensors.
+        later = Destinations()  # The destinations of postponed tensors.
         retained_nbytes = 0
         for number, tensor in enumerate(waiting):
             item, stored, dtype = tensor
@@ -345,6 +303,7 @@ class _LoadByItem:
                     continue
                 if batch:
                     return batch, waiting[number:]
+                dtype = self.source.given(item, target.dtype) or dtype
                 return [(item, stored, target, dtype)], waiting[number + 1 :]
             fqn = item.dest_index.fqn
             if later.overlaps(target, fqn) or destinations.overlaps(target, fqn):
@@ -354,6 +313,8 @@ class _LoadByItem:
                 postponed.append(tensor)
                 continue
             destinations.add(target, fqn)
+            if self.source.is_quantized(item):
+                dtype = self.source.given(item, target.dtype) or dtype
             is_direct = target.dtype == dtype and is_loadable
             batch.append((item, stored, target, None if is_direct else dtype))
             if temporary:
@@ -368,9 +329,9 @@ class _LoadByItem:
         late: list[StoredTensor],
         exchange: _native.ExchangeStream | None,
     ) -> list[tuple[ReadItem, Slice]]:
-        """Loads a batch, and then the late tensors in their order; their bytes come now.
+        """Loads a batch, then the late tensors in order, whose bytes are read with the batch.
 
-        With an exchange, only those of files that are away come now, which bounds memory.
+        With an exchange, reads only bytes of files that are away, which bounds memory.
         """
 
         def comes_now(tensor: StoredTensor) -> bool:
@@ -408,7 +369,7 @@ class _LoadByItem:
                 self.planner.commit_tensor(item, target)
             else:
                 remaining.append((item, stored))
-        numbers = itertools.count()  # Positions of the tensors whose bytes have come.
+        numbers = itertools.count()  # Positions of the tensors whose bytes arrived.
         for have_come, tensors in itertools.groupby(late, comes_now):
             if not have_come:
                 self._load_in_turn(list(tensors), None)
@@ -445,7 +406,7 @@ class _LoadByItem:
                 if call is not None:
                     call.raise_if_failed()
                 try:
-                    # Streams share bytes, and copy other memory. Nothing else refers to the slice.
+                    # Streams share `bytes`, and copy other memory. Nothing else has the slice.
                     is_fetched = stored in self.fetched
                     self._load_stream(
                         stored,
@@ -475,7 +436,7 @@ class _LoadByItem:
         if item.type == LoadItemType.BYTE_IO:
             stream = _io.BytesIO()  # A copy, so that the caller cannot change the reader's object.
             torch.save(value, stream)
-            del value  # The reader may not keep it.
+            del value  # The reader must not retain it.
             stream.seek(0)
             self._load_bytes(item, stream, stored)
             return
@@ -502,8 +463,8 @@ class _LoadByItem:
         if not self.objects_are_pickled:
             self.planner.load_bytes(item, stream)
             return
-        # Not by `load_bytes`, which unpickles without restriction. A check of the bytes before that
-        # call would not be safe: its parsers differ from ours, and may read another object from the
+        # Not by `load_bytes`, which unpickles without restriction. Checking the bytes before that
+        # call would be unsafe: its parsers differ from ours, and may read another object from the
         # same bytes.
         value = self._unpickle(stream, stored)
         planner: Any = self.planner
@@ -567,10 +528,23 @@ class _LoadByItem:
         if item.type == LoadItemType.BYTE_IO:
             self.streams.justify(stored[2])
             return self.streams.left
-        # The caller has asked for a tensor of this size. A subclass may store more than that.
+        # The caller requested a tensor of this size. A subclass may store more.
         tensor: Any = self.source.metadata.state_dict_metadata[item.storage_index.fqn]
         nbytes: int = math.prod(tensor.size) * tensor.properties.dtype.itemsize
         return allowed_nbytes(stored[2]) + 2 * nbytes
+
+
+def _check_targets(planner: Any, requests: Requests) -> None:
+    """Checks targets for a planner of DCP, unless it chooses them by functions of its own."""
+    if (
+        isinstance(planner, FastLoadPlanner)  # It has checked them.
+        or not isinstance(planner, DefaultLoadPlanner)
+        or overrides(planner, DefaultLoadPlanner, ("resolve_tensor", "lookup_tensor"))
+    ):
+        return
+    items = [item for item, _, _ in requests.tensors]
+    items += [item for item, _ in requests.streams]
+    check_targets(planner.state_dict, dict.fromkeys(item.dest_index.fqn for item in items))
 
 
 def _cancel_on_failure(job: Cancellable) -> None:
@@ -583,7 +557,7 @@ def _cancel_on_failure(job: Cancellable) -> None:
 def _tensor_of(
     elements: _native.LoadedBytes, dtype: torch.dtype, lengths: torch.Size
 ) -> torch.Tensor:
-    """Returns a tensor of elements in the engine's memory."""
+    """Returns a tensor over elements in the engine's memory."""
     data = torch.frombuffer(memoryview(elements), dtype=torch.uint8)
     return data.view(dtype).view(lengths)
 

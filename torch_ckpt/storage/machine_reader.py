@@ -11,11 +11,10 @@ __all__ = ["MachineReader"]
 class MachineReader(FastReader):
     """Reads a checkpoint whose data files lie on the disks of several machines.
 
-    Each rank names a directory of its own machine. All directories have the same ``.metadata`` and
-    index, and each data file lies in at least one of them. A rank reads the files in its
-    directory, and other ranks send it the bytes of the other files that it wants. A file of
-    another length than the index states does not count. With one directory that has all files, it
-    works as ``FastReader``.
+    Each rank passes a directory on its machine. All directories contain the same ``.metadata`` and
+    index, and each data file lies in at least one of them. A rank reads the files in its directory,
+    and receives bytes of other files from other ranks. A file is ignored if its length differs from
+    the index. If one directory contains all files, the class works as ``FastReader``.
 
     Example::
 

@@ -18,8 +18,8 @@ class MachineWriter(FastWriter):
     """Saves to a directory that has the same path on several machines, but is not shared.
 
     Each machine commits its part: see :class:`MachineTransaction`, which also describes
-    ``is_first``. So :func:`torch_ckpt.save` must save, and not DCP. Otherwise it is a
-    :class:`FastWriter`, with the same arguments.
+    ``is_first``. So it works only with :func:`torch_ckpt.save`, not with DCP's functions. Otherwise
+    it is a :class:`FastWriter`, with the same arguments.
     """
 
     def __init__(self, *args: Any, is_first: bool, **options: Any) -> None:
@@ -33,7 +33,7 @@ class MachineWriter(FastWriter):
         return self._save.transaction
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits on the coordinator's machine, and passes on what the others commit."""
+        """Commits on the coordinator's machine, and passes the files to commit to the others."""
         super().finish(metadata, results)
         setattr(metadata, _ATTRIBUTE, self._part.committed)
         self._part.committed = None
@@ -42,7 +42,7 @@ class MachineWriter(FastWriter):
         """Commits on this machine, after the coordinator has. Called on all ranks."""
         committed: CommitFiles | None = metadata.__dict__.pop(_ATTRIBUTE, None)
         if committed is not None and self._is_first and not self._save.commits:
-            self.file_id = committed.save_id  # Until then, each rank has its own id.
+            self.file_id = committed.save_id  # Before, each rank has a different id.
             self._part.commit_as(committed)
 
 

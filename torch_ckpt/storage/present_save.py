@@ -1,4 +1,4 @@
-"""PresentSave: the save of a writer that is in progress, or was the last one."""
+"""PresentSave: the present or last save of a writer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["PresentSave"]
 
 @dataclass(eq=False)
 class PresentSave:
-    """One save of a writer on one rank: its transaction, and what the log states.
+    """One save of a writer on one rank: its transaction, and facts for the log.
 
     Attributes:
-        new_transaction: Makes the transaction, with the options of the writer. Only when the save
-            begins, the value of ``can_hide`` is known.
+        new_transaction: Creates the transaction, with the options of the writer. ``can_hide`` is
+            known only when the save begins.
         files: The files of this rank.
-        rank: This rank; ``None`` if there is one alone.
+        rank: This rank; ``None`` if it is the only one.
         commits: Whether this rank commits the save.
         ranks: Number of ranks that save together; 0 except on the coordinator.
-        call: Returns the call that saves, if it lives; ``None`` within DCP's own functions.
+        call: Weak reference to the call that saves; ``None`` within DCP's own functions.
         phases: Times of the phases, which are logged at the end.
         plan: On the coordinator, if all ranks have planned in columns.
     """
@@ -43,7 +43,7 @@ class PresentSave:
 
     @property
     def transaction(self) -> Transaction:
-        """What makes the files of the save appear. It may not have begun."""
+        """The transaction that makes the files of the save appear. It may not have begun."""
         if self._transaction is None:
             self._transaction = self.new_transaction()
         return self._transaction
@@ -80,10 +80,10 @@ class PresentSave:
     ) -> None:
         """Removes the files of a save that has failed with ``error``.
 
-        What other ranks may yet search stays (``may_others_begin``): without it, they would wait
-        for it, and take the directory for one that is not shared. Raises the error of the call if
-        another rank has failed and removed its files first, and StorageError if files are missing
-        for an unknown reason.
+        With ``may_others_begin``, retains files that other ranks may still search: without them,
+        they would wait, and conclude that the directory is not shared. Raises the error of the call
+        if another rank has failed and removed its files first, and StorageError if files are
+        missing for an unknown reason.
         """
         transaction, names = self.transaction, list(names)
         is_ended = transaction.is_ended(names, error)
@@ -97,7 +97,7 @@ class PresentSave:
         """Ends the save if this process knows that it failed; see :meth:`Transaction.abandon`."""
         finished, self.files.finished = self.files.finished, []
         call, transaction = current_call(), self._transaction
-        # A call that fails before it begins its save says nothing of the save before it.
+        # A call that fails before its save begins does not concern the previous save.
         is_present = call is not None and self.call is not None and self.call() is call
         is_uncommitted = call is not None and is_present and call.is_uncommitted
         if transaction is not None and (transaction.commits or is_uncommitted):

@@ -25,8 +25,8 @@ _BAR_INTERVAL_S = 0.2
 def is_first(ranks: int) -> bool:
     """Returns whether this rank logs a save or load, and shows its progress bar.
 
-    The coordinator of several ranks does, where ``ranks`` is their number and 0 elsewhere. If each
-    rank saves or loads alone, rank 0 does.
+    With several ranks, the coordinator does; ``ranks`` is their number there, and 0 on other ranks.
+    If each rank saves or loads alone, rank 0 does.
     """
     import torch.distributed as dist  # Not above: torch-ckpt verify runs without torch.
 
@@ -52,10 +52,10 @@ class Phases:
         self._begun.append((phase, time.monotonic()))
 
     def end(self, done: str, nbytes: int, path: Location, *details: str, is_first: bool) -> None:
-        """Ends the last phase, and logs all phases since the previous call at level DEBUG.
+        """Ends the last phase; logs all phases since the previous call at level DEBUG.
 
-        The first rank also logs one line at level INFO, with the details: what was ``done``,
-        ``"saved"`` or ``"loaded"``, and how many bytes.
+        The first rank also logs one line at level INFO, with the details. ``done`` is ``"saved"``
+        or ``"loaded"``.
         """
         end = time.monotonic()
         begun, self._begun = self._begun, []
@@ -74,8 +74,8 @@ class Phases:
 def is_terminal(stream: object) -> bool:
     """Returns whether a standard stream is a terminal.
 
-    A daemon has none, or a closed one, and a program may have replaced it by an object with
-    ``write`` alone.
+    A daemon may have none, or a closed one, and a program may have replaced it by an object with
+    only ``write``.
     """
     try:
         return bool(stream.isatty())  # type: ignore[attr-defined]
@@ -93,8 +93,8 @@ def progress_bar(
     """Shows a progress bar if the block takes longer than 3 s.
 
     Shows nothing unless ``sys.stderr`` is a terminal and tqdm is installed. ``doing`` names the
-    phase, such as ``"saving"`` or ``"reading"``. Another thread calls ``nbytes``, the bytes in all,
-    and ``done_nbytes``. If ``nbytes`` returns 0, the number is unknown, and the time is shown.
+    phase, such as ``"saving"`` or ``"reading"``. Another thread calls ``nbytes``, the total, and
+    ``done_nbytes``. If ``nbytes`` returns 0, the total is unknown, and the bar shows the time.
     """
     if not is_terminal(sys.stderr) or find_spec("tqdm") is None:
         yield
@@ -106,7 +106,7 @@ def progress_bar(
             return
         from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
-        total = nbytes() or None  # The agent does not say how many.
+        total = nbytes() or None  # The agent does not report the total.
         bar_format = None if total else "{desc} [{elapsed}]"
 
         def done() -> int:
@@ -119,12 +119,14 @@ def progress_bar(
             bar.update(done() - bar.n)
 
     thread = threading.Thread(target=show, name="torch_ckpt-progress", daemon=True)
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # The system has no more threads.
+        thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 def readable_nbytes(nbytes: int) -> str:

@@ -40,20 +40,20 @@ class RankFiles:
         self.finished: list[str] = []
         self.io_mode: IoMode | None = None
         self._pools: list[_native.BufferPool] = []
-        self._jobs: FileJobs | None = None  # While files are written.
-        self._nbytes = self._written_nbytes = 0  # To write in the last save, and written.
+        self._jobs: FileJobs | None = None  # Set while files are written.
+        self._nbytes = self._written_nbytes = 0  # Total and written bytes of the last save.
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process that saves in the background gets a copy without native handles.
+        # A background save process receives a copy without native handles.
         return {**self.__dict__, "_jobs": None, "_pools": []}
 
     @contextlib.contextmanager
     def writing(self, directory: Location, nbytes: int, how: FileOptions) -> Iterator[FileJobs]:
-        """Begins the files of a save, ``nbytes`` in all; the value receives the job of each file.
+        """Begins the files of a save, ``nbytes`` in total. Yields the collection of their jobs.
 
-        Shows a progress bar. In the end adds to the record what was written, also by a save that
-        has failed. Jobs refer to their call, and so to the state of a failed save: they do not
-        stay.
+        Shows a progress bar. At the end, adds the written bytes to the record, even after a
+        failure. Then drops the jobs, because they refer to their call, and so to the state of a
+        failed save.
         """
         call = current_call()
         jobs = FileJobs(None if call is None else call.cancel_on_failure)
@@ -77,10 +77,10 @@ class RankFiles:
         base: Location | None,
         groups: Callable[[Sequence[RankWork], str], list[tuple[str, RankWork]]],
     ) -> list[WriteResult]:
-        """Writes the work of this rank to files with this prefix, and removes a file that fails.
+        """Writes the work of this rank to files with this prefix; removes a file that fails.
 
-        Takes what has not changed from the base, if there is one. ``groups`` separates the rest
-        into work for different files, each with the prefix of their names.
+        Takes unchanged data from the base, if any. ``groups`` divides the rest into work for
+        different files, each with the prefix of their names.
         """
         directory, numbers = transaction.directory, defaultdict[str, Any](itertools.count)
 
@@ -131,7 +131,7 @@ class RankFiles:
                 )
                 self.finished.append(name)
                 results += written
-                # The report travels to the coordinator as one more result.
+                # The report is sent to the coordinator as an additional result.
                 results.append(WriteResult(MetadataIndex(name), 0, file))
             return results
 
@@ -147,7 +147,7 @@ class RankFiles:
         return self._pools
 
     def written_nbytes(self) -> tuple[int, int]:
-        """Returns the bytes that were written of the last save, and those in all.
+        """Returns the written and the total bytes of the last save.
 
         Any thread may call it.
         """
@@ -155,7 +155,7 @@ class RankFiles:
         return self._written_nbytes if jobs is None else jobs.done_nbytes(), self._nbytes
 
     def _mode(self, directory: Location) -> str:
-        """Returns how files are written, for the record."""
+        """Returns the mode of the writes, for the record."""
         if not directory.file_system.writes_at_offsets:
             return "store"
         return "direct" if self.io_mode is not None and self.io_mode.direct else "buffered"

@@ -1,4 +1,4 @@
-"""What a rank of a save takes from the base, in the terms of its plan."""
+"""Takes unchanged data of a rank from the base, in terms of its plan."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Taken", "take_unchanged"]
 
 @dataclass(frozen=True)
 class Taken:
-    """What one rank takes from the base, and the work that remains.
+    """The files that one rank takes from the base, and the remaining work.
 
     Attributes:
-        groups: The work that remains, in groups that go to different files.
-        results: A result for each item in these files, as of a save that writes them, and one for
+        groups: The remaining work, in groups for different files.
+        results: Results for each item in the taken files, as if the save had written them, and for
             each file.
     """
 
@@ -64,7 +64,7 @@ def take_unchanged(
 
 
 def _stored_parts(work: RankWork) -> list[object]:
-    """Returns the source of each item; only the rows that are stored, if a tensor is cut."""
+    """Returns the source of each item; for a cut tensor, only the stored rows."""
     sources: list[object] = list(work.sources)
     if work.items is None:
         for position, first, rows in work.work.cuts:
@@ -75,7 +75,7 @@ def _stored_parts(work: RankWork) -> list[object]:
 
 
 def _boxes(work: RankWork) -> list[tuple[str, Sequence[int]] | None]:
-    """Returns FQN and offsets of each box of DCP's items; empty if the work has them."""
+    """Returns FQN and offsets of each box of DCP's items; empty if the work contains them."""
     if work.items is None:
         return []
     return [
@@ -85,7 +85,7 @@ def _boxes(work: RankWork) -> list[tuple[str, Sequence[int]] | None]:
 
 
 def _results(taken: TakenFile, work: RankWork) -> list[WriteResult]:
-    """Returns the results of a file that was taken: of its items in DCP's form, and the file's."""
+    """Returns the results for a taken file: of its items, in DCP's form, and of the file."""
     name = taken.report[0]
     file = WrittenFile(*taken.report[:3], digests=taken.report[3], origin=taken.report[4])
     results: list[WriteResult] = []

@@ -37,7 +37,7 @@ _CHOOSES_OBJECTS = ("resolve_data", "lookup_object", "transform_object")
 
 
 def refuse_objects(planner: object) -> None:
-    """Raises UnsupportedError if a planner would pickle a ``Stateful``, as DCP's planners do.
+    """Raises UnsupportedError if a planner would pickle a ``Stateful``, like DCP's planners.
 
     Saves of this package have already replaced such objects by their state dicts.
     """
@@ -54,7 +54,7 @@ class LatePlanner(DefaultSavePlanner):
 class Unresolved:
     """The source of an item whose tensor the planner creates on each resolve.
 
-    The writer resolves the item again when it writes it. So only one such tensor is in memory at a
+    The writer resolves the item again when it writes it, so only one such tensor is in memory at a
     time.
     """
 
@@ -67,9 +67,9 @@ class RankWork:
         work: The items, in columns.
         sources: Tensor to store for each item. ``None`` for items that torch pickles: objects,
             tensors that only torch can store, and all items if there is a stream transform.
-        items: The items of a plan of DCP's items; ``None`` if the plan itself is in columns.
-        dtypes: With ``items``: dtype of each tensor that matches the plan, and so the metadata;
-            ``None`` for the other items.
+        items: DCP's items of the plan; ``None`` if the plan itself is in columns.
+        dtypes: With ``items``: the dtype of each tensor that matches the plan, and so the metadata;
+            ``None`` for other items.
         samples: If the save has a base: the digest of a sample of each tensor, 0 if unknown.
         digested: With ``samples``: whether each tensor gets a digest of all elements as well.
     """
@@ -88,7 +88,7 @@ class RankWork:
         return self.items[position]
 
     def part(self, positions: Sequence[int]) -> RankWork:
-        """Returns the work that consists of the items at these positions."""
+        """Returns the work with only the items at these positions."""
         if len(positions) == len(self.work):
             return self
 
@@ -109,7 +109,7 @@ class RankWork:
 def work_for(
     plan: SavePlan, planner: SavePlanner, transforms: _StorageWriterTransforms
 ) -> RankWork:
-    """Returns the work of a rank by its final plan."""
+    """Returns the work of a rank according to its final plan."""
     columns: Any = plan.items
     if (
         isinstance(columns, PlannedItems)
@@ -198,7 +198,7 @@ def _in_columns(
 
 
 def _name(item: WriteItem) -> str:
-    """Returns a unique name for a box: in the table, each box is a tensor of its own."""
+    """Returns a unique name for a box: the table lists each box as a separate tensor."""
     offset = item.index.offset
     name = printable(item.index.fqn)
     return f"{name} at {list(offset)}" if offset is not None and any(offset) else name
@@ -210,7 +210,7 @@ def _check_cut(item: CutItem, planner: SavePlanner) -> WriteItem | None:
     A tensor cannot be cut if its sizes differ from the plan, or if only torch can store it. Then
     the rank of the first rows writes the whole tensor, and the other ranks write nothing.
     """
-    tensor = _resolved(planner, item)  # A meta tensor, whose values other ranks have, is not cut.
+    tensor = _resolved(planner, item)  # A meta tensor, with values only on other ranks, is not cut.
     is_torch_only = _tensor_view.tensor_kind(tensor) == _tensor_view.TensorKind.TORCH_ONLY
     if not is_torch_only and tensor.size() == item.piece.whole.sizes:
         return item
@@ -220,7 +220,7 @@ def _check_cut(item: CutItem, planner: SavePlanner) -> WriteItem | None:
 def resolve_whole(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     """Returns the tensor of an item; for a cut item, the whole tensor.
 
-    Raises UnsupportedError if it is a meta tensor. Errors of torch do not name it.
+    Raises UnsupportedError for a meta tensor, because torch's errors would not name it.
     """
     tensor = _resolved(planner, item)
     if tensor.is_meta:

@@ -37,6 +37,11 @@ from torch_ckpt.formats.metadata import UnreadableMetadata
 from torch_ckpt.formats.opened import Opened
 from torch_ckpt.formats.recognise import open_stored
 from torch_ckpt.formats.rules import Rules
+from torch_ckpt.formats.safetensors.quantized import (
+    Dequantize,
+    StockRules,
+    with_quantization,
+)
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.cover import check_plan
 from torch_ckpt.planning.dtensor_boxes import load_plan_in_boxes
@@ -46,7 +51,7 @@ from torch_ckpt.planning.load_planner import (
     PlannedReads,
     keeps_reads,
 )
-from torch_ckpt.planning.unscaled import unscaled_names, unscaled_warning
+from torch_ckpt.planning.unscaled import check_scaled
 from torch_ckpt.records.record import note
 from torch_ckpt.storage.exchange import (
     Assigned,
@@ -81,13 +86,13 @@ class FastReader(StorageReader):
     - a directory of ``FastWriter`` or of stock ``FileSystemWriter``;
     - a ``torch_dist`` directory of Megatron-Core; tensors that versions 0.14 and 0.15 stored
       flattened have their original shapes;
-    - a file of ``torch.save`` with a dict, which may be nested. Its FQNs are those that DCP gives
-      such a state dict. Values other than tensors are loaded as well;
+    - a file of ``torch.save`` with a dict, which may be nested. Its FQNs are the same as in DCP for
+      this state dict. Values other than tensors are loaded as well;
     - a safetensors file;
     - a directory of safetensors files: those that a ``*.safetensors.index.json`` of Hugging Face
-      lists, or all files if there is none. A directory of ``HuggingFaceStorageWriter``, with one
-      file per rank, works too;
-    - a directory of DeepSpeed: of ZeRO stages 1 to 3, or a universal folder;
+      lists, or all files without such a list. A directory of ``HuggingFaceStorageWriter``, with
+      one file per rank, works too;
+    - a directory of DeepSpeed: ZeRO stages 1 to 3, or a universal folder;
     - a directory of meta-pytorch's ``torch_checkpointing``;
     - a directory of the sharded state dicts that each rank saved with ``torch.save``, as accelerate
       (``use_dcp=False``) and verl name them.
@@ -114,6 +119,13 @@ class FastReader(StorageReader):
             least 16 MiB and 1/16 of all reads from storage, and at most 256 ranks share bytes. It
             usually does for replicas, unless the page cache has all of their bytes. ``"off"``:
             never. A load with ``no_dist=True`` never exchanges bytes.
+        dequantize: Whether quantised tensors of safetensors are multiplied by their scales while
+            they are loaded. ``"auto"``: if ``quantization_config`` of ``config.json`` states how,
+            and the target is float32, bfloat16 or float16. A target of the stored dtype gets the
+            stored elements. ``True``: always, also where the names alone show how. Each tensor is
+            shown in the dtype of the model, and its scales are not shown. ``False``: never. A load
+            never converts a quantised tensor to a wider dtype without its scales. See
+            https://torch-ckpt.github.io/torch-ckpt/quantized/.
         rules: How to merge the shards of model-parallel ranks in a DeepSpeed checkpoint into
             parameters: :class:`torch_ckpt.formats.rules.Rules`, or their text. By default, as the
             checkpoint itself describes.
@@ -125,10 +137,12 @@ class FastReader(StorageReader):
         MismatchError: A tensor needs elements that the stored tensor does not have.
         StorageError: The disk or store failed.
         UnsupportedError: A pickle requests a forbidden class or function, which the message names,
-            or the format of a file is not supported.
+            or the format of a file is not supported. Or a quantised tensor has a wider target, and
+            cannot be dequantised.
         CancelledError: Another rank failed before it sent this rank its bytes.
         ValueError: ``exchange`` is neither ``"auto"`` nor ``"off"``, ``verify`` is neither a
-            boolean nor ``"full"``, or ``rules`` cannot be parsed.
+            boolean nor ``"full"``, ``dequantize`` is neither a boolean nor ``"auto"``, or ``rules``
+            cannot be parsed.
 
     Example::
 
@@ -146,6 +160,7 @@ class FastReader(StorageReader):
         verify: Verification = True,
         trust_pickle: bool = False,
         exchange: ExchangeMode = "auto",
+        dequantize: Dequantize = "auto",
         rules: Rules | str | None = None,
     ) -> None:
         super().__init__()
@@ -153,8 +168,11 @@ class FastReader(StorageReader):
             raise ValueError(f"{exchange=} is not one of {', '.join(get_args(ExchangeMode))}")
         if verify not in (True, False, "full"):
             raise ValueError(f"{verify=} is not True, False or 'full'")
+        if dequantize not in (True, False, "auto"):
+            raise ValueError(f"{dequantize=} is not True, False or 'auto'")
         self._given = Location(path)
         self.location = self._given.absolute()
+        self.dequantize: Dequantize | StockRules = dequantize
         self.io = io or IoOptions()
         self.verify = verify
         self.trust_pickle = trust_pickle
@@ -165,7 +183,7 @@ class FastReader(StorageReader):
         self._metadata: Metadata | None = None
         self._opened = self._not_open()
         self._records: _native.Records | None = None
-        self._files: frozenset[str] | None = None  # Those that this rank can read; None for all.
+        self._files: frozenset[str] | None = None  # Files that this rank can read; None for all.
         self._reads: Any = None  # The reads of this rank's plan, if they are not sent.
         self._load: Load | None = None  # Set between planning and reading.
         self._phases = Phases("opening")
@@ -242,7 +260,7 @@ class FastReader(StorageReader):
             if rank is not None and self._metadata_error is not None:
                 is_missing = isinstance(error, NotFoundError)
                 return UnreadableMetadata(self._metadata_error if is_missing else error)
-            # A copy: the traceback refers to this frame, and so to those of the callers.
+            # A copy: the traceback refers to this frame, and so to the callers' frames.
             self._metadata_error = copy.copy(error) if rank is None else None
             raise
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
@@ -256,7 +274,7 @@ class FastReader(StorageReader):
     def show_planning(self, ranks: int) -> contextlib.AbstractContextManager[None]:
         """Shows on the terminal that a load is planned, if the block takes longer than 3 s.
 
-        The coordinator of so many ranks calls it.
+        Called by the coordinator of this many ranks.
         """
         if not is_first(ranks):
             return contextlib.nullcontext()
@@ -270,16 +288,20 @@ class FastReader(StorageReader):
             raise metadata.error
         self._phases.begin("planning")
         self._metadata, self._ranks = metadata, int(is_coordinator)
+        state_dict = getattr(calling_planner(), "state_dict", None)
+        if isinstance(state_dict, dict):
+            check_scaled(state_dict, metadata, self._opened)
 
     def _read_metadata(self, prefix: str) -> Metadata:
         """Opens the checkpoint with this prefix, and returns its metadata."""
-        # Resolved once: a link in the path may move during the load.
-        self._opened = opened = self._open(self.location.resolved(), prefix)
+        # Resolved once: links in the path may change during the load.
+        opened = self._open(self.location.resolved(), prefix)
+        self._opened = opened = with_quantization(opened, self.dequantize)
         self._records = _native.Records(self.verify == "full", opened.records)
         return opened.metadata
 
     def _open(self, path: Location, prefix: str) -> Opened:
-        """Opens the checkpoint of all ranks, or that of one rank."""
+        """Opens the checkpoint of all ranks, or of one rank."""
         return open_stored(
             path,
             prefix,
@@ -291,13 +313,13 @@ class FastReader(StorageReader):
     def _reachable_files(self) -> frozenset[str] | None:
         """Returns the names of the data files that this rank can read; ``None`` for all.
 
-        Other ranks read the other files, and send their bytes. A subclass may override it. It is
-        called once for each load, when the checkpoint is open.
+        Other ranks read the other files, and send their bytes. Subclasses may override this method.
+        It is called once per load, when the checkpoint is open.
         """
         return None
 
     def _set_files(self) -> None:
-        """Asks which data files of the open checkpoint this rank can read."""
+        """Sets the data files of the open checkpoint that this rank can read."""
         files = self._reachable_files()
         if files is not None:
             if self._opened.index is None:
@@ -347,7 +369,7 @@ class FastReader(StorageReader):
         """Checks that this rank can read all files that it wants.
 
         Raises:
-            NotFoundError: It cannot.
+            NotFoundError: It cannot read some file.
         """
         if self._files is None or (away := Load(self._source(), items).away()) is None:
             return
@@ -364,13 +386,14 @@ class FastReader(StorageReader):
 
         Raises:
             CheckpointError: The ranks have opened different checkpoints, because a save replaced
-                the checkpoint in between. Or ranks that cannot read all files cannot exchange.
+                the checkpoint in between. Or ranks that cannot read all files cannot exchange
+                bytes.
             NotFoundError: No rank can read a file that a rank wants.
         """
         self._ranks = len(plans)
         wanted = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Wanted)]
         if len(wanted) < len(plans):
-            return plans  # The planner has made new plans. Each rank then reads by itself.
+            return plans  # The planner has made new plans, so each rank reads by itself.
         save_id = wanted[0].save_id
         others = [rank for rank, reads in enumerate(wanted) if reads.save_id != save_id]
         if others:
@@ -419,26 +442,17 @@ class FastReader(StorageReader):
             if is_first(self._ranks):
                 bar = progress_bar("reading", self.location, load.wanted_nbytes, load.loaded_nbytes)
                 stack.enter_context(bar)
-                self._warn_of_unscaled(planner)
             try:
                 load.run(planner, exchange)
             finally:
                 note(bytes=load.loaded_nbytes())
                 note(requests=load.job.requests, waited=load.job.waited_s)
+        if isinstance(planner, FastLoadPlanner):
+            planner.end_load(load.copies.cast)
         self._log_loaded(load.loaded_nbytes(), exchange)
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _warn_of_unscaled(self, planner: LoadPlanner) -> None:
-        """Warns under DCP's planner as :class:`FastLoadPlanner` does, but of this rank's names."""
-        state_dict = getattr(planner, "state_dict", None)
-        metadata = self._metadata
-        if isinstance(planner, FastLoadPlanner) or not isinstance(state_dict, dict):
-            return
-        assert metadata is not None
-        if names := unscaled_names(state_dict, metadata):
-            _LOG.warning("%s", unscaled_warning(names, metadata))
 
     def _log_loaded(self, nbytes: int, exchange: _native.ExchangeStream | None) -> None:
         details = [

@@ -1,14 +1,14 @@
-"""Takes what has not changed from an older checkpoint, the base of a save.
+"""Takes unchanged data from an older checkpoint, the base of a save.
 
-The unit is a file, which a hard link or a copy within the store brings into the new checkpoint. It
-gets a name of the new save, as each file that is written. So every checkpoint is complete by
-itself, and no two saves share a name. Each rank decides for the boxes that it would write:
+Whole files are taken, by a hard link or a copy within the store. A taken file gets a name of the
+new save, like every written file. So every checkpoint is self-contained, and no two saves share a
+file name. Each rank decides for the boxes that it would write:
 
 - A box is unchanged if the base has the same box with the same digest of all elements.
 - A file of the base is taken if more than half of its bytes are unchanged boxes of this rank. So
   less than half of a taken file is dead.
-- Unchanged boxes that lie in another file are written to a file of their own, apart from those that
-  have changed. So the next save can take it.
+- Unchanged boxes in other files are written to a separate file, apart from changed boxes, so that
+  the next save can take it.
 
 This module imports no torch.
 """
@@ -34,7 +34,7 @@ from torch_ckpt.formats.committed import open_committed
 __all__ = ["BaseBox", "Reuse", "TakenFile", "link_file", "take_from_base"]
 
 MAX_FILES = 16
-"""Most files that a rank takes: otherwise a checkpoint would gather small files."""
+"""Maximum number of files that a rank takes, so that checkpoints do not gather small files."""
 
 BaseBox = tuple[int, int, int, int, int, int, int]
 """Position of an item; number of a file, offset and length of the box in it; digest of its sample,
@@ -51,14 +51,14 @@ class TakenFile:
 
 @dataclass(frozen=True)
 class Reuse:
-    """What one rank takes from the base, and what it has to write.
+    """The data that one rank takes from the base, and the items that it must write.
 
     Attributes:
         files: The files that were taken, under their new names.
-        groups: Positions of the items that remain, in groups that go to different files.
+        groups: Positions of the remaining items, in groups for different files.
         samples: The digest of the sample of each item; 0 if unknown.
-        digested: Positions of the items that get a digest of all elements: not those that have
-            changed, since they may change at each save.
+        digested: Positions of the items that get a digest of all elements. Changed items get none,
+            because they may change at each save.
     """
 
     files: Sequence[TakenFile]
@@ -82,21 +82,21 @@ def take_from_base(
 ) -> Reuse:
     """Takes files of the base into the directory of a new checkpoint.
 
-    A base that is missing, or of no use, has no other effect than that everything is written.
+    If the base is missing or unusable, everything is written.
 
     Args:
         base: Directory of the older checkpoint.
-        directory: Where the save writes its files.
+        directory: Directory to which the save writes.
         work: The items of this rank.
         samples: The digest of the sample of each item, 8 bytes each.
-        full_digests: Returns the digests of all elements of the items at some positions.
+        full_digests: Returns the digests of all elements of the items at given positions.
         boxes: FQN and offsets of the box of each item, or ``None`` for an item that is not
-            compared; empty if they are those of the work.
+            compared; empty to use the boxes of the work.
         new_name: Returns the name of the next file of this rank.
-        finished: Receives the name of each file as soon as it is there.
-        max_files: Most files that are taken, the largest ones; all if ``None``. The rest of what is
-            unchanged is written to one file.
-        sync: Whether what is taken survives a power cut, once the directory is synced.
+        finished: Receives the name of each file as soon as it exists.
+        max_files: Maximum number of files to take, the largest ones; all if ``None``. Other
+            unchanged boxes are written to one file.
+        sync: Whether taken files survive a power cut once the directory is synced.
     """
     found = _Found([], [], [])
     if base is not None:
@@ -174,7 +174,7 @@ def _compare(
 
 
 def link_file(source: Location, target: Location, nbytes: int, *, sync: bool) -> bool:
-    """Brings a file of this length into another directory; returns whether that was possible."""
+    """Links a file of this length into another directory; returns whether that was possible."""
     try:
         if source.nbytes() != nbytes:
             return False
@@ -182,7 +182,7 @@ def link_file(source: Location, target: Location, nbytes: int, *, sync: bool) ->
     except NotFoundError:  # It was removed.
         return False
     except CheckpointError as error:
-        # The text of a file system without links is the same for all steps, so it is shown once.
+        # The text for a file system without links is the same for all steps, so it is shown once.
         where, why = target.parent.parent, str(error).rpartition(": ")[2]
         warnings.warn(f"what has not changed is written again to {where}: {why}", stacklevel=2)
         target.discard()

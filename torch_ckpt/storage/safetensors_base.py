@@ -3,8 +3,8 @@
 A model file has no dead bytes, so it is taken as a whole or not at all. It has no digests either:
 each rank reads its boxes of the older model, the base, and compares them bit for bit. The
 coordinator takes a file if no rank has found a difference in it, and if the file is byte for byte
-the one that the save would write. The tensors that have not changed, but lie in other files, go to
-files of their own, so that the next save can take these.
+the one that the save would write. Unchanged tensors from all other files are written to separate
+files, so that the next save can take these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch_ckpt.storage.stored_values import Box, StoredValues, in_batches, piec
 __all__ = ["BaseFile", "BaseReport", "Groups", "compare_with_base", "group_by_base", "take_files"]
 
 _SAMPLE_NBYTES = 4 << 10
-"""Bytes of each box that are compared first, since most tensors that change differ there."""
+"""Bytes of each box that are compared first, because most changed tensors differ there."""
 
 _BATCH_NBYTES = 32 << 20
 """Bytes of the base in memory at a time."""
@@ -42,9 +42,9 @@ _BATCH_NBYTES = 32 << 20
 class BaseFile:
     """A file of the base, before it was compared.
 
-    ``path`` is the text of a location, which messages between ranks must not contain: to build one
-    may connect to a store. ``mark`` is the inode and the modification time of the file. It
-    identifies the file, and is equal on all machines.
+    ``path`` is text, because messages between ranks must not contain locations: constructing one
+    may connect to a store. ``mark``, the inode and modification time of the file, identifies it,
+    and is equal on all machines.
     """
 
     path: str
@@ -55,7 +55,7 @@ class BaseFile:
 
 @dataclass(frozen=True)
 class BaseReport:
-    """What one rank has found: the files of the base, and the FQNs that are not unchanged."""
+    """The findings of one rank: the files of the base, and the changed FQNs."""
 
     files: Sequence[BaseFile]
     changed: Collection[str]
@@ -67,8 +67,8 @@ class Groups:
 
     Attributes:
         facts: All tensors.
-        lengths: The lengths of groups that share no file.
-        taken: The files of the base that have the first groups, one each.
+        lengths: The lengths of the groups. Each group has its own files.
+        taken: The files of the base with the first groups, one file per group.
     """
 
     facts: Sequence[TensorFacts]
@@ -81,7 +81,7 @@ def compare_with_base(
 ) -> BaseReport | None:
     """Compares the tensors of a rank with those of the base.
 
-    Returns ``None`` if there is no such model. Warns if it cannot be read.
+    Returns ``None`` if the base is no such model. Warns if it cannot be read.
     """
     try:
         stored = StoredValues(base, io=io)
@@ -109,7 +109,7 @@ def _compare(
     ]
     changes = _Changes(file_of)
     for limit in (_SAMPLE_NBYTES, None):
-        # Tensors of a file are not read any further as soon as one of them has changed.
+        # Once a tensor of a file has changed, its other tensors are not read.
         wanted = (
             item
             for item in items
@@ -125,7 +125,7 @@ def _compare(
 
 @dataclass
 class _Changes:
-    """The FQNs that are not unchanged, and the files of the base that have them."""
+    """The changed FQNs, and the files of the base that contain them."""
 
     file_of: Mapping[str, str]
     fqns: set[str] = field(default_factory=set)
@@ -141,7 +141,7 @@ def _facts_of(path: Location) -> tuple[int, tuple[int, int]] | None:
     identity = path.identity()
     if not isinstance(identity, tuple):
         return None
-    _, inode, nbytes, modified_ns = identity  # A device has another number on each machine.
+    _, inode, nbytes, modified_ns = identity  # Device numbers differ between machines.
     return nbytes, (inode, modified_ns)
 
 
@@ -155,7 +155,7 @@ def _may_be_equal(stored: StoredValues, item: WriteItem, tensor: torch.Tensor) -
         and entry.properties.dtype == data.properties.dtype == tensor.dtype
         and tensor.size() == data.chunk.sizes
         and _tensor_view.tensor_kind(tensor) != _tensor_view.TensorKind.TORCH_ONLY
-        and has_memory(tensor)  # Not if another rank alone has staged it.
+        and has_memory(tensor)  # False if only another rank has staged it.
     )
 
 
@@ -166,10 +166,10 @@ def _pieces(
     limit: int | None,
     changes: _Changes,
 ) -> Iterator[tuple[tuple[str, Box, torch.Tensor], int]]:
-    """Yields boxes with their values: all of the tensors, or the first bytes of each.
+    """Yields boxes with their values: whole tensors, or the first bytes of each.
 
-    Adds the tensors that cannot be equal to the changes. A tensor that the planner creates is
-    referenced only while its pieces are.
+    Adds tensors that cannot be equal to the changes. References a tensor that the planner creates
+    only as long as its pieces.
     """
     for item in items:
         fqn = item.index.fqn
@@ -200,10 +200,10 @@ def group_by_base(
     max_shard_nbytes: int,
     omitted: Mapping[str, str],
 ) -> Groups:
-    """Groups the tensors of a model by what the base has of it, on the coordinator.
+    """Groups the tensors of a model by the files of the base. Called on the coordinator.
 
     Nothing is taken unless all ranks have compared with the same files. The other arguments are
-    those of the layout: see :meth:`ModelLayout.of`.
+    passed to :meth:`ModelLayout.of`.
     """
     found = [report for report in reports if report is not None]
     if len(found) < len(reports) or any(report.files != found[0].files for report in found):
@@ -233,9 +233,9 @@ def group_by_base(
 def _worth_taking(
     files: Sequence[BaseFile], changed: Collection[str], max_shard_nbytes: int
 ) -> list[BaseFile]:
-    """Returns the unchanged files, but only the largest ones of those less than half full.
+    """Returns the unchanged files; of files less than half full, only the largest ones.
 
-    Otherwise a model would gather small files, one more at each save in which others change.
+    Otherwise a model would accumulate small files, one more with each save.
     """
     unchanged = [file for file in files if file.fqns.isdisjoint(changed)]
     small = [file for file in unchanged if 2 * file.nbytes < max_shard_nbytes]
@@ -244,7 +244,7 @@ def _worth_taking(
 
 
 def _has_header(path: Location, layout: ModelLayout) -> bool:
-    """Returns whether a file has the length and the header of the only one of a layout."""
+    """Returns whether a file has the length and the header of the single file of a layout."""
     (file,) = layout.files
     with contextlib.suppress(CheckpointError):
         return path.read_range(0, len(file.header)) == (file.nbytes, file.header)
@@ -254,10 +254,10 @@ def _has_header(path: Location, layout: ModelLayout) -> bool:
 def take_files(
     taken: Sequence[BaseFile], directory: Location, names: Sequence[str], *, sync: bool
 ) -> int:
-    """Links files of the base to the first names of a directory, in place of empty files.
+    """Links files of the base to the first names of a directory, replacing empty files.
 
-    Returns the number of files that were taken: all before the first one that could not be, since
-    it was replaced meanwhile, or the file system has no links.
+    Returns the number of taken files: all before the first one that could not be taken, because it
+    was replaced meanwhile, or the file system has no links.
     """
     for number, (file, name) in enumerate(zip(taken, names, strict=False)):
         target = directory / name
@@ -266,7 +266,7 @@ def take_files(
         is_same = _facts_of(source) == (file.nbytes, file.mark)
         if is_same and link_file(source, target, file.nbytes, sync=sync):
             linked = _facts_of(target)
-            if linked is not None and linked[1][0] == file.mark[0]:  # A link renews the time.
+            if linked is not None and linked[1][0] == file.mark[0]:  # Linking updates the time.
                 continue
             target.discard()
         target.write(b"", sync=False)

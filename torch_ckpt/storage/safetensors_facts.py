@@ -1,4 +1,4 @@
-"""What the ranks tell the coordinator of a model to save: the tensors, and which share memory."""
+"""What each rank sends to the coordinator about a model: its tensors, and which share memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _WAY_OUT = "save objects separately, for example with FastWriter"
 class RankFacts:
     """``SavePlan.storage_data`` of one rank for the coordinator.
 
-    ``ties`` are groups of names for one tensor, and ``base`` is what the rank has found there.
+    ``ties`` are groups of names for one tensor, and ``base`` is the rank's comparison with the
+    base.
     """
 
     ties: Sequence[Sequence[str]]
@@ -45,7 +46,7 @@ def ties_of(plans: Sequence[SavePlan]) -> dict[str, str]:
 
 
 def facts_of(plans: Sequence[SavePlan]) -> list[TensorFacts]:
-    """Returns the facts of all tensors. Raises UnsupportedError if there is an object."""
+    """Returns the facts of all tensors. Raises UnsupportedError for an object."""
     columns: list[Any] = [plan.items for plan in plans]
     planned = next((c.plan for c in columns if isinstance(c, AssignedItems)), None)
     return _facts_of_items(plans) if planned is None else _facts_of_columns(planned.plan)
@@ -96,6 +97,6 @@ def _raise_if_any(objects: Sequence[str]) -> None:
 
 
 def listed(fqns: Sequence[str]) -> str:
-    """Returns the first names of several, for an error message."""
+    """Returns the first names of a list, for an error message."""
     more = f" and {len(fqns) - _MAX_NAMED} more" if len(fqns) > _MAX_NAMED else ""
     return ", ".join(map(repr, fqns[:_MAX_NAMED])) + more

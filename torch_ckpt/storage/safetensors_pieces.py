@@ -17,7 +17,7 @@ __all__ = ["Piece", "dtype_name", "group_pieces", "is_sequence", "pieces_of"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a file that a rank writes: a box, or the header, without an item and a place."""
+    """A range of a file that a rank writes: a box, or the header (without item and place)."""
 
     file: int
     offset: int
@@ -38,7 +38,7 @@ def pieces_of(plan: SavePlan, layout: ModelLayout) -> list[Piece]:
 
 
 def is_sequence(pieces: Sequence[Piece]) -> bool:
-    """Returns whether pieces can be written in the order of their offsets, each at once."""
+    """Returns whether pieces can be written in the order of their offsets, each in one piece."""
     return all(
         _is_whole_run(piece.item.tensor_data.chunk.sizes, piece.place.facts.sizes)
         for piece in pieces

@@ -1,25 +1,28 @@
-"""Writes the files of a model on a store, where each file is one stream of one rank, in order."""
+"""Writes the files of a model from a checkpoint. On a store, each file is one stream, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.formats.safetensors.layout import ModelFile, ModelLayout
-from torch_ckpt.storage.stored_values import Box, StoredValues, in_batches, pieces_of
+from torch_ckpt.storage.stored_values import Box, in_batches, pieces_of
 
 __all__ = ["copy_file_of"]
 
-_BATCH_NBYTES = 32 << 20  # Tensors that load together, while the former ones are written.
+_BATCH_NBYTES = 32 << 20  # Tensors that are loaded together while the previous ones are written.
 
 
 def copy_file_of(
-    values: StoredValues, file: ModelFile, layout: ModelLayout, job: _native.SharedFileJob
+    load: Callable[[Sequence[tuple[str, Box]]], list[torch.Tensor]],
+    file: ModelFile,
+    layout: ModelLayout,
+    job: _native.SharedFileJob,
 ) -> None:
-    """Writes a file of a model from the tensors of a checkpoint, in order.
+    """Writes a file of a model, in order, from the boxes of tensors that ``load`` returns.
 
     While some tensors are written, a thread loads the next ones.
     """
@@ -29,7 +32,7 @@ def copy_file_of(
 
         def begin() -> tuple[list[tuple[str, Box]], Future[list[torch.Tensor]]] | None:
             batch = next(boxes, None)
-            return None if batch is None else (batch, executor.submit(values.load, batch))
+            return None if batch is None else (batch, executor.submit(load, batch))
 
         ahead = begin()
         while ahead is not None:

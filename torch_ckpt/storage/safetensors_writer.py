@@ -4,8 +4,8 @@ From the names, dtypes and sizes of all tensors, the coordinator computes the of
 (:mod:`torch_ckpt.formats.safetensors.layout`). Each rank then writes its boxes at their final
 offsets. The files have hidden names until the coordinator publishes them.
 
-A store takes a file as one stream of one rank, in order. If several ranks have parts of the files,
-they save a checkpoint in a hidden folder, from which the coordinator writes the files.
+A store accepts a file only as one stream of one rank, in order. If several ranks have parts of the
+files, they save a checkpoint in a hidden folder, from which the coordinator writes the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch_ckpt.errors import (
     naming,
 )
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.safetensors.layout import ModelLayout
+from torch_ckpt.formats.safetensors.layout import ModelLayout, TensorFacts
 from torch_ckpt.options import IoMode, IoOptions
 from torch_ckpt.planning.item_views import ColumnItems, PlannedPaths
 from torch_ckpt.planning.plan_cache import plan_cache
@@ -54,6 +54,15 @@ from torch_ckpt.staging.stager import SnapshotStager
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import FileJobs, finished, in_threads
 from torch_ckpt.storage.present_save import PresentSave
+from torch_ckpt.storage.quantizing import (
+    Quantize,
+    QuantizedValues,
+    check_config,
+    check_not_stated,
+    check_quantize,
+    quantized_facts,
+    write_config,
+)
 from torch_ckpt.storage.rank_work import resolve_whole
 from torch_ckpt.storage.safetensors_base import (
     BaseFile,
@@ -81,9 +90,9 @@ _MAX_NAMED = 3  # Names in an error message.
 class _ModelPlan:
     """``SavePlan.storage_data`` of one rank.
 
-    ``layout`` is the encoded layout of all files. The first ``taken`` files are not written. The
-    names of the files have the coordinator's ``file_id``. ``share`` is the ``storage_data`` that
-    reassigns replicas to ranks.
+    ``layout`` is the encoded layout of all files. The first ``taken`` files are not written. File
+    names contain the coordinator's ``file_id``. ``share`` is the ``storage_data`` that reassigns
+    replicas to ranks.
     """
 
     layout: bytes
@@ -99,9 +108,9 @@ class Arrangement:
     """The tensors of all ranks in files.
 
     Attributes:
-        layout: Of all files.
+        layout: Layout of all files.
         taken: The first files, which are taken from the base.
-        names: Names of the files, if they are not those of Hugging Face.
+        names: Names of the files, if they differ from Hugging Face's.
         states_boxes: Whether the files state boxes; see :meth:`ModelTransaction.begin`.
     """
 
@@ -111,18 +120,24 @@ class Arrangement:
     states_boxes: bool = False
 
 
+class _Relay(FastWriter):
+    """A writer to a hidden folder. A subclass hides no folder of its own beside it."""
+
+
 class _ModelSave(PresentSave):
     """One save of a model.
 
     Attributes:
         layout: On the coordinator, from the plan to the commit.
-        taken: Number of the first files, which the coordinator takes from the base.
-        relay: Writes the checkpoint that becomes the model.
+        taken: Number of files, the first ones, that the coordinator takes from the base.
+        relay: Writer of the checkpoint that becomes the model.
+        wide: The tensors before they are quantised.
     """
 
     layout: ModelLayout | None = None
     taken = 0
     relay: FastWriter | None = None
+    wide: Sequence[TensorFacts] = ()
 
     @property
     def model(self) -> ModelTransaction:
@@ -151,9 +166,9 @@ class SafetensorsWriter(FastWriter):
     ``model.safetensors``, or several that ``model.safetensors.index.json`` lists. An existing model
     in the directory is replaced atomically.
 
-    On a store, the files have other names, which the index lists, if the model replaces another
-    one or if ``overwrite`` is false. If several ranks save to a store, the coordinator writes all
-    files, from a hidden checkpoint.
+    On a store, the files have other names, listed by the index, if the model replaces another one
+    or ``overwrite`` is false. If several ranks save to a store, the coordinator writes all files,
+    from a hidden checkpoint.
 
     Args:
         path: Directory of the model, on storage that every rank can reach. Created if missing.
@@ -170,11 +185,18 @@ class SafetensorsWriter(FastWriter):
             rank reads its tensors of the base to compare them. This needs a
             :class:`FastSavePlanner`. On a store, everything is written.
 
+        quantize: ``"fp8-block-128"``: matrices become float8_e4m3fn with a float32 scale for each
+            block of 128 rows and columns, ``x.weight_scale_inv``, and ``config.json`` gets a
+            ``quantization_config``. Norms, embeddings, heads, routers, and matrices that are not of
+            whole blocks, stay as they are. The ranks save a checkpoint in a hidden folder, from
+            which the coordinator writes the files.
+
     Raises:
         AlreadyExistsError: ``path`` has a model, and ``overwrite`` is false.
         StorageError: The disk or store failed.
         UnsupportedError: ``path`` is a URL of an unregistered scheme, or the state dict contains an
-            object or a dtype that safetensors does not support. The message names the FQN.
+            object or a dtype that safetensors does not support. The message names the FQN. Or
+            ``config.json`` describes, or would describe, other tensors than those of the folder.
         ValueError: An argument is out of range.
 
     Example::
@@ -195,7 +217,11 @@ class SafetensorsWriter(FastWriter):
         check_replicas: CheckReplicas = "sample",
         stager: SnapshotStager | None = None,
         base: str | os.PathLike[str] | None = None,
+        quantize: Quantize | None = None,
     ) -> None:
+        check_quantize(quantize)
+        if quantize is not None and base is not None:
+            raise ValueError("a quantised model has no base: all of it is computed anew")
         super().__init__(
             path,
             sync_files=sync_files,
@@ -210,10 +236,13 @@ class SafetensorsWriter(FastWriter):
         if max_shard_nbytes < 1:
             raise ValueError(f"{max_shard_nbytes=} is not positive")
         self.max_shard_nbytes = max_shard_nbytes
+        self.quantize: Quantize | None = quantize
         self.arrange: Callable[[object, list[SavePlan]], Arrangement] | None = None
-        """Arranges the tensors of all ranks in files, given the path. By size if ``None``."""
+        """Arranges the tensors of all ranks in files, given the path; by size if ``None``."""
+        self.before_commit: Callable[[], None] | None = None
+        """Called by the coordinator when all files are written."""
         self.ties: Mapping[str, str] = {}
-        """Name that the planner does not list -> the listed name that it is tied to."""
+        """Name that the planner does not list -> the listed name to which it is tied."""
 
     _save: _ModelSave
 
@@ -258,17 +287,22 @@ class SafetensorsWriter(FastWriter):
         shares = [None if isinstance(share, RankFacts) else share for share in shares]
         save, model, layout = self._save, self._save.model, arranged.layout
         save.layout = layout
-        model.begin(len(layout.files), usual=arranged.names, states_boxes=arranged.states_boxes)
+        model.begin(
+            len(layout.files),
+            usual=arranged.names,
+            states_boxes=arranged.states_boxes,
+            may_appear=not self.quantize and self.before_commit is None,
+        )
         if not self.rank:
             model.warn_if_replacing()
         save.taken = take_files(arranged.taken, self.location, model.files, sync=self.sync_files)
         encoded = layout.encode()
-        if self._writes_streams:
+        if self._writes_streams or self.quantize:
             plans = [
                 dataclasses.replace(plan, storage_data=share)
                 for plan, share in zip(plans, shares, strict=True)
             ]
-            if len(plans) > 1 or not is_sequence(pieces_of(plans[0], layout)):
+            if self.quantize or len(plans) > 1 or not is_sequence(pieces_of(plans[0], layout)):
                 shares = [
                     plan.storage_data for plan in self._begin_relay(self.file_id)._place(plans)
                 ]
@@ -282,9 +316,15 @@ class SafetensorsWriter(FastWriter):
         ]
 
     def _by_size(self, plans: list[SavePlan]) -> Arrangement:
-        """Fills files up to ``max_shard_nbytes``, and takes those of the base that stay."""
+        """Fills files up to ``max_shard_nbytes``, and takes unchanged files of the base."""
         ties = {**self.ties, **ties_of(plans)}
         facts = [facts for facts in facts_of(plans) if facts.fqn not in ties]
+        # These fail before any tensor is written.
+        if self.quantize:
+            check_config(self.location, facts)
+            self._save.wide, facts = facts, quantized_facts(facts)
+        elif self.before_commit is None:
+            check_not_stated(self.location, facts)
         options: Any = {"max_shard_nbytes": self.max_shard_nbytes, "omitted": ties}
         reports = [getattr(plan.storage_data, "base", None) for plan in plans]
         groups = group_by_base(facts, reports, **options)
@@ -325,15 +365,15 @@ class SafetensorsWriter(FastWriter):
 
         if not (self._save.commits or self._writes_streams):
             used = sorted({names[piece.file] for piece in pieces})
-            # One that does not appear is named by the error of the job that opens it.
+            # If one never appears, the error of the job that opens it names it.
             still_missing([self.location / name for name in used], "the coordinator")
         try:
             with self._files.writing(target, nbytes, how) as jobs:
                 results = in_threads(write_group, len(groups), jobs)
             return list(itertools.chain.from_iterable(results))
         except BaseException as error:
-            # On a full disk, the files would make the next save fail. DCP tells no rank when all
-            # have ended, so ranks that still write the files may fail because of this.
+            # On a full disk, the files would make the next save fail. With DCP, no rank knows when
+            # all have ended, so ranks that still write these files may fail because of the removal.
             if current_call() is None:
                 others = model_plan.world_size > 1
                 self._save.abandon(names, error, may_others_begin=others)
@@ -346,13 +386,13 @@ class SafetensorsWriter(FastWriter):
         return not self.location.file_system.writes_at_offsets
 
     def _begin_relay(self, file_id: str) -> FastWriter:
-        """Returns the writer of the checkpoint that several ranks save, and that becomes a model.
+        """Returns the writer of the checkpoint that several ranks save, and that becomes the model.
 
-        It has the options of this one, the tensors that were staged, and a hidden folder.
+        It has the options of this writer, the staged tensors, and a hidden folder.
         """
         relay = self._save.relay
         if relay is None:
-            relay = self._save.relay = FastWriter(
+            relay = self._save.relay = _Relay(
                 relay_of(self.location, file_id).checkpoint_id,
                 sync_files=self.sync_files,
                 thread_count=self.thread_count,
@@ -379,6 +419,10 @@ class SafetensorsWriter(FastWriter):
             plan_cache().forget()
             save.abandon((), error)
             raise
+        if self.quantize:
+            write_config(self.location, save.wide, {})
+        if self.before_commit is not None:
+            self.before_commit()
         names = model.commit(layout)
         save.layout = None
         _describe(metadata, layout, names, self)
@@ -395,13 +439,15 @@ class SafetensorsWriter(FastWriter):
         """Commits the checkpoint, writes the files of the model from it, and removes it."""
         relay._save.ranks = 0  # Only the model is logged.
         relay.finish(metadata, results)
-        values = StoredValues(relay.location, io=self.io)
+        load = StoredValues(relay.location, io=self.io).load
+        if self.quantize:
+            load = QuantizedValues(load, self._save.wide).load
         nbytes = sum(file.nbytes for file in layout.files)
         (pool,) = self._files.pools(1, nbytes, self._options, self.location)
         for name, file in zip(self._save.model.files, layout.files, strict=True):
             job = self._job(name, file.nbytes, pool)
             with finished(job):
-                copy_file_of(values, file, layout, job)
+                copy_file_of(load, file, layout, job)
             self._files.io_mode = IoMode.of(job)
         remove_temporary(relay.location)
         self._save.relay = None
@@ -453,9 +499,8 @@ class _PieceWriter:
             batch.append((view, piece.place.offset, piece.place.facts.sizes, chunk.offsets))
             if is_live:
                 continue
-            retained_nbytes += (
-                tensor.untyped_storage().nbytes()
-            )  # A view of rows references the whole storage.
+            # A view of rows references the whole storage.
+            retained_nbytes += tensor.untyped_storage().nbytes()
             del tensor, view
             if retained_nbytes >= max_retained_nbytes:
                 yield batch
@@ -463,7 +508,7 @@ class _PieceWriter:
         yield batch
 
     def _tensor_of(self, item: WriteItem) -> tuple[torch.Tensor, bool]:
-        """Returns an item as a plain tensor, and whether the tensor's memory is not temporary."""
+        """Returns an item as a plain tensor, and whether the tensor's memory is permanent."""
         tensor = resolve_whole(self.planner, item)
         fqn, data = item.index.fqn, item.tensor_data
         assert data is not None
@@ -476,7 +521,7 @@ class _PieceWriter:
         whole = item.whole if isinstance(item, CutItem) and item.whole is not None else item
         assert whole.tensor_data is not None
         sizes = whole.tensor_data.chunk.sizes
-        # The sizes of a shard without elements may be any.
+        # A shard without elements may have any sizes.
         has_sizes = tensor.size() == sizes or not (tensor.numel() or sizes.numel())
         if tensor.dtype != data.properties.dtype or not has_sizes:
             raise MismatchError(
@@ -493,7 +538,7 @@ class _PieceWriter:
 
 
 def _check_complete(layout: ModelLayout, taken: int, results: Iterable[WriteResult]) -> None:
-    """Checks that the ranks have written all bytes of all files but the first ones."""
+    """Checks that the ranks have written all bytes of all files except the taken ones."""
     missing = [0 if n < taken else file.nbytes for n, file in enumerate(layout.files)]
     for result in results:
         missing[result.storage_data] -= result.size_in_bytes
@@ -509,9 +554,9 @@ def _check_complete(layout: ModelLayout, taken: int, results: Iterable[WriteResu
 def _describe(
     metadata: Metadata, layout: ModelLayout, names: Sequence[str], writer: SafetensorsWriter
 ) -> None:
-    """Updates metadata to the stored form, in which each tensor is whole and in one file.
+    """Updates metadata to the stored form: each tensor is whole and in one file.
 
-    The update is in place, since DCP returns and broadcasts the object that it passed.
+    The update is in place, because DCP returns and broadcasts the object that it passed.
     """
     stored: dict[str, Any] = {}
     storage_data: dict[MetadataIndex, Any] = {}

@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass
 class Checkpoint:
-    """A checkpoint of all ranks, of one rank that saved without coordination, or of other files."""
+    """A checkpoint of all ranks, of one rank that saved alone, or of files of other formats."""
 
     path: Location
     directory: Location  # The directory of the files.
@@ -36,7 +36,7 @@ class Checkpoint:
     entries: Iterable[_native.IndexEntry] | None  # None if only the pickle describes the tensors.
     save_id: str | None
     format: str | None = None  # None for DCP's.
-    rules: Mapping[str, Rule] = field(default_factory=dict)  # FQN -> how its shards are united.
+    rules: Mapping[str, Rule] = field(default_factory=dict)  # FQN -> rule that unites its shards.
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)  # FQN -> why.
 
 
@@ -56,7 +56,7 @@ def open_checkpoints(
 ) -> list[Checkpoint]:
     """Opens all checkpoints of a directory, or a file or directory of another format.
 
-    The rules are text, as for :class:`FastReader`. Raises NotFoundError if there is no checkpoint.
+    ``rules`` is text, as for :class:`FastReader`. Raises NotFoundError without a checkpoint.
     """
     if rules is None and (prefixes := metadata_prefixes(path)):
         return [open_checkpoint(path, prefix, trust_pickle=trust_pickle) for prefix in prefixes]
@@ -74,7 +74,7 @@ def open_checkpoints(
 def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoint:
     """Returns the checkpoint with entries; unpickles the metadata if the index has none.
 
-    Raises UnsupportedError if the metadata is in a custom form of its planner.
+    Raises UnsupportedError if the planner wrote the metadata in a custom form.
     """
     if checkpoint.entries is not None or checkpoint.metadata is None:
         return checkpoint

@@ -39,9 +39,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 class StoredValues:
     """The values of an open checkpoint of any format that :class:`FastReader` loads.
 
-    Only FQNs with the prefix are shown, without it; all if there are none (``has_prefix`` is
-    false). ``names`` is shown name -> FQN in the checkpoint. ``why_oversized`` is shown name -> why
-    a tensor is not to be read: the files do not justify it.
+    Shows only FQNs with the prefix, and removes the prefix. If no FQN has it, ``has_prefix`` is
+    false, and all FQNs are shown. ``names`` is shown name -> FQN in the checkpoint.
+    ``why_oversized`` is shown name -> why a tensor must not be read: the size of the files does not
+    justify its size.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class StoredValues:
             verify="full",  # A record is read in several pieces.
             trust_pickle=trust_pickle,
             exchange="off",
+            dequantize=False,
             rules=rules,
         )
         self.metadata = self._reader.read_metadata()

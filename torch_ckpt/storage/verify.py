@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import zipfile
 from collections import defaultdict
@@ -10,7 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch_ckpt._core import _native
-from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedError
+from torch_ckpt.errors import (
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+    is_damage,
+)
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import metadata_prefixes, open_committed
 from torch_ckpt.options import READ_THREADS, IoOptions
@@ -36,8 +41,9 @@ _Advance = Callable[[int], None]
 class Report:
     """The result of a verification.
 
-    ``damage`` has messages about damaged files and ranges, and ``doubts`` about properties that
-    could not be verified. ``fqns`` are those of damaged tensors and objects. ``nbytes`` were read.
+    ``damage`` contains messages about damaged files and ranges, and ``doubts`` messages about
+    properties that could not be verified. ``fqns`` are the FQNs of damaged tensors and objects.
+    ``nbytes`` is the number of bytes read.
     """
 
     damage: list[str] = field(default_factory=list)
@@ -142,7 +148,7 @@ def _check_records(path: Location, report: Report, advance: _Advance) -> None:
 
 
 def _report_unreadable(checkpoint: Checkpoint, report: Report) -> None:
-    """Reports the values that cannot be loaded, as opening the checkpoint has shown."""
+    """Reports values that cannot be loaded, as detected when the checkpoint was opened."""
     for fqn, why in checkpoint.unreadable.items():
         if isinstance(why, UnsupportedError):
             report.doubts.append(str(why))
@@ -190,7 +196,7 @@ def _check_files(path: Location, trust_pickle: bool) -> int:
 
 
 def check_here(path: Location) -> int:
-    """Checks a checkpoint of which this machine has some of the data files, by their lengths.
+    """Checks the lengths of the data files of a checkpoint that exist on this machine.
 
     Returns the term as :func:`check_whole`. Raises NotFoundError if none is committed, and
     CorruptionError if it is damaged here.
@@ -265,8 +271,8 @@ def _check_blocks(
             try:
                 damaged += job.check(number, begin, end)
             except (NotFoundError, CorruptionError, StorageError) as error:
-                if isinstance(error, StorageError) and error.errno != errno.EIO:
-                    raise  # The read failed for another reason than damage.
+                if not is_damage(error):
+                    raise
                 if is_part and isinstance(error, NotFoundError):
                     report.doubts.append(f"{name} is missing here: another machine may have it")
                     has_all = False
@@ -290,7 +296,7 @@ def _named(fqns: Sequence[str]) -> str:
 
 
 def _check_digests(index: _native.Index, job: _native.VerifyJob, report: Report) -> None:
-    """Checks the digests by which the next save finds out what has not changed."""
+    """Checks the digests by which the next save detects unchanged tensors."""
     for number, (fqn, _, boxes) in enumerate(index):
         try:
             others = job.check_digests(number)
@@ -305,7 +311,7 @@ def _check_digests(index: _native.Index, job: _native.VerifyJob, report: Report)
 
 
 def _check_writer(checkpoint: Checkpoint, index: _native.Index, report: Report) -> None:
-    """Names the tensors that a fault of a former writer may have stored wrongly.
+    """Names the tensors that a bug of an old writer may have stored incorrectly.
 
     Before revision 1, a buffered write ended a window at any byte after a tensor that was written
     from its own memory. An element of a later strided tensor could then be cut. The index does not

@@ -46,7 +46,7 @@ from torch_ckpt.planning.replica_check import CheckReplicas, as_mode
 from torch_ckpt.planning.replicas import (
     RankItems,
     are_sent,
-    check_dtype,
+    check_dtype_for_dcp,
     share_out,
     with_rank_items,
 )
@@ -68,11 +68,12 @@ class FastWriter(StorageWriter):
     """Saves checkpoints in files that stock DCP can read.
 
     Pass it to :func:`torch.distributed.checkpoint.save` or ``async_save`` in place of
-    ``FileSystemWriter``. Its first arguments are those of ``FileSystemWriter``, in the same order.
+    ``FileSystemWriter``. Its first arguments are the arguments of ``FileSystemWriter``, in the same
+    order.
 
     Each rank streams its shards through a bounded ring of buffers to its own ``.distcp`` files. The
     coordinator then commits the checkpoint by publishing ``.metadata``. Until the commit, and
-    after a crash before it, readers see the previous checkpoint at ``path``, if there is one.
+    after a crash before it, readers see the previous checkpoint at ``path``, if any.
 
     Args:
         path: Directory of the checkpoint, on storage that every rank can reach; may be a URL of a
@@ -92,7 +93,7 @@ class FastWriter(StorageWriter):
             default, it replaces ``io.buffer_nbytes / thread_count``.
         cache_staged_state_dict: No effect. ``async_save`` always reuses its staging memory.
         overwrite: Whether a save may replace a committed checkpoint at ``path``. The old checkpoint
-            stays readable until the new one commits.
+            remains readable until the new one commits.
         _extensions: Stream transforms such as ``ZStandard``, applied to each item as in stock DCP.
         serialization_format: Must be ``SerializationFormat.TORCH_SAVE``.
         io: Memory budgets and I/O modes. They do not affect the written bytes.
@@ -175,7 +176,7 @@ class FastWriter(StorageWriter):
         self.share_replicas = share_replicas
         self.check_replicas = as_mode(check_replicas)
         self.base: str | os.PathLike[str] | None = None if base is None else name_of(base)
-        """Directory of the older checkpoint, if there is one."""
+        """Directory of the older checkpoint, if any."""
         self.given_save_id: str | None = None
         """The ``save_id`` of the DCP writer that this one replaces; each checkpoint has it."""
         self.file_id = secrets.token_hex(8)
@@ -192,7 +193,7 @@ class FastWriter(StorageWriter):
         self._save = self._new_save()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writing": None, "_save": None}  # For a process that saves.
+        return {**self.__dict__, "_writing": None, "_save": None}  # For a save process.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new id gives the copy's data files names that no other writer uses.
@@ -249,8 +250,8 @@ class FastWriter(StorageWriter):
     def begin_in_background(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Resolves links in the path of a save that another thread or process will carry out.
 
-        The save then writes to this directory alone, wherever the links lead meanwhile. It is
-        ``checkpoint_id`` if the save resets the writer to it.
+        The save then writes only to this directory, even if links change. It is ``checkpoint_id``
+        if the save resets the writer to it.
         """
         self._directory.begin(checkpoint_id)
 
@@ -297,13 +298,13 @@ class FastWriter(StorageWriter):
         """Begins a save on this rank."""
         watch_storage()
         self._check_idle()
-        if not is_replanning():  # Then the save has begun already.
+        if not is_replanning():  # Otherwise, the save has already begun.
             self.location = self._directory.enter()
-        self.end_failed_save()  # A former save that has failed on another rank.
+        self.end_failed_save()  # An earlier save may have failed on another rank.
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
         if self._began:
-            # DCP calls reset only if it also has a checkpoint id. Each save needs an id of its own,
+            # DCP calls reset only if it also has a checkpoint id. Each save needs a new file id,
             # since the names of data files must be unique.
             self.file_id = secrets.token_hex(8)
         self._began = True
@@ -332,9 +333,9 @@ class FastWriter(StorageWriter):
             if items.by_token and isinstance(plan.planner_data, PlannedPaths):
                 plan = dataclasses.replace(plan, planner_data=None)
         is_columns = isinstance(items, PlannedItems)
-        if not is_columns:  # FastSavePlanner has already checked its items, and shares them out.
+        if not is_columns:  # FastSavePlanner has already checked and assigned its items.
             for item in items:
-                check_dtype(item)
+                check_dtype_for_dcp(item)
             check_placeholders(getattr(planner, "state_dict", None) or {})
         if self.rank is not None and not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
@@ -385,7 +386,7 @@ class FastWriter(StorageWriter):
         return future
 
     def written_nbytes(self) -> tuple[int, int]:
-        """Returns the bytes that this rank has written of its last save, and those in all."""
+        """Returns the written and the total bytes of this rank's last save."""
         return self._files.written_nbytes()
 
     @property
@@ -423,14 +424,14 @@ class FastWriter(StorageWriter):
         return results
 
     def _groups(self, groups: Sequence[RankWork], prefix: str) -> list[tuple[str, RankWork]]:
-        """Returns the work of different files, each with the prefix of their names."""
+        """Returns the work for different files, each with the prefix of their names."""
         return [(prefix, group) for group in groups]
 
     # ---- The commit ----
 
     @property
     def _hides(self) -> bool:
-        # A subclass may write files of its own to the directory while it saves.
+        # A subclass may write further files to the directory while it saves.
         return type(self) is FastWriter
 
     def _new_save(self, **facts: Any) -> PresentSave:
@@ -470,10 +471,10 @@ class FastWriter(StorageWriter):
     # ---- Failure ----
 
     def end_failed_save(self) -> None:
-        """Removes what a save that has failed has written; see :meth:`Transaction.abandon`.
+        """Removes the files of a failed save; see :meth:`Transaction.abandon`.
 
-        A save of this package calls it when any rank has failed. DCP's own functions do not
-        report failures of other ranks to a writer. Then the next save removes the files.
+        Saves of this package call it when any rank has failed. DCP's own functions do not report
+        failures of other ranks to a writer; then the next save removes the files.
         """
         self._save.end_failed()
 

@@ -47,7 +47,7 @@ class Assembly {
   // piece.
   Status add(int64_t piece, Bytes bytes, Unpacking& unpacking);
 
-  // The first wanted range whose device is not the host; nullptr if there is none.
+  // The first wanted range whose device is not the host, or nullptr.
   const WantedRange* for_device() const { return for_device_; }
 
  private:

@@ -214,9 +214,12 @@ Status NodePeers::connect(std::span<const int32_t> ranks) {
       ASSIGN_OR_RETURN(auto in,
                        wire_->receive(received(other), other.rank, Channel::kHandshake, number));
       track(std::move(in));
+    }
+    for (NodeRank& other : others) {
       ASSIGN_OR_RETURN(auto out, wire_->send(sent(other), other.rank, Channel::kHandshake, number));
       track(std::move(out));
     }
+    // What has arrived first: a peer may count a message as sent once it has been waited for here.
     for (const auto& transfer : handshakes_) RETURN_IF_ERROR(transfer->wait());
     return ok_status();
   };

@@ -18,7 +18,8 @@ class PeerTransfer {
  public:
   virtual ~PeerTransfer() = default;
 
-  // Waits until the bytes are sent or received. Called once.
+  // Waits until the bytes are sent or received. Called once. A send may end only once the peer
+  // waits for the bytes, except on kCopied.
   // Errors: kCancelled after an abort, if the peer is gone, or after the transfer's timeout.
   virtual Status wait() = 0;
 
@@ -31,7 +32,7 @@ enum class Channel : uint8_t {
   kPieces,     // Pieces of files, or the addresses of pieces on the same node.
   kEnd,        // End of the exchange. Has no timeout, and fails when the peer is gone.
   kHandshake,  // Test of access to each other's memory, for two ranks of a node.
-  kCopied,     // Acknowledgement of a piece copied from the sender's memory.
+  kCopied,     // Acknowledgement of a piece copied from the sender's memory. Itself has none.
 };
 inline constexpr int kChannels = 4;
 

@@ -43,6 +43,8 @@ LoadBatch::LoadBatch(const BatchContext& context)
       files_(context.files),
       index_(context.index),
       records_(context.records),
+      quantized_(context.quantized),
+      dequantized_(context.dequantized),
       verify_(context.verify),
       slices_are_archives_(context.slices_are_archives),
       tensors_(context.tensors),
@@ -166,7 +168,15 @@ Status LoadBatch::verify() const {
 Status LoadBatch::find_tensors(const std::vector<int64_t>& requests) {
   if (index_ != nullptr) {
     for (const int64_t i : requests) {
-      ASSIGN_OR_RETURN(const auto found, index_->tensor(tensor(i).slice));
+      const auto dequantization = dequantized_.find(i);
+      if (dequantization != dequantized_.end()) {
+        plan_dequantized(i, dequantization->second);
+        continue;
+      }
+      std::optional<StoredTensor> found = known(i);
+      if (!found) {
+        ASSIGN_OR_RETURN(found, index_->tensor(tensor(i).slice));
+      }
       RETURN_IF_ERROR(plan_tensor(i, found));
     }
     return ok_status();
@@ -206,6 +216,41 @@ Result<bool> LoadBatch::accepts(int64_t request, const StoredTensor& stored) {
                     ": the stored tensor has sizes ", to_string(stored.sizes));
   }
   return true;
+}
+
+// Returns the tensor as it is stored, if it is known without the index. The index describes a
+// quantised tensor as loads see it.
+std::optional<StoredTensor> LoadBatch::known(int64_t request) const {
+  if (tensor(request).stored) return tensor(request).stored;
+  const StoredSlice& slice = tensor(request).slice;
+  if (quantized_ == nullptr) return std::nullopt;
+  const auto found = quantized_->find(slice.name);
+  if (found == quantized_->end()) return std::nullopt;
+  const QuantizedTensor& facts = found->second;
+  StoredTensor stored;
+  stored.dtype = facts.dtype;
+  stored.sizes = facts.sizes;
+  stored.strides = contiguous_strides(facts.sizes);
+  stored.payload_nbytes = slice.nbytes;
+  return stored;
+}
+
+// Its numbers are never read in place.
+void LoadBatch::plan_dequantized(int64_t request, const Dequantization& dequantization) {
+  const FileSums* sums = file_of(tensor(request).slice).sums.get();
+  const int64_t payload = tensor(request).slice.offset;
+  for (auto& [range, box] : dequantization.cut(stream_.max_range_nbytes(sums), kMaxRowGap)) {
+    wanted_.push_back(want(request, {payload + range.begin, payload + range.end}, nullptr));
+    if (lacks_memory(request)) {
+      expect(request);
+      wanted_.back().group = request;
+    }
+    pieces_.push_back({.request = request,
+                       .copy = {},
+                       .one_run = false,
+                       .to_be_summed = false,
+                       .numbers = std::move(box)});
+  }
 }
 
 Status LoadBatch::plan_tensor(int64_t request, const std::optional<StoredTensor>& found) {
@@ -400,6 +445,14 @@ Status LoadBatch::put(int64_t request, const StridedCopy& copy, const std::byte*
 Status LoadBatch::consume_piece(Piece& piece, Bytes bytes, Unpacking& unpacking) {
   const Device& device = *tensor(piece.request).live.device;
   ASSIGN_OR_RETURN(std::byte * memory, memory_of(piece.request));
+  const auto dequantization = dequantized_.find(piece.request);
+  if (dequantization != dequantized_.end()) {
+    const LiveTensor& live = tensor(piece.request).live;
+    RETURN_IF_ERROR(unpacking.add_dequantized(device, tensor(piece.request).slice.name, memory,
+                                              live.strides, dequantization->second, piece.numbers,
+                                              bytes.data()));
+    return arrived(piece.request);
+  }
   std::byte* destination = memory + piece.copy.dst_offset;
   const bool in_place = bytes.data() == destination;
   if (piece.to_be_summed && piece.one_run && !in_place && device.is_host()) {

@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
+#include "engine/dequantization.h"
 #include "engine/exchange/exchange_stream.h"
 #include "engine/live_tensor.h"
 #include "engine/load/away_file.h"
@@ -30,6 +32,8 @@ struct TensorRequest {
   StoredSlice slice;
   Box box;
   LiveTensor live;
+  // The stored tensor, if the caller knows it. The index or the frame is then not read.
+  std::optional<StoredTensor> stored = {};
 };
 
 enum class Outcome : uint8_t {
@@ -53,8 +57,10 @@ struct OpenFile {
 struct BatchContext {
   ReadStream& stream;
   const std::map<std::string, OpenFile>& files;
-  IndexLookup* index;  // nullptr if there is no index that describes the slices.
-  Records* records;    // nullptr if no record is known, and none must be checked.
+  IndexLookup* index;                 // nullptr if there is no index that describes the slices.
+  Records* records;                   // nullptr if no record is known, and none must be checked.
+  const QuantizedTensors* quantized;  // nullptr if no tensor is quantised.
+  const std::map<int64_t, Dequantization>& dequantized;  // By request, with its scales.
   bool verify;
   bool slices_are_archives;
   std::span<const TensorRequest> tensors;
@@ -96,6 +102,7 @@ class LoadBatch {
     bool one_run;       // Whether source and destination are each one run of bytes.
     bool to_be_summed;  // Whether to compute `crc`.
     uint32_t crc = 0;
+    Box numbers = {};  // The numbers that a dequantised request reads.
   };
 
   // A record, and the pieces that lie in it. If it is checked, the parts cover it in order.
@@ -108,7 +115,9 @@ class LoadBatch {
   Status check_slice(const StoredSlice& slice) const;
   Status check_reach(std::span<const WantedRange> wanted) const;
   Status find_tensors(const std::vector<int64_t>& requests);
+  std::optional<StoredTensor> known(int64_t request) const;
   Status plan_tensor(int64_t request, const std::optional<StoredTensor>& found);
+  void plan_dequantized(int64_t request, const Dequantization& dequantization);
   std::vector<StridedCopy> cut(const StridedCopy& copy, const FileSums* sums) const;
   Status plan_bytes(int64_t request);
   void touch_record(const StoredSlice& slice, const StoredTensor& stored, int64_t piece);
@@ -155,6 +164,8 @@ class LoadBatch {
   const std::map<std::string, OpenFile>& files_;
   IndexLookup* const index_;
   Records* const records_;
+  const QuantizedTensors* const quantized_;
+  const std::map<int64_t, Dequantization>& dequantized_;
   const bool verify_;
   const bool slices_are_archives_;
   std::span<const TensorRequest> tensors_;

@@ -11,6 +11,7 @@
 // files stay open between calls, so that each is opened once.
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -37,6 +38,8 @@ struct LoadOptions {
   // The data files that this rank reaches. An exchange must supply all bytes of other files, which
   // need an index.
   std::optional<ReachableFiles> reachable = std::nullopt;
+  // Tensors that loads see in other dtypes or sizes than stored. They need an index.
+  std::shared_ptr<const QuantizedTensors> quantized = nullptr;
 };
 
 // Used by one thread at a time, except `cancel`. `run` starts and joins its own threads.
@@ -84,6 +87,10 @@ class LoadJob {
   // thread may call it.
   void cancel();
 
+  // Returns the dtype in which a target of dtype `target` gets a tensor: `stored`, unless it is
+  // quantised.
+  DType given(const std::string& fqn, DType stored, std::optional<DType> target) const;
+
   // Number of bytes that all runs have loaded so far. Any thread may call it.
   int64_t loaded_nbytes() const;
 
@@ -95,6 +102,11 @@ class LoadJob {
  private:
   struct State;
   explicit LoadJob(std::unique_ptr<State> state);
+  Result<std::map<int64_t, Dequantization>> dequantizations(
+      std::span<const TensorRequest> tensors) const;
+  Status read_scales(std::span<const TensorRequest> tensors, const std::vector<int64_t>& batch,
+                     std::map<int64_t, Dequantization>& dequantized);
+  Result<std::vector<TensorRequest>> cut_by_scales(std::span<const TensorRequest> tensors) const;
   Status run_batches(std::span<const TensorRequest> tensors, std::span<const StoredSlice> bytes,
                      const HandOver& hand_over, ExchangeStream* exchange, bool slices_are_archives,
                      WantedBytes* only_wanted, LoadResult* result);

@@ -67,16 +67,16 @@ std::vector<StoredSlice> PlannedReads::slices() const {
   return out;
 }
 
-std::vector<TensorRequest> PlannedReads::requests() const {
+std::vector<TensorRequest> PlannedReads::requests(const LoadJob& job) const {
   std::vector<TensorRequest> out;
   for (const PlannedRead& read : plan_.reads()) {
-    const std::optional<DType> dtype = engine_dtype(read);
+    const std::optional<DType> dtype = given(job, read, std::nullopt);
     if (dtype) out.push_back(without_memory(read, *dtype));
   }
   return out;
 }
 
-Result<PlannedReads::Requests> PlannedReads::requests(const TensorBatch& batch,
+Result<PlannedReads::Requests> PlannedReads::requests(const LoadJob& job, const TensorBatch& batch,
                                                       const ToLive& to_live) const {
   if (static_cast<int64_t>(batch.views.size()) != items().size()) {
     return invalid_argument(batch.views.size(), " tensors for ", items().size(), " items");
@@ -87,7 +87,7 @@ Result<PlannedReads::Requests> PlannedReads::requests(const TensorBatch& batch,
     const PlannedRead& read = at(i);
     const auto item = static_cast<size_t>(read.item);
     const TensorView& view = batch.views[item];
-    const std::optional<DType> dtype = engine_dtype(read);
+    const std::optional<DType> dtype = given(job, read, view.dtype);
     if (!dtype || batch.kinds[item] == TensorKind::kTorchOnly || is_shared[item] ||
         view.sizes != to_dims(items().box(read.item).sizes)) {
       out.left.push_back(i);
@@ -108,7 +108,7 @@ Result<PlannedReads::Requests> PlannedReads::requests(const TensorBatch& batch,
 
 void PlannedReads::sort(std::vector<int64_t>* numbers) const {
   if (numbers->empty()) return;
-  std::unordered_map<int64_t, size_t> order;  // Of the files.
+  std::unordered_map<int64_t, size_t> order;  // File -> its position among the reads.
   for (const PlannedRead& read : plan_.reads()) order.try_emplace(read.place.file, order.size());
   const auto key = [&](int64_t number) {
     return std::pair(order.at(at(number).place.file), number);
@@ -117,9 +117,12 @@ void PlannedReads::sort(std::vector<int64_t>* numbers) const {
             [&](int64_t a, int64_t b) { return key(a) < key(b); });
 }
 
-std::optional<DType> PlannedReads::engine_dtype(const PlannedRead& read) const {
+std::optional<DType> PlannedReads::given(const LoadJob& job, const PlannedRead& read,
+                                         std::optional<DType> target) const {
   if (read.is_object || read.is_transformed) return std::nullopt;
-  return dtype_from_name(plan_.stored_dtype(read.item));
+  const std::optional<DType> stored = dtype_from_name(plan_.stored_dtype(read.item));
+  if (!stored) return std::nullopt;
+  return job.given(std::string(items().fqn(read.item)), *stored, target);
 }
 
 StoredSlice PlannedReads::slice(const PlannedRead& read) const {

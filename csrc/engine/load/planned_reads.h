@@ -42,14 +42,15 @@ class PlannedReads {
   int64_t nbytes() const;
   std::vector<StoredSlice> slices() const;
 
-  // Requests without memory for all tensors that the engine can read.
-  std::vector<TensorRequest> requests() const;
+  // Requests without memory for all tensors that `job` can read.
+  std::vector<TensorRequest> requests(const LoadJob& job) const;
 
   // Requests for the tensors of `batch`, which has one for each item of the table. A request has
-  // memory if the tensor is plain and has the stored dtype. Tensors that share memory, and tensors
-  // whose sizes differ from the plan, are left to torch.
-  // Errors: kInvalidArgument if batch and table differ in length.
-  Result<Requests> requests(const TensorBatch& batch, const ToLive& to_live) const;
+  // memory if the tensor is plain and has a dtype in which `job` gives the elements. Tensors that
+  // share memory, and tensors whose sizes differ from the plan, are left to torch. Errors:
+  // kInvalidArgument if batch and table differ in length.
+  Result<Requests> requests(const LoadJob& job, const TensorBatch& batch,
+                            const ToLive& to_live) const;
 
   // Sorts the numbers of reads as DCP reads them: file after file, in the order in which all reads
   // first name each.
@@ -60,8 +61,9 @@ class PlannedReads {
                ReadPlan plan)
       : index_(std::move(index)), items_(std::move(items)), plan_(std::move(plan)) {}
 
-  // The dtype of a read that the engine can perform; nullopt for one left to torch.
-  std::optional<DType> engine_dtype(const PlannedRead& read) const;
+  // The dtype in which a target of dtype `target` gets a read; nullopt for one left to torch.
+  std::optional<DType> given(const LoadJob& job, const PlannedRead& read,
+                             std::optional<DType> target) const;
   StoredSlice slice(const PlannedRead& read) const;
   TensorRequest without_memory(const PlannedRead& read, DType dtype) const;
 

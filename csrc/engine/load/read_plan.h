@@ -33,8 +33,8 @@ struct PlannedRead {
 
 class ReadPlan {
  public:
-  // Plans all reads for the items, which read each wanted element exactly once. Of equal stored
-  // boxes, the first one is read. `partial` skips items whose FQNs are not stored.
+  // Plans all reads for the items, which read each wanted element exactly once. If several
+  // stored boxes are equal, the first one is read. `partial` skips items whose FQNs are not stored.
   // Errors: kNotFound for an FQN that is not stored, unless `partial`; kMismatch if the stored
   // sizes differ, for an object whose FQN is stored as a tensor, or if no stored box has a wanted
   // element; kCorruption if different stored boxes have the same wanted element; kInvalidArgument

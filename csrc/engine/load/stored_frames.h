@@ -11,18 +11,11 @@
 
 #include "base/status.h"
 #include "engine/read_stream.h"
+#include "engine/stored_slice.h"
 #include "format/zip_frame.h"
 #include "io/file_system.h"
 
 namespace torch_ckpt {
-
-// One slice of a data file. `name` is its FQN, for messages; empty if it is unknown.
-struct StoredSlice {
-  std::string file;  // Relative to the checkpoint's directory.
-  int64_t offset = 0;
-  int64_t nbytes = 0;
-  std::string name;
-};
 
 // Formats a slice as "'model.w' (4096 bytes at 128 of __0_0.distcp)"; without a name as
 // "4096 bytes at 128 of __0_0.distcp".

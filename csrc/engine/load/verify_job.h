@@ -15,7 +15,7 @@
 
 namespace torch_ckpt {
 
-// Used by one thread at a time; runs threads of its own inside `check`.
+// Used by one thread at a time; `check` starts further threads.
 class VerifyJob {
  public:
   // Uses the buffer, thread and caching options. Errors: those of LoadJob::make.

@@ -20,7 +20,7 @@ struct Place {
   int64_t nbytes = 0;
 };
 
-// The places of all boxes. Ranks report them by the numbers of their own items.
+// The places of all boxes. Each rank reports a place by the number of the item in its list.
 class Places {
  public:
   explicit Places(const StoredTable& stored) : places_(static_cast<size_t>(stored.box_count())) {

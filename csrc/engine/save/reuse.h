@@ -3,7 +3,8 @@
 // Finds what a save need not write, because an older checkpoint has the same bytes: its *base*.
 //
 // A box is unchanged if the base has a box of the same name, dtype, offsets and sizes, whose
-// elements have the same digest. An address or a version says nothing: memory is reused, and moved.
+// elements have the same digest. Addresses and versions prove nothing, since memory is reused and
+// moved.
 //
 // A save takes whole files of its base, by a hard link or a copy within the store. The bindings
 // call this for each rank, before the layout of its files.
@@ -29,7 +30,7 @@ using BoxName = std::pair<std::string, Dims>;
 
 // A box of the base that may have the elements of an item.
 struct BaseBox {
-  int64_t position = 0;  // Of the item, in its work.
+  int64_t position = 0;  // Position of the item in its work.
   StoredPlace place;
   index_records::Digest digest;
 };
@@ -39,9 +40,9 @@ struct BaseBoxes {
   std::vector<int64_t> changed;  // Positions of items whose samples differ.
 };
 
-// Looks up the items of a work in the base. `samples` has the digest of the sample of each item, or
-// kUnknownDigest. `names` has the name of each box, or nullopt for an item that is not looked up;
-// if it is empty, the names are those of the work.
+// Finds the items of a work in the base. `samples` has the digest of the sample of each item, or
+// kUnknownDigest. `names` has the name of each box, or nullopt to skip the item; if it is empty,
+// the names of the work are used.
 // Requires: `names`, unless empty, and `samples` have an element for each item.
 // Errors: those of StoredIndex.
 Result<BaseBoxes> find_in_base(const StoredIndex& base, const Work& work,
@@ -50,7 +51,7 @@ Result<BaseBoxes> find_in_base(const StoredIndex& base, const Work& work,
 
 // The digest of a slice of a data file, as a rank reports it to the coordinator: 32 bytes.
 struct SliceDigest {
-  int64_t offset = 0;  // Of the slice in the file.
+  int64_t offset = 0;  // Offset of the slice in the file.
   index_records::Digest digest;
 };
 

@@ -11,10 +11,10 @@ namespace {
 
 // Chunk in which a non-contiguous tensor is packed. A chunk has many rows: those of a transposed
 // tensor share each line of its memory.
-constexpr int64_t kPackChunk = int64_t{1} << 20;
+constexpr int64_t kCopyChunk = int64_t{1} << 20;
 
 // Shorter runs go through the page cache, where the kernel merges adjacent writes into few
-// requests. With direct I/O, each run would be a request of its own.
+// requests. With direct I/O, each run would be a separate request.
 constexpr int64_t kMinDirect = int64_t{256} << 10;
 
 int64_t min_direct(const BufferPool& pool) { return std::min(kMinDirect, pool.block_nbytes() / 2); }
@@ -101,13 +101,13 @@ Status SharedFileJob::write_runs(const BoxPlace& place, const LiveTensor& tensor
   Runs runs(place, tensor.sizes, size);
   // Short runs of a box are not adjacent, so a window would only add a copy.
   const bool one_by_one = !is_stream() && !runs.is_one() && runs.nbytes() < min_direct(pool_);
-  std::vector<std::byte> packed(contiguous ? 0 : static_cast<size_t>(std::min(nbytes, kPackChunk)));
+  std::vector<std::byte> packed(contiguous ? 0 : static_cast<size_t>(std::min(nbytes, kCopyChunk)));
   int64_t in_run = 0;  // Number of written bytes of the current run.
   for (int64_t done = 0; done < nbytes;) {
     Bytes chunk(tensor.data + done, static_cast<size_t>(contiguous ? nbytes - done : 0));
     if (!contiguous) {
       const MutableBytes out(packed.data(),
-                             static_cast<size_t>(std::min(nbytes - done, kPackChunk)));
+                             static_cast<size_t>(std::min(nbytes - done, kCopyChunk)));
       pack_elements(tensor, done / size, (done + ssize(out)) / size, out);
       chunk = out;
     }

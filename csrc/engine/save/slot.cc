@@ -16,7 +16,7 @@ constexpr uint32_t kVersion = 2;
 // Its directory is a path, or two with a zero byte between them.
 constexpr uint32_t kVersionOfPaths = 1;
 
-constexpr uint8_t kSync = 1;
+constexpr uint8_t kIsSync = 1;
 constexpr uint8_t kHasPaths = 2;
 
 void append_counted(WireWriter& writer, Bytes bytes) {
@@ -36,8 +36,8 @@ bool read_table(WireReader& reader, SlotTable* table) {
   uint8_t flags;
   std::string_view directory, version;
   if (!reader.byte(&flags) || !reader.word(&directory) || !reader.word(&version)) return false;
-  if ((flags & ~(kSync | kHasPaths)) != 0) return false;
-  table->sync = (flags & kSync) != 0;
+  if ((flags & ~(kIsSync | kHasPaths)) != 0) return false;
+  table->sync = (flags & kIsSync) != 0;
   table->directory = directory;
   table->version = version;
   if (!read_counted(reader, &table->items) || !read_counted(reader, &table->extents)) return false;
@@ -65,7 +65,7 @@ bool match(const std::vector<ItemExtent>& extents, const ItemTable& items, int64
 
 std::vector<std::byte> encode(const SlotTable& table) {
   WireWriter writer;
-  writer.byte((table.sync ? kSync : 0) | (table.paths ? kHasPaths : 0));
+  writer.byte((table.sync ? kIsSync : 0) | (table.paths ? kHasPaths : 0));
   writer.word(table.directory);
   writer.word(table.version);
   append_counted(writer, table.items);

@@ -28,10 +28,10 @@ namespace torch_ckpt {
 
 // The description of a snapshot, without its payload.
 struct SlotTable {
-  std::string directory;         // Checkpoint to write from this snapshot; empty if there is none.
-  std::string version;           // Version of DCP's metadata.
-  bool sync = true;              // Whether the checkpoint must survive a power cut.
-  std::vector<std::byte> items;  // The items, as encode(ItemTable).
+  std::string directory;                        // Checkpoint to write from this snapshot, or empty.
+  std::string version;                          // Version of DCP's metadata.
+  bool sync = true;                             // Whether the checkpoint must survive a power cut.
+  std::vector<std::byte> items;                 // The items, as encode(ItemTable).
   std::optional<std::vector<std::byte>> paths;  // Their paths in the nested state dict.
   std::vector<std::byte> extents;  // Their extents, relative to `payload_begin`, encoded.
 };

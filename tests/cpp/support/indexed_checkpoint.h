@@ -29,7 +29,7 @@ struct Indexed {
 
   explicit Indexed(const MemoryOptions& options = {}) : fs(options) {
     const std::vector<Dims> shapes = {{},     {7, 5},     {3},       {300, 400}, {0, 3},
-                                      {1000}, {60000, 2}, {40, 128}, {33, 1, 9}};
+                                      {1000}, {60000, 2}, {40, 128}, {33, 1, 9}, {500, 1000}};
     for (const Dims& sizes : shapes) {
       const auto seed = static_cast<uint32_t>(saved.size());
       saved.push_back(TestTensor::random("t" + std::to_string(seed), DType::kFloat32, sizes, seed));

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -56,9 +57,10 @@ class LaterDevice : public Device {
   // No buffers are to be had.
   void fail_buffers(Status status) { no_buffers_ = std::move(status); }
 
-  int64_t begun() const { return begun_; }      // Pieces of work.
-  int64_t copied() const { return copied_; }    // Tensors, or parts of them.
-  int64_t pending() const { return pending_; }  // Pieces of work.
+  int64_t begun() const { return begun_; }            // Pieces of work.
+  int64_t copied() const { return copied_; }          // Tensors, or parts of them.
+  int64_t multiplied() const { return multiplied_; }  // Pieces of quantised tensors.
+  int64_t pending() const { return pending_; }        // Pieces of work.
   int64_t most_pending() const { return most_pending_; }
   int64_t pinned() const { return pinned_; }                  // Pieces of memory.
   int64_t from_elsewhere() const { return from_elsewhere_; }  // Than from buffers of its own.
@@ -75,6 +77,18 @@ class LaterDevice : public Device {
   Result<std::unique_ptr<DeviceEvent>> pack(std::span<const TensorCopy> copies,
                                             MutableBytes buffer) const override {
     return begin(PackDirection::kPack, copies, buffer);
+  }
+  Result<std::unique_ptr<DeviceEvent>> multiply(const ProductTable& table, Bytes codes,
+                                                std::span<const float> values,
+                                                std::span<const float> scales) const override {
+    ProductTable here = table;
+    here.products -= kFar;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++multiplied_;
+    return begin([here, codes, values = std::vector(values.begin(), values.end()),
+                  scales = std::vector(scales.begin(), scales.end())] {
+      multiply_on_cpu(here, codes, values, scales);
+    });
   }
   Result<std::shared_ptr<void>> pin(MutableBytes bytes) const override {
     RETURN_IF_ERROR(not_pinned_);
@@ -103,10 +117,9 @@ class LaterDevice : public Device {
 
   class Event : public DeviceEvent {
    public:
-    Event(const LaterDevice& device, PackPlan plan, MutableBytes buffer, Status status)
+    Event(const LaterDevice& device, std::function<void()> work, Status status)
         : device_(device),
-          plan_(std::move(plan)),
-          buffer_(buffer),
+          work_(std::move(work)),
           status_(std::move(status)),
           questions_left_(device.asked_before_done_) {}
     ~Event() override { EXPECT_TRUE(is_done_) << "nobody has waited for a device"; }
@@ -125,37 +138,39 @@ class LaterDevice : public Device {
     }
 
    private:
-    // As a GPU does: windows go through memory of its own, in which all is zero that is not copied.
     void carry_out() const {
       if (std::exchange(is_done_, true)) return;
       --device_.pending_;
-      if (!status_.ok()) return;
-      const bool packs = plan_.direction == PackDirection::kPack;
-      for (const DirectCopy& copy : plan_.direct) {
-        const MutableBytes place = slice(buffer_, copy.staging_offset, copy.nbytes);
-        if (packs) std::copy_n(copy.tensor, copy.nbytes, place.begin());
-        if (!packs) std::ranges::copy(place, copy.tensor);
-      }
-      for (const PackWindow& window : plan_.windows) {
-        std::vector<std::byte> memory(static_cast<size_t>(plan_.window_nbytes + kStagingAlignment));
-        auto* aligned = reinterpret_cast<std::byte*>(
-            align_up(reinterpret_cast<int64_t>(memory.data()), kStagingAlignment));
-        const MutableBytes here(aligned + (window.begin - window.base()),
-                                static_cast<size_t>(window.end - window.begin));
-        const MutableBytes there = slice(buffer_, window.begin, ssize(here));
-        if (!packs) std::ranges::copy(there, here.begin());
-        run_window_on_cpu(plan_, window, aligned);
-        if (packs) std::ranges::copy(here, there.begin());
-      }
+      if (status_.ok()) work_();
     }
 
     const LaterDevice& device_;
-    const PackPlan plan_;
-    const MutableBytes buffer_;
+    const std::function<void()> work_;
     const Status status_;
     mutable int questions_left_;
     mutable bool is_done_ = false;
   };
+
+  // As a GPU does: windows go through memory of its own, in which all is zero that is not copied.
+  static void run(const PackPlan& plan, MutableBytes buffer) {
+    const bool packs = plan.direction == PackDirection::kPack;
+    for (const DirectCopy& copy : plan.direct) {
+      const MutableBytes place = slice(buffer, copy.staging_offset, copy.nbytes);
+      if (packs) std::copy_n(copy.tensor, copy.nbytes, place.begin());
+      if (!packs) std::ranges::copy(place, copy.tensor);
+    }
+    for (const PackWindow& window : plan.windows) {
+      std::vector<std::byte> memory(static_cast<size_t>(plan.window_nbytes + kStagingAlignment));
+      auto* aligned = reinterpret_cast<std::byte*>(
+          align_up(reinterpret_cast<int64_t>(memory.data()), kStagingAlignment));
+      const MutableBytes here(aligned + (window.begin - window.base()),
+                              static_cast<size_t>(window.end - window.begin));
+      const MutableBytes there = slice(buffer, window.begin, ssize(here));
+      if (!packs) std::ranges::copy(there, here.begin());
+      run_window_on_cpu(plan, window, aligned);
+      if (packs) std::ranges::copy(here, there.begin());
+    }
+  }
 
   Result<std::unique_ptr<DeviceEvent>> begin(PackDirection direction,
                                              std::span<const TensorCopy> copies,
@@ -166,13 +181,19 @@ class LaterDevice : public Device {
         .staging_nbytes = ssize(buffer), .window_nbytes = window_nbytes_, .direct_nbytes = 3000};
     ASSIGN_OR_RETURN(PackPlan plan, plan_pack(direction, here, options));
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool fails = begun_++ == failing_;
-    if (fails && fails_at_beginning_) return failure_;
+    ASSIGN_OR_RETURN(auto event, begin([plan = std::move(plan), buffer] { run(plan, buffer); }));
     copied_ += std::ssize(copies);
     if (!is_own(buffer)) ++from_elsewhere_;
+    return event;
+  }
+
+  // Requires: the caller owns `mutex_`.
+  Result<std::unique_ptr<DeviceEvent>> begin(std::function<void()> work) const {
+    const bool fails = begun_++ == failing_;
+    if (fails && fails_at_beginning_) return failure_;
     most_pending_ = std::max(most_pending_, ++pending_);
     return std::unique_ptr<DeviceEvent>(
-        std::make_unique<Event>(*this, std::move(plan), buffer, fails ? failure_ : ok_status()));
+        std::make_unique<Event>(*this, std::move(work), fails ? failure_ : ok_status()));
   }
 
   bool is_own(Bytes buffer) const {
@@ -194,6 +215,7 @@ class LaterDevice : public Device {
   std::vector<Bytes> own_;
   mutable int64_t begun_ = 0;
   mutable int64_t copied_ = 0;
+  mutable int64_t multiplied_ = 0;
   mutable int64_t pending_ = 0;
   mutable int64_t most_pending_ = 0;
   mutable int64_t from_elsewhere_ = 0;

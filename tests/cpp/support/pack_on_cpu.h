@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <cstring>
+#include <span>
 
 #include "device/pack_lane.h"
 #include "device/pack_plan.h"
+#include "device/product_lane.h"
 
 namespace torch_ckpt {
 
@@ -30,6 +32,15 @@ inline void execute_on_cpu(const PackPlan& plan, std::byte* staging) {
     std::memcpy(packs ? place : copy.tensor, packs ? copy.tensor : place,
                 static_cast<size_t>(copy.nbytes));
   }
+}
+
+// All products of a table, which has the address of the tensor.
+inline void multiply_on_cpu(ProductTable table, Bytes codes, std::span<const float> values,
+                            std::span<const float> scales) {
+  table.codes = reinterpret_cast<uint64_t>(codes.data());
+  table.values = reinterpret_cast<uint64_t>(values.data());
+  table.scales = reinterpret_cast<uint64_t>(scales.data());
+  for (uint32_t i = 0; i < table.count; ++i) multiply_number(table, i);
 }
 
 }  // namespace torch_ckpt

@@ -46,6 +46,7 @@
 #include <vector>
 
 #include "base/bytes.h"
+#include "base/memory.h"
 #include "io/file_system.h"
 #include "support/disk_journal.h"
 
@@ -200,7 +201,6 @@ inline void PowerCuts::sync_directory(Disk& disk, const std::string& folder) {
 
 inline std::vector<int64_t> PowerCuts::tear_points(int64_t begin, int64_t end) {
   constexpr int64_t kSector = 512;
-  constexpr int64_t kPage = 4096;
   std::set<int64_t> points;
   const int64_t first = align_down(begin, kSector) + kSector;
   const int64_t last = align_up(end, kSector) - kSector;

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from example_runs import output_of
 from ranks import Worlds, on_ranks
 from states import assert_same, failures_of
@@ -339,7 +340,10 @@ def test_megatrons_own_strategies_are_replaced_within_installed(path: Path) -> N
                 state = {"rows": shard("rows", 1, blank=True)}
                 with mock.patch.object(FastReader, "read_data", side_effect=OSError("ours")):
                     assert "ours" in failures_of(mcore.load, state, str(path))[0].message
-                loaded = mcore.load(state, str(path))
+                state["new"] = shard("new", 0, blank=True)
+                stock = torch_dist.TorchDistLoadShardedStrategy()
+                loaded = mcore.load(state, str(path), stock, strict=StrictHandling.LOG_ALL)
+                assert stock.report.missing == ("new",)
             assert_same(loaded["rows"], shard("rows", 1).data)
             dist.barrier()
             with mock.patch.object(FastReader, "read_data", side_effect=AssertionError):
@@ -567,3 +571,49 @@ def test_a_gpt_moves_between_tensor_and_pipeline_parallel_ranks(tmp_path: Path) 
     assert list(moved) == list(alone) == [f"step {step}" for step in range(1, 10)]
     assert moved == pytest.approx(alone, abs=2e-5)
     assert alone["step 9"] < alone["step 1"] - 0.2
+
+
+def load_and_report(path: Path, strict: StrictHandling, wrapped: bool) -> Any:
+    """Returns the report of a load with one key more and many less than are stored."""
+    state = {"rows": shard("rows", 0, blank=True), "new": shard("new", 0, blank=True)}
+    fast = FastLoadStrategy()
+    strategy: Any = fast
+    if wrapped:
+        strategy = fully_parallel.FullyParallelLoadStrategyWrapper(fast)
+    patch = mock.patch.object(fully_parallel, "exchange_by_distribution", exchange_on_cpu)
+    with on_cpu(), patch, contextlib.suppress(Exception, CheckpointException):
+        mcore.load(state, str(path), strategy, strict=strict)
+    return fast.report
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("by", ["fast", "stock"])
+@pytest.mark.parametrize("strict", list(StrictHandling))
+def test_a_load_reports_the_keys_that_megatron_has_removed(
+    worlds: Worlds, saved: Path, by: str, strict: StrictHandling, wrapped: bool
+) -> None:
+    reports = worlds.run(2, load_and_report, saved / by, strict, wrapped)
+    name = strict.name
+    if name.startswith("RAISE") or name == "ASSUME_OK_UNEXPECTED":
+        assert reports == [None, None]  # The load has failed.
+        return
+    every = set(dcp.FileSystemReader(saved / by).read_metadata().state_dict_metadata)
+    for report in reports:
+        assert report.missing == ("new",)
+        assert report.unused is not None
+        assert "rows" not in report.unused
+        assert set(report.unused) < {key.partition("/shard_")[0] for key in every}
+        assert len(report.unused) > 3
+
+
+@on_ranks(2)
+def test_a_tensor_of_another_shape_is_reported_as_resized(path: Path) -> None:
+    save(path, "fast")
+    state = entities(0, blank=True, rows=16)
+    strategy = FastLoadStrategy()
+    with on_cpu():
+        mcore.load(state, str(path), strategy)
+    assert strategy.report is not None
+    assert strategy.report.resized == ("embedding",)
+    assert strategy.report.missing == ()
+    assert strategy.report.unused is None  # Megatron has not compared the keys.

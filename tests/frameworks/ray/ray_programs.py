@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 import ray.train
+import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.cluster_utils import Cluster
@@ -23,8 +24,10 @@ from ray.core.generated import autoscaler_pb2
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from support.recipes import recipe
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 from waits import until
 
 from torch_ckpt.frameworks.ray.train_run import RayTrainRun
@@ -123,11 +126,12 @@ def fit(
     storage: str | None = None,
     keep: int | None = None,
     failures: int = 0,
+    loop: Callable[[dict[str, Any]], None] = train,
     **config: Any,
 ) -> None:
     """Trains a Ray Train run, and prints which checkpoints Ray lists."""
     result = TorchTrainer(
-        train,
+        loop,
         train_loop_config={"log": str(path / f"{name}.log"), **config},
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
@@ -154,6 +158,46 @@ def restarts(path: Path) -> None:
     background = {"every": 2, "asynchronous": True}
     fit(path, "killed", 2, keep=2, failures=1, steps=12, killed_at=7, options=background)
     fit(path, "killed", 1, keep=2, steps=15, options=background)
+
+
+def train_on_data(config: dict[str, Any]) -> None:
+    """Trains over two epochs of samples, or to a step; each rank writes which it has used."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    epoch = recipe("Epoch")(config["count"], 2, rank, workers)
+    loader = DataLoader(range(config["count"]), batch_sampler=epoch)
+    if config["prepares"]:
+        loader = ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False)
+    logs = Path(config["log"]).parent / f"samples-{ray.train.get_context().get_experiment_name()}"
+    logs.mkdir(exist_ok=True)
+    state = {"w": torch.zeros(1), "data": epoch}
+    with RayTrainRun(every=2) as run:
+        start = step = run.restore(state) or 0
+        if rank == 0:  # What was trained since is lost.
+            for log in logs.iterdir():
+                kept = [s for s in log.read_text().splitlines() if json.loads(s)[0] <= start]
+                log.write_text("".join(f"{line}\n" for line in kept))
+        dist.barrier()
+        while epoch.number < 2:
+            for batch in loader:
+                if step == config["stop"]:
+                    return
+                if start == 0 and rank == 1 and step == config["killed_at"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                epoch.use()
+                step += 1
+                with (logs / str(rank)).open("a") as file:
+                    file.write(f"{json.dumps([step, epoch.number, batch.tolist()])}\n")
+                if run.should_save(step):
+                    run.save(step, state)
+            epoch.end()
+
+
+def data(path: Path, stop: str, prepares: str) -> None:
+    """A run that is killed within an epoch, stops at a step, and goes on with one worker."""
+    ray.init("local", num_cpus=2, include_dashboard=False)
+    facts = {"loop": train_on_data, "count": 24, "prepares": prepares == "prepared"}
+    fit(path, "data", 2, failures=1, stop=int(stop), killed_at=3, **facts)
+    fit(path, "data", 1, stop=-1, **facts)
 
 
 def preempted(path: Path, left_s: str, nbytes_per_s: str) -> None:

@@ -75,6 +75,26 @@ def steps_in(run: Path) -> list[int]:
     return sorted(int(each.name.removeprefix("step-")) for each in run.glob("step-*"))
 
 
+@pytest.mark.parametrize(("stop", "loader"), [(8, "prepared"), (6, "own")])
+def test_each_sample_is_used_once_over_a_kill_and_on_fewer_workers(
+    tmp_path: Path, stop: int, loader: str
+) -> None:
+    """On two workers, an epoch has 6 steps. The page on the state of ranks has the recipe."""
+    listed_by_ray("data", tmp_path, str(stop), loader)
+    logs = sorted((tmp_path / "samples-data").iterdir())
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    assert {log.name for log in logs} == {"0", "1"}
+    used = sorted((epoch, sample) for _, epoch, samples in lines for sample in samples)
+    assert used == [(epoch, sample) for epoch in range(2) for sample in range(24)]
+
+
+def test_iterators_of_ray_data_have_no_position() -> None:
+    """What the page says of Ray. If this fails, a later version may have one."""
+    import ray.data
+
+    assert not hasattr(ray.data.DataIterator, "state_dict")
+
+
 def test_killed_workers_go_on_bit_for_bit_and_on_fewer_workers(tmp_path: Path) -> None:
     whole, killed, fewer = listed_by_ray("restarts", tmp_path)
     saved = {step: digest for step, _, digest in events(tmp_path / "whole.log", "saved")}
@@ -207,7 +227,12 @@ def test_a_step_waits_for_the_promotion_of_older_ones(tmp_path: Path) -> None:
     failures = PromotionFailures(run._disks[1].directory, "raise", 3)
     steps = StepsOfOnePlace(run._disks[0], Retention())
     lineage = Lineage(run._disks, Retention())
-    old = OldSteps(*run._disks, lineage, Retention(), steps, keep=1, run_id="")
+    old = OldSteps(
+        *(run._disks[0], run._disks[1], lineage, Retention(), steps),
+        keep=1,
+        run_id="",
+        tie=lambda: None,
+    )
     run._promotion = Promotion(*run._disks, lineage, steps, old, failures)
 
     def commit(step: Path) -> None:

@@ -92,18 +92,22 @@ def losses_of(trainer: Trainer) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("accumulated", "every", "asynchronous"),
-    [(1, 4, False), (1, 4, True), (3, 3, True)],  # 11 batches an epoch: within one, and between.
+    ("accumulated", "every", "asynchronous", "stop"),
+    [
+        *((1, 4, False, 9), (1, 4, True, 9), (3, 3, True, 9)),
+        (1, 11, True, 12),  # Step 11 is the last of an epoch.
+        (3, 4, False, 9),  # And so is step 4, of the rest of its batches.
+    ],
 )
 def test_a_trainer_that_is_stopped_and_resumed_repeats_its_losses(
-    tmp_path: Path, accumulated: int, every: int, asynchronous: bool
+    tmp_path: Path, accumulated: int, every: int, asynchronous: bool, stop: int
 ) -> None:
     options = {"gradient_accumulation_steps": accumulated}
     whole = trainer_of(tmp_path / "whole", **options)
     whole.train()
 
     callback = RunCallback(Run(tmp_path / "run", every=every, asynchronous=asynchronous))
-    stopped = trainer_of(tmp_path / "a", callback, StopAfter(STOP_AFTER), **options)
+    stopped = trainer_of(tmp_path / "a", callback, StopAfter(stop), **options)
     with pytest.raises(Stopped):
         callback.train(stopped)
     callback.run.close()

@@ -1,7 +1,7 @@
 """Opens the state dicts of FSDP that each rank of accelerate saved with ``torch.save``.
 
 accelerate writes them with ``use_dcp=False``, and does not load them on another number of ranks.
-The DTensors in the files state which box a rank has.
+The DTensors in the files state the box of each rank.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def open_directory(
 def _items(found: Iterable[re.Match[str]], names: Iterable[str]) -> dict[str, Item]:
     """Returns ``model`` and ``optimizer``, as in accelerate's folders of DCP.
 
-    Those of further models and optimizers have a number, such as ``model_1``. No name states the
-    number of ranks, so the highest rank in any name does.
+    Further models and optimizers have a number, such as ``model_1``. File names do not state the
+    number of ranks, so the highest rank in any name determines it.
     """
     ends = [int(one[3]) for one in found]
     ends += [int(one[1]) for one in map(_RANDOM_STATE.fullmatch, names) if one]

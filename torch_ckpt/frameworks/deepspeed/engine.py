@@ -18,7 +18,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 )
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from torch_ckpt.coordination.background import SaveFuture, SaveThread
+from torch_ckpt.coordination.background import BackgroundFuture, BackgroundThread
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S, Call, group_of
 from torch_ckpt.coordination.portable import first_error, why
 from torch_ckpt.coordination.waiting import no_thread
@@ -34,7 +34,7 @@ _LOG = logging.getLogger("torch_ckpt")
 
 
 class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """A checkpoint engine for DeepSpeed. :func:`attach` gives it to an engine.
+    """A checkpoint engine for DeepSpeed. :func:`attach` installs it in an engine.
 
     Args:
         asynchronous: As in :func:`attach`.
@@ -58,7 +58,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._checkpoint: DeepSpeedCheckpoint | None = None
         self._has_begun = False  # Whether the present save has begun a checkpoint.
         self._load: Call | None = None  # The present load, until a rank has failed.
-        self._pending: SaveFuture[None] | None = None
+        self._pending: BackgroundFuture[None] | None = None
         self._stagers: dict[str, FileStager] = {}  # By the name of the file in the folder.
 
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self._pending = None
 
     def check_arguments(self, save_dir: Any) -> None:
-        """Refuses a ``save_dir`` that no save accepts, on all ranks if it is that of one.
+        """Refuses an unusable ``save_dir``, on all ranks even if only one passed it.
 
         Args:
             save_dir: The directory.
@@ -92,7 +92,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # ---- The interface of DeepSpeed ----
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begins a checkpoint, on all ranks, after the end of the one before.
+        """Begins a checkpoint on all ranks, after the previous one has ended.
 
         Args:
             info: The checkpoint.
@@ -114,7 +114,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Does nothing: :meth:`create` and :meth:`save` make the directories.
 
-        DeepSpeed calls it on one rank alone, and an error there would leave the others waiting.
+        DeepSpeed calls it on one rank only, and an error there would leave the others waiting.
 
         Args:
             path: The directory.
@@ -131,7 +131,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             path: The file.
 
         Raises:
-            CheckpointError: There was no call of :meth:`create`.
+            CheckpointError: :meth:`create` was not called.
         """
         checkpoint = self._checkpoint
         if checkpoint is None:
@@ -141,7 +141,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             live = None if self.asynchronous else live_state(state_dict)
             if live is not None:
                 return live, None
-            stager = FileStager()  # Kept only for files whose names recur.
+            stager = FileStager()  # Cached only for files whose names recur.
             if checkpoint.has(path):
                 stager = self._stagers.setdefault(os.path.basename(path), stager)
             return stager.begin(state_dict, name=f"the snapshot of {path}")
@@ -154,7 +154,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         All ranks call it.
 
         Args:
-            info: Is not used.
+            info: Not used.
 
         Returns:
             ``True``.
@@ -187,7 +187,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Lets the other ranks raise the error with which the block, a save of DeepSpeed, ends."""
+        """If the block, a save of DeepSpeed, raises, all other ranks raise the error, too."""
         self._has_begun = False
         try:
             yield
@@ -195,7 +195,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if self._checkpoint is not None and isinstance(error, Exception):
                 with contextlib.suppress(Exception):
                     self.agree(error)
-            elif not self._has_begun:  # The other ranks are in `create`, or will be.
+            elif not self._has_begun:  # The other ranks are in `create`, or will call it.
                 self._group.call(self.timeout_s).fail(error)
             self.abandon(error)
             raise
@@ -204,7 +204,8 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def loading(self) -> Iterator[None]:
         """Raises the error of the first rank that fails in the block, a load, on all ranks.
 
-        Some ranks may be in :meth:`agree_on_load` then, and the others at the end of the block.
+        When a rank fails, some ranks may be in :meth:`agree_on_load`, and others at the end of the
+        block.
         """
         self._load = self._group.call(self.timeout_s)
         try:
@@ -226,7 +227,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Does nothing between loads.
 
         Args:
-            place: What follows in the load. It must be the same on all ranks.
+            place: The next step of the load. It must be the same on all ranks.
             error: The error of this rank.
 
         Raises:
@@ -281,11 +282,11 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def is_decoupled(self) -> bool:
         """Returns ``True``, so that DeepSpeed neither commits nor writes ``latest`` itself.
 
-        It truncates the file before it writes it. It also calls :meth:`cleanup` then, when an
-        engine is destroyed.
+        DeepSpeed itself would truncate the file before writing it. It also calls :meth:`cleanup`
+        only then, when an engine is destroyed.
 
-        DeepSpeed asks in each save, just before its last barrier. So a rank that failed is found
-        here: it does not enter the barrier, in which the others would wait for it.
+        DeepSpeed calls this in each save, just before its last barrier. So failed ranks are
+        detected here: they never enter the barrier, in which the others would wait for them.
         """
         self.agree()
         return True
@@ -304,7 +305,7 @@ class FastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def cleanup(self) -> None:
         """Waits for the background save, and releases the staging memory.
 
-        An error is logged as well: DeepSpeed drops it when Python destroys the engine.
+        An error is also logged, because DeepSpeed drops it when Python destroys the engine.
 
         Raises:
             Exception: The background save failed.
@@ -395,7 +396,7 @@ def attach(
         with ours.loading():
             return _method(load)(*arguments, **options)
 
-    # transformers looks for arguments by name.
+    # transformers inspects the names of the arguments.
     for method, replacement in (
         (save, save_checkpoint),
         (save_model, save_16bit_model),
@@ -406,9 +407,9 @@ def attach(
     optimizer: Any = getattr(engine, "optimizer", None)
     for owner, name in (
         (engine, "load_module_state_dict"),
-        (optimizer, "_redistribute_unpadded_partition"),  # Of ZeRO-1 and 2.
+        (optimizer, "_redistribute_unpadded_partition"),  # In ZeRO-1 and 2.
         (optimizer, "update_lp_params"),
-        (optimizer, "checkpoint_event_epilogue"),  # Of ZeRO-3, also in saves.
+        (optimizer, "checkpoint_event_epilogue"),  # In ZeRO-3, also in saves.
     ):
         if hasattr(owner, name):
             setattr(owner, name, _before_collectives(ours, name, getattr(owner, name)))
@@ -418,7 +419,7 @@ def attach(
 def _before_collectives(
     ours: FastCheckpointEngine, name: str, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns the method of DeepSpeed, which has collectives, for ranks that have not failed."""
+    """Returns a method of DeepSpeed with collectives, entered only if no rank has failed."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -455,9 +456,9 @@ def _method(reference: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., 
     return method
 
 
-def _finish_in_background(checkpoint: DeepSpeedCheckpoint) -> SaveFuture[None]:
+def _finish_in_background(checkpoint: DeepSpeedCheckpoint) -> BackgroundFuture[None]:
     name, call = str(checkpoint.folder), checkpoint.call
-    future: SaveFuture[None] = SaveFuture(
+    future: BackgroundFuture[None] = BackgroundFuture(
         f"the checkpoint {name} of DeepSpeed was not saved",
         lambda: f"the background save of {name}: {call.progress()}",
         is_named=call.group.is_coordinator,
@@ -472,7 +473,7 @@ def _finish_in_background(checkpoint: DeepSpeedCheckpoint) -> SaveFuture[None]:
             future.set_result(None)
 
     try:
-        SaveThread(target=finish, name="torch_ckpt-save").start()
+        BackgroundThread(target=finish, name="torch_ckpt-save").start()
     except RuntimeError as error:
         failure = no_thread(str(error))
         checkpoint.abandon(failure)

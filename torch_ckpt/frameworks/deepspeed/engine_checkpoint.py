@@ -27,16 +27,16 @@ __all__ = ["DeepSpeedCheckpoint"]
 _LATEST = "latest"
 
 _Report = tuple[bool, list[tuple[str, str]]]
-"""Whether a rank has written into the folder; hidden and final names of its files elsewhere."""
+"""Whether a rank wrote into the folder; hidden and final names of its files elsewhere."""
 
 
 class DeepSpeedCheckpoint:
-    """A checkpoint that is being saved. All ranks make it, and all call :meth:`finish`.
+    """A checkpoint that is being saved. All ranks construct it, and all call :meth:`finish`.
 
     The files of a tag are written to a hidden folder beside it. When all files of all ranks are
     durable, the coordinator gives the folder its name, and then replaces ``latest``. A file outside
-    the folder of the tag is written under a hidden name, and renamed at the same time. If the name
-    of a folder or file is a symbolic link, the link stays, and what it leads to is replaced.
+    the folder of the tag is written under a hidden name, and renamed at the same time. If a folder
+    or file is a symbolic link, the link remains, and its target is replaced.
 
     An error of a rank in :meth:`write` is raised by :meth:`agree` or :meth:`finish`, on all ranks.
 
@@ -50,7 +50,7 @@ class DeepSpeedCheckpoint:
         niceness: Niceness of the threads that write.
 
     Raises:
-        RankTimeoutError: A rank was late, stuck or gone.
+        RankTimeoutError: A rank was late, stuck or dead.
         StorageError: The hidden folder cannot be created.
     """
 
@@ -67,7 +67,7 @@ class DeepSpeedCheckpoint:
     ) -> None:
         self.directory = Location(os.path.abspath(save_dir))
         self.folder = self.directory / tag
-        self._place = self.folder.resolved()  # Once: a link in the path may move.
+        self._place = self.folder.resolved()  # Resolved once, because links in the path may change.
         self._tag, self._saves_latest = tag, save_latest
         self._io, self._niceness = io, niceness
         self._error: BaseException | None = None
@@ -75,14 +75,14 @@ class DeepSpeedCheckpoint:
         self._has_files = False
         self._beside: list[tuple[Location, Location]] = []
         self._call = group.call(timeout_s)
-        self._stack = contextlib.ExitStack()  # Its end removes what is not committed.
+        self._stack = contextlib.ExitStack()  # Closing it removes uncommitted files.
         self._new: Replacement | None = None  # The folder, on the coordinator.
         with self._call, first_error("in a save of DeepSpeed"):
             name = self._call.all_reduce("beginning", lambda: None, lambda _: self._begin())
         self._folder = self._place.with_name(name)
 
     def _begin(self) -> str:
-        """Makes the hidden folder, on the coordinator."""
+        """Creates the hidden folder, on the coordinator."""
         parent = self._place.parent
         for directory in {parent, self.directory}:
             directory.create_directories()
@@ -105,7 +105,7 @@ class DeepSpeedCheckpoint:
             return
         try:
             target = self._target(path)
-            with self._call.current():  # Its deadline is that of a wait for staging memory.
+            with self._call.current():  # A wait for staging memory uses its deadline.
                 value, staged = prepare()
             if staged is None:
                 self._write(target, value)
@@ -123,7 +123,7 @@ class DeepSpeedCheckpoint:
     def agree(self, error: Exception | None = None) -> None:
         """Raises the error of the first rank that has one, on all ranks. All ranks call it.
 
-        Ends the checkpoint then. ``error`` is one of this rank, outside of :meth:`write`.
+        If so, ends the checkpoint. ``error`` is an error of this rank outside :meth:`write`.
         """
 
         def own() -> None:
@@ -140,8 +140,8 @@ class DeepSpeedCheckpoint:
     def finish(self) -> None:
         """Writes the staged values, and commits the checkpoint.
 
-        Raises the error of the first rank that has failed, on all ranks. Then ``latest`` is as it
-        was before.
+        If a rank has failed, raises the error of the first one on all ranks, and leaves ``latest``
+        unchanged.
         """
         try:
             with self._call, first_error("in a save of DeepSpeed"):
@@ -173,10 +173,10 @@ class DeepSpeedCheckpoint:
         return unpublished
 
     def _write(self, target: Location, value: Any) -> None:
-        # Ranks may write the same file. The last one counts, as in DeepSpeed.
+        # Ranks may write the same file. The last write wins, as in DeepSpeed.
         partial = temporary(target, TMP)
         if self._new is None and PurePath(target.path).is_relative_to(self._folder.path):
-            # One that does not appear is named by the error of the write.
+            # If one never appears, the error of the write names it.
             still_missing([self._folder], "the coordinator")
         if target.parent != self._folder:
             target.parent.create_directories()
@@ -226,10 +226,10 @@ def _sync(folder: Location) -> None:
 
 
 def _carry_over(old: Location, new: Location, replaced: Set[str] = frozenset()) -> None:
-    """Gives the new folder what is in the old one, except for the names that are replaced.
+    """Links or copies the contents of the old folder into the new one, except replaced names.
 
-    Programs store files of their own there, and DeepSpeed what it has offloaded to NVMe. The old
-    folder remains as it is: it counts until the new one has its name.
+    Programs add files to these folders, and DeepSpeed stores there the state that it offloaded to
+    NVMe. The old folder stays valid and unchanged until the new one is renamed to its name.
     """
     new.create_directories()
     for name in old.names():
@@ -242,6 +242,6 @@ def _carry_over(old: Location, new: Location, replaced: Set[str] = frozenset()) 
             continue
         try:
             (old / name).link(new / name, sync=True)
-        except CheckpointError:  # Not on this file system.
+        except CheckpointError:  # This file system has no links.
             (old / name).copy_to(new / name)
     new.sync()

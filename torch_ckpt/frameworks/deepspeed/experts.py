@@ -1,12 +1,12 @@
-"""Expert parallelism: which experts of DeepSpeed's ``MoE`` layers the files of a rank have.
+"""Expert parallelism: which experts of DeepSpeed's ``MoE`` layers the files of a rank contain.
 
-The ranks of an expert-parallel group have as many experts each, and every rank numbers its own from
-0. Here, an expert has its number in the layer, as in the same model on one rank. Its optimizer
-state is partitioned over the ranks with the same experts. With ZeRO-1 and ZeRO-2, each expert has a
-file of its weights as well, with its number in the layer.
+All ranks of an expert-parallel group have the same number of experts, and each rank numbers its
+experts from 0. This module uses the number within the layer instead, as in the same model on one
+rank. The optimizer state of an expert is partitioned over the ranks with the same experts. With
+ZeRO-1 and ZeRO-2, the weights of each expert are also in a file, named by its number in the layer.
 
-Layers of ``deepspeed.moe`` have parameters of their own for each expert. AutoEP stacks all experts
-of a rank in one parameter, so a rank has a shard of it.
+Layers of ``deepspeed.moe`` have separate parameters for each expert. AutoEP stacks all experts of a
+rank in one parameter, so each rank has a shard of it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _DATA_FIRST = "use_data_before_expert_parallelism"
 class Experts:
     """The experts of a checkpoint, and their names on each rank.
 
-    ``weights`` has the weights of the experts by FQN, as the files of the experts have them.
-    ``rules`` is FQN -> how the shards of AutoEP's expert-parallel ranks make the parameter. Raises
-    NotFoundError if the file of an expert is missing.
+    ``weights`` contains the weights of the experts by FQN, from the files of the experts. ``rules``
+    is FQN -> rule that unites the shards of AutoEP's expert-parallel ranks. Raises NotFoundError if
+    the file of an expert is missing.
     """
 
     def __init__(self, files: Files, model: Model) -> None:
@@ -88,7 +88,7 @@ class Experts:
         for fqn, parts in stacked.items():
             self.weights[fqn] = self._stack(fqn, parts)
         for alias, fqn in [*model.aliases.items()]:
-            if any(map(_EXPERT.fullmatch, (alias, fqn))):  # Each rank has another expert.
+            if any(map(_EXPERT.fullmatch, (alias, fqn))):  # Each rank has a different expert.
                 why = f"cannot load {alias!r} of {files.folder}: experts share {fqn!r}"
                 del model.aliases[alias]
                 model.tensors[alias] = Unreadable(UnsupportedError(why))
@@ -96,7 +96,7 @@ class Experts:
     def rank_count(self, partitions: Sequence[int]) -> int:
         """Returns the number of data-parallel ranks, from the partitions of each flat group.
 
-        A group of experts has as many partitions as ranks have the same experts.
+        A group of experts has one partition for each rank with the same experts.
         """
         if not self.weights and not self.rules:
             return max([0, *partitions])
@@ -104,7 +104,7 @@ class Experts:
         return count
 
     def on_all_ranks(self, shapes: Shapes, partitions: int, ranks: int, file: File) -> Shapes:
-        """Returns the parameters of a flat group on all ranks, from those of the first rank.
+        """Returns the parameters of a flat group on all ranks, given those of the first rank.
 
         ``partitions`` is the number of partitions of the group, ``ranks`` that of data-parallel
         ranks. Raises UnsupportedError if ranks have different parameters that are not experts, or
@@ -122,8 +122,7 @@ class Experts:
     def ranks(self, model: Model, optimizer: Optimizer) -> list[tuple[Model, Optimizer]]:
         """Returns the model and the optimizer of each expert-parallel rank of AutoEP.
 
-        The first one has the parameters that are not of experts. Without AutoEP, it is the only
-        one.
+        The first one also has all other parameters. Without AutoEP, it is the only one.
         """
         if not self.rules:
             return [(model, optimizer)]
@@ -205,7 +204,7 @@ class Experts:
             )
 
     def check_all(self, trained: Collection[str]) -> None:
-        """Checks that each parameter of AutoEP is trained, or in the files of experts.
+        """Checks that each parameter of AutoEP is trained, or stored in the files of experts.
 
         Raises NotFoundError if these files are missing.
         """
@@ -218,7 +217,7 @@ class Experts:
         return NotFoundError(f"cannot load {folder}: it has no file of expert {expert} of {fqn!r}")
 
     def _check_stacked(self, fqn: str, degree: int, file: File) -> None:
-        """Checks that as many ranks share a parameter of AutoEP as its rule says."""
+        """Checks that the number of ranks that share a parameter of AutoEP matches its rule."""
         union = self.rules[fqn].union
         ranks = [box[0] for box in union.boxes] if isinstance(union, Boxes) else []
         count = 1 + max(ranks, default=0)
@@ -226,7 +225,7 @@ class Experts:
             raise file.damage(f"{degree} ranks share {fqn!r}, and its affine_map has {count}")
 
     def name(self, fqn: str, rank: int, partitions: int, ranks: int) -> str:
-        """Returns the FQN of what a data-parallel rank calls ``fqn``.
+        """Returns the FQN of the parameter that a data-parallel rank names ``fqn``.
 
         ``partitions`` is the number of partitions of the flat group, ``ranks`` that of
         data-parallel ranks.

@@ -1,4 +1,4 @@
-"""What the files of a DeepSpeed checkpoint contain: models, optimizers, and classes of DeepSpeed.
+"""The contents of a DeepSpeed checkpoint's files: models, optimizers, and DeepSpeed's classes.
 
 The classes are read as plain data, so DeepSpeed need not be installed.
 """
@@ -54,7 +54,7 @@ class Model:
 
     ``groups`` are the parameters of each flat group of the optimizer. ``tensors`` are buffers,
     frozen parameters and extra states. ``aliases`` is FQN -> FQN of the parameter that it shares.
-    ``rest`` has values of the engine or of the client.
+    ``rest`` contains values of the engine or of the client.
     """
 
     groups: list[Shapes]
@@ -73,9 +73,10 @@ class Model:
 class Optimizer:
     """The state of an optimizer.
 
-    ``weights`` are those that the optimizer updates, in fp32 with mixed precision. ``states`` is
-    FQN -> name of a state -> its value. ``params`` of ``param_groups`` are FQNs; the groups lie at
-    the keys ``groups_at`` of ``file``. ``rest`` has values of the engine, such as the loss scale.
+    ``weights`` are the weights that the optimizer updates: in fp32 with mixed precision. ``states``
+    is FQN -> name of a state -> its value. ``params`` of ``param_groups`` are FQNs; the groups are
+    stored at the keys ``groups_at`` of ``file``. ``rest`` contains values of the engine, such as
+    the loss scale.
     """
 
     weights: Mapping[str, Value]
@@ -87,7 +88,7 @@ class Optimizer:
 
 
 def sizes_of(file: File, fqn: str, sizes: Any) -> tuple[int, ...]:
-    """Returns the sizes of a parameter from a file, or raises CorruptionError if they are none."""
+    """Returns the sizes of a parameter from a file. Raises CorruptionError if they are invalid."""
     valid = isinstance(sizes, Sequence) and all(type(size) is int and size >= 0 for size in sizes)
     if not valid or math.prod(max(size, 1) for size in sizes) > _MAX_NUMEL:
         raise file.damage(f"the shape of {fqn!r} is {str(sizes)[:200]}")

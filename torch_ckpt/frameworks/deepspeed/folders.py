@@ -34,12 +34,12 @@ _TAG = re.compile(r"global_step(\d+)")
 
 
 def has_deepspeed_files(names: Iterable[str]) -> bool:
-    """Returns whether a directory of these names has the files of DeepSpeed's ranks."""
+    """Returns whether a directory with these names contains files of DeepSpeed's ranks."""
     return any(RANK_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in names)
 
 
 def deepspeed_folder(path: Location) -> Location | None:
-    """Returns the folder of a DeepSpeed checkpoint: the path, or the tag that it points to.
+    """Returns the folder of a DeepSpeed checkpoint: the path, or the tag to which it points.
 
     Raises NotFoundError if the folder of the tag is missing.
     """
@@ -66,7 +66,7 @@ def deepspeed_folder(path: Location) -> Location | None:
 
 
 def deepspeed_state(path: Location, names: Iterable[str]) -> Location | None:
-    """Returns a folder below a directory that has the training state of DeepSpeed, or ``None``."""
+    """Returns a folder below a directory with the training state of DeepSpeed, or ``None``."""
     tags = sorted(filter(None, map(_TAG.fullmatch, names)), key=lambda tag: int(tag[1]))
     folder = path / tags[-1][0] if tags else None
     with contextlib.suppress(NotFoundError):  # The files are of a model, and their tag is not here.

@@ -1,4 +1,4 @@
-"""The rules that follow from what a DeepSpeed checkpoint says of its model-parallel ranks."""
+"""Rules inferred from a DeepSpeed checkpoint's description of its model-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MAX_MAP_VERSION = 1
 def rules_from_info(info: Mapping[str, Any], shards: Mapping[str, Shards]) -> dict[str, Rule]:
     """Returns the rule of each FQN by a ``universal_checkpoint_info`` of any version.
 
-    Its ``affine_map``, where it has one, decides before its lists of patterns, as in DeepSpeed.
-    Raises UnsupportedError if a parameter is sharded in a way that the value does not describe.
+    As in DeepSpeed, its ``affine_map``, if any, takes precedence over its lists of patterns. Raises
+    UnsupportedError if a parameter is sharded in a way that the value does not describe.
     """
     geometry = info.get("affine_map") or {}
     if geometry.get("version", _MAX_MAP_VERSION) > _MAX_MAP_VERSION:
@@ -83,7 +83,7 @@ def boxes_of_map(fqn: str, facts: Mapping[str, Any]) -> Union:
     """Returns the operator for the pieces of an ``affine_map``, which must be boxes.
 
     A piece has a shape, and its offset and strides in the whole parameter (``source``) and in the
-    shard (``dest``). Each piece that several ranks have is taken from the first one.
+    shard (``dest``). A piece on several ranks is taken from the first one.
     """
     whole = tuple(facts["logical_shape"])
     if all(

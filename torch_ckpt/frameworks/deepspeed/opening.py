@@ -1,8 +1,8 @@
 """Opens checkpoints of DeepSpeed's ZeRO stages 1 to 3, and universal folders, without conversion.
 
-The FQNs are those of ``torch.distributed.checkpoint.state_dict.get_state_dict``: ``model.<fqn>``
-and ``optim.state.<fqn>.<name>``. The boxes of a tensor lie in the flat partitions of all ranks, so
-a load reads byte ranges of DeepSpeed's own files.
+The FQNs are the same as from ``torch.distributed.checkpoint.state_dict.get_state_dict``:
+``model.<fqn>`` and ``optim.state.<fqn>.<name>``. The boxes of a tensor lie in the flat partitions
+of all ranks, so a load reads byte ranges of DeepSpeed's own files.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def open_directory(
     trust_pickle: bool,
     rules: Rules | None = None,
 ) -> Opened | None:
-    """Opens the checkpoint that a directory has or points to; ``None`` if there is none."""
+    """Opens the checkpoint in a directory, or to which it points; ``None`` if it has none."""
     if (folder := deepspeed_folder(path)) is None:
         return None
     return open_deepspeed(folder, verify=verify, trust_pickle=trust_pickle, rules=rules)
@@ -84,8 +84,8 @@ def open_deepspeed(
 ) -> Opened:
     """Opens the folder of a tag: the model and optimizer files of all ranks, or a universal folder.
 
-    The rules say how the shards of model-parallel ranks make parameters; by default, as the
-    checkpoint describes it. With ``trust_pickle``, the classes of DeepSpeed are imported. Raises
+    ``rules`` define how the shards of model-parallel ranks form parameters; by default, as the
+    checkpoint describes. With ``trust_pickle``, the classes of DeepSpeed are imported. Raises
     MismatchError if the rules do not match the parameters, and UnsupportedError if the checkpoint
     has no ZeRO partitions, or tensor parallelism that it does not describe, or experts with tensor
     or pipeline parallelism or in a universal folder.
@@ -113,7 +113,7 @@ def _whole(files: Files, names: Mapping[int, _Names]) -> tuple[Model, Optimizer]
     """Reads a universal folder."""
     models = [_read_model(files, of_rank) for _, of_rank in sorted(names.items())]
     model = models[0]
-    # Pipeline stages have other parameters, and tensor-parallel ranks the same ones.
+    # Pipeline stages have different parameters, tensor-parallel ranks the same ones.
     for others in zip(*(one.groups for one in models), strict=True):
         for shapes in others[1:]:
             others[0].update(shapes)
@@ -136,7 +136,7 @@ def _united(
         trained = {fqn for _, one in of_experts for fqn in one.weights}
         experts.check_all(trained)
         expert_rules |= {fqn: rule for fqn, rule in experts.rules.items() if fqn in trained}
-        # The others are frozen, or buffers.
+        # Other values are frozen parameters or buffers.
         model.tensors.update(
             (fqn, value) for fqn, value in experts.weights.items() if fqn not in trained
         )
@@ -166,7 +166,7 @@ def _tensor_ranks(files: Files, ranks: Sequence[tuple[Model, Optimizer]]) -> int
 
 
 def _complete(optimizer: Optimizer, config: Stored | None) -> None:
-    """Gives parameter groups the form of torch's optimizers, where DeepSpeed's own differ.
+    """Converts parameter groups to the form of torch's optimizers, if DeepSpeed's differ.
 
     DeepSpeed's own Adam counts steps by group, and lacks options that torch's Adam has.
     """
@@ -192,7 +192,7 @@ def _is_adamw(config: Stored | None) -> bool:
 def _file_names(folder: Location) -> dict[int, _Names]:
     """Returns the names of the files of all ranks, by model-parallel rank.
 
-    Raises NotFoundError if there is no model file or no optimizer file, and UnsupportedError if the
+    Raises NotFoundError if a model file or optimizer file is missing, and UnsupportedError if the
     checkpoint has experts without ZeRO, or in a universal folder, or on model-parallel ranks.
     """
     model: dict[int, str] = {}
@@ -281,10 +281,10 @@ def _read_model(files: Files, names: _Names) -> Model:
 
 
 def _aliases(file: File, trained: Collection[str], tensors: Mapping[str, Value]) -> dict[str, str]:
-    """Returns the names that the file states to share the parameter of another name.
+    """Returns alias -> name of the parameter that it shares, as the file states.
 
-    A name with elements of its own is no alias. The module of ZeRO-1 and ZeRO-2 has elements for
-    each name: those of an alias are in the same record as those of the parameter.
+    A name with different elements is not an alias. The module of ZeRO-1 and ZeRO-2 stores elements
+    for each name: those of an alias are in the same record as those of the parameter.
     """
     stated = file.state.get("shared_params") or {}
     if not isinstance(stated, dict):
@@ -309,8 +309,8 @@ def _is_same(value: Value, other: Value | None) -> bool:
 def _add_layers(files: Files, models: Sequence[Model]) -> None:
     """Adds the buffers and frozen parameters that pipeline stages store in files of layers.
 
-    The file of a layer has names without the number of the layer. Each tensor-parallel rank of the
-    first stage gets those of all stages.
+    The file of a layer contains names without the number of the layer. Each tensor-parallel rank of
+    the first stage receives the values of all stages.
     """
     wanted = {fqn for model in models for fqn in model.buffers}
     wanted |= {fqn for model in models for fqn in model.file.state.get("frozen_param_shapes") or ()}
@@ -336,7 +336,7 @@ def _groups(file: File) -> list[Shapes]:
 def _frozen(
     files: Files, opened: dict[int, File], count: int, absent: dict[int, CheckpointError]
 ) -> dict[str, Value]:
-    """Returns the parameters that ZeRO-3 partitions and the optimizer does not have."""
+    """Returns the parameters that ZeRO-3 partitions, but the optimizer does not contain."""
     tensors: dict[str, Partitioned] = {}
     for rank, file in sorted(opened.items()):
         for fqn, sizes in (file.state.get("frozen_param_shapes") or {}).items():
@@ -349,7 +349,7 @@ def _frozen(
 
 
 def _opened(files: Files, model: Model, optimizer: Optimizer) -> Opened:
-    """Returns the open checkpoint, whose FQNs are those of ``get_state_dict``."""
+    """Returns the open checkpoint, with the FQNs of ``get_state_dict``."""
     entries = Entries(files)
     weights: dict[str, Value] = {**model.tensors, **optimizer.weights}
     for alias, fqn in model.aliases.items():
@@ -372,7 +372,7 @@ def _opened(files: Files, model: Model, optimizer: Optimizer) -> Opened:
 
 
 def _as_tensor(step: Value) -> Value:
-    """Returns a number as the tensor that torch's optimizers have."""
+    """Returns a number as a tensor, as in torch's optimizers."""
     if not isinstance(step, Stored) or not isinstance(step.value, int | float):
         return step
     tensor = torch.tensor(float(step.value), device="cpu")

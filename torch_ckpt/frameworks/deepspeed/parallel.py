@@ -1,9 +1,10 @@
 """Unites the model-parallel ranks of a DeepSpeed checkpoint into whole parameters.
 
 The files of each tensor- or pipeline-parallel rank have shards with the same FQNs. A rule for each
-FQN says how its shards make the parameter: one of the caller, or one that follows from the
+FQN defines how its shards form the parameter: a rule of the caller, or one inferred from the
 ``universal_checkpoint_info`` of the checkpoint. Shards become boxes of the whole parameter, which
-still lie in DeepSpeed's files. Only what a rule computes is read as a whole, when it is loaded.
+remain in DeepSpeed's files. Only parameters that a rule computes are read as a whole, when they are
+loaded.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ def unite(
 ) -> tuple[Model, Optimizer, Mapping[str, Rule]]:
     """Unites the states of model-parallel ranks, and returns the rule of each parameter as well.
 
-    Ranks of a pipeline stage follow one another; each stage has ``tensor_ranks``. The rules of the
-    caller must match each parameter; without them, rules follow from the checkpoint.
-    ``expert_rules`` are of parameters that expert-parallel ranks share. Other parameters of such
-    ranks are those of the first one.
+    The ranks of a pipeline stage are consecutive; each stage has ``tensor_ranks``. The rules of the
+    caller must match each parameter; without them, rules are inferred from the checkpoint.
+    ``expert_rules`` are for parameters that expert-parallel ranks share. All other parameters of
+    such ranks are taken from the first one.
 
-    If the shards of a parameter overlap or do not cover it, that is a MismatchError by the caller's
-    rules; by other rules, the parameter is unreadable. Raises UnsupportedError if the checkpoint
-    does not say how it is sharded.
+    If the shards of a parameter overlap or do not cover it, raises MismatchError for a rule of the
+    caller; for other rules, the parameter is unreadable. Raises UnsupportedError if the checkpoint
+    does not describe its sharding.
     """
     united = _United(files, ranks, tensor_ranks, rules, expert_rules)
     return *united.result(), united.rules
@@ -90,7 +91,7 @@ class _United:
         frozen = [fqn for fqn in self.others if fqn not in buffers and _is_tensor(others[fqn])]
         shards = {fqn: self._shards(fqn) for fqn in (*self.trained, *frozen)}
         self.is_own = rules is None
-        self.refused: dict[str, Unreadable] = {}  # FQN -> why there is no rule.
+        self.refused: dict[str, Unreadable] = {}  # FQN -> why it has no rule.
         if rules is not None:
             self.rules = rules.matches(shards)
         elif tensor_ranks == 1 or expert_rules:
@@ -100,7 +101,7 @@ class _United:
             self.rules = self._own_rules(shards)
 
     def _shards(self, fqn: str) -> dict[int, Sizes]:
-        """Returns the shards of a parameter: those of the first pipeline stage that has it."""
+        """Returns the shards of a parameter from the first pipeline stage that has it."""
         found: dict[int, Sizes] = {}
         for rank, (model, _) in enumerate(self.ranks):
             if found and next(iter(found)) // self.tensor_ranks != rank // self.tensor_ranks:
@@ -181,7 +182,7 @@ class _United:
         )
 
     def _has_own(self, alias: str) -> bool:
-        """Returns whether a rank has elements under this name, and not as an alias."""
+        """Returns whether a rank has elements under this name, rather than as an alias."""
         return any(alias in model.tensors and alias not in model.aliases for model, _ in self.ranks)
 
     def _renamed(self, fqn: str) -> str:
@@ -189,7 +190,7 @@ class _United:
         return fqn if rule is None else rule.renamed(fqn)
 
     def _other(self, fqn: str) -> Value:
-        """Returns a buffer or an object, which all ranks have, or a frozen parameter."""
+        """Returns a buffer or object, which all ranks have, or a frozen parameter."""
         if (error := self.refused.get(fqn)) is not None:
             return error
         rule = self.rules.get(fqn)
@@ -241,8 +242,8 @@ class _United:
     ) -> Value:
         """Unites the shards of a tensor.
 
-        Raises CorruptionError if they have different dtypes, MismatchError if they do not make a
-        tensor by the rule, and UnsupportedError if it is unknown how the rule applies to the state.
+        Raises CorruptionError if they have different dtypes, MismatchError if the rule cannot unite
+        them, and UnsupportedError if it is unknown how the rule applies to the state.
         """
         if len(shards) < self.tensor_ranks and not isinstance(rule.union, Unique | Boxes):
             raise MismatchError(

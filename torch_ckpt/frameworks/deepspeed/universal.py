@@ -26,8 +26,8 @@ _WEIGHTS = "fp32"
 def read_universal(files: Files, groups: list[Shapes], *, whole: bool) -> Optimizer:
     """Reads the files of each parameter of the flat groups.
 
-    ``whole`` says that the groups have the sizes of whole parameters, and not those of shards. A
-    value is unreadable if its file is missing or damaged, or if its tensor has another shape.
+    ``whole``: whether the groups have the sizes of whole parameters rather than of shards. A value
+    is unreadable if its file is missing or damaged, or if its tensor has another shape.
     """
     folder = files.folder / FOLDER
     names = set(folder.names())
@@ -71,11 +71,11 @@ def _value(files: Files, fqn: str, stem: str, sizes: tuple[int, ...] | None) -> 
 
 
 def _stored(file: File, fqn: str, sizes: tuple[int, ...] | None) -> Stored:
-    """Returns the tensor or the number of a file. It has the sizes, if they are known."""
+    """Returns the tensor or number in a file. The tensor must have the sizes, if known."""
     is_hinted = isinstance(file.state, dict)
     value = file.at("param", kind=torch.Tensor) if is_hinted else file.state
     keys = ("param",) if is_hinted else ()
-    # The parameters of AutoEP are whole, and param_shapes has those of a rank.
+    # The parameters of AutoEP are whole, but param_shapes has the shapes of a rank.
     has_own_sizes = sizes is None or (is_hinted and file.state.get("is_expert_param"))
     if not isinstance(value, torch.Tensor) or has_own_sizes:
         return Stored(file, value, keys)

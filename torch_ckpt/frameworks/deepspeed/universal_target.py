@@ -33,7 +33,7 @@ _MODEL, _STATE, _GROUPS = "model.", "optim.state.", "optim.param_groups."
 
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 _ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-"""An engine of ZeRO-3 reads this file in place of the other one, and only its counters."""
+"""An engine of ZeRO-3 reads this file instead of the other one, and only its counters."""
 
 _STACKED_EXPERTS = re.compile(r".*\.experts\.w[123]")
 """Names that AutoEP gives to the stacked parameters of experts."""
@@ -45,7 +45,7 @@ RESTORE = (
     'torch.load("{path}")["param_groups"]): '
     'group.update(stored | {{"params": group["params"]}})'
 )
-"""What gives the groups of an engine of ZeRO-3 their options."""
+"""Restores the options of the groups of a ZeRO-3 engine."""
 
 _MIN_VERSION = "0.3.17"  # Engines require a version, at least this one.
 
@@ -56,15 +56,15 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
     Each parameter of ``optim.param_groups`` gets a folder with its weights, in fp32, and its
     states. Other tensors of the model are buffers or frozen parameters. DeepSpeed stores them with
     the model, and does not load them from a universal folder. The file ``latest_universal`` is
-    written beside the folder. If ``target`` is a link, it stays, and its folder is replaced.
+    written beside the folder. If ``target`` is a link, it remains, and its target is replaced.
 
-    Raises AlreadyExistsError if the folder exists and ``overwrite`` is false, or it is no universal
-    folder. Raises UnsupportedError if the names are others, or the format cannot have a value:
-    weights of a wider dtype than fp32, or a state that is neither a number nor as large as its
-    parameter.
+    Raises AlreadyExistsError if the folder exists and ``overwrite`` is false, or if it is not a
+    universal folder. Raises UnsupportedError if the source has other names, or a value that the
+    format cannot store: weights of a wider dtype than fp32, or a state that is neither a number nor
+    of its parameter's size.
     """
     place = target.resolved()
-    remove_abandoned(place.parent, place.name)  # It may give a replaced folder its name back.
+    remove_abandoned(place.parent, place.name)  # It may restore the name of a replaced folder.
     check_target(target, overwrite)
     _check_replaced(source, target)
     groups = _parameter_groups(source)
@@ -81,9 +81,9 @@ def write_universal(source: Source, target: Location, overwrite: bool) -> None:
 
 
 def _check_replaced(source: Source, target: Location) -> None:
-    """Checks that what is to be replaced is a universal folder without the source.
+    """Checks that the folder to replace is a universal folder that does not contain the source.
 
-    Raises AlreadyExistsError if not.
+    Otherwise raises AlreadyExistsError.
     """
     if not target.is_directory():
         if target.is_file():
@@ -121,12 +121,12 @@ def _parameter_groups(source: Source) -> list[dict[str, Any]]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Returns whether a name from an untrusted checkpoint is that of a file in the folder."""
+    """Returns whether a name from an untrusted checkpoint can name a file in the folder."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _different(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the options that are not equal in all groups: name -> value in each group."""
+    """Returns the options that differ between groups: name -> value in each group."""
     names = dict.fromkeys(name for group in groups for name in group if name != "params")
     values = {name: [group.get(name, "none") for group in groups] for name in names}
     return {name: of for name, of in values.items() if any(value != of[0] for value in of)}
@@ -146,9 +146,9 @@ def _warn_of_options(groups: Sequence[Mapping[str, Any]], target: Location) -> N
         named.append(f"{name} ({', '.join(shown[:_MAX_SHOWN] + more)})")
     warnings.warn(
         f"the parameter groups in {target} differ in {'; '.join(named)}. An engine of ZeRO-3 gives "
-        "all groups the options of the first one, so it does not load these: its groups keep those "
-        "of its own configuration, and begin with the first rate of a scheduler. To restore them, "
-        f"run this after engine.load_checkpoint ({SITE}formats/): "
+        "all groups the options of the first one, so it does not load these: its groups retain the "
+        "options of its configuration, and begin with the first rate of a scheduler. To restore "
+        f"them, run this after engine.load_checkpoint ({SITE}formats/): "
         f"{RESTORE.format(path=str(target / _FOLDER / _COMMON))}",
         stacklevel=2,
     )
@@ -202,9 +202,9 @@ def _files(
 
 
 def _hints(fqn: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Returns what DeepSpeed must know of a parameter beside its elements.
+    """Returns the hints that DeepSpeed needs about a parameter, besides its elements.
 
-    An engine with AutoEP takes the experts of a rank from a parameter only if it is marked so.
+    An engine with AutoEP extracts the experts of a rank from a parameter only if it is marked.
     """
     if _STACKED_EXPERTS.fullmatch(fqn) and len(sizes) == 3:
         return {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": sizes[0]}
@@ -236,10 +236,10 @@ def _common_state(
     groups: list[dict[str, Any]],
     steps: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the state that parameters have in common.
+    """Returns the common state of all parameters.
 
-    An engine of ZeRO-3 gives the options of the first group to all groups. So the options that it
-    reads are those which all groups have in common. Its groups keep the other options.
+    An engine of ZeRO-3 assigns the options of the first group to all groups. So the options that it
+    reads must be the ones common to all groups. Its groups retain the other options.
     """
     numbered = [{**group, "params": [number]} for number, group in enumerate(groups)]
     different = _different(groups)
@@ -256,7 +256,7 @@ def _common_state(
 
 
 def _model_state(source: Source, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the state of the engine, and all that is neither a parameter nor its state."""
+    """Returns the state of the engine, and all other values except parameters and their states."""
     trained = {fqn for group in groups for fqn in group["params"]}
     rest: dict[str, Any] = {}
     module: dict[str, Any] = {}

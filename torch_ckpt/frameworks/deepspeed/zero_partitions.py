@@ -1,9 +1,9 @@
-"""ZeRO partitions: which elements of which parameters the optimizer file of each rank has.
+"""ZeRO partitions: the elements of parameters in the optimizer file of each rank.
 
 ZeRO-1 and ZeRO-2 flatten all parameters of a group into one tensor and cut it by rank, so a
 parameter may span ranks. Each file has the slices of its rank: FQN, start and length. ZeRO-3 cuts
-each parameter into as many partitions of equal length as there are ranks, the last ones padded, and
-stores no slices: they follow from the shapes.
+each parameter into one partition per rank, of equal length, and pads the last ones. It stores no
+slices: they follow from the shapes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_partitions(
     first = min(names)
     try:
         ranks[first] = files.read(names[first])
-    except Exception:  # Another file may show the number of ranks, and which tensors are damaged.
+    except Exception:  # Another file may state the number of ranks, and so the damaged tensors.
         first = max(names)
         ranks[first] = files.read(names[first])
     count = ranks[first].at(_TOP, "partition_count", kind=(int, list))
@@ -111,7 +111,7 @@ class _Merged:
         self.scalars: dict[tuple[int, str], tuple[int, Stored]] = {}
         self.unreadable: dict[tuple[int, str], Unreadable] = {}
         self.first: tuple[int, File] | None = None
-        self._read: dict[str, int] = {}  # FQN -> number of elements that former ranks have.
+        self._read: dict[str, int] = {}  # FQN -> number of elements on earlier ranks.
 
     def add(self, rank: int, file: File) -> None:
         """Adds the file of a rank. Requires: the ranks are added in order."""
@@ -155,7 +155,7 @@ class _Merged:
         add_partition(tensors, stored.file, rank, stored.value, slices)
 
     def _add_scalar(self, rank: int, stored: Stored, group: int) -> None:
-        """Adds a state that all parameters of a group have in common, such as the step."""
+        """Adds a state that all parameters of a group share, such as the step."""
         file, value, name = stored.file, stored.value, str(stored.keys[-1])
         if isinstance(value, torch.Tensor) and value.ndim:
             error = UnsupportedError(
@@ -173,7 +173,7 @@ class _Merged:
             )
 
     def _zero3_slices(self, file: File, group: int, rank: int, flat_numel: int) -> Iterator[Slice]:
-        """Yields the slices that a rank of ZeRO-3 has, which follow from the shapes."""
+        """Yields the slices of a rank of ZeRO-3, which follow from the shapes."""
         count, shapes = self.partitions[group], self.local_groups[group]
         partition = self._zero3_partition(file, group, rank)
         start = 0
@@ -190,7 +190,7 @@ class _Merged:
             )
 
     def _zero3_partition(self, file: File, group: int, rank: int) -> int:
-        """Returns the number of the partition of a group that a rank has."""
+        """Returns the number of a rank's partition of a group."""
         count = self.partitions[group]
         if not file.at(_TOP, kind=dict).get(_ZERO3_GROUPS):
             return rank
@@ -223,7 +223,7 @@ class _Merged:
             yield Slice(fqn, begin, start, numel)
 
     def _check_agreement(self, rank: int, file: File, groups: tuple[str, ...]) -> None:
-        """Checks that the parameter groups of a rank are those of the first rank."""
+        """Checks that the parameter groups of a rank are equal to the first rank's."""
         found = file.at(*groups, kind=list)
         if self.first is None:
             self.first, self._groups_at = (rank, file), groups
@@ -289,16 +289,16 @@ def add_partition(
 
 
 def partition_of(fqn: str, numel: int, partition: int, count: int, start: int) -> Slice:
-    """Returns the slice of a parameter that a rank of ZeRO-3 has, without its padding."""
+    """Returns the slice of a parameter on a rank of ZeRO-3, without padding."""
     length = -(-numel // count)
     begin = min(partition * length, numel)
     return Slice(fqn, begin, start, min(length, numel - begin))
 
 
 def named_groups(file: File, param_groups: list[Any], groups: list[Shapes]) -> list[dict[str, Any]]:
-    """Returns parameter groups with FQNs in place of the numbers of flat groups.
+    """Returns parameter groups with FQNs instead of the numbers of flat groups.
 
-    Raises CorruptionError if they do not name each flat group once.
+    Raises CorruptionError unless they name each flat group exactly once.
     """
     named: list[dict[str, Any]] = []
     used: list[Any] = []

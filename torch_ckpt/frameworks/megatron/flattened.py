@@ -244,7 +244,7 @@ def _payloads(
 
 
 def _payload(file: Any, extent: _Extent) -> _Payload | str:
-    """Returns the payload of an archive, or why there is none that the engine can read."""
+    """Returns the payload of an archive, or why the engine cannot read it."""
     _, begin, nbytes = extent
     try:
         archive: Any = _create_file_view(file, begin, nbytes)

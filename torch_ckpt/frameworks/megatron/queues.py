@@ -10,7 +10,7 @@ from typing import Any, cast
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt.coordination.background import SaveFuture
+from torch_ckpt.coordination.background import BackgroundFuture
 
 __all__ = ["QueuedSave", "async_modules", "poll_threads", "with_megatron_queue"]
 
@@ -18,7 +18,7 @@ __all__ = ["QueuedSave", "async_modules", "poll_threads", "with_megatron_queue"]
 class QueuedSave:
     """A save in a thread, for Megatron's queue of asynchronous saves."""
 
-    def __init__(self, future: SaveFuture[Metadata]) -> None:
+    def __init__(self, future: BackgroundFuture[Metadata]) -> None:
         self.future = future
 
     def request(self, kind: Callable[..., Any]) -> Any:
@@ -93,7 +93,7 @@ def _caller_class(base: Any) -> Any:
     """Returns a class of callers that poll a thread, for the queues of one package."""
 
     class ThreadCaller(base):  # type: ignore[misc]
-        def __init__(self, future: SaveFuture[Metadata]) -> None:
+        def __init__(self, future: BackgroundFuture[Metadata]) -> None:
             super().__init__()
             self.future = future
 

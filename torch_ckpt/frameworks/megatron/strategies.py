@@ -6,16 +6,19 @@ Works with megatron-core 0.14 and later. Which functions a version has is tested
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
@@ -28,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch_ckpt.api import async_save, load, save
 from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.replacement import replace_file
-from torch_ckpt.coordination.background import SaveFuture
+from torch_ckpt.coordination.background import BackgroundFuture
 from torch_ckpt.coordination.group import DEFAULT_TIMEOUT_S
 from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.filesystems.location import Location
@@ -46,6 +49,7 @@ from torch_ckpt.integrations.replacing import replacing
 from torch_ckpt.options import IoOptions, Verification
 from torch_ckpt.planning.item_views import PlannedItems
 from torch_ckpt.planning.load_planner import FastLoadPlanner
+from torch_ckpt.planning.load_report import LoadReport
 from torch_ckpt.planning.local_shards import LocalShards
 from torch_ckpt.planning.save_planner import FastSavePlanner
 from torch_ckpt.process_state import PROCESS
@@ -115,7 +119,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         self.timeout_s = timeout_s
         self._io, self._stager = io, stager or PROCESS.stager
         self._writer: _Writer | None = None
-        self._background: SaveFuture[Metadata] | None = None
+        self._background: BackgroundFuture[Metadata] | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> None:
         """Saves the sharded tensors and objects. All ranks call it.
@@ -160,7 +164,7 @@ class FastSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             planner=_save_planner(),
             timeout_s=self.timeout_s,
         )
-        self._background = cast(SaveFuture[Metadata], future)
+        self._background = cast(BackgroundFuture[Metadata], future)
         return QueuedSave(self._background).request(modules["AsyncRequest"])
 
     def reserve(self, sharded_state_dict: dict[str, Any]) -> None:
@@ -193,6 +197,11 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     Pass it to ``dist_checkpointing.load`` as ``sharded_strategy``, alone or within
     ``FullyParallelLoadStrategyWrapper``.
+
+    After a load, ``report`` is its :class:`LoadReport`, also under a strictness such as
+    ``log_all`` or ``ignore_all``, which removes keys that the checkpoint lacks before a strategy
+    sees them. ``missing`` are keys of this rank. ``unused`` are keys that no rank of the job
+    requests, or ``None`` if Megatron has not compared them.
 
     Args:
         *arguments: Arguments of Megatron's strategy.
@@ -228,6 +237,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         self.timeout_s = timeout_s
         self._options: dict[str, Any] = {"io": io, "verify": verify, "trust_pickle": trust_pickle}
         self._opened: dict[Any, Opened] = {}
+        self.report: LoadReport | None = None
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, async_strategy: str = "mcore"
@@ -247,6 +257,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             CheckpointException: A rank raised an error. It derives from ``BaseException``.
             RankTimeoutError: A rank was late, stuck or gone.
         """
+        self.report = None
         values: ShardedValues | None = None
         planner = _LoadPlanner()
         try:
@@ -258,7 +269,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             if self.exchange_group is None:
                 raise  # No other rank waits.
             planner.error = error
-        load(
+        report = load(
             {} if values is None else values.state,
             storage_reader=_Reader(checkpoint_dir, self._opened, **self._options),
             planner=planner,
@@ -267,6 +278,7 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             timeout_s=self.timeout_s,
         )
         self.cached_global_metadata = planner.metadata
+        self.report = None if report is None else _with_dropped_keys(report)
         assert values is not None  # Otherwise the planner has raised the error.
         return values.loaded()
 
@@ -310,6 +322,38 @@ class FastLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         )
         replace_file(directory / ".metadata", dump_metadata(metadata))
         remove_files(directory, files)
+
+
+def _with_dropped_keys(report: LoadReport) -> LoadReport | None:
+    """Adds the keys that Megatron's ``load`` has compared, if it has called the strategy.
+
+    It removes keys that the checkpoint lacks before it calls the strategy, and tells no strategy.
+    It compares the keys of all ranks, of which only some may load together. Returns ``None`` if
+    this version of Megatron has other variables.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not (
+        frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == serialization.__name__
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return dataclasses.replace(report, unused=None)
+    found = frame.f_locals
+    try:
+        stored, own = found["ckpt_sharded_metadata"], found["local_metadata"]
+        every, unexpected = found["global_metadata"], found["unexpected_keys"]
+    except KeyError:
+        return None
+    if stored is None:  # Megatron compares nothing: keys that the checkpoint lacks are an error.
+        return dataclasses.replace(report, unused=None)
+    keys = dict.fromkeys(shard.key for shard in stored.values())
+    requested = sorted(unexpected) if own is None else dict.fromkeys(shard.key for shard in own)
+    unused = None
+    if every is not None:
+        of_all = {shard.key for rank in every for shard in rank}
+        unused = tuple(key for key in keys if key not in of_all)
+    missing = tuple(key for key in requested if key not in keys)
+    return dataclasses.replace(report, missing=missing, unused=unused)
 
 
 def _without(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -362,10 +406,14 @@ class _LoadPlanner(FastLoadPlanner):
         if self.error is not None:
             raise self.error
         assert metadata is not None
+        resized: list[str] = []
         for key in self.resized:
             stored = metadata.state_dict_metadata.get(key)
             if isinstance(stored, TensorStorageMetadata):
+                if stored.size != state_dict[key].size():
+                    resized.append(key)
                 state_dict[key] = _within(state_dict[key], stored.size)
+        self._resized = resized
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
 
@@ -385,7 +433,7 @@ def _within(shards: LocalShards, shape: torch.Size) -> LocalShards:
 class _Writer(FastWriter):
     """Writes files of a ``separation_hint``, and Megatron's plans.
 
-    ``keeps_plans`` says that ``.metadata`` has the plans of all ranks.
+    ``keeps_plans``: whether ``.metadata`` contains the plans of all ranks.
     """
 
     separation_hint: str | None = None
@@ -495,6 +543,7 @@ def replaced_strategies(
             result = getattr(ours, name)(*arguments, **named)
             if name == "load":
                 self.cached_global_metadata = ours.cached_global_metadata
+                self.report = ours.report
             return result
 
         return replacing(kind, name, method)

@@ -1,1 +1,1 @@
-"""Files that each rank wrote, of which a framework's modules make the tensors of a checkpoint."""
+"""Reads the files of each rank, for frameworks whose checkpoints consist of such files."""

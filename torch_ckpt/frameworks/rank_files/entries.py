@@ -44,13 +44,13 @@ class Entries:
         self._contents = _Contents()
 
     def opened(self) -> Opened:
-        """Returns the open checkpoint. A wrong name or number in the files is a CorruptionError."""
+        """Returns the open checkpoint. Raises CorruptionError for an invalid name or number."""
         self.foreign.paths = self._paths
         version = hashlib.sha256(b"".join(self.files.versions)).digest()
         return self.foreign.opened(self._contents, version)
 
     def add(self, keys: tuple[str | int, ...], value: Value | Loaded) -> None:
-        """Adds a value under keys from the root of the state dict, or each value within it."""
+        """Adds a value, or each value in it, under its keys from the root of the state dict."""
         if isinstance(value, Partitioned | Boxed):
             self._add_tensor(keys, value.dtype, value.sizes, value.boxes)
         elif isinstance(value, Computed):
@@ -122,7 +122,7 @@ class Entries:
         sizes: Sequence[int],
         boxes: list[_native.IndexBox],
     ) -> None:
-        if not boxes and not math.prod(sizes):  # An index requires one.
+        if not boxes and not math.prod(sizes):  # An index requires a box.
             boxes = [([0] * len(sizes), list(sizes), 0, 0, 0, True, ())]
         name = str(dtype).removeprefix("torch.")
         properties = (name, "contiguous_format", False, False, list(sizes))
@@ -147,7 +147,7 @@ class _Contents:
     def value(self, fqn: str) -> object:
         """Returns an object, or a tensor that has no extent.
 
-        Several boxes of a tensor are usually loaded one after the other, so the last one stays.
+        Caches the last value, because the boxes of a tensor are usually loaded one after another.
         """
         if self._last[0] != fqn:
             self._last = fqn, self.read[fqn]()

@@ -1,7 +1,7 @@
-"""Checkpoints of which each rank wrote its own files of ``torch.save``: their tensors and objects.
+"""Checkpoints in which each rank wrote its own ``torch.save`` files: their tensors and objects.
 
-A tensor of the checkpoint consists of boxes in the files of several ranks. The format, such as
-DeepSpeed, finds which.
+A tensor of the checkpoint consists of boxes in the files of several ranks. The module of a format,
+such as DeepSpeed's, determines which boxes.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ _FREE_BOXES = 1 << 14
 
 
 class Fragment(NamedTuple):
-    """Consecutive elements of a flattened parameter in a file, which ``rank`` wrote.
+    """Consecutive elements of a flattened parameter, in a file that ``rank`` wrote.
 
-    ``begin`` is the number of the first one in the parameter, and ``offset`` its byte in the file.
+    ``begin`` is the position of the first element in the parameter, and ``offset`` its byte offset
+    in the file.
     """
 
     rank: int
@@ -105,9 +106,9 @@ class Boxed:
 
 @dataclass(frozen=True)
 class Stored:
-    """A value as it is in a file: a tensor, an object, or a dict or list of these.
+    """A value as the file stores it: a tensor, an object, or a dict or list of these.
 
-    The storages of its tensors have no memory. ``keys`` lead to the value in the file.
+    The storages of its tensors have no memory. ``keys`` are the path to the value in the file.
     """
 
     file: File
@@ -124,13 +125,13 @@ class Stored:
         return tuple(self.value.shape)
 
     def read(self) -> object:
-        """Returns the value with its elements: those of tensors are mapped into memory."""
+        """Returns the value with its elements. The elements of tensors are mapped into memory."""
         return self.file.objects.value(".".join(map(str, self.keys)))
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A tensor that is computed from stored ones, of which ``file`` has one, when it is loaded."""
+    """A tensor that a load computes from stored tensors, one of which is in ``file``."""
 
     file: File
     dtype: torch.dtype
@@ -140,7 +141,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An object that is a whole file of ``nbytes``, and was read with it."""
+    """An object that was read with its whole file, which has ``nbytes`` bytes."""
 
     value: object
     file: int
@@ -153,9 +154,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A value that cannot be loaded. Only its load is an error, and not that of other values.
+    """A value whose load raises an error. Other values of the checkpoint can be loaded.
 
-    ``sizes`` are those of a tensor, if they are known.
+    ``sizes`` are the sizes of the tensor, if they are known.
     """
 
     error: CheckpointError
@@ -216,10 +217,10 @@ class File:
         return offset + begin
 
     def same_value(self, value: Any, other: File, theirs: Any) -> bool:
-        """Returns whether a value here may equal one of another file: objects by their text.
+        """Returns whether a value may equal a value of another file.
 
-        Tensors are compared by the CRC-32 of their storages. Those that only torch can read are
-        not compared.
+        Objects are compared by their text. Tensors are compared by the CRC-32 of their storages, or
+        only by their shape if the storages are not records of the archive.
         """
         if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             return type(value) is type(theirs) and repr(value) == repr(theirs)
@@ -231,7 +232,7 @@ class File:
     def same_record(self, tensor: torch.Tensor, other: File, theirs: torch.Tensor) -> bool | None:
         """Returns whether a tensor has the same elements as one of another file, by their CRC-32.
 
-        The result is ``None`` if only the elements themselves show it.
+        Returns ``None`` if the checksums do not decide, so that the elements must be compared.
         """
         if tensor.shape != theirs.shape or tensor.dtype != theirs.dtype:
             return False
@@ -271,7 +272,7 @@ class Files:
         self.foreign = ForeignFiles(folder, folder, format)
         self.versions: list[bytes] = []
         self._archives: dict[int, Archive] = {}  # Number of the file -> its records.
-        self._boxes = _FREE_BOXES  # Number that the files may still state.
+        self._boxes = _FREE_BOXES  # How many more boxes the files may state.
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._stand_ins = stand_ins
@@ -368,8 +369,9 @@ class Files:
     ) -> dict[str, Value]:
         """Returns the tensors whose fragments have each element exactly once.
 
-        A tensor becomes unreadable if elements are missing, since the file of their rank cannot be
-        read (``absent`` says why), or if the files disagree. ``what`` names their kind in messages.
+        A tensor becomes unreadable if elements are missing because the file of their rank cannot be
+        read (``absent`` has the reasons), or if the files disagree. ``what`` names their kind in
+        messages.
         """
         found: dict[str, Value] = dict(tensors)
         for fqn, tensor in tensors.items():
@@ -428,7 +430,7 @@ def united(
     placed: Sequence[Placed],
     shards: Mapping[int, Boxed],
 ) -> Boxed:
-    """Returns a tensor that consists of placed boxes of the shards of ranks."""
+    """Returns a tensor that consists of the placed boxes of several ranks' shards."""
     boxes = [
         box
         for one in placed
@@ -451,10 +453,10 @@ def _part_of_box(box: _native.IndexBox, one: Placed, itemsize: int) -> Iterator[
     part = [end - start for start, end in zip(low, high, strict=True)]
     if any(size <= 0 for size in part):
         return
-    whole_below = len(sizes)  # From this dimension on, the part has the whole stored box.
+    whole_below = len(sizes)  # From this dimension on, the part spans the whole stored box.
     while whole_below > 0 and part[whole_below - 1] == sizes[whole_below - 1]:
         whole_below -= 1
-    single = max(whole_below - 1, 0)  # Before this dimension, each index is a box of its own.
+    single = max(whole_below - 1, 0)  # Before this dimension, each index becomes one box.
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     for index in itertools.product(*(range(size) for size in part[:single])):
         at = [*(start + i for start, i in zip(low, index, strict=False)), *low[single:]]

@@ -122,7 +122,7 @@ class _Reader:
     """Reads the files of an item, and unites the values of its ranks.
 
     ``values`` is path in the item -> rank -> value. ``errors`` is path -> why the value cannot be
-    loaded. ``error`` is why the file of a rank cannot be read, of the first such rank.
+    loaded. ``error`` is the error of the first rank whose file cannot be read.
     """
 
     def __init__(self, files: Files, name: str, item: Item) -> None:
@@ -170,7 +170,7 @@ class _Reader:
                 entries.add((self.name, *keys), Unreadable(why))
 
     def _failure(self, entries: Entries, path: str, keys: _Keys) -> CheckpointError | None:
-        """Adds a value; returns why it cannot be loaded, if so."""
+        """Adds a value. Returns the error if the value cannot be loaded."""
         try:
             self._add(entries, path, keys, self.values[path])
         except (CorruptionError, MismatchError, NotFoundError, UnsupportedError) as error:
@@ -227,7 +227,7 @@ class _Reader:
         return {(): Loaded(value, number, len(data))}
 
     def _check_inner(self, path: str, values: Mapping[int, _Value]) -> None:
-        """Checks that no object contains a shard, since those of other ranks would be lost."""
+        """Checks that no object contains a shard, since the shards of other ranks would be lost."""
         for rank, value in values.items():
             leaf = None if isinstance(value, Boxed) else value.value
             if isinstance(leaf, ShardedTensor):  # Its class allows no other rank to read it.
@@ -315,10 +315,11 @@ class _Reader:
     def _united(
         self, path: str, shards: Mapping[int, RankShard], values: Mapping[int, _Tensor]
     ) -> Boxed | Computed:
-        """Unites the shards of a tensor. Of boxes that several ranks have, the first one serves.
+        """Unites the shards of a tensor. If several ranks have a box, that of the first is used.
 
-        Raises CorruptionError if the ranks have other sizes or dtypes, and MismatchError if the
-        shards overlap, or do not cover the tensor, or ranks have other elements of the same shard.
+        Raises CorruptionError if sizes or dtypes differ between ranks, and MismatchError if the
+        shards overlap or do not cover the tensor, or if the elements of a shard differ between
+        ranks.
         """
         if len({shard.sizes for shard in shards.values()}) > 1:
             found = ", ".join(
@@ -376,7 +377,7 @@ class _Reader:
         return tensor
 
     def _same(self, value: _Value, other: _Value) -> bool:
-        """Returns whether two ranks have the same value. What cannot be compared is not the same.
+        """Returns whether two ranks have the same value. Values that cannot be compared differ.
 
         Tensors of safetensors, which have no checksums, are assumed to be equal beyond 1 MiB.
         Raises UnsupportedError if the class of the value is forbidden.
@@ -426,7 +427,7 @@ def _local(value: Stored) -> Stored:
 def _local_tensor(value: object) -> object:
     if isinstance(value, DTensor):
         return value._local_tensor
-    if isinstance(value, ShardedParts):  # It has no part where there are fewer rows than ranks.
+    if isinstance(value, ShardedParts):  # No parts if ranks outnumber rows.
         none = torch.empty(0, dtype=value.dtype, device="cpu")
         return value.parts[0].tensor if value.parts else none
     return value
@@ -440,7 +441,7 @@ def _mesh_of(value: object) -> tuple[int, ...]:
 
 
 def _own_shard(rank: int, tensor: object, limit: int, *, is_needed: bool) -> RankShard | None:
-    """Returns the shard by the tensor in the file, if it is one that this torch can read."""
+    """Returns the shard that the tensor in the file describes, if this torch can read it."""
     if isinstance(tensor, ShardedParts):
         return _shard_of_parts(rank, tensor)
     if not isinstance(tensor, DTensor):
@@ -463,7 +464,7 @@ def _shard_of_parts(rank: int, tensor: ShardedParts) -> RankShard:
 
 
 def _inner(value: object) -> Iterator[object]:
-    """Yields what is in the containers of an object, at any depth."""
+    """Yields the contents of the containers in an object, at any depth."""
     stack = [value] if isinstance(value, _CONTAINERS) else []
     seen: set[int] = set()
     while stack:

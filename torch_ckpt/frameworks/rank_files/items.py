@@ -1,4 +1,4 @@
-"""Items: values that each rank wrote into one file, and how the ranks have them sharded."""
+"""Items: values that each rank wrote into one file, and how they are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TORCH, JSON, RAW, SAFETENSORS = (
 class ItemFile(NamedTuple):
     """The file of an item that a rank wrote.
 
-    ``serialization`` is one of ``TORCH``, ``JSON``, ``RAW`` and ``SAFETENSORS``. ``is_required``
-    says that the rank has tensors of the item by the metadata.
+    ``serialization`` is one of ``TORCH``, ``JSON``, ``RAW`` and ``SAFETENSORS``. ``is_required``:
+    whether the rank has tensors of the item according to the metadata.
     """
 
     name: str
@@ -49,9 +49,9 @@ class ItemFile(NamedTuple):
 
 
 class RankShard(NamedTuple):
-    """The boxes of a sharded tensor that a rank has, and their places in the whole tensor.
+    """The boxes of a sharded tensor on a rank, and their places in the whole tensor.
 
-    ``has_rest`` says that the rank may have elements that are in no box.
+    ``has_rest``: whether the rank may have elements outside all boxes.
     """
 
     sizes: tuple[int, ...]
@@ -79,7 +79,7 @@ class RankShard(NamedTuple):
 
 
 class Sharding(Protocol):
-    """How the ranks of a group have a tensor sharded."""
+    """How a tensor is sharded over the ranks of a group."""
 
     def of(self, rank: int, limit: int) -> RankShard:
         """Returns the shard of a rank.
@@ -92,7 +92,7 @@ class Sharding(Protocol):
 
 @dataclass
 class Item:
-    """What is known of an item before its files are read. ``ranks`` is the number that saved."""
+    """What is known about an item before its files are read. ``ranks`` ranks saved it."""
 
     files: dict[int, ItemFile]
     ranks: int
@@ -103,13 +103,13 @@ class Item:
         return set(self._shardings)
 
     def shardings(self, path: str) -> dict[int, Sharding]:
-        """Returns how each rank has the tensor of a path in the item sharded, as far as known."""
+        """Returns, by rank, how the tensor at a path in the item is sharded, as far as known."""
         groups = self._shardings.get(path, ())
         return {rank: sharding for sharding, ranks in groups for rank in ranks}
 
 
 def item_of_ranks(name: str, ranks: int) -> Item:
-    """Returns an item of which each rank has a file of ``torch.save``: ``name.format(rank)``."""
+    """Returns an item for which each rank wrote a ``torch.save`` file: ``name.format(rank)``."""
     files = {rank: ItemFile(name.format(rank), TORCH, is_required=True) for rank in range(ranks)}
     return Item(files, ranks)
 
@@ -120,7 +120,7 @@ def path_of(keys: Iterable[str | int]) -> str:
 
 
 def shard_of_tensor(rank: int, tensor: DTensor, limit: int) -> RankShard:
-    """Returns the shard that a DTensor of a file has.
+    """Returns the shard that a DTensor in a file contains.
 
     Raises UnsupportedError if it has a placement other than a shard or a replica, and one of
     ``INVALID`` if it is damaged, or has more boxes than ``limit``.

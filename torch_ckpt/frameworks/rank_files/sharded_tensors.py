@@ -1,7 +1,7 @@
-"""Reads the ShardedTensors that FSDP1 has in state dicts, without a process group.
+"""Reads the ShardedTensors of FSDP1 state dicts, without a process group.
 
-The class itself can be unpickled only by the rank that saved it, among as many ranks. So stand-ins
-of its classes are read.
+Only the rank that saved a ShardedTensor can unpickle the class itself, and only in a group of as
+many ranks. So the pickle is read with stand-ins for its classes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class LocalPart(NamedTuple):
 
 
 class ShardedParts(torch.Tensor):
-    """A ShardedTensor of a file, which has no elements but those of ``parts``.
+    """A ShardedTensor in a file, with only the elements of ``parts``.
 
-    It was saved by ``ranks`` ranks.
+    ``ranks`` ranks saved it.
     """
 
     parts: list[LocalPart]

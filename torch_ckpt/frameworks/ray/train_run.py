@@ -53,8 +53,8 @@ class RayTrainRun(Run):
     step, reported or not, on any number of workers.
 
     Args:
-        **options: Options of :class:`Run`, except ``keep_last``, ``keep_every``, ``keep_best`` and
-            ``process_group``.
+        **options: Options of :class:`Run`, except ``keep_last``, ``keep_every``, ``keep_for``,
+            ``keep_best`` and ``process_group``.
 
     Raises:
         RuntimeError: This process is not a worker of Ray Train.
@@ -74,7 +74,7 @@ class RayTrainRun(Run):
     """
 
     def __init__(self, **options: Any) -> None:
-        names = ("keep_last", "keep_every", "keep_best", "process_group")
+        names = ("keep_last", "keep_every", "keep_for", "keep_best", "process_group")
         if refused := [name for name in names if options.get(name) is not None]:
             raise UnsupportedError(
                 f"cannot use {', '.join(refused)} with Ray Train: all workers save, and Ray "
@@ -101,10 +101,11 @@ class RayTrainRun(Run):
             )
         super().__init__(f"{scheme}{self._storage.experiment_fs_path}", **options)
         self._is_preempted = self._is_urgent = self._has_failed = False
-        self._deadline = math.inf  # When a node is preempted, on the monotonic clock.
+        self._deadline = math.inf  # When a node will be preempted, by the monotonic clock.
         self._last: int | None = None  # The step that was saved last, perhaps in the background.
         self._spacing = Spacing()
-        self._reported: set[int]  # A step whose path Ray has twice would be removed with the first.
+        # No path is reported twice: Ray would remove it together with its first report.
+        self._reported: set[int]
         self._unreported: set[int]
         self._reported, self._unreported = self._decided("asking Ray for checkpoints", self._find)
 
@@ -224,7 +225,7 @@ class RayTrainRun(Run):
     # ---- On the coordinator ----
 
     def _find(self) -> tuple[set[int], set[int]]:
-        """Returns the steps that Ray knows, and later ones."""
+        """Returns the steps that Ray knows, and the committed steps after them."""
         reported = ray.train.get_all_reported_checkpoints(
             CheckpointConsistencyMode.COMMITTED, timeout_s=self.timeout_s
         )
@@ -241,8 +242,8 @@ class RayTrainRun(Run):
     def _finished(self) -> tuple[dict[int, dict[str, float]], list[int]]:
         """Returns the metrics of unreported steps that are committed, and the steps that are not.
 
-        Ray takes the last reported step for the newest, so a step waits for the older ones. A step
-        that is saved again waits for its new save, although an older one is committed.
+        Ray takes the last reported step for the newest, so a step waits for all older steps. A step
+        that is saved again waits for its new save, even if its older save is committed.
         """
         finished: dict[int, dict[str, float]] = {}
         failed: list[int] = []

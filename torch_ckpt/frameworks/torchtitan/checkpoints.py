@@ -25,7 +25,12 @@ from torchtitan.tools import filesystem
 from torch_ckpt.api import load, save
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.integrations.hugging_face_storage import ModelReader, is_replaced, model_writer
+from torch_ckpt.integrations.hugging_face_storage import (
+    ModelReader,
+    dequantize_of,
+    is_replaced,
+    model_writer,
+)
 from torch_ckpt.planning.load_planner import FastLoadPlanner
 from torch_ckpt.runs.run import Run
 from torch_ckpt.storage.reader import FastReader
@@ -154,7 +159,7 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             asynchronous=config.async_mode != "disabled",
             **config.run,
         )
-        """The run. Its further methods are for programs with a training loop of their own."""
+        """The run. Custom training loops can use its further methods."""
         self.folder, self.keep_latest_k = str(self.run.directory), config.keep_latest_k
 
     # ---- Saving ----
@@ -163,7 +168,7 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self._config
-        is_due = self.run.should_save(curr_step)  # In every step, since it ends one of the run.
+        is_due = self.run.should_save(curr_step)  # Must be called in every step.
         is_first = curr_step == 1 and config.enable_first_step_checkpoint
         if config.load_only or not (is_due or is_first or last_step):
             return False
@@ -221,7 +226,7 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         newest = self.run.latest_step() if step == -1 else step
         if newest is None:
             return self._load_initial()
-        model_only = newest == 0  # A seed.
+        model_only = newest == 0  # Step 0 is a seed checkpoint.
         state = self._state_to_load(model_only)
         is_part = model_only or bool(self._config.exclude_from_loading)
         given = newest if model_only or step != -1 else None
@@ -263,8 +268,10 @@ class FastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         adapter, config = self.sd_adapter, self._config
         state = adapter.to_hf(self.states[MODEL].state_dict())
         reader = adapter.get_hf_storage_reader(path, config.initial_load_in_hf_quantized)
-        if is_replaced(reader):  # Others, such as those of quantized models, read by themselves.
+        if is_replaced(reader):  # All other readers read by themselves.
+            dequantize = dequantize_of(reader)
             reader = ModelReader(path)
+            reader.dequantize = dequantize
         self._load_from(reader, state, is_part=True)
         self.states[MODEL].load_state_dict(adapter.from_hf(state))
 

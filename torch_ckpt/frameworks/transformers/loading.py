@@ -1,10 +1,10 @@
-"""``from_pretrained(..., distributed_config=)`` of transformers, with the reads of this package.
+"""``from_pretrained(..., distributed_config=)`` of transformers, reading by this package.
 
-transformers maps the files of a model, and copies from the maps what a rank needs of each tensor:
-every rank fetches nearly all pages of tensors that are sharded by columns. Here, its functions run
-twice. The first time, they find which boxes they would copy. All ranks then load their boxes at
-once, and exchange what several of them read. The second time, the functions get the boxes, and
-convert, rename and merge them as before.
+transformers maps the files of a model, and copies the part of each tensor that a rank needs from
+the map. If a tensor is sharded by columns, every rank fetches nearly all of its pages. This module
+runs the functions of transformers twice. The first run records which boxes they would copy. All
+ranks then load their boxes in one collective load, and exchange the bytes that several of them
+need. The second run gets the loaded boxes, and converts, renames and merges them as before.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _Box = tuple[tuple[int, int], ...]
 
 
 class _File:
-    """A file as ``safe_open`` opens it. It is mapped only if transformers reads it by itself.
+    """A file as ``safe_open`` opens it, but mapped only if transformers reads it itself.
 
     The first access to a map can read megabytes ahead, on each rank.
     """
@@ -141,7 +141,7 @@ class _FilesReader(FastReader):
 
 @dataclass
 class _Wanted:
-    """A box of a tensor: how many times it is wanted, where, and its values after the load."""
+    """A requested box of a tensor: how often, for which device, and its values after the load."""
 
     count: int
     device: Any
@@ -156,7 +156,7 @@ class _Boxes:
     metadata: Metadata
     call: Call
     wanted: dict[str, dict[_Box, _Wanted]] = field(default_factory=dict)
-    device: Any = None  # Where the tensors go that are being requested.
+    device: Any = None  # The device of the tensors that are being requested.
     is_loaded: bool = False
 
     def _entry(self, fqn: str) -> TensorStorageMetadata:
@@ -259,7 +259,7 @@ class _Replaced:
             return self._safe_open(filename, *args, **options)
 
         if can_exchange():
-            with contextlib.suppress(CheckpointError):  # The error is that of safe_open.
+            with contextlib.suppress(CheckpointError):  # safe_open raises the error.
                 return _File(Path(filename).absolute(), open_stock)
         return open_stock()
 
@@ -281,7 +281,7 @@ class _Replaced:
                 tensor.boxes = boxes
             _LOG.debug("from_pretrained loads by FastReader")
             converted = self._convert(*arguments)
-            boxes.load()  # A rank that wants nothing sends to the others what it shall read.
+            boxes.load()  # A rank without boxes may read for other ranks.
             return converted
 
     def _boxes_of(self, tensors: Any, load_config: Any, call: Call) -> _Boxes | None:
@@ -334,8 +334,7 @@ class _Replaced:
 def replaced_loading(*, timeout_s: float, io: IoOptions | None, **_: Any) -> Iterator[None]:
     """Replaces functions of transformers, which must be imported, within a block.
 
-    Another version of transformers, whose functions have other arguments, is left as it is, with
-    one warning.
+    If the functions of the installed version have other arguments, warns once and replaces nothing.
     """
     for (module, name), arguments in _ARGUMENTS.items():
         function = getattr(sys.modules.get(module), name, None)

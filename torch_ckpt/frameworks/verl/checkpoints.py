@@ -103,15 +103,15 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         """Saves a checkpoint, and removes older ones of this process. All ranks call it.
 
         Args:
-            local_path: Directory of the checkpoint, which all ranks have.
+            local_path: Directory of the checkpoint, the same on all ranks.
             hdfs_path: No effect, as in verl.
             global_step: The step.
             max_ckpt_to_keep: Number of checkpoints to retain. Defaults to all.
 
         Raises:
-            CheckpointError: The save failed. The error is that of the first rank with one.
-            ValueError: ``save_contents`` has the model or the optimizer, and there is none. Or
-                ``save_lora_only`` is set, and the model has adapters of another kind.
+            CheckpointError: The save failed. All ranks raise the error of the first failed rank.
+            ValueError: ``save_contents`` lists the model or the optimizer, but this object has
+                none. Or ``save_lora_only`` is set, and the model has adapters of another kind.
         """
         if local_path is None:
             return
@@ -134,7 +134,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             # Ray's workers expect an ``Exception``.
             with first_error("in a save of verl"):
                 save(state, checkpoint_id=local_path)
-            if self.rank == 0:  # Those of an earlier save of this step by verl.
+            if self.rank == 0:  # An earlier save of this step by verl left them.
                 folder = Location(local_path)
                 for name in filter(_is_verl_file, folder.names()):
                     (folder / name).discard()
@@ -159,12 +159,14 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             del_local_after_load: As in verl, for files that it has written.
 
         Raises:
-            CheckpointError: The load failed. The error is that of the first rank with one.
-            NotFoundError: A rank lacks the directory or a file. It names the rank and its machine.
+            CheckpointError: The load failed. All ranks raise the error of the first failed rank.
+            NotFoundError: A rank lacks the directory or a file. The message names the rank and its
+                machine.
             MismatchError: The checkpoint lacks one of ``load_contents``, only the checkpoint or
                 only the model has an adapter, or verl has saved to the same directory later.
             UnsupportedError: verl wrote the optimizer states of FSDP1 on another number of ranks.
-            ValueError: ``load_contents`` has the model or the optimizer, and there is none.
+            ValueError: ``load_contents`` lists the model or the optimizer, but this object has
+                none.
         """
         if local_path is None:
             return
@@ -254,7 +256,7 @@ class FastCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 remove_directory(Location(each))
             except NotFoundError:
                 continue
-            except CheckpointError as error:  # As in verl, training goes on.
+            except CheckpointError as error:  # As in verl, training continues.
                 _LOG.warning("cannot remove %s: %s", each, error)
 
     def _state(self, contents: Collection[str], verb: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -34,15 +34,15 @@ ONLY_IN_MEMORY = (
     "is in the shared memory of this machine only. It remains for a day, unless the machine "
     "restarts. A job that begins here until then, in the directory of the same run, restores it"
 )
-"""What becomes of a last step that the agent cannot write."""
+"""The fate of a last step that the agent cannot write."""
 
 
 class AgentBackend(ThreadBackend):
     """Saves through the agent of this machine. All ranks call the same methods.
 
     If the agent of any rank has too little memory, or cannot save the rank's state, all ranks save
-    without the agent from then on. Of the writer, the agent uses ``sync_files`` and the
-    ``small_files`` of the step.
+    without the agent from then on. The agent uses ``sync_files`` and the ``small_files`` of the
+    step from the writer.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class AgentBackend(ThreadBackend):
     def save(
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
     ) -> Future[Any]:
-        """Begins to save a step to ``path``; without ``persist`` the step remains in memory."""
+        """Begins to save a step to ``path``. Without ``persist``, the step remains in memory."""
         record = current_record()
 
         def begin_save() -> Future[Any]:
@@ -72,7 +72,7 @@ class AgentBackend(ThreadBackend):
                         small_files=self._writer.small_files,
                     )
                 except Exception as error:
-                    if _is_of_agent(error):  # The save goes on without the agent.
+                    if _is_of_agent(error):  # The save continues without the agent.
                         error.is_recorded = False  # type: ignore[attr-defined]
                     raise
             assert future is not None  # The agent waits for a slot.
@@ -121,10 +121,10 @@ class AgentBackend(ThreadBackend):
             self._agent.close()
 
     def _run_or_fall_back(self, work: Callable[[], T], undo: Callable[[], None]) -> T | None:
-        """Calls ``work`` on all ranks; if the agent fails on any rank, all save without it.
+        """Calls ``work`` on all ranks. If the agent fails on any rank, all save without it.
 
-        Each rank then calls ``undo``, and the result is ``None``. If a save without it would fail
-        too, the error of a rank is raised on all ranks.
+        In that case, each rank calls ``undo``, and the result is ``None``. If a save without the
+        agent would also fail, the error of a rank is raised on all ranks.
         """
         result, failure = None, None
         try:
@@ -159,7 +159,7 @@ class AgentBackend(ThreadBackend):
 
 
 def _fallback_reason(failure: BaseException | None) -> str:
-    """Returns why the ranks must save without an agent; empty if they need not.
+    """Returns why the ranks must save without an agent; empty if they can use it.
 
     Raises the failure if saving without an agent would fail too.
     """
@@ -171,13 +171,13 @@ def _fallback_reason(failure: BaseException | None) -> str:
 
 
 def _is_of_agent(failure: BaseException) -> bool:
-    """Returns whether a failure concerns the agent alone, which is optional."""
+    """Returns whether a failure concerns only the agent, which is optional."""
     is_of_system = isinstance(failure, OSError) and not isinstance(failure, CheckpointError)
     return is_of_system or isinstance(failure, (StorageError, UnsupportedError))
 
 
 def _with_rank(failure: BaseException) -> str:
-    """Returns the text of a failure, and which rank has failed: this one, unless a note says it."""
+    """Returns the text of a failure with the failed rank: this one, unless a note names it."""
     for note in getattr(failure, "__notes__", ()):
         if note.startswith("raised on rank "):
             return f"{text_of(failure)} ({note})"
@@ -205,10 +205,10 @@ def backend_for(
 ) -> ThreadBackend:
     """Returns the backend of a run's background saves, if it has any.
 
-    The path of ``writer`` is where the run saves. If it has several ``places``, their agents
-    coordinate in the directory of the ``run``. ``reuses`` says that a save takes what has not
-    changed from the last one. ``timeout_s`` is how long a rank waits for another rank, or a save
-    for a slot. Raises ValueError if ``agent`` is given, and saves are not asynchronous.
+    The run saves to the path of ``writer``. If it has several ``places``, their agents coordinate
+    in the directory of the ``run``. ``reuses``: whether a save takes unchanged data from the
+    previous one. ``timeout_s`` limits how long a rank waits for another rank, and a save for a
+    slot. Raises ValueError if ``agent`` is given, and saves are not asynchronous.
     """
     if agent and not asynchronous:
         raise ValueError("agent=True requires asynchronous=True: an agent saves in the background")
@@ -248,8 +248,8 @@ def _started(
 ) -> tuple[SnapshotAgent | None, str]:
     """Returns the agent of a run, or ``None`` and the reason if any rank cannot have it.
 
-    ``places`` are those of a local directory that has the files of its own ranks alone. Any other
-    error of a rank is raised on all ranks.
+    ``places`` is given if each machine has a local directory with the files of its ranks only. If a
+    rank fails for another reason, its error is raised on all ranks.
     """
     agent, failure = None, None
     try:
@@ -265,7 +265,7 @@ def _started(
         if agent is not None and places is not None and places.here != list(agent.ranks_here):
             return (
                 f"ranks {places.here} share a local directory, and ranks {list(agent.ranks_here)} "
-                "a machine; the agent of each machine needs a local directory of its own"
+                "a machine; the agent requires one local directory per machine"
             )
         return ""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from torch_ckpt.coordination.background import SaveFuture
+from torch_ckpt.coordination.background import BackgroundFuture
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import OwnFuture
 from torch_ckpt.errors import CheckpointError, StorageError
@@ -17,11 +17,11 @@ __all__ = ["BackgroundSave"]
 
 
 class BackgroundSave:
-    """A save in the background, and a callback that follows its success, in the background as well.
+    """A background save, and a callback that runs in the background after the save has succeeded.
 
-    ``is_committed`` says that the save has succeeded, whether the callback has failed or not.
+    ``is_committed``: whether the save has succeeded, even if the callback has failed.
     :meth:`settle` reports the outcome of the save. The process waits for the save before it exits.
-    The failure of a save that was not settled is reported as :class:`SaveFuture` reports it.
+    If a failed save was not settled, its failure is reported as by :class:`BackgroundFuture`.
 
     Example::
 
@@ -36,7 +36,7 @@ class BackgroundSave:
         if isinstance(future, OwnFuture):
             is_named, awaited = future.is_named, future.awaited
         failure = f"step {step} was not saved"
-        self._ended: SaveFuture[float] = SaveFuture(failure, awaited, is_named=is_named)
+        self._ended: BackgroundFuture[float] = BackgroundFuture(failure, awaited, is_named=is_named)
         began = time.monotonic()
 
         def end(done: Future[Any]) -> None:

@@ -19,7 +19,7 @@ __all__ = ["ThreadBackend"]
 
 
 class ThreadBackend:
-    """Saves with :func:`torch_ckpt.async_save`. Nothing of it stays in memory after a save."""
+    """Saves with :func:`torch_ckpt.async_save`. No step remains in memory after its save."""
 
     rungs: Sequence[Rung] = ()
     """Rungs with steps of this backend, other than the disk."""
@@ -56,14 +56,14 @@ class ThreadBackend:
         return CheckpointCopy(source, target, **options)
 
     def write_newest(self) -> tuple[int, Future[Any]] | None:
-        """Begins to write the last step, if it is in memory alone: its number, and its future."""
+        """Begins to write the last step, if it is in memory only; returns its number and future."""
         return None
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Allocates memory for states like this, if there is any to reserve."""
+        """Allocates memory for states like this, if the backend reserves memory."""
 
     def forget(self) -> None:
-        """Forgets the step that was saved last, after steps were discarded from memory."""
+        """Drops the step that was saved last, after steps were discarded from memory."""
 
     def leave(self) -> None:
         """Leaves the snapshots in memory for the next process."""

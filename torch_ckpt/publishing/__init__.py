@@ -1,0 +1,1 @@
+"""Versions of a model's weights for inference: whole ones, and differences between them."""
