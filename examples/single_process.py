@@ -7,34 +7,11 @@ python examples/single_process.py
 """
 
 import argparse
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from torch_ckpt import Run
-
-
-class Training:
-    """Model and optimizer as a ``Stateful``: DCP calls these methods when it saves and loads."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns both states. An optimizer that has no state yet gets one for the load."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets both states."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
 
 
 def main() -> None:
@@ -47,7 +24,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = {"training": Training(model, optimizer)}
+    state = {"model": model, "optimizer": optimizer}
 
     with Run(args.dir, every=20, keep_last=2) as run:
         start = run.restore(state) or 0

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_ckpt.coordination.current_call import setting
+from torch_ckpt.coordination.optimizer_states import create_state, lacks_state
 from torch_ckpt.errors import MismatchError, UnsupportedError, naming, naming_cycle, text_of
 
 __all__ = [
@@ -151,11 +152,19 @@ class StateDicts:
         self.state: dict[str, Any]
         self._objects: list[tuple[Any, Any, str]] = []  # Container, key and FQN below the top.
         self._within: list[tuple[Any, str]] = []  # Objects whose state dicts are being replaced.
+        # Optimizers without states, their state dicts and FQNs.
+        self._stateless: list[tuple[torch.optim.Optimizer, dict[str, Any], str]] = []
         with setting(_loading, for_load), naming_cycle(self._action, state_dict):
             self.state, self._root = self._replaced_in(state_dict, None, in_tuple=False)
 
     def use_stored(self, metadata: Metadata) -> None:
-        """Requests whole objects if DCP, or an older version, has pickled them."""
+        """Requests what the checkpoint has of objects.
+
+        These are whole objects if DCP, or an older version, has pickled them, and the states of
+        optimizers that have none yet.
+        """
+        for optimizer, state, fqn in self._stateless:
+            create_state(optimizer, state, fqn, metadata)
         for container, key, fqn in self._objects:
             stored = metadata.state_dict_metadata.get(fqn)
             if isinstance(stored, BytesStorageMetadata) and isinstance(container[key], Mapping):
@@ -194,6 +203,8 @@ class StateDicts:
             elif self._copies_all and is_container and not isinstance(state, tuple):
                 # It may be the object's own.
                 state, _ = self._copied(state, fqn, keeps_types=True)
+        if self._for_load and lacks_state(value):
+            self._stateless.append((value, state, fqn))
         return state, node
 
     def _replaced_in(self, live: Any, fqn: str | None, *, in_tuple: bool) -> tuple[Any, _Replaced]:

@@ -23,7 +23,7 @@ from torch_ckpt.planning.differences import listed, with_similar
 __all__ = ["LeftNames", "RequestedNames", "Unrestored", "scope_of"]
 
 _HINT = (
-    "; an optimizer has no state before its first step. For its momenta, load into the result of "
+    "; this optimizer has no state before its first step. For its momenta, load into the result of "
     f"torch's get_state_dict: see {SITE}runs/#after-restore"
 )
 
