@@ -25,6 +25,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch_ckpt import Publisher, Subscriber
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import register
+from torch_ckpt.filesystems.object_store import object_store
 from torch_ckpt.publishing import subscriber
 from torch_ckpt.publishing.parts import view_of
 
@@ -33,6 +35,7 @@ __all__ = ["Killed", "Memory", "policy", "published_policy"]
 BF16 = torch.bfloat16
 OPTIONS: dict[str, Any] = {"dtype": BF16, "whole_every": 5, "keep_whole": 2}
 TIMEOUT_S = 8.0  # Of the exchanges of a publish.
+RETRY_S = 20.0  # For how long a request to a store is repeated: by default for three minutes.
 START_S = 60.0
 PUBLISH_S = 40.0  # Within which survivors have returned or raised.
 
@@ -116,6 +119,9 @@ def rank_that_publishes(
 ) -> None:
     """A rank: sends ``ready``, waits, publishes; sends each version that is committed."""
     os.environ.update(variables)
+    if root.startswith("s3://"):
+        limit = {"max_retries": 1000, "retry_timeout": timedelta(seconds=RETRY_S)}
+        register("s3", object_store("s3", retry_config=limit))
     if watched:
         listener = stop_before_changes()
         reduction.send_handle(pipe, listener, None)

@@ -400,6 +400,36 @@ def test_a_bucket_that_may_only_be_written_says_so(store_proxy: StoreProxy, stor
     assert not cause_of(raised.value).retriable  # type: ignore[attr-defined]
 
 
+def test_a_store_that_is_down_is_waited_for_once(store_proxy: StoreProxy, store_url: str) -> None:
+    """A call makes several requests. Only the first of them is repeated for long."""
+    retry_s = 6.0
+    retries = {
+        "max_retries": 1000,
+        "retry_timeout": datetime.timedelta(seconds=retry_s),
+        "backoff": {
+            "init_backoff": datetime.timedelta(milliseconds=100),
+            "max_backoff": datetime.timedelta(seconds=1),
+            "base": 2,
+        },
+    }
+    client = ObstoreClient("s3", {"retry_config": retries})
+    path = f"{store_url.removeprefix('s3://')}/object"
+    client.put(path, b"contents", None)
+    store_proxy.add(Fault("reset"))
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        with pytest.raises(StorageError) as raised:
+            client.get(path, 0, 8)
+        seconds.append(time.monotonic() - began)
+        assert raised.value.retriable
+    assert seconds[0] > retry_s / 2
+    assert max(seconds[1:]) < retry_s / 2
+    store_proxy.forget()
+    time.sleep(1.0)  # A failed connection is not tried again within a second.
+    assert bytes(client.get(path, 0, 8)) == b"contents"
+
+
 @pytest.mark.slow
 def test_the_network_is_down_for_a_minute(store_proxy: StoreProxy, store_url: str) -> None:
     """Training goes on, and the save succeeds."""

@@ -377,9 +377,11 @@ class ObstoreClient(StoreClient):
                 hint = f"no credentials in {_CREDENTIALS[_prefix(self._scheme)]}; "
             elif "builder error" in message and "http://" in message:
                 hint = f"for an endpoint of http://, set {_prefix(self._scheme)}ALLOW_HTTP=true; "
-            raise StorageError(
+            failure = StorageError(
                 f"cannot {what} {self._url(path)}: {hint}{message}", _errno_of(error, message)
-            ) from None
+            )
+            self._reconnect_after(path, failure)
+            raise failure from None
         except BaseException as error:
             # A bug in the library, or unusual settings.
             if type(error).__name__ != "PanicException":

@@ -107,6 +107,15 @@ class StoreClient:
             self._failed[first] = (time.monotonic(), str(error), error.errno)
             raise
 
+    def _reconnect_after(self, path: str, failure: CheckpointError) -> None:
+        """Makes the next request to a store that did not answer connect again.
+
+        A request is repeated for minutes, and one call of the engine makes several. The test of a
+        connection fails in seconds while the store is down, so only the first one takes minutes.
+        """
+        if isinstance(failure, StorageError) and failure.errno == errno.ETIMEDOUT:
+            self._connected.pop(path.partition("/")[0], None)
+
     def _url(self, path: str) -> str:
         return url_of(self._scheme, path)
 
@@ -125,7 +134,9 @@ class StoreClient:
                 f"{attempt}: another one was written meanwhile", errno.EEXIST
             ) from cause_of(error)
         except Exception as error:
-            raise self._failure(attempt, error) from cause_of(error)
+            failure = self._failure(attempt, error)
+            self._reconnect_after(path, failure)
+            raise failure from cause_of(error)
 
     def _failure(self, attempt: str, error: Exception) -> CheckpointError:
         """Returns the error for an error of the library. Its message begins with the attempt."""
