@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -26,6 +27,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.commits.model import ModelTransaction
 from torch_ckpt.errors import (
     AlreadyExistsError,
+    CheckpointError,
     CorruptionError,
     MismatchError,
     NotFoundError,
@@ -36,6 +38,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.filesystems.fsspec_client import FsspecClient
 from torch_ckpt.filesystems.location import Location, register
 from torch_ckpt.publishing import chain, publisher, snapshot, subscriber
+from torch_ckpt.publishing.examination import damage_of
 from torch_ckpt.publishing.version_files import committed_versions, read_version
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -716,6 +719,45 @@ def test_a_superseded_publisher_that_fails_leaves_the_version_of_the_newer_one(
     worker, engine = Subscriber(root), Engine(weights(2))
     assert worker.update(engine.tensors) == 1
     engine.assert_has(weights(2))
+
+
+def test_an_index_that_arrives_when_its_model_was_removed_is_no_version(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store carries out a request of a publisher that is dead, or was superseded, at any time."""
+    commit = ModelTransaction.commit
+    is_next, has_arrived = threading.Event(), threading.Event()
+
+    def commit_next(*args: Any, **options: Any) -> list[str]:
+        is_next.set()
+        assert has_arrived.wait(30)
+        return commit(*args, **options)
+
+    def commit_late(*args: Any, **options: Any) -> list[str]:
+        monkeypatch.setattr(ModelTransaction, "commit", commit_next)
+        newer.publish(1, weights(2))
+        assert is_next.wait(30)
+        try:
+            return commit(*args, **options)
+        finally:
+            has_arrived.set()
+
+    older, newer = Publisher(root), Publisher(root)
+    monkeypatch.setattr(ModelTransaction, "commit", commit_late)
+    older.publish(1, weights(1))
+    with contextlib.suppress(CheckpointError):
+        older.wait()
+    monkeypatch.setattr(ModelTransaction, "commit", commit)
+    with contextlib.suppress(CheckpointError):
+        newer.wait()
+    for number in committed_versions(Location(root)):
+        assert not damage_of(Location(root), number)
+    newer.publish(2, weights(3))
+    newer.wait()
+    for number in committed_versions(Location(root)):
+        assert not damage_of(Location(root), number)
+    worker, engine = Subscriber(root), Engine(weights(3))
+    assert worker.update(engine.tensors) == 2
 
 
 def test_leftovers_that_cannot_be_removed_do_not_fail_a_publish(

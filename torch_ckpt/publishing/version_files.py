@@ -294,7 +294,12 @@ def kind_of(path: Location) -> str:
 
 
 def _has_whole(names: Set[str]) -> bool:
-    return WHOLE in names and not names.isdisjoint(_MODELS)
+    """Returns whether names are those of a whole version.
+
+    A store may receive the index of a dead publisher late, when the next one has removed its files.
+    """
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    return has_weights and WHOLE in names and not names.isdisjoint(_MODELS)
 
 
 def _is_there(path: Location, kind: str) -> bool:
