@@ -488,7 +488,8 @@ def test_a_run_saves_without_an_agent_of_another_version(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "_VERSION", 1)
-    with pytest.warns(UserWarning, match=r"without an agent: .* this process uses version 1"):
+    named = r"without an agent: cannot use the agent .* process \d+, which is of another version: "
+    with pytest.warns(UserWarning, match=f"{named}.* this process uses version 1"):
         training = torch_ckpt.Run(run, asynchronous=True, agent=True)
     training.save(1, {"w": torch.ones(10)})
     training.close()

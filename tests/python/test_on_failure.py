@@ -16,7 +16,8 @@ from waits import until
 
 from torch_ckpt import Run
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError
-from torch_ckpt.ladder.failures import storage_failure
+from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.failures import PromotionFailures, storage_failure
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -131,3 +132,11 @@ def test_storage_is_the_reason_if_all_ranks_that_failed_by_themselves_failed_by_
 @pytest.fixture(autouse=True)
 def _logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "torch_ckpt")
+
+
+def test_a_local_directory_that_cannot_be_listed_names_no_step() -> None:
+    failures = PromotionFailures(Location("/run"), "raise", 3)
+    failures.add(None, StorageError("cannot list /local", errno.EIO))
+    expected = r"^steps were not promoted to /run: StorageError: cannot list /local$"
+    with pytest.raises(StorageError, match=expected):
+        raise failures.take() or AssertionError

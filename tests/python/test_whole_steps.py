@@ -14,6 +14,9 @@ from support.flips import flipped
 
 from torch_ckpt import CheckpointError, Run, load, save
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.ladder.promotion_steps import PromotionSteps
+from torch_ckpt.ladder.retention import Retention
+from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.verify import check_sound
@@ -251,3 +254,19 @@ def test_a_local_step_that_loses_a_file_before_its_promotion_fails_one_promotion
         assert _steps(tmp_path / "run") == [4, 3]
         assert run.failures == 1
     assert "step 2 was not promoted" in caplog.text
+
+
+def test_a_step_that_was_removed_after_its_promotion_is_not_reported_as_lost(
+    tmp_path: Path,
+) -> None:
+    steps = PromotionSteps(StepDirectories(Location(tmp_path)), Retention())
+    steps.found_here([1])
+    steps.examined({1: 1}, ())
+    steps.begin_save(2, [2, 1])
+    steps.saved(2)
+    steps.promoted(1)  # Another place may be slower, and its coordinator chooses the step again.
+    assert steps.removable([2, 1], [2, 1], keep=1, whole={1}) == [1]
+    steps.choose([2, 1])
+    assert steps.lost([2]) == []
+    assert steps.ended_here() == {1: "the step is not there"}
+    assert steps.lost([]) == [2]

@@ -41,7 +41,7 @@ from torch_ckpt.agent.messages import (
 )
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.coordination.waiting import LongWait
-from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import name_of
 from torch_ckpt.process_state import PROCESS
 
@@ -434,7 +434,12 @@ class AgentClient:
             rounds = log.rounds(max(within_s, _LEAST_S), _LOG_POLL_S)
             if not any(has_arrived(connection, pause_s) for pause_s in rounds):
                 raise TimeoutError
-            self._check(receive(connection))
+            try:
+                answer = receive(connection)
+            except UnsupportedError as error:
+                text = f"cannot use {self.name} which is of another version: {error}"
+                raise UnsupportedError(text) from error
+            self._check(answer)
         except TimeoutError:
             connection.close()
             raise self._lost(self._answer_s) from None

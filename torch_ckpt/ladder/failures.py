@@ -106,8 +106,12 @@ class PromotionFailures:
         self._since = 0.0  # Time of the first failure in a row.
 
     def add(self, step: int | None, error: Exception) -> str | None:
-        """Records a failure. Returns a message to log if it is the first in a row and not final."""
-        message = f"step {step} was not promoted to {self._directory}: {why(error)}"
+        """Records a failure. Returns a message to log if it is the first in a row and not final.
+
+        The step is ``None`` if it is unknown, because the local directory cannot be read.
+        """
+        what = "steps were" if step is None else f"step {step} was"
+        message = f"{what} not promoted to {self._directory}: {why(error)}"
         storage = storage_failure(error)
         self.last = CheckpointError(message)
         if isinstance(error, SupersededError):

@@ -506,7 +506,7 @@ class Promotion:
             step = self._steps.newest_waiting() if self._attempt is None else self._attempt.step
             message = self._failures.add(step, error)
         if message is not None:
-            _LOG.warning("%s; it is promoted after the next save", message)
+            _LOG.warning("%s; the promotion is retried after the next save", message)
 
     # ---- One step ----
 

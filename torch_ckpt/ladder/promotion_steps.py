@@ -120,6 +120,7 @@ class PromotionSteps:
         self._is_chosen = False  # Whether that step will be promoted.
         self._chosen: set[int] = set()  # The coordinator's last choice.
         self._here: set[int] = set()  # The local steps when they were last listed.
+        self._unneeded: set[int] = set()  # Removable local steps, as long as they are listed.
         self._unreported: set[int] = set()  # Ended steps, not yet sent to other places.
         self._lineage = Term()  # Steps outside it are not retained.
         self.in_progress: int | None = None  # The step that is being promoted.
@@ -180,6 +181,7 @@ class PromotionSteps:
         """Ends the save of a step in the local directory; returns whether to promote it."""
         self._saved, self._in_save = step, None
         self._unreported.discard(step)
+        self._unneeded.discard(step)
         self._here.add(step)
         self._of(step).state = _State.WAITS if self._is_chosen else _State.UNCHOSEN
         self._of(step).value = self._of(step).saved_s = None
@@ -220,7 +222,8 @@ class PromotionSteps:
     def lost(self, local: Collection[int]) -> list[int]:
         """Passes over the steps that should be promoted but no longer exist, and returns them.
 
-        Chosen steps that never existed at this place are passed over as well.
+        Chosen steps that never existed at this place, or were removed because the run has them, are
+        passed over as well.
         """
         gone = self._here.difference(local)
         absent = gone.union(self._chosen.difference(local)).difference([self._in_save])
@@ -228,6 +231,8 @@ class PromotionSteps:
         self.pass_over(lost, "the step is not there")
         self.found_here(local)
         self._here.intersection_update(local)
+        gone -= self._unneeded
+        self._unneeded.intersection_update(local)
         return sorted(gone.intersection(lost))
 
     def lost_in_run(self, step: int, *, is_other: bool) -> None:
@@ -320,7 +325,9 @@ class PromotionSteps:
         for step in committed:
             if step not in needed:
                 self._skip(step)
-        return [step for step in listed if step <= saved and step not in needed]
+        removable = [step for step in listed if step <= saved and step not in needed]
+        self._unneeded.update(removable)
+        return removable
 
     def promoted_beyond(self, local: Sequence[int], keep: int) -> list[int]:
         """Returns the promoted steps that need not remain if the run has them whole."""

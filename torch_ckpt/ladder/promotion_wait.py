@@ -55,7 +55,8 @@ class Promotions:
 
     ``own`` is the promotion of this rank. ``disks`` are the directories of the run; saves go to the
     first. With a single directory, nothing is promoted. A rank waits ``timeout_s`` for the others,
-    and for more bytes of a promotion.
+    and for more bytes of a promotion. ``are_stuck``: whether the last promotion of this rank did
+    not end in time, because the directory of the run does not answer.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Promotions:
         self._own, self._group, self._timeout_s = own, group, timeout_s
         self._local, self._run = disks[0].directory, disks[-1].directory
         self._have_ended = len(disks) == 1
+        self.are_stuck = False
 
     def await_all(
         self, settle: Callable[[], bool], timeout_s: float, *, must_end: bool, closes: bool
@@ -134,7 +136,7 @@ class Promotions:
             return
         deadline, own = time.monotonic() + timeout_s, self._own
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: own.cancel(max(min(deadline - time.monotonic(), END_S), 0.1)))
+            stack.callback(lambda: self._end(max(min(deadline - time.monotonic(), END_S), 0.1)))
             if self._group.is_coordinator:
                 stack.enter_context(own.bar())
             try:
@@ -159,6 +161,10 @@ class Promotions:
             if not now.awaited or patience.over(now.done):
                 return now.awaited
 
+    def _end(self, wait_s: float) -> None:
+        self._have_ended = True
+        self.are_stuck = self._own.cancel(wait_s) is False
+
     def leave(self, error: BaseException) -> None:
         """Leaves the steps to the next process after an error. Called on one rank.
 
@@ -166,7 +172,6 @@ class Promotions:
         """
         if self._have_ended:
             return
-        self._have_ended = True
-        self._own.cancel()
+        self._end(END_S)
         with contextlib.suppress(Exception):  # The first error counts.
             self._group.call(self._timeout_s).fail(error)

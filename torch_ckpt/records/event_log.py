@@ -64,14 +64,14 @@ class EventLog:
         self._watched.append(unfinished)
         self._start()
 
-    def close(self) -> None:
-        """Waits a short time until all lines are written."""
+    def close(self, *, waits: bool = True) -> None:
+        """Ends the record. By default, waits a short time until all lines are written."""
         atexit.unregister(self._at_exit)
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(None)
             with contextlib.suppress(RuntimeError):  # It could not be started.
-                self._thread.join(_CLOSE_S)
+                self._thread.join(_CLOSE_S if waits else 0.0)
 
     def _at_exit(self, pid: int) -> None:
         if pid == os.getpid():  # A forked child has no such thread.

@@ -412,12 +412,12 @@ class Run(Saver, StepLoads):
             return
         with self._exclusive.use_by_all("close the run", self._group, self.timeout_s):
             try:
-                self._saves.close(is_again=self._closed)
+                self._saves.close()
                 make_no_more_calls(self._group.connections, "close the run")
             finally:
                 self._closed = True
                 if self._log is not None:
-                    self._log.close()
+                    self._log.close(waits=not self._saves.promotions.are_stuck)
 
     def __enter__(self) -> Run:
         return self

@@ -72,7 +72,7 @@ class StepSaves:
         self._writer, self._backend, self._monitor = writer, backend, monitor
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
         self._promotion, self._recorder = promotion, recorder
-        self._promotions = Promotions(promotion, group, disks, timeout_s)
+        self.promotions = Promotions(promotion, group, disks, timeout_s)
         self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
         self._knows_last = False
@@ -310,7 +310,7 @@ class StepSaves:
                     raise
             return self._pending is None
 
-        return self._promotions.await_all(settle, timeout_s, must_end=must_end, closes=closes)
+        return self.promotions.await_all(settle, timeout_s, must_end=must_end, closes=closes)
 
     def close_promotion(self, timeout_s: float = math.inf) -> None:
         """Promotes as many steps as this time allows; the next process promotes the rest.
@@ -319,17 +319,16 @@ class StepSaves:
         :meth:`wait_for_promotion` on all ranks.
         """
         promote = functools.partial(self.wait_for_promotion, closes=True)
-        self._promotions.close(promote, timeout_s)
+        self.promotions.close(promote, timeout_s)
 
-    def close(self, *, is_again: bool = False) -> None:
+    def close(self) -> None:
         """Waits for the last save and for promotions, and ends the background saves."""
         try:
             self.settle()
             self.write_newest()
         finally:
             try:
-                if not is_again:
-                    self.close_promotion()  # First, since the agent makes the copies.
+                self.close_promotion()  # First, since the agent makes the copies.
             finally:
                 if self.is_busy:
                     self._backend.leave()  # The agent continues the save.
@@ -339,7 +338,7 @@ class StepSaves:
     def leave(self, error: BaseException) -> None:
         """Leaves the steps in memory, and the promotion, to the next process after an error."""
         self._backend.leave()
-        self._promotions.leave(error)
+        self.promotions.leave(error)
 
     def discard_after(self, step: int) -> list[int]:
         """Removes the steps after a step from disk and memory; see :meth:`Run.discard_after`."""
