@@ -71,6 +71,10 @@ class File {
   // Sets the file size to `nbytes`.
   virtual Status truncate(int64_t nbytes) = 0;
 
+  // The length of the parts of a new stream: a write of a whole part is complete without the bytes
+  // that follow. 0 if the file is not a stream.
+  virtual int64_t part_nbytes() const { return 0; }
+
   // Makes writes in flight to a stream fail soon, and removes what it has written. Any thread may
   // call it. No effect on other files.
   virtual void abandon() {}

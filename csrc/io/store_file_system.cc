@@ -76,6 +76,8 @@ class StoreFile final : public File {
     return ok_status();
   }
 
+  int64_t part_nbytes() const override { return upload_ ? upload_->part_nbytes() : 0; }
+
   Status truncate(int64_t) override {
     return errno_status(EINVAL, str_cat("cannot truncate ", path_, ": it is a stream"));
   }
