@@ -19,6 +19,7 @@
 
 #include "base/bytes.h"
 #include "base/status.h"
+#include "io/window.h"
 
 namespace torch_ckpt {
 
@@ -119,6 +120,9 @@ struct IoRequest {
   MutableBytes memory = {};            // Target of a read, source of a write; outlives the request.
   Caching caching = Caching::kDirect;  // kDirect requires alignment to file->alignment().
   uint64_t tag = 0;                    // Caller-defined; returned in `IoDone`.
+  // If given, a read may set it to its bytes in other memory, and leave `memory` as it is. It
+  // outlives the request.
+  Window* received = nullptr;
 };
 
 struct IoDone {
