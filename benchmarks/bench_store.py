@@ -228,14 +228,14 @@ def time_rows(bench: Bench) -> list[list[str]]:
 def request_rows(bench: Bench) -> list[list[str]]:
     """A row for each task, contender and state: all requests, and those of each kind."""
     kinds = sorted({kind for sample in bench.found(link="counted") for kind in sample["requests"]})
-    rows = [["task", "contender", "tensors", "requests", *kinds]]
+    rows = [["task", "contender", "tensors", "CPU s", "requests", *kinds]]
     for task in (SAVE, LOAD):
         for contender in bench.options.contenders:
             for kind in (SMALL, LARGE):
                 [sample] = bench.found(link="counted", task=task, contender=contender, kind=kind)
                 counts = Counter(sample["requests"])
                 cells = [str(counts.total()), *(str(counts[kind] or "") for kind in kinds)]
-                rows.append([task, contender, kind, *cells])
+                rows.append([task, contender, kind, f"{sample['cpu_s']:.2f}", *cells])
     return rows
 
 

@@ -30,8 +30,8 @@ class IoOptions:
 
     A save to a store writes each file in parts of 8 MiB, or 1/5,000 of the file. If the buffers of
     a thread are smaller than a part, up to two parts of a file also are in memory. A load from a
-    store uses up to twice ``buffer_nbytes``, because the client of the store retains each response
-    until it is in a buffer.
+    store into tensors on a GPU uses up to twice ``buffer_nbytes``, because the client of the store
+    retains each response until it is in a buffer.
 
     Attributes:
         buffer_nbytes: Bytes of I/O buffers of one writer or reader on one rank; at least 512 KiB.

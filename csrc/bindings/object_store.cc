@@ -109,17 +109,21 @@ class PyObjectStore final : public ObjectStore {
     });
   }
 
-  Status get(const std::string& path, int64_t offset, MutableBytes into) override {
-    return with_client([&]() -> Status {
-      const py::buffer got = client_.attr("get")(path, offset, ssize(into));
-      const py::buffer_info info = got.request();
-      const Bytes bytes = bytes_of(info);
-      if (bytes.size() != into.size()) {
-        return corruption("cannot read ", into.size(), " bytes at ", offset, " of ", path,
+  Result<Window> get(const std::string& path, int64_t offset, int64_t nbytes) override {
+    return with_client([&]() -> Result<Window> {
+      const py::buffer got = client_.attr("get")(path, offset, nbytes);
+      const auto release = [](py::buffer_info* info) {
+        const py::gil_scoped_acquire locked;
+        delete info;
+      };
+      // The information about a buffer references it.
+      const std::shared_ptr<py::buffer_info> info(new py::buffer_info(got.request()), release);
+      const Bytes bytes = bytes_of(*info);
+      if (ssize(bytes) != nbytes) {
+        return corruption("cannot read ", nbytes, " bytes at ", offset, " of ", path,
                           ": the store returned ", bytes.size(), " bytes");
       }
-      without_gil([&] { std::memcpy(into.data(), bytes.data(), bytes.size()); });
-      return ok_status();
+      return Window{bytes, info};
     });
   }
 

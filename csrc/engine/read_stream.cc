@@ -292,6 +292,7 @@ class ReadStream::LaneRun {
       : pool_(*lane.pool),
         queue_(*lane.queue),
         work_(work),
+        for_device_(lane.for_device),
         slots_(static_cast<size_t>(pool_.block_count())) {
     for (size_t i = 0; i < slots_.size(); ++i) free_slots_.push_back(i);
   }
@@ -328,6 +329,7 @@ class ReadStream::LaneRun {
     int block = -1;      // -1 for a read in place.
     int64_t offset = 0;  // File offset of the first byte of `memory`.
     MutableBytes memory;
+    Window received;              // The bytes, if they are not in `memory`.
     int64_t verified_nbytes = 0;  // Of `memory`, from the beginning: read and verified.
     Unpacking unpacking;
   };
@@ -343,6 +345,7 @@ class ReadStream::LaneRun {
   BufferPool& pool_;
   IoQueue& queue_;
   Work& work_;
+  const bool for_device_;
   std::vector<InFlight> slots_;
   std::vector<size_t> free_slots_;
   std::deque<size_t> unpacking_;  // Slots whose reads are done and whose copies may be in progress.
@@ -419,7 +422,6 @@ bool ReadStream::LaneRun::submit_next() {
       return false;
     }
   }
-  read.unpacking = Unpacking(read.memory);
   const size_t slot = free_slots_.back();
   free_slots_.pop_back();
   const IoRequest request = {
@@ -428,7 +430,9 @@ bool ReadStream::LaneRun::submit_next() {
       .offset = read.offset + read.verified_nbytes,
       .memory = slice(read.memory, read.verified_nbytes, ssize(read.memory) - read.verified_nbytes),
       .caching = buffered ? Caching::kBuffered : Caching::kDirect,
-      .tag = slot};
+      .tag = slot,
+      // A device copies from the memory of the pool, and the CPU from any.
+      .received = for_device_ ? nullptr : &slots_[slot].received};
   read.is_in_queue = true;
   slots_[slot] = std::move(read);
   work_.counts.submit(queue_, request);
@@ -445,8 +449,10 @@ void ReadStream::LaneRun::complete(const IoDone& done) {
   if (!done.status.ok()) {
     status = work_.with_name(*read.task, done.status);
   } else if (!work_.stopped) {
-    status = work_.consume_task(*read.task, read.memory, read.offset, read.verified_nbytes,
-                                read.unpacking);
+    const Bytes bytes = read.received.bytes.empty() ? Bytes(read.memory) : read.received.bytes;
+    read.unpacking = Unpacking(bytes);
+    status =
+        work_.consume_task(*read.task, bytes, read.offset, read.verified_nbytes, read.unpacking);
   }
   if (!status.ok()) work_.fail(status);
   unpacking_.push_back(done.tag);

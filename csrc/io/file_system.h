@@ -19,6 +19,7 @@
 
 #include "base/bytes.h"
 #include "base/status.h"
+#include "io/window.h"
 
 namespace torch_ckpt {
 
@@ -71,6 +72,10 @@ class File {
   // Sets the file size to `nbytes`.
   virtual Status truncate(int64_t nbytes) = 0;
 
+  // The length of the parts of a new stream: a write of a whole part is complete without the bytes
+  // that follow. 0 if the file is not a stream.
+  virtual int64_t part_nbytes() const { return 0; }
+
   // Makes writes in flight to a stream fail soon, and removes what it has written. Any thread may
   // call it. No effect on other files.
   virtual void abandon() {}
@@ -115,6 +120,9 @@ struct IoRequest {
   MutableBytes memory = {};            // Target of a read, source of a write; outlives the request.
   Caching caching = Caching::kDirect;  // kDirect requires alignment to file->alignment().
   uint64_t tag = 0;                    // Caller-defined; returned in `IoDone`.
+  // If given, a read may set it to its bytes in other memory, and leave `memory` as it is. It
+  // outlives the request.
+  Window* received = nullptr;
 };
 
 struct IoDone {

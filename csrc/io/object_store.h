@@ -14,14 +14,9 @@
 
 #include "base/bytes.h"
 #include "base/status.h"
+#include "io/window.h"
 
 namespace torch_ckpt {
-
-// The next bytes of an object that is being uploaded. They stay valid until `lease` is destroyed.
-struct Window {
-  Bytes bytes;
-  std::shared_ptr<void> lease;
-};
 
 // The bytes of an object that is being uploaded, in order.
 class Windows {
@@ -58,7 +53,7 @@ class ObjectStore {
   virtual Result<Found> find(const std::string& path, int64_t start_nbytes) = 0;
 
   // Reads exactly these bytes. Errors: kCorruption if the object ends earlier.
-  virtual Status get(const std::string& path, int64_t offset, MutableBytes into) = 0;
+  virtual Result<Window> get(const std::string& path, int64_t offset, int64_t nbytes) = 0;
 
   // Writes an object in one request.
   // Errors: kStorage with EEXIST if the condition is false.

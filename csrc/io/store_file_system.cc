@@ -42,21 +42,29 @@ class StoreFile final : public File {
 
   Status read(int64_t offset, MutableBytes memory) override {
     const StorageCall call("reading", path_);
-    return get(offset, memory);
+    return get(offset, memory, nullptr);
   }
 
-  Status get(int64_t offset, MutableBytes memory) {
+  // Copies the bytes to `memory`, unless `received` is given.
+  Status get(int64_t offset, MutableBytes memory, Window* received) {
     if (upload_) return errno_status(EBADF, failure("cannot read ", offset, memory));
     if (ssize(memory) > found_.nbytes - offset) {
       return corruption(failure("cannot read ", offset, memory), ": the file ends at ",
                         found_.nbytes);
     }
     if (memory.empty()) return ok_status();
+    Window window;
     if (offset + ssize(memory) <= ssize(found_.start)) {
-      std::memcpy(memory.data(), found_.start.data() + offset, memory.size());
-      return ok_status();
+      window.bytes = slice(Bytes(found_.start), offset, ssize(memory));
+    } else {
+      ASSIGN_OR_RETURN(window, store_.get(path_, offset, ssize(memory)));
     }
-    return store_.get(path_, offset, memory);
+    if (received != nullptr) {
+      *received = std::move(window);
+    } else {
+      std::memcpy(memory.data(), window.bytes.data(), memory.size());
+    }
+    return ok_status();
   }
 
   Status write(int64_t offset, Bytes bytes) override {
@@ -75,6 +83,8 @@ class StoreFile final : public File {
     upload_->expect(nbytes);
     return ok_status();
   }
+
+  int64_t part_nbytes() const override { return upload_ ? upload_->part_nbytes() : 0; }
 
   Status truncate(int64_t) override {
     return errno_status(EINVAL, str_cat("cannot truncate ", path_, ": it is a stream"));
@@ -114,7 +124,7 @@ Status carry_out(const IoRequest& request, int in_flight) {
   }
   switch (request.kind) {
     case IoRequest::Kind::kRead:
-      return file->get(request.offset, request.memory);
+      return file->get(request.offset, request.memory, request.received);
     case IoRequest::Kind::kWrite:
       return file->write(request.offset, request.memory, in_flight);
     case IoRequest::Kind::kSync:

@@ -97,10 +97,12 @@ Upload::~Upload() {
 
 void Upload::expect(int64_t nbytes) { expected_nbytes_ = nbytes; }
 
+int64_t Upload::part_nbytes() const { return torch_ckpt::part_nbytes(expected_nbytes_); }
+
 void Upload::start(int64_t window_nbytes, int in_flight) {
   has_started_ = true;
   // Every window lies in one part, so that its memory waits for this part only.
-  part_nbytes_ = align_up(part_nbytes(expected_nbytes_), window_nbytes);
+  part_nbytes_ = align_up(part_nbytes(), window_nbytes);
   // The windows of a part must leave one request for the end of the stream.
   copies_ = part_nbytes_ / window_nbytes >= in_flight;
   const BlockedSignals blocked;
@@ -137,7 +139,7 @@ Status Upload::write(int64_t offset, Bytes bytes, int in_flight) {
   if (state.is_complete) return internal_error("cannot write ", path_, ": it has ended");
   if (bytes.empty()) return ok_status();
   if (!has_started_) {
-    const int64_t most = part_nbytes(expected_nbytes_);
+    const int64_t most = part_nbytes();
     if (expected_nbytes_ <= most && state.end + ssize(bytes) <= most) {
       state.small.insert(state.small.end(), bytes.begin(), bytes.end());
       state.end += ssize(bytes);

@@ -38,6 +38,9 @@ class Upload {
   // Requires: no byte was written.
   void expect(int64_t nbytes);
 
+  // The length of the parts, if all writes are as long. Longer writes are a part each.
+  int64_t part_nbytes() const;
+
   // Passes bytes to the client, after all bytes before `offset`, and waits until their memory is
   // not in use. The last writes return when `finish` has ended the object.
   // Several threads may call it, `in_flight` at a time. Requires: the offsets are those of a file

@@ -5,8 +5,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -137,6 +139,50 @@ TEST(StoreFileSystemTest, AStreamTakesOneWriteAtATimeFromOneThread) {
   queue->submit({&sync, 1});
   ASSERT_OK(queue->wait().front().status);
   EXPECT_TRUE(fs.store.contents(kPath) == as_text(bytes));
+}
+
+// The client retains its answer until the bytes are in the tensors, so they are not copied before.
+TEST(StoreFileSystemTest, AReadStreamConsumesTheMemoryOfTheClient) {
+  class Answers : public MemoryObjectStore {
+   public:
+    Result<Window> get(const std::string& path, int64_t offset, int64_t nbytes) override {
+      auto window = MemoryObjectStore::get(path, offset, nbytes);
+      const std::lock_guard lock(mutex_);
+      if (window.ok()) made.emplace_back(window->bytes, window->lease);
+      return window;
+    }
+    std::vector<std::pair<Bytes, std::weak_ptr<void>>> made;
+
+   private:
+    std::mutex mutex_;
+  };
+  auto made = std::make_unique<Answers>();
+  Answers& store = *made;
+  StoreFileSystem fs(std::move(made));
+  const std::vector<std::byte> bytes = random_bytes(32 * kMiB, 1);
+  store.set(kPath, as_text(bytes));
+  const auto file = std::move(*fs.open(kPath, OpenMode::kRead, Caching::kDirect));
+  const auto stream = std::move(*ReadStream::make(fs, 16 * kMiB, 4 * kMiB, 2));
+  std::vector<WantedRange> wanted;
+  for (int64_t at = 0; at < ssize(bytes); at += kMiB) {
+    wanted.push_back({.file = file.get(), .range = {at, at + kMiB}});
+  }
+  std::mutex mutex;
+  std::vector<Bytes> consumed;
+  ASSERT_OK(stream->run(wanted, [&](int64_t index, Bytes got, Unpacking&) {
+    EXPECT_TRUE(std::ranges::equal(got, slice(Bytes(bytes), index * kMiB, kMiB)));
+    const std::lock_guard lock(mutex);
+    consumed.push_back(got);
+    return ok_status();
+  }));
+  EXPECT_EQ(store.made.size(), 8u);
+  for (const Bytes got : consumed) {
+    EXPECT_TRUE(std::ranges::any_of(store.made, [&](const auto& answer) {
+      const Bytes whole = answer.first;
+      return got.data() >= whole.data() && got.data() < whole.data() + whole.size();
+    }));
+  }
+  for (const auto& [whole, lease] : store.made) EXPECT_TRUE(lease.expired());
 }
 
 // Reads across a gap that costs less than a request.

@@ -3,8 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -75,8 +77,9 @@ struct PoolSize {
 // From the least budget, with which no part is ever in the pool, to more than two parts. Some
 // blocks do not divide a part.
 constexpr PoolSize kPools[] = {
-    {512 * kKiB, 256 * kKiB}, {5448 * kKiB, 2724 * kKiB}, {8 * kMiB, 4 * kMiB},  {9 * kMiB, kMiB},
-    {12 * kMiB, 3 * kMiB},    {24 * kMiB, 12 * kMiB},     {24 * kMiB, 4 * kMiB},
+    {512 * kKiB, 256 * kKiB}, {5448 * kKiB, 2724 * kKiB}, {8 * kMiB, 4 * kMiB},
+    {9 * kMiB, kMiB},         {12 * kMiB, 3 * kMiB},      {24 * kMiB, 12 * kMiB},
+    {24 * kMiB, 4 * kMiB},    {32 * kMiB, 8 * kMiB},
 };
 
 class StoreSaveTest : public testing::Test {
@@ -112,6 +115,58 @@ TEST_F(StoreSaveTest, AShortFileHasTheSameBytesAsOnDisk) {
 TEST_F(StoreSaveTest, AFileThatObjectsMakeLongHasTheSameBytesAsOnDisk) {
   expect_equal_files(Work({kMiB}, {10, 0, 9 * kMiB, 5}));
   expect_equal_files(Work({}, {17 * kMiB}));
+}
+
+// The bytes of a long tensor are passed without a copy, and `settle` returns before the file ends.
+TEST_F(StoreSaveTest, WholePartsAreWrittenFromTheMemoryOfATensor) {
+  class SeenWindows : public MemoryObjectStore {
+   public:
+    Status put_stream(const std::string& path, int64_t part_nbytes, Windows& windows) override {
+      class Seen : public Windows {
+       public:
+        Seen(Windows& from, std::vector<const std::byte*>& seen) : from_(from), seen_(seen) {}
+        Result<std::optional<Window>> next() override {
+          auto window = from_.next();
+          if (window.ok() && *window) seen_.push_back((*window)->bytes.data());
+          return window;
+        }
+
+       private:
+        Windows& from_;
+        std::vector<const std::byte*>& seen_;
+      };
+      Seen seen(windows, addresses);
+      return MemoryObjectStore::put_stream(path, part_nbytes, seen);
+    }
+    std::vector<const std::byte*> addresses;
+  };
+  for (const PoolSize& size : kPools) {
+    SCOPED_TRACE(str_cat(size.nbytes, " bytes in blocks of ", size.block_nbytes));
+    const Work work({18 * kMiB, 3 * kMiB, 17 * kMiB}, {});
+    const std::string expected = on_disk(work);
+    auto store = std::make_unique<SeenWindows>();
+    SeenWindows& seen = *store;
+    StoreFileSystem fs(std::move(store));
+    const auto pool = make_pool(size.nbytes, size.block_nbytes);
+    const Layout layout = layout_of(work.tensors);
+    ASSERT_OK_AND_ASSIGN(const auto job, SaveJob::start(fs, kPath, layout, *pool, {}));
+    int64_t in_place = 0;
+    for (size_t i = 0; i < work.tensors.size(); ++i) {
+      ASSERT_OK(job->write(static_cast<int64_t>(i), work.tensors[i].live));
+      ASSERT_OK(job->settle());
+      std::vector<std::byte>& memory = *work.tensors[i].memory;
+      for (const std::byte* at : seen.addresses) {
+        in_place += at >= memory.data() && at < memory.data() + memory.size() ? 1 : 0;
+      }
+      std::ranges::fill(memory, std::byte{0xee});  // The job no longer uses it.
+    }
+    ASSERT_OK(job->finish());
+    EXPECT_TRUE(seen.contents(kPath) == expected);
+    const int64_t whole = size.block_nbytes == 8 * kMiB    ? 2
+                          : size.block_nbytes == 12 * kMiB ? 1
+                                                           : 0;
+    EXPECT_EQ(in_place, whole);
+  }
 }
 
 TEST_F(StoreSaveTest, AQueueWithFewThreadsWritesALongFile) {

@@ -24,7 +24,8 @@ Status FileJob::open(OpenMode mode) {
   }
   ASSIGN_OR_RETURN(file_, fs_.open(path_, mode, options_.caching));
   queue_ = fs_.make_queue(pool_.block_count());
-  RETURN_IF_ERROR(pool_.populate());
+  // A stream may use few of the buffers: most bytes are written from the memory of tensors.
+  if (fs_.traits().writes_at_offsets) RETURN_IF_ERROR(pool_.populate());
   queue_->register_memory(pool_.arena());
   mode_ = {queue_->mode(), file_->alignment() > 1, file_->fallback_reason()};
   return ok_status();

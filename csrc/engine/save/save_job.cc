@@ -91,12 +91,12 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
   uint32_t crc = 0;
   int64_t done = 0;
   int64_t packed = 0;
-  if (contiguous && can_write_in_place(tensor)) {
-    done = align_down(nbytes, std::max(file_->alignment(), kSmallAlignment));
-    if (done < kInPlaceNbytes) done = 0;
-    ASSIGN_OR_RETURN(crc, write_in_place({tensor.data, static_cast<size_t>(done)}));
-  }
   while (done < nbytes) {
+    if (const int64_t run = contiguous ? in_place_nbytes(tensor, done, nbytes) : 0; run > 0) {
+      ASSIGN_OR_RETURN(crc, write_in_place({tensor.data + done, static_cast<size_t>(run)}, crc));
+      done += run;
+      continue;
+    }
     // The rest of a window has whole elements: `window_rest` requires windows to begin so.
     ASSIGN_OR_RETURN(const MutableBytes rest, window_rest());
     const int64_t count = std::min({nbytes - done, ssize(rest), kPackChunk});
@@ -118,19 +118,28 @@ Result<uint32_t> SaveJob::put_payload(const LiveTensor& tensor, int64_t nbytes) 
   return crc;
 }
 
-// Whether the file offset and the tensor's address both satisfy the alignment of direct I/O.
-bool SaveJob::can_write_in_place(const LiveTensor& tensor) const {
+// Returns how many bytes to write from the memory of a contiguous tensor, from `done` to at most
+// `nbytes`.
+int64_t SaveJob::in_place_nbytes(const LiveTensor& tensor, int64_t done, int64_t nbytes) const {
+  if (tensor.device != &cpu_device()) return 0;
+  if (!fs_.traits().writes_at_offsets) {
+    // A stream holds memory of a part until more bytes follow, unless the part is whole.
+    const int64_t part = pool_.block_nbytes();
+    return cursor_ % part == 0 && part >= file_->part_nbytes() ? align_down(nbytes - done, part)
+                                                               : 0;
+  }
   const int64_t alignment = file_->alignment();
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
-  // A stream holds the memory of its last writes until more bytes follow.
-  return fs_.traits().writes_at_offsets && tensor.device == &cpu_device() &&
-         cursor_ % alignment == 0 && address % static_cast<uintptr_t>(alignment) == 0;
+  if (done > 0 || cursor_ % alignment != 0 || address % static_cast<uintptr_t>(alignment) != 0) {
+    return 0;
+  }
+  const int64_t run = align_down(nbytes, std::max(alignment, kSmallAlignment));
+  return run < kInPlaceNbytes ? 0 : run;
 }
 
-// Submits writes from the tensor's memory, and returns the CRC-32 of the bytes.
-Result<uint32_t> SaveJob::write_in_place(Bytes bytes) {
-  if (block_ != kNoBlock && !bytes.empty()) RETURN_IF_ERROR(submit_window());
-  uint32_t crc = 0;
+// Submits writes from the tensor's memory, and returns the CRC-32 of the bytes after `crc`.
+Result<uint32_t> SaveJob::write_in_place(Bytes bytes, uint32_t crc) {
+  if (block_ != kNoBlock) RETURN_IF_ERROR(submit_window());
   while (!bytes.empty()) {
     const Bytes run = slice(bytes, 0, std::min(ssize(bytes), pool_.block_nbytes()));
     // A write request only reads this memory.

@@ -4,9 +4,9 @@
 //
 // The layout fixes the offset of every byte. The job packs tensors to their offsets in page-aligned
 // windows of the file. Each window is one block of a bounded pool, and is written while the next
-// window is filled. A long contiguous run at an aligned address is written directly from the
-// tensor's memory. The same pass over memory computes the checksums of payloads and of the file's
-// blocks.
+// window is filled. A long contiguous run at an aligned address, or a whole part of a stream, is
+// written directly from the tensor's memory. The same pass over memory computes the checksums of
+// payloads and of the file's blocks.
 //
 // Pickled objects have no known size before pickling, so they are appended after the layout.
 //
@@ -67,8 +67,8 @@ class SaveJob final : public FileJob {
 
   Status write_framed(const Slice& slice, const LiveTensor& tensor);
   Result<uint32_t> put_payload(const LiveTensor& tensor, int64_t nbytes);
-  bool can_write_in_place(const LiveTensor& tensor) const;
-  Result<uint32_t> write_in_place(Bytes bytes);
+  int64_t in_place_nbytes(const LiveTensor& tensor, int64_t done, int64_t nbytes) const;
+  Result<uint32_t> write_in_place(Bytes bytes, uint32_t crc);
   Status put(Bytes bytes);
   Status put_zeros_until(int64_t offset);
   Result<MutableBytes> window_rest();

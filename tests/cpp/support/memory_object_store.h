@@ -142,16 +142,20 @@ class MemoryObjectStore : public ObjectStore {
     return out;
   }
 
-  Status get(const std::string& path, int64_t offset, MutableBytes into) override {
+  Result<Window> get(const std::string& path, int64_t offset, int64_t nbytes) override {
     wait_out_stall();
-    return carry_out({StoreCall::Kind::kGet, path, ssize(into)}, [&]() -> Status {
+    Window out;
+    RETURN_IF_ERROR(carry_out({StoreCall::Kind::kGet, path, nbytes}, [&]() -> Status {
       const auto found = objects_.find(path);
       if (found == objects_.end()) return missing("read", path);
-      const Bytes bytes = found->second.bytes;
-      if (!range_within(offset, ssize(into), ssize(bytes))) return corruption(path, " ends early");
-      std::ranges::copy(slice(bytes, offset, ssize(into)), into.begin());
+      const Bytes all = found->second.bytes;
+      if (!range_within(offset, nbytes, ssize(all))) return corruption(path, " ends early");
+      const Bytes bytes = slice(all, offset, nbytes);
+      const auto copy = std::make_shared<std::vector<std::byte>>(bytes.begin(), bytes.end());
+      out = {*copy, copy};
       return ok_status();
-    });
+    }));
+    return out;
   }
 
   Status put(const std::string& path, Bytes bytes, const Condition& condition) override {
