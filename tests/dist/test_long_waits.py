@@ -76,8 +76,15 @@ def lines(folder: Path | None = None) -> Iterator[Lines]:
         logger.removeHandler(handler)
 
 
-def until_any_line(folder: Path) -> None:
-    until(lambda: any(folder.glob("line-*")), FOUND_S)
+def until_any_line(folder: Path, begin: str = "") -> None:
+    """Waits until a rank of a test has logged a line with this begin."""
+    files = folder.glob
+    until(lambda: any(f.read_text().startswith(begin) for f in files("line-*")), FOUND_S)
+
+
+def until_the_coordinators_line(folder: Path) -> None:
+    """The neighbours of a coordinator whose process has no time log that it does not answer."""
+    until_any_line(folder, "waiting for ranks: ")
 
 
 # ---- Other ranks ----
@@ -126,7 +133,7 @@ def late_in(call: str, rank: int, path: Path) -> list[str]:
     function, _ = (CALLS | BY_RANK_0)[call]
     if call.startswith("load"):
         torch_ckpt.save(own_state(dist.get_rank(), "old"), checkpoint_id=path / "old")
-    detour = Detour(call.partition(": ")[2], rank, until_any_line, path)
+    detour = Detour(call.partition(": ")[2], rank, until_the_coordinators_line, path)
     with lines(path) as found:
         function(detour, path)
     return found.lines

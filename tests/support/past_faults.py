@@ -35,8 +35,8 @@ MUTATIONS = {
     "a window begins at any byte": [
         Mutation(
             "csrc/engine/save/save_job.cc",
-            "align_down(nbytes, std::max(file_->alignment(), kSmallAlignment))",
-            "align_down(nbytes, file_->alignment())",
+            "align_down(nbytes, std::max(alignment, kSmallAlignment))",
+            "align_down(nbytes, alignment)",
         ),
         Mutation("csrc/engine/save/save_job.cc", "cursor_ % kSmallAlignment != 0", "false"),
     ],
@@ -414,6 +414,10 @@ OF_TESTS = {
             "cost_s = self.stopped_s",
         ),
         "python/test_runs.py::test_the_interval_allows_for_steps_that_a_background_save_slows_down_and_for_its_length",
+    ),
+    "a product is rounded towards zero": (
+        Mutation("csrc/base/round_float.h", "bits + 0x7fff + ((bits >> 16) & 1)", "bits"),
+        "python/test_quantized.py::test_every_dtype_of_numbers_and_scales_gives_the_products_of_torch",
     ),
     "two boxes may have the same elements": (
         Mutation(
