@@ -38,6 +38,7 @@ PRELOADED = [
     "torch_ckpt.runs.run",
     "pytest",
     "kills",
+    "frozen",
 ]
 PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parents[1]
