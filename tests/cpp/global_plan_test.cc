@@ -203,7 +203,9 @@ TEST(GlobalPlanTest, ATensorWhoseReplicasMayDifferIsWrittenFromOneReplica) {
     ASSERT_NO_FATAL_FAILURE(expect_everything_once(world, global));
     EXPECT_EQ(writers_of(global, "w"), writers);
     ASSERT_EQ(global.differences().size(), pairs.empty() ? 0u : 1u);
-    if (!pairs.empty()) EXPECT_EQ(global.differences()[0].pairs, pairs);
+    if (!pairs.empty()) {
+      EXPECT_EQ(global.differences()[0].pairs, pairs);
+    }
   }
 }
 

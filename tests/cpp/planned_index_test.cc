@@ -51,7 +51,7 @@ Result<Index> index_of(const GlobalPlan& global, const std::vector<File>& files)
   for (const File& file : files) encoded.push_back(encode(file.extents));
   std::vector<RankFile> reported;
   for (size_t i = 0; i < files.size(); ++i) {
-    reported.push_back({files[i].rank, files[i].file, encoded[i]});
+    reported.push_back({files[i].rank, files[i].file, encoded[i], {}});
   }
   return planned_index(global.stored(), std::move(reported));
 }
@@ -234,7 +234,7 @@ TEST_F(PlannedIndexErrorTest, ARankThatNobodyIsIsRefused) {
 TEST_F(PlannedIndexErrorTest, AReportThatCannotBeReadIsNamed) {
   std::vector<std::byte> odd = encode(files_[1].extents);
   odd.back() ^= std::byte{1};
-  const RankFile bad = {1, files_[1].file, odd};
+  const RankFile bad = {1, files_[1].file, odd, {}};
   const auto refused = planned_index(global_.stored(), {bad});
   EXPECT_CODE(refused, StatusCode::kCorruption);
   EXPECT_THAT(refused.status().message(), HasSubstr("rank 1, __1_0.distcp: a list of extents of "));

@@ -221,8 +221,10 @@ TEST_F(PublishTest, TheLastBlockOfTheLongestBoxHasANumber) {
   constexpr int64_t kLongest = std::numeric_limits<int64_t>::max();
   ByteVector mask(1);
   const ByteVector table(kBlockRowNbytes);
-  StoredBlocks blocks = {
-      .box = {{0}, {kLongest}}, .first_block = kLongest / kBlockNbytes, .table = table};
+  StoredBlocks blocks = {.box = {{0}, {kLongest}},
+                         .first_block = kLongest / kBlockNbytes,
+                         .table = table,
+                         .payload = {}};
   EXPECT_OK(merge_blocks(mask, nullptr, {{kLongest - 1}, {1}}, blocks, 1));
   ++blocks.first_block;
   EXPECT_CODE(merge_blocks(mask, nullptr, {{kLongest - 1}, {1}}, blocks, 1),
