@@ -172,3 +172,16 @@ def test_states_of_parameters_in_another_order_are_not_loaded(
     torch_ckpt.load(new, checkpoint_id=tmp_path)
     assert not new["nested"][0]["optim"].state
     assert "not loaded: nested.0.optim.state.0.step" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_hook_may_leave_the_groups_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state, new = trained(OPTIMIZERS["Adam"], 1), trained(OPTIMIZERS["Adam"], 0)
+    optim = new["nested"][0]["optim"]
+    groups = optim.state_dict()["param_groups"]
+    optim.register_state_dict_post_hook(lambda _, own: {"state": own["state"]})
+    optim.register_load_state_dict_pre_hook(lambda _, own: {**own, "param_groups": groups})
+    torch_ckpt.save(state, checkpoint_id=tmp_path)
+    report = torch_ckpt.load(new, checkpoint_id=tmp_path)
+    assert not optim.state
+    assert "nested.0.optim.state.0.step" in report.unused

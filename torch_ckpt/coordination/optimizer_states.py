@@ -48,12 +48,11 @@ def create_state(
         fqn: Its name in the checkpoint.
         metadata: Of the checkpoint.
     """
-    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    params = {
-        str(number): (number, param)
-        for stored, group in groups
-        for number, param in zip(stored["params"], group["params"], strict=True)
-    }
+    numbers = [each for group in state_dict.get("param_groups", ()) for each in group["params"]]
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    if len(numbers) != len(own):
+        return  # A hook has changed the state dict.
+    params = {str(number): (number, param) for number, param in zip(numbers, own, strict=True)}
     prefix = f"{fqn}.state."
     states: dict[int, dict[str, torch.Tensor | None]] = {}
     for name, stored in metadata.state_dict_metadata.items():
