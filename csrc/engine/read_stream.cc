@@ -6,6 +6,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <system_error>
 #include <thread>
@@ -479,10 +480,12 @@ void ReadStream::LaneRun::return_unpacked() {
 }
 
 // Catches every exception, because one that leaves a thread would end the process. Waits for the
-// reads in flight, because they write to the caller's memory.
+// reads in flight, because they write to the caller's memory and to the slots of the run.
 void ReadStream::run_lane_to_end(Lane& lane, Work& work) {
+  std::optional<LaneRun> run;
   try {
-    LaneRun(lane, work).run();
+    run.emplace(lane, work);
+    run->run();
   } catch (const std::exception& error) {
     work.fail(internal_error("cannot continue reading: ", error.what()));
     while (lane.queue->in_flight() > 0) (void)lane.queue->wait();

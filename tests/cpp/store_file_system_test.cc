@@ -7,9 +7,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -183,6 +186,40 @@ TEST(StoreFileSystemTest, AReadStreamConsumesTheMemoryOfTheClient) {
     }));
   }
   for (const auto& [whole, lease] : store.made) EXPECT_TRUE(lease.expired());
+}
+
+// A lack of memory ends a run while requests are in flight, which pass their answers to it.
+TEST(StoreFileSystemTest, AReadStreamThatFailsReleasesTheAnswersInFlight) {
+  class LateAnswers : public MemoryObjectStore {
+   public:
+    Result<Window> get(const std::string& path, int64_t offset, int64_t nbytes) override {
+      if (offset > 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      auto window = MemoryObjectStore::get(path, offset, nbytes);
+      const std::lock_guard lock(mutex_);
+      if (window.ok()) leases.push_back(window->lease);
+      return window;
+    }
+    std::vector<std::weak_ptr<void>> leases;
+
+   private:
+    std::mutex mutex_;
+  };
+  auto made = std::make_unique<LateAnswers>();
+  LateAnswers& store = *made;
+  StoreFileSystem fs(std::move(made));
+  store.set(kPath, as_text(random_bytes(4 * kMiB, 1)));
+  const auto file = std::move(*fs.open(kPath, OpenMode::kRead, Caching::kDirect));
+  const auto stream = std::move(*ReadStream::make(fs, 4 * kMiB, kMiB, 1));
+  std::vector<WantedRange> wanted;
+  for (int64_t at = 0; at < 4 * kMiB; at += kMiB) {
+    wanted.push_back({.file = file.get(), .range = {at, at + kMiB}});
+  }
+  const Status status = stream->run(wanted, [](int64_t, Bytes, Unpacking&) -> Status {
+    throw std::runtime_error("out of something");
+  });
+  EXPECT_CODE(status, StatusCode::kInternal);
+  EXPECT_EQ(store.leases.size(), 4u);
+  for (const auto& lease : store.leases) EXPECT_TRUE(lease.expired());
 }
 
 // Reads across a gap that costs less than a request.

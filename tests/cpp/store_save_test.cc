@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <latch>
 #include <memory>
 #include <optional>
 #include <string>
@@ -167,6 +170,38 @@ TEST_F(StoreSaveTest, WholePartsAreWrittenFromTheMemoryOfATensor) {
                                                            : 0;
     EXPECT_EQ(in_place, whole);
   }
+}
+
+// A save that has failed elsewhere waits for the part that the client has, and for no other one.
+TEST_F(StoreSaveTest, ACancelledSavePassesNoMorePartsFromTheMemoryOfATensor) {
+  class SlowParts : public MemoryObjectStore {
+   public:
+    Status put_stream(const std::string&, int64_t, Windows& windows) override {
+      for (;;) {
+        ASSIGN_OR_RETURN(const std::optional<Window> window, windows.next());
+        if (!window) return ok_status();
+        ++parts;
+        cancelled.wait();
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      }
+    }
+    std::latch cancelled{1};
+    std::atomic<int> parts = 0;
+  };
+  auto made = std::make_unique<SlowParts>();
+  SlowParts& store = *made;
+  StoreFileSystem fs(std::move(made));
+  const Work work({41 * kMiB}, {});
+  const auto pool = make_pool(64 * kMiB, 8 * kMiB);
+  const Layout layout = layout_of(work.tensors);
+  ASSERT_OK_AND_ASSIGN(const auto job, SaveJob::start(fs, kPath, layout, *pool, {}));
+  ASSERT_OK(job->write(0, work.tensors[0].live));
+  job->cancel();
+  store.cancelled.count_down();
+  const Status status = job->settle();
+  EXPECT_CODE(status, StatusCode::kCancelled);
+  EXPECT_THAT(status.message(), testing::HasSubstr("the save has failed elsewhere"));
+  EXPECT_LE(store.parts, 1);
 }
 
 TEST_F(StoreSaveTest, AQueueWithFewThreadsWritesALongFile) {

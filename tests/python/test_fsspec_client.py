@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_ckpt
 from torch_ckpt import FastWriter
 from torch_ckpt._core import _native
+from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.fsspec_client import FsspecClient
 from torch_ckpt.filesystems.location import Location, register
 from torch_ckpt.filesystems.store_client import pending_path
@@ -171,3 +175,40 @@ def test_a_client_gets_no_options_that_it_does_not_know(tmp_path: Path) -> None:
     assert torch.equal(loaded["w"], torch.full((3,), 2.0))
     run.close()
     assert not Location(f"plain://tests/{tmp_path.name}/step-1").names()
+
+
+class _Slow(FsspecClient):
+    """Does not reach the bucket "down" before a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__("memory")
+        self.waits, self.ends = threading.Event(), threading.Event()
+
+    def _connect(self, first: str) -> Any:
+        if first == "down":
+            self.waits.set()
+            assert self.ends.wait(60)
+        return super()._connect(first)
+
+
+def test_a_bucket_without_an_answer_does_not_delay_another_one() -> None:
+    client = _Slow()
+    client.put("up/a", b"abc", None)
+    with ThreadPoolExecutor() as executor:
+        try:
+            late = executor.submit(client.list, "down")
+            assert client.waits.wait(60)
+            assert executor.submit(client.get, "up/a", 1, 2).result(20) == b"bc"
+        finally:
+            client.ends.set()
+        assert late.result(60) == []
+
+
+def test_the_warning_about_a_slow_client_appears_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also if the client has connected again, because a request had no answer."""
+    client = FsspecClient("memory")
+    for _ in range(2):
+        client.put("b/a", b"abc", None)
+        with pytest.raises(StorageError), client._naming("read", "b/a"):
+            raise TimeoutError(errno.ETIMEDOUT, "no answer")
+    assert caplog.text.count("through fsspec, which is slow") == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,3 +172,24 @@ def test_only_a_checksum_is_damage(text: str, is_damaged: bool) -> None:
     with pytest.raises(CheckpointError) as raised, HdfsClient("hdfs")._naming("read", "a/b"):
         raise RuntimeError(text)
     assert is_damage(raised.value) == is_damaged
+
+
+UNANSWERED = """
+import sys, time
+import hdfs_native
+from torch_ckpt.filesystems.hdfs_client import HdfsClient
+
+for _ in range(6):
+    try:
+        HdfsClient("hdfs")._call(hdfs_native.Client(sys.argv[1]).get_file_info, "/", seconds=0.1)
+    except OSError as error:
+        assert "no answer" in str(error)
+print(time.monotonic())
+"""
+
+
+def test_calls_without_an_answer_delay_the_exit_together(silent: str) -> None:
+    """The interpreter waits for them, because it would crash if one ended while it shuts down."""
+    script = [sys.executable, "-c", UNANSWERED, f"hdfs://{silent}/"]
+    ended = subprocess.run(script, capture_output=True, text=True, check=True, timeout=50)
+    assert time.monotonic() - float(ended.stdout) < 4 * hdfs_client._EXIT_S

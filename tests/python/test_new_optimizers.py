@@ -97,6 +97,18 @@ def test_training_continues_with_the_momenta(tmp_path: Path, name: str, how: str
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_parameter_without_elements_gets_its_state(tmp_path: Path) -> None:
+    params = [torch.nn.Parameter(torch.ones(0, 3)), torch.nn.Parameter(torch.ones(1))]
+    optim, new = torch.optim.Adam(params), torch.optim.Adam(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optim.step()
+    torch_ckpt.save({"optim": optim}, checkpoint_id=tmp_path)
+    torch_ckpt.load({"optim": new}, checkpoint_id=tmp_path, strict=True)
+    assert [*new.state[params[0]]] == ["step", "exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_an_optimizer_without_a_stored_state_stays_without_one(tmp_path: Path) -> None:
     state = trained(OPTIMIZERS["Adam"], 0)
     torch_ckpt.save(state, checkpoint_id=tmp_path)
@@ -140,3 +152,36 @@ def test_other_states_are_named_as_not_loaded(
     assert new["nested"][0]["optim"].state_dict().keys() == before.keys()
     assert not new["nested"][0]["optim"].state
     assert "this optimizer has no state before its first step" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("shapes", [(7, 3), (5, 5)])
+def test_states_of_parameters_in_another_order_are_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shapes: tuple[int, int]
+) -> None:
+    """A state is stored by the number of its parameter: it would get that of another one."""
+
+    def make(*, reverse: bool) -> dict[str, Any]:
+        net = torch.nn.Sequential(torch.nn.Linear(5, shapes[0]), torch.nn.Linear(*shapes))
+        params = sorted(net.parameters(), key=lambda param: param.dim(), reverse=reverse)
+        return {"net": net, "nested": [{"optim": torch.optim.Adam(params)}]}
+
+    state, new = make(reverse=False), make(reverse=True)
+    train(state, 1)
+    torch_ckpt.save(state, checkpoint_id=tmp_path)
+    torch_ckpt.load(new, checkpoint_id=tmp_path)
+    assert not new["nested"][0]["optim"].state
+    assert "not loaded: nested.0.optim.state.0.step" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_hook_may_leave_the_groups_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state, new = trained(OPTIMIZERS["Adam"], 1), trained(OPTIMIZERS["Adam"], 0)
+    optim = new["nested"][0]["optim"]
+    groups = optim.state_dict()["param_groups"]
+    optim.register_state_dict_post_hook(lambda _, own: {"state": own["state"]})
+    optim.register_load_state_dict_pre_hook(lambda _, own: {**own, "param_groups": groups})
+    torch_ckpt.save(state, checkpoint_id=tmp_path)
+    report = torch_ckpt.load(new, checkpoint_id=tmp_path)
+    assert not optim.state
+    assert "nested.0.optim.state.0.step" in report.unused

@@ -284,6 +284,7 @@ TIMED = {
     "coordination/listeners.py Listeners.accepted time.sleep": SHORT,
     "coordination/loop.py Loop.run self._selector.select": "the thread that logs for the ranks",
     "coordination/storage_watch.py _watch time.sleep": "the thread that logs for storage",
+    "filesystems/hdfs_client.py _await_calls thread.join": SHORT,
     "filesystems/hdfs_client.py HdfsClient._call future.result": CLIENT,
     "filesystems/hdfs_client.py HdfsClient._claim time.sleep": CLIENT,
     "filesystems/hdfs_client.py HdfsClient._patiently time.sleep": CLIENT,

@@ -39,7 +39,8 @@ def create_state(
     """Adds the stored states of the parameters to the state dict of an optimizer that lacks them.
 
     A tensor of the parameter's shape is sharded as the parameter; others, such as ``step``, are
-    plain. Adds nothing if a state is nested, or is one of a sharded parameter with another shape.
+    plain. Adds nothing if a state is nested, is larger than its parameter, or is one of a sharded
+    parameter with another shape.
 
     Args:
         optimizer: The optimizer.
@@ -47,12 +48,11 @@ def create_state(
         fqn: Its name in the checkpoint.
         metadata: Of the checkpoint.
     """
-    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    params = {
-        str(number): (number, param)
-        for stored, group in groups
-        for number, param in zip(stored["params"], group["params"], strict=True)
-    }
+    numbers = [each for group in state_dict.get("param_groups", ()) for each in group["params"]]
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    if len(numbers) != len(own):
+        return  # A hook has changed the state dict.
+    params = {str(number): (number, param) for number, param in zip(numbers, own, strict=True)}
     prefix = f"{fqn}.state."
     states: dict[int, dict[str, torch.Tensor | None]] = {}
     for name, stored in metadata.state_dict_metadata.items():
@@ -73,9 +73,16 @@ def _target(param: torch.Tensor, stored: Any) -> torch.Tensor | None:
     """Returns a tensor for a stored state of a parameter; ``None`` if none fits, or for objects."""
     if not isinstance(stored, TensorStorageMetadata) or param.is_meta:
         return None
-    dtype = stored.properties.dtype
-    if stored.size == param.shape:
+    dtype, shape = stored.properties.dtype, param.shape
+    if stored.size == shape:
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
-    if not stored.size or type(param) in (torch.Tensor, torch.nn.Parameter):
+    # A mean over rows has fewer elements. More are of another parameter: their order has changed.
+    is_smaller = stored.size.numel() < param.numel() or _long(stored.size) == _long(shape)
+    is_plain = type(param) in (torch.Tensor, torch.nn.Parameter)
+    if not stored.size or (is_plain and is_smaller):
         return torch.empty(stored.size, dtype=dtype, device="cpu")
     return None
+
+
+def _long(shape: torch.Size) -> list[int]:
+    return [length for length in shape if length != 1]

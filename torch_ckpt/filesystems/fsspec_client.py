@@ -39,6 +39,14 @@ def is_known(scheme: str) -> bool:
 class FsspecClient(StoreClient):
     """Implements :class:`torch_ckpt.filesystems.object_store.ObjectStore`."""
 
+    def __init__(self, scheme: str) -> None:
+        super().__init__(scheme)
+        _log.warning(
+            "%s:// is accessed through fsspec, which is slow, and cannot detect that two jobs "
+            "write the same file",
+            scheme,
+        )
+
     def find(self, path: str, start_nbytes: int) -> tuple[int, str, float, Buffer]:
         with self._naming("find", path):
             info = self._info(path)
@@ -125,12 +133,6 @@ class FsspecClient(StoreClient):
         return self._connection(path.strip("/"))
 
     def _connect(self, first: str) -> Any:
-        if not self._connected:
-            _log.warning(
-                "%s:// is accessed through fsspec, which is slow, and cannot detect that two jobs "
-                "write the same file",
-                self._scheme,
-            )
         # Cached listings would hide files that other processes write.
         return fsspec.core.url_to_fs(self._url(first), use_listings_cache=False)[0]
 

@@ -55,8 +55,10 @@ _FEW_RETRIES = {
 }
 
 _EXIT_S = 2.0
-"""How long the process waits at exit for a call without an answer. The interpreter would crash if
-the call ended during its shutdown."""
+"""How long the process waits at exit for calls without an answer. The interpreter would crash if
+one ended during its shutdown."""
+
+_THREAD = "torch_ckpt-hdfs"
 
 _CLAIM_POLL_S = 0.1
 _CLAIM_S = 10.0
@@ -321,12 +323,11 @@ class HdfsClient(StoreClient):
             except BaseException as error:
                 future.set_exception(error)
 
-        thread = threading.Thread(target=run, name="torch_ckpt-hdfs", daemon=True)
+        thread = threading.Thread(target=run, name=_THREAD, daemon=True)
         thread.start()
         try:
             return future.result(seconds)
         except TimeoutError:
-            atexit.register(thread.join, _EXIT_S)
             raise OSError(f"no answer in {seconds:.0f} s") from None
 
     def _patiently(self, call: Callable[..., _Answer], *arguments: Any) -> _Answer:
@@ -353,6 +354,14 @@ class HdfsClient(StoreClient):
         if _DAMAGED.match(reason):
             return CorruptionError(f"{attempt}: {reason}")
         return StorageError(f"{attempt}: {reason} ({_configuration()})", number)
+
+
+@atexit.register
+def _await_calls() -> None:
+    deadline = time.monotonic() + _EXIT_S
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _cause(error: Exception) -> tuple[int | None, str]:

@@ -57,8 +57,9 @@ class ObjectStore(Protocol):
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         """Writes an object in parts, while its bytes arrive.
 
-        A window is released once no reference to it remains. If the iterator raises an error, this
-        method raises it, and no object appears.
+        A window is released once no reference to it remains. It may be memory of a tensor, and the
+        save waits for its release before it passes more. So a loop over windows must end with ``del
+        window``. If the iterator raises an error, this method raises it, and no object appears.
         """
 
     def list(self, path: str) -> list[str]:

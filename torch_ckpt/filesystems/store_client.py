@@ -85,16 +85,20 @@ class StoreClient:
                 f"cannot reach {self._url(path)}: this process was forked from one that uses the "
                 "store; start processes with 'spawn' or 'forkserver'"
             )
+        connection = self._connected.get(first)
+        if connection is not None:
+            return connection  # Without the lock: another bucket may be slow to answer.
         with self._lock:
             self._pid = os.getpid()
-            if first not in self._connected:
+            connection = self._connected.get(first)
+            if connection is None:
                 try:
-                    self._connected[first] = self._connect_once(first)
+                    connection = self._connected[first] = self._connect_once(first)
                 except StorageError as error:
                     raise StorageError(
                         f"{error} (needed for {self._url(path)})", error.errno
                     ) from error.__cause__
-            return self._connected[first]
+            return connection
 
     def _connect_once(self, first: str) -> Any:
         """Like ``_connect``, but fails immediately if the last attempt failed recently."""

@@ -159,7 +159,10 @@ Result<uint32_t> SaveJob::write_in_place(Bytes bytes, uint32_t crc) {
 
 Status SaveJob::settle() {
   // Wait after an error too, because the caller then frees the memory.
-  while (is_writing_in_place()) (void)fail(wait_for_some());
+  while (is_writing_in_place()) {
+    if (!fail(check_open()).ok()) file_->abandon();
+    (void)fail(wait_for_some());
+  }
   return check_open();
 }
 
