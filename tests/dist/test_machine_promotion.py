@@ -452,6 +452,16 @@ def test_what_three_machines_leave_does_not_fail_the_saves_of_fewer(
     assert worlds.run(count, restore, tmp_path, machines) == [6] * count
 
 
+@pytest.mark.parametrize("machines", [[0, 1], [3, 1]], ids=["two", "a new one"])
+def test_training_does_not_begin_anew_if_a_lost_machine_had_files_of_all_steps(
+    worlds: Worlds, tmp_path: Path, machines: list[int]
+) -> None:
+    worlds.run(3, _leaves_unpromoted, tmp_path, [0, 1, 2], [2, 3])
+    with pytest.raises(AssertionError, match=r"2 are damaged or lack files, the newest is step 3"):
+        worlds.run(2, restore, tmp_path, machines)
+    assert worlds.run(3, restore, tmp_path, [1, 2, 0]) == [3] * 3
+
+
 def _discards_after_damage(folder: Path, machines: Sequence[int]) -> list[int]:
     with run_on(folder, machines, keep_local=9) as run:
         for step in (1, 2):

@@ -150,7 +150,9 @@ def test_training_does_not_begin_anew_where_all_steps_are_damaged(tmp_path: Path
     for find in (lambda run: run.latest_step(), lambda run: run.restore(state_of(-1))):
         with (
             pytest.warns(UserWarning, match="step 1 is passed over"),
-            pytest.raises(CorruptionError, match="2 are damaged, the newest is step 2"),
+            pytest.raises(
+                CorruptionError, match="2 are damaged or lack files, the newest is step 2"
+            ),
         ):
             find(Run(tmp_path))
 

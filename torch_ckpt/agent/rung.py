@@ -45,7 +45,7 @@ class SnapshotRung:
         whole = sources_of_whole_saves(reports)
         return whole[max(save for save in whole if whole[save][0][1].step == step)][0][1].term
 
-    def damaged(self) -> list[int]:
+    def damaged(self, reports: Sequence[Any]) -> list[int]:
         """Returns no steps: an incomplete snapshot was never a step."""
         return []
 

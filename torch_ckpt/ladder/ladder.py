@@ -78,8 +78,8 @@ class Rung(Protocol):
         """Returns the term in which a whole step of the rung was saved. Called on one rank."""
         ...
 
-    def damaged(self) -> list[int]:
-        """Returns steps that were committed and are damaged. Called on one rank."""
+    def damaged(self, reports: Sequence[Any]) -> list[int]:
+        """Returns steps that were committed and are not whole. Called on one rank for all."""
         ...
 
     def reader_of(self, step: int, group: Group, timeout_s: float) -> StorageReader:
@@ -264,7 +264,8 @@ class Ladder:
     ) -> _Found | None:
         def choose(answers: list[tuple[None, list[Any]]]) -> _Found | None:
             self._term, self._left = newest_term(self._directory), []
-            found = self._newest(tried, [reports for _, reports in answers])
+            reports = [of_rank for _, of_rank in answers]
+            found = self._newest(tried, reports)
             if found is None and not tried and self._left:
                 raise CorruptionError(
                     f"cannot restore from {self._directory}: its newest job ({self._term}) "
@@ -273,12 +274,13 @@ class Ladder:
                     f"restore(state, step={self._left[0]})"
                 )
             if found is None and not tried:
-                damaged = [step for rung in self._rungs for step in rung.damaged()]
+                by_rung = zip(self._rungs, zip(*reports, strict=True), strict=True)
+                damaged = {step for rung, of_rung in by_rung for step in rung.damaged(of_rung)}
                 if damaged:
                     raise CorruptionError(
                         f"cannot restore from {self._directory}: no committed step is whole "
-                        f"({len(damaged)} are damaged, the newest is step {max(damaged)}); to "
-                        "start over, use another directory"
+                        f"({len(damaged)} are damaged or lack files, the newest is step "
+                        f"{max(damaged)}); to start over, use another directory"
                     )
                 if (self._directory / ".metadata").is_file():
                     path = self._directory

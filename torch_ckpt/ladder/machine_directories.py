@@ -82,6 +82,11 @@ class MachineDirectories(StepDirectories):
 
         return check
 
+    def damaged(self, reports: Sequence[Any] = ()) -> list[int]:
+        """Returns the steps that a machine has committed and that are not whole on all together."""
+        committed = set(super().damaged()).union(*filter(None, reports))
+        return sorted(committed.difference(whole_steps(reports)), reverse=True)
+
     def term_of(self, step: int, reports: Sequence[Mapping[int, Part] | None] = ()) -> int:
         """Returns the term in which a step was saved; 0 if it has none."""
         terms = [each[step].term for each in reports if each and step in each]

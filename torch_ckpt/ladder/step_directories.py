@@ -201,8 +201,8 @@ class StepDirectories:
                     return found
         return None
 
-    def damaged(self) -> list[int]:
-        """Returns the steps that were committed and are damaged, the newest first."""
+    def damaged(self, reports: Sequence[Any] = ()) -> list[int]:
+        """Returns the steps that were committed and are not whole, the newest first."""
         found = []
         for step in listed_steps(self.directory):
             try:
