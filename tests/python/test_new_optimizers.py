@@ -109,6 +109,16 @@ def test_a_parameter_without_elements_gets_its_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_state_that_was_only_read_is_created(tmp_path: Path) -> None:
+    """A read of the state of a parameter creates an empty one."""
+    state, resumed = trained(OPTIMIZERS["Adam"], 1), trained(OPTIMIZERS["Adam"], 0)
+    torch_ckpt.save(state, checkpoint_id=tmp_path)
+    assert not resumed["nested"][0]["optim"].state[resumed["net"][0].weight]
+    torch_ckpt.load(resumed, checkpoint_id=tmp_path, strict=True)
+    assert values_of(resumed) == values_of(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_an_optimizer_without_a_stored_state_stays_without_one(tmp_path: Path) -> None:
     state = trained(OPTIMIZERS["Adam"], 0)
     torch_ckpt.save(state, checkpoint_id=tmp_path)

@@ -27,7 +27,7 @@ def lacks_state(value: Any) -> bool:
     """
     return (
         isinstance(value, _Optimizer)
-        and not value.state
+        and all(isinstance(own, dict) and not own for own in value.state.values())
         and type(value).state_dict is _Optimizer.state_dict
         and type(value).load_state_dict is _Optimizer.load_state_dict
     )
