@@ -123,7 +123,7 @@ void commit_checkpoint(FileSystem& fs, const std::filesystem::path& directory,
                        .save_id = save_id,
                        .replaced = replaced,
                        .data_files = data_files ? *data_files : std::span<const std::string>(),
-                       .keeps_data_files = !data_files,
+                       .keeps_files = !data_files,
                        .sync = sync};
   raise_if_error(at_storage([&] {
     return rename_to ? commit_directory(fs, what, rename_to->string()) : commit(fs, what);

@@ -21,10 +21,17 @@ bool is_gone(const Status& removed) {
   return removed.ok() || removed.code() == StatusCode::kNotFound;
 }
 
+// Another process that commits the same copy may have written the same index.
+Status write_index(FileSystem& fs, const Commit& what, const std::string& path) {
+  const Status created = write_file(fs, path, what.index, what.sync);
+  if (!what.keeps_files || created.error_number() != EEXIST) return created;
+  return write_file(fs, path, what.index, what.sync, OpenMode::kUpdate);
+}
+
 // Writes and syncs both files.
 Status write_files(FileSystem& fs, const Commit& what, const std::string& index,
                    const std::string& metadata, OpenMode metadata_mode) {
-  RETURN_IF_ERROR(write_file(fs, index, what.index, what.sync));
+  RETURN_IF_ERROR(write_index(fs, what, index));
   return write_file(fs, metadata, what.metadata, what.sync, metadata_mode);
 }
 
@@ -46,13 +53,14 @@ Status commit(FileSystem& fs, const Commit& what) {
   // without pending metadata are never removed later: a user may have copied them there. Returns
   // whether all data files were removed.
   const auto remove_index_and_data = [&] {
+    if (what.keeps_files) return false;
     (void)fs.remove(index);
-    bool are_removed = !what.keeps_data_files;
+    bool are_removed = true;
     for (const std::string& name : what.data_files) are_removed &= is_gone(fs.remove(path(name)));
     return are_removed;
   };
   if (fs.traits().publishes_by_condition) {
-    Status status = write_file(fs, index, what.index, what.sync);
+    Status status = write_index(fs, what, index);
     const bool has_index = status.ok();
     if (has_index) status = fs.publish(path(what.names.metadata), what.metadata, what.replaced);
     if (!status.ok()) {
@@ -74,7 +82,7 @@ Status commit(FileSystem& fs, const Commit& what) {
   }
   const Status renamed = fs.rename(metadata, path(what.names.metadata));
   if (!renamed.ok()) {
-    if (what.keeps_data_files) return renamed;
+    if (what.keeps_files) return renamed;
     // A file server may have renamed the file and lost the reply. Then the metadata is committed,
     // and needs the index and the data files. So the index stays longer than its pending file. If
     // the process is killed in between, readers of a directory without a checkpoint report lost

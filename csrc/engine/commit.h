@@ -42,9 +42,10 @@ struct Commit {
   // Names in `directory` of the data files that the metadata refers to. Removed on an error, if the
   // commit certainly did not happen.
   std::span<const std::string> data_files = {};
-  // Whether all data files remain after an error, since the caller tries again. The pending file
-  // then remains as well, so that garbage collection finds the data files if the caller does not.
-  bool keeps_data_files = false;
+  // Whether this is a copy of a committed checkpoint. Several processes may commit it at the same
+  // time, with the same bytes, and all files remain after an error, since the caller tries again.
+  // The pending file is one of them, so garbage collection finds the files if the caller does not.
+  bool keeps_files = false;
   // If false, the checkpoint survives a process crash, but a power cut may lose both it and the
   // checkpoint that it replaces.
   bool sync = true;

@@ -156,16 +156,19 @@ TEST(CommitTest, DataFilesThatStayAfterAnErrorKeepThePendingFileByWhichTheyAreCo
     fs.put(kPending, "");
     fs.fail_operation(failing, errno_status(ENOSPC, "no space left"));
     Commit commit_it = what("new");
-    commit_it.keeps_data_files = true;
+    commit_it.keeps_files = true;
     EXPECT_CODE(commit(fs, commit_it), StatusCode::kStorage);
     EXPECT_EQ(fs.contents("step-1/a.distcp"), "a");
     EXPECT_EQ(fs.contents(kMetadata), "old");
     EXPECT_THAT(fs.paths(), Contains(kPending));
     fs.clear_fault();
-    fs.put(kPending, "");  // As the caller does before it tries again.
-    (void)fs.remove(kIndex);
     ASSERT_OK(commit(fs, commit_it));
     EXPECT_EQ(fs.contents(kMetadata), "new");
+    EXPECT_EQ(fs.contents(kIndex), "new");
+    // Another process commits the same copy.
+    EXPECT_CODE(commit(fs, commit_it), StatusCode::kNotFound);
+    EXPECT_EQ(fs.contents(kMetadata), "new");
+    EXPECT_EQ(fs.contents(kIndex), "new");
   }
 }
 

@@ -90,12 +90,12 @@ TEST_F(StoreCommitTest, OfTwoSavesTheSecondIsToldAndLeavesNothing) {
   }
 }
 
-TEST_F(StoreCommitTest, DataFilesThatStayKeepThePendingFile) {
+TEST_F(StoreCommitTest, AllFilesOfACopyStay) {
   what_.replaced = "of another save";
   what_.data_files = {};
-  what_.keeps_data_files = true;
+  what_.keeps_files = true;
   EXPECT_EQ(commit(fs_, what_).error_number(), EEXIST);
-  EXPECT_THAT(fs_.store.paths(), ElementsAre(kMetadata, kPending, kData, kOther));
+  EXPECT_THAT(fs_.store.paths(), ElementsAre(kIndex, kMetadata, kPending, kData, kOther));
 }
 
 TEST_F(StoreCommitTest, ACheckpointThatIsGoneIsNotReplaced) {

@@ -46,8 +46,9 @@ class CheckpointTransaction(Transaction):
         save_id: As for :class:`Transaction`.
         rank: The rank that saves alone, beside the checkpoints of other ranks; ``None`` if all
             ranks save together.
-        keeps_files: Whether the data files and the pending file remain after a failed commit,
-            because the caller retries.
+        keeps_files: Whether this is a copy of a committed checkpoint. Several processes may
+            commit it at the same time, and all files remain after a failed commit, because the
+            caller retries.
         small_files: Contents of the small files of a step, by name. A new checkpoint appears
             together with them. If a checkpoint is replaced, they are written after the commit, and
             other small files are removed. ``None``: small files in the target are not changed.
@@ -107,10 +108,11 @@ class CheckpointTransaction(Transaction):
         """
         self.commits = True
         pending = self._pending_file
-        with contextlib.suppress(NotFoundError):
-            if pending.nbytes():  # A commit was killed, and may have left the index, too.
-                pending.replace(b"", sync=False)
-        (self.target / f"{self._prefix}{index_name(self.save_id)}").discard()
+        if not self._keeps_files:  # Otherwise another process may commit the same bytes now.
+            with contextlib.suppress(NotFoundError):
+                if pending.nbytes():  # A commit was killed, and may have left the index, too.
+                    pending.replace(b"", sync=False)
+            self._index_file.discard()
         found = find(self.target, self.pending_pattern, self.commit_name)
         self.found = replace(found, pending=found.pending - {pending.name})
         self._find_committed()
@@ -124,6 +126,10 @@ class CheckpointTransaction(Transaction):
     @property
     def _pending_file(self) -> Location:
         return self.target / f"{self._prefix}{pending_name(self.save_id)}"
+
+    @property
+    def _index_file(self) -> Location:
+        return self.target / f"{self._prefix}{index_name(self.save_id)}"
 
     def _create_pending(self) -> Location:
         self._pending_file.write(b"", sync=False)
@@ -172,7 +178,7 @@ class CheckpointTransaction(Transaction):
         collect_garbage(
             self.target,
             self.found,
-            referenced=files,
+            referenced=[*files, self._index_file.name],
             rank=self._rank,
             is_committed=lambda: is_committed(self.target, self.save_id, self._prefix),
         )
@@ -242,8 +248,12 @@ class CheckpointTransaction(Transaction):
         is_conditional = self.target.file_system.publishes_by_condition
         if not is_missing and (error.errno, is_conditional) != (EEXIST, True):
             raise error
-        # A network file system may have committed, lost the reply, and asked for it again.
-        if not is_missing or self._committed_id() != self.save_id:
+        # A network file system may have committed, lost the reply, and asked for it again. Or
+        # another process has committed the same copy.
+        may_be_committed = is_missing or self._keeps_files
+        if not may_be_committed or self._committed_id() != self.save_id:
+            if self._keeps_files:
+                self._index_file.discard()  # Another save has ended this one.
             raise self.files_are_missing(error) from error
         if self.sync:
             (self.target if self._hidden is None else self.target.parent).sync()
