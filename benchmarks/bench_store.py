@@ -37,7 +37,7 @@ from bench_tree import print_table
 from load_contenders import REPLICATED, ROWS, nbytes_of
 from machine import GIB, MIB, describe
 from rank_group import RankGroup
-from store_rank import CONNECTOR, FSSPEC, LARGE, OURS, RAW, SMALL
+from store_rank import CONNECTOR, FSSPEC, LARGE, OURS, PLANNED, RAW, SMALL
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from support.store_proxy import Fault, StoreProxy
@@ -50,6 +50,7 @@ CONTENDERS = {
     FSSPEC: "s3fs",
     CONNECTOR: "s3torchconnector",
     OURS: "obstore",
+    PLANNED: "obstore",
 }  # And the package that each needs.
 SAVE, LOAD = "save", "load"
 FUNCTIONS = {SAVE: "save_to", LOAD: "load_from"}  # Of store_rank.py.

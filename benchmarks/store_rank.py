@@ -24,6 +24,7 @@ from rank_loads import State, empty, fill, local_rows
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 OURS, RAW = "torch-ckpt", "raw obstore"
+PLANNED = "torch_ckpt.save, load"  # With its own planners; the others use stock DCP's.
 FSSPEC, CONNECTOR = "FsspecWriter, s3fs", "s3torchconnector"
 SMALL, LARGE = "small", "large"
 PART = 8 * MIB
@@ -114,6 +115,30 @@ def raw_load(state: State, url: str) -> None:
         list(threads.map(get, range(0, ends[-1], PART)))
 
 
+def save(contender: str, state: State, url: str) -> None:
+    """Saves by a contender, together with the other ranks."""
+    if contender == RAW:
+        raw_save(state, url)
+    elif contender == PLANNED:
+        import torch_ckpt
+
+        torch_ckpt.save(state, checkpoint_id=url)
+    else:
+        dcp.save(state, storage_writer=make_writer(contender, url))
+
+
+def load(contender: str, state: State, url: str, *, alone: bool) -> None:
+    """Loads by a contender, together with the other ranks or alone."""
+    if contender == RAW:
+        raw_load(state, url)
+    elif contender == PLANNED:
+        import torch_ckpt
+
+        torch_ckpt.load(state, checkpoint_id=url, no_dist=alone)
+    else:
+        dcp.load(state, storage_reader=make_reader(contender, url), no_dist=alone)
+
+
 # The rank --------------------------------------------------------------------------------------
 
 
@@ -136,9 +161,7 @@ class StoreRank(Rank):
     def save_to(self, contender: str, url: str, kind: str, gib: float, tensors: int = 1) -> Answer:
         """Saves with the others; the store has acknowledged it when it is done."""
         state = self._state(kind, gib, tensors)
-        if contender == RAW:
-            return self._measure(lambda: raw_save(state, url))
-        return self._measure(lambda: dcp.save(state, storage_writer=make_writer(contender, url)))
+        return self._measure(lambda: save(contender, state, url))
 
     def load_from(
         self,
@@ -155,14 +178,7 @@ class StoreRank(Rank):
             return self._measure(lambda: None)
         for tensor in state.values():
             tensor.zero_()
-
-        def run() -> None:
-            if contender == RAW:
-                raw_load(state, url)
-            else:
-                dcp.load(state, storage_reader=make_reader(contender, url), no_dist=alone)
-
-        return self._measure(run, state)
+        return self._measure(lambda: load(contender, state, url, alone=alone), state)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""The one entry to all checks: ``check.py [fast|cpp|frameworks|full|gpu|fuzz|wheel|site]``.
+"""The one entry to all checks: ``check.py [fast|style|cpp|frameworks|full|gpu|fuzz|wheel|site]``.
 
 ``fast`` (the default) checks format, lint, types and the arrows between directories, and runs the
-C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``cpp`` runs
-only the C++ tests and the seeds. ``frameworks`` installs the frameworks, and runs the tests that
-need them. ``full`` is all of these, adds clang-tidy, the C++ tests under ASan with UBSan, under
-TSan, and built without liburing, runs every case of the Python tests, runs those of a commit with
-other versions of torch, and puts past faults back, which the tests have to find. ``--changed
-[REF]`` checks what differs from a commit: its style, types, and the tests that it can affect, in
-about two minutes. ``fuzz`` runs each fuzz target under libFuzzer for ``--seconds``, which needs
-clang. ``gpu`` runs the tests that need a CUDA device. ``wheel`` builds the wheel and the sdist, and
+C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``style``
+checks format, lint and arrows only, ``cpp`` the C++ tests and the seeds. ``frameworks`` installs
+the frameworks, and runs the tests that need them. ``full`` is all of these, adds clang-tidy, the
+C++ tests under ASan with UBSan, under TSan, and built without liburing, runs every case of the
+Python tests, runs those of a commit with other versions of torch, and puts past faults back, which
+the tests have to find. ``--changed [REF]`` checks what differs from a commit: its style, types, and
+the tests that it can affect, in about two minutes. ``fuzz`` runs each fuzz target under libFuzzer
+for ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device. ``wheel``
+builds the wheel and the sdist, and
 tries them. ``site`` builds the site of the documents in ``build/site``, and fails on a broken link.
 """
 
@@ -334,7 +335,7 @@ def check_site() -> None:
 def main() -> None:
     """Runs the checks that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    choices = ["fast", "cpp", "frameworks", "full", "gpu", "fuzz", "wheel", "site"]
+    choices = ["fast", "style", "cpp", "frameworks", "full", "gpu", "fuzz", "wheel", "site"]
     parser.add_argument("what", nargs="?", choices=choices, default="fast")
     parser.add_argument("--seconds", type=int, default=600, help="of each fuzz target")
     parser.add_argument("--changed", nargs="?", const="", metavar="REF", help="what differs alone")
@@ -345,6 +346,9 @@ def main() -> None:
     what = arguments.what
     if what == "fuzz":
         fuzz(arguments.seconds)
+        return
+    if what == "style":
+        check_style()
         return
     if what == "cpp":
         test_cpp(build_all(niceness=LAST), 2_000)
@@ -365,8 +369,8 @@ def main() -> None:
         return
     full = what == "full"
     os.environ["CHECK_BEGAN"] = str(time.time())
-    check_style()
     if full:
+        check_style()
         with beside(sys.executable, "-m", "mypy"):  # It uses one core.
             folder = build_all(benchmarks=True)
         test_cpp(folder, 20_000)
@@ -384,7 +388,12 @@ def main() -> None:
             test_with_torch(version)
         run(sys.executable, "tests/mutations.py")
     else:
-        build_all(target="recorder")  # For the Python tests.
+        with (
+            beside(sys.executable, __file__, "style"),
+            # The processes that run tests then find them compiled, and need half as long to begin.
+            beside(sys.executable, "-m", "pytest", "-qqq", "--collect-only", "-W", "ignore"),
+        ):
+            build_all(target="recorder")  # For the Python tests.
         with (
             beside("nice", "-n", str(LAST), sys.executable, "-m", "mypy"),
             beside(sys.executable, __file__, "cpp"),

@@ -24,7 +24,7 @@ from torch_ckpt.conversion.convert import convert
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.staging.pickling import pickle_object
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
 
 @dataclasses.dataclass
