@@ -13,7 +13,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "base/retry.h"
@@ -43,6 +45,21 @@ Status check_directory(const std::string& path) {
   return error == 0 ? ok_status() : errno_status(error, str_cat("cannot create folder ", path));
 }
 
+// As `check_directory`, where mkdir has found the name. It does not follow a link, stat does.
+Status check_existing_name(const std::string& path) {
+  const Status found = check_directory(path);
+  if (found.code() != StatusCode::kNotFound) return found;
+  // A slash at the end would follow the link.
+  const std::string name = path.substr(0, path.find_last_not_of('/') + 1);
+  std::error_code error;
+  const std::string target = std::filesystem::read_symlink(name, error).string();
+  if (error) return found;  // No link: another process has removed the folder meanwhile.
+  return Status(StatusCode::kNotFound,
+                str_cat("cannot create folder ", path, ": it is a symbolic link whose target ",
+                        target, " does not exist (ENOENT)"),
+                ENOENT);
+}
+
 }  // namespace
 
 Result<std::unique_ptr<File>> PosixFileSystem::open(const std::string& path, OpenMode mode,
@@ -61,8 +78,8 @@ Status PosixFileSystem::create_directories(const std::string& path) {
   if (parent == path) return found;  // "." or "/" does not exist: there is no parent to create.
   RETURN_IF_ERROR(create_directories(parent));
   if (::mkdir(path.c_str(), kDirectoryMode) != 0) {
-    // Another rank created the directory first, and syncs the parent.
-    if (errno == EEXIST) return check_directory(path);
+    // Another rank created the directory first, and syncs the parent; or it is a broken link.
+    if (errno == EEXIST) return check_existing_name(path);
     return errno_status(errno, str_cat("cannot create folder ", path));
   }
   return sync_directory(parent);

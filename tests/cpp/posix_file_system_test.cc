@@ -172,6 +172,19 @@ TEST_F(PosixFileSystemTest, AFileInTheWayOfAFolderIsAnError) {
   }
 }
 
+TEST_F(PosixFileSystemTest, ALinkToNothingInTheWayOfAFolderIsNamedWithItsTarget) {
+  ASSERT_EQ(::symlink("archive/step-9", path("step-9").c_str()), 0);
+  for (const char* name : {"step-9", "step-9/", "step-9/a/b"}) {
+    const Status status = fs_.create_directories(path(name));
+    EXPECT_EQ(status.code(), StatusCode::kNotFound) << status.to_string();
+    EXPECT_EQ(status.error_number(), ENOENT);
+    EXPECT_THAT(status.message(), HasSubstr(path("step-9")));
+    EXPECT_THAT(status.message(), HasSubstr("is a symbolic link whose target archive/step-9 does"));
+  }
+  ASSERT_OK(fs_.create_directories(path("archive/step-9")));
+  EXPECT_OK(fs_.create_directories(path("step-9/a/b")));  // The archive is mounted.
+}
+
 TEST_F(PosixFileSystemTest, RemovesFilesAndOnlyEmptyFolders) {
   ASSERT_OK(fs_.create_directories(path("a")));
   ASSERT_OK(write_file(fs_, path("a/b"), {}, false));
