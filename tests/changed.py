@@ -1,7 +1,8 @@
 """Which tests a change can affect: ``python tests/check.py --changed [REF]`` runs them.
 
 A test file is affected if its imports reach a changed module, or if it names a changed file of
-another kind; the tests of the documents are, if any page has changed. Files with the name of the
+another kind; the tests of the documents are, if any page has changed. A change of C++ can affect
+whatever imports the native modules. Files with the name of the
 module or of its package come first, then those that import it themselves, and last those of
 frameworks, which may not be installed. What does not fit into the time is left out and named.
 ``tests/conftest.py`` records how long each file took here.
@@ -95,7 +96,10 @@ def affected(files: list[str]) -> list[Path]:
     """The test files that a change of these files can affect, the nearest first."""
     imports = Imports()
     by_path = {path.relative_to(ROOT).as_posix(): name for name, path in imports.paths.items()}
-    distances = imports.distances({by_path[file] for file in files if file in by_path})
+    modules = {by_path[file] for file in files if file in by_path}
+    if any(file.startswith("csrc/") for file in files):
+        modules.add("torch_ckpt._core")
+    distances = imports.distances(modules)
     others = {Path(file).name for file in files if not file.endswith(".py")}
     names = {Path(file).stem for file in files}
     packages = {Path(file).parent.name for file in files if file.startswith("torch_ckpt/")}

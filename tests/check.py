@@ -148,8 +148,8 @@ def check_changed(ref: str) -> None:
     if chosen:
         run_pytest(*(str(path.relative_to(ROOT)) for path in chosen), workers=2)
     if left_out:
-        names = ", ".join(path.stem for path in left_out)
-        print(f"{len(left_out)} files that it can affect as well were left out: {names}")
+        names = ", ".join(path.stem for path in left_out[:20])
+        print(f"{len(left_out)} files that it can affect as well were left out, such as {names}")
 
 
 def build_cpp(name: str, *options: str, target: str = "all", niceness: int = 0) -> Path:
