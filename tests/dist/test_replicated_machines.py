@@ -37,7 +37,7 @@ from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.replica_files import used_nbytes, whole_replicas
 from torch_ckpt.cli.main import main
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.records.reading import missing_replicas
+from torch_ckpt.records.reading import missing_replicas, newest_first
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -329,7 +329,7 @@ def test_the_user_is_warned_once_when_replication_has_stopped(
         until_replicated(memory, run, 1)
         world.run(stop_replication, run, memory, how)
         warned = [world.run(warned_of_replicas, run, memory, step) for step in range(2, 9)]
-        until(lambda: bool(missing_replicas(Location(run))))
+        until(lambda: bool(missing_replicas(newest_first(Location(run)))))
         world.run(end_run, run, memory)
     texts = [text for ranks in warned for texts in ranks for text in texts]
     assert len(texts) == 1

@@ -37,7 +37,7 @@ from torch_ckpt.ladder.step_files import (
     run_of_local,
     what_is_missing,
 )
-from torch_ckpt.records.reading import missing_replicas
+from torch_ckpt.records.reading import missing_replicas, newest_first
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.verify import check_here, check_whole
 
@@ -129,7 +129,7 @@ def _ls(options: argparse.Namespace) -> int:
         steps = [step for step in steps if step["step"] == chosen]
     unreplicated = ""
     with contextlib.suppress(CheckpointError):  # The record is unreadable.
-        unreplicated = missing_replicas(promoted_to or run)
+        unreplicated = missing_replicas(newest_first(promoted_to or run))
     if options.json:
         for step in steps:  # JSON has neither NaN nor infinity.
             metrics = step["metrics"].items()

@@ -62,13 +62,14 @@ def add_to(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    calls = calls_of(read_events(options.run))
+    events = read_events(options.run)
+    calls = calls_of(events)
     if not calls:
         return fail(f"the record of {options.run} is empty: nothing was saved or loaded yet")
     call = _chosen(calls, options.step)
     if call is None:
         return fail(f"the record of {options.run} has no save or load of step {options.step}")
-    unreplicated = missing_replicas(options.run)
+    unreplicated = missing_replicas(reversed(events))
     if options.json:
         facts = {"run": str(options.run), "sentence": first_sentence(call)}
         print_json(
