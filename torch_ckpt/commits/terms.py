@@ -35,6 +35,7 @@ from torch_ckpt.stored_json import from_json
 
 __all__ = [
     "Term",
+    "check_directory",
     "check_term",
     "newest_term",
     "superseded",
@@ -186,6 +187,22 @@ def check_term(
     is_ancestor = found is not None and newest.has(int(found[1]), number)
     if newest.number > number and not (is_ancestor and step and term_of(step) <= number):
         raise superseded(run, newest)
+
+
+def check_directory(run: Location, term: Term) -> None:
+    """Checks that a path still leads to the directory in which a term of this process was taken.
+
+    Raises CheckpointError if its file is missing there, or is of another job, and StorageError if
+    it cannot be read.
+    """
+    found = term_at(run, term.number)
+    if found is None or found.job != term.job:
+        whose = f"that of {found}" if found else f"no term-{term.number}"
+        raise CheckpointError(
+            f"cannot use {run}: it is not the directory in which this job began to save, because "
+            f"it has {whose}. That directory may have been moved or unmounted. To "
+            "continue here, start the job again"
+        )
 
 
 def superseded(run: Location, newest: Term) -> SupersededError:

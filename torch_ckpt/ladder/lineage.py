@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from torch_ckpt.commits.small_files import BRANCH
 from torch_ckpt.commits.terms import (
     Term,
+    check_directory,
     check_term,
     newest_term,
     superseded,
@@ -78,15 +79,16 @@ class Lineage:
     def saving(self, step: int) -> dict[str, bytes]:
         """Returns the small file, by name, that records the term and the branch of a step to save.
 
-        Takes a term for the first step, for a step below one that this process has saved, and after
-        steps were discarded. Raises SupersededError if another job has taken a later term.
+        Takes a term for the first step, for a step below one that this process has saved, after
+        steps were discarded, and if the directory is gone: the save creates it again. Raises
+        as :meth:`check`.
         """
         newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
         if newest is not None and newest != self._passed_over:
             if not self._is_branch:
                 self._is_branch, self._root = True, self._at
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
-        if self._term is None or step < self._saved:
+        if self._term is None or step < self._saved or self._is_gone():
             self._saved = math.inf  # Even if this fails, the file of the term may exist.
             self._term = self._next_term(step)
             self._restored.clear()
@@ -108,9 +110,15 @@ class Lineage:
         self._term = Term(term, lineage)
 
     def check(self) -> None:
-        """Raises SupersededError if another job has taken a later term than this process."""
+        """Raises SupersededError if another job has taken a later term than this process.
+
+        Raises CheckpointError if the path leads to another directory now. With a local directory,
+        the ids of both directories are compared instead, before each access.
+        """
         if self._term is not None:
             check_term(self._run, self._term.number)
+            if self._term.job and len(self._disks) == 1 and not self._is_gone():
+                check_directory(self._run, self._term)
 
     def check_since_restore(self) -> None:
         """Raises as :meth:`check`, also if another job took a term since this process restored."""
@@ -126,8 +134,14 @@ class Lineage:
         Saves to a local directory do not wait for the directory of the run. The promotion checks
         that one.
         """
-        if self._term is not None:
+        if len(self._disks) == 1:
+            self.check()
+        elif self._term is not None:
             check_term(self._disks[0].directory, self._term.number)
+
+    def _is_gone(self) -> bool:
+        """Returns whether nothing is at the path of the run, which has been there before."""
+        return self._run.local_path is not None and self._run.is_missing()
 
     def newest(self) -> Term:
         """Returns the newest term of the run, whose lineage decides which steps are removed.

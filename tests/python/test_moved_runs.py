@@ -1,0 +1,101 @@
+"""A run stays in its directory: it leaves another one alone that is at its path later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ckpt import CheckpointError, Run
+from torch_ckpt.ladder.lineage import Lineage
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memory")]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "thread": {"asynchronous": True},
+    "agent": {"asynchronous": True, "agent": True},
+}
+
+
+def _save(run: Run, step: int) -> None:
+    run.save(step, {"w": torch.full((9,), float(step))})
+    run.wait()
+
+
+def _steps(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("step-*"))
+
+
+def _replace(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+    run.with_name("other").rename(run)
+
+
+def _unmount(run: Path) -> None:
+    """As if the run's storage were unmounted, and its mount point remained."""
+    run.rename(run.with_name("moved"))
+    run.mkdir()
+
+
+@pytest.fixture
+def other(run: Path) -> Path:
+    """Another run, with steps."""
+    with Run(run.with_name("other")) as other:
+        for step in (1, 2, 3):
+            _save(other, step)
+    return run.with_name("other")
+
+
+@pytest.mark.parametrize("lose", [_replace, _unmount])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_run_saves_nothing_to_another_directory_at_its_path_and_removes_nothing(
+    run: Path, other: Path, options: str, lose: Callable[[Path], object]
+) -> None:
+    going = Run(run, keep_last=1, **OPTIONS[options])
+    _save(going, 40)
+    lose(run)
+    found = _steps(run)
+    for step in (50, 51):
+        with pytest.raises(CheckpointError, match="moved"):
+            _save(going, step)
+    assert _steps(run) == found
+    going.close()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_run_creates_its_directory_again_if_nothing_is_at_its_path(
+    run: Path, options: str
+) -> None:
+    with Run(run, keep_last=1, **OPTIONS[options]) as going:
+        _save(going, 40)
+        run.rename(run.with_name("moved"))
+        for step in (50, 51):
+            _save(going, step)
+    assert _steps(run) == ["step-51"]
+    assert _steps(run.with_name("moved")) == ["step-40"]
+    with Run(run, **OPTIONS[options]) as again:
+        assert again.restore({"w": torch.zeros(9)}) == 51
+        _save(again, 52)
+
+
+def test_retention_removes_nothing_if_the_directory_was_replaced_since_the_commit(
+    run: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = Lineage.newest
+
+    def later(lineage: Lineage) -> Any:
+        monkeypatch.undo()
+        _replace(run)
+        return newest(lineage)
+
+    going = Run(run, keep_last=1)
+    _save(going, 40)
+    monkeypatch.setattr(Lineage, "newest", later)
+    with pytest.warns(UserWarning, match="old steps were not removed: .* moved"):
+        _save(going, 50)
+    assert _steps(run) == ["step-1", "step-2", "step-3"]
+    assert _steps(run.with_name("moved")) == ["step-40", "step-50"]
