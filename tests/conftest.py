@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib.util
 import itertools
 import math
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import changed
+import frozen
 import pytest
 
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # What was imported and collected is not searched for garbage again and again.
+    frozen.search_rarely()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -215,7 +215,7 @@ def outcome(call: Callable[[], Any]) -> tuple[BaseException | None, float]:
     return None, time.monotonic() - begin
 
 
-THIN = ["Run with an agent", "save by a thread", "save by the agent", "close"]
+THIN = ["Run with an agent", "save by a thread", "close"]
 
 
 @pytest.mark.thin(

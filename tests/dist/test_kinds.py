@@ -196,7 +196,7 @@ def saved_and_loaded(way: str, folder: Path, kind: str) -> None:
 
 
 @pytest.mark.thin(
-    *("dcp.async_save", "process", "safetensors", "memory", "stock", "reshard"),
+    *("process", "safetensors", "memory", "stock", "reshard"),
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_each_kind_is_saved_and_loaded_bit_for_bit_or_refused(

@@ -259,7 +259,7 @@ def test_a_step_that_all_states_share_is_counted_by_each(
             convert(*arguments)
 
 
-@pytest.mark.thin(1)
+@pytest.mark.thin(0.1)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128],

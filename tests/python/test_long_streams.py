@@ -50,6 +50,7 @@ def store(store_proxy: StoreProxy, monkeypatch: pytest.MonkeyPatch) -> StoreProx
     return store_proxy
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_stream_that_outgrows_its_plan_gets_larger_parts(

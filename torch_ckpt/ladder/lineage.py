@@ -42,6 +42,7 @@ class Lineage:
 
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
+        self._is_alone = len(disks) == 1  # Whether steps are saved to the run's directory itself.
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
@@ -117,7 +118,7 @@ class Lineage:
         """
         if self._term is not None:
             check_term(self._run, self._term.number)
-            if self._term.job and len(self._disks) == 1 and not self._is_gone():
+            if self._term.job and self._is_alone and not self._is_gone():
                 check_directory(self._run, self._term)
 
     def check_since_restore(self) -> None:
@@ -134,14 +135,14 @@ class Lineage:
         Saves to a local directory do not wait for the directory of the run. The promotion checks
         that one.
         """
-        if len(self._disks) == 1:
+        if self._is_alone:
             self.check()
         elif self._term is not None:
             check_term(self._disks[0].directory, self._term.number)
 
     def _is_gone(self) -> bool:
-        """Returns whether nothing is at the path of the run, which has been there before."""
-        return self._run.local_path is not None and self._run.is_missing()
+        """Returns whether nothing is at the path of a run without a local directory any more."""
+        return self._is_alone and self._run.local_path is not None and self._run.is_missing()
 
     def newest(self) -> Term:
         """Returns the newest term of the run, whose lineage decides which steps are removed.
@@ -169,7 +170,7 @@ class Lineage:
             term = self._restored[at]
             branch = term_at(self._run, term) or former  # It may be an abandoned branch.
             lineage = branch.before(at, term)
-        local = self._disks[0].directory if len(self._disks) > 1 else None
+        local = None if self._is_alone else self._disks[0].directory
         return take_term(self._run, lineage, local, self._job)
 
     def _take_root_of(self, step: int) -> None:
