@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.agents import kill_agent
 from waits import until
 
 from torch_ckpt import Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
-from torch_ckpt.agent.memory import folder_of, open_folder, run_of
+from torch_ckpt.agent.memory import folder_of, has_agent, open_folder, run_of
 from torch_ckpt.agent.process import _Listener
 from torch_ckpt.errors import CheckpointError
 
@@ -127,6 +128,42 @@ def test_an_agent_tries_again_while_it_lives_until_the_disk_has_space(
     until(lambda: is_on_disk(path, 2))
     with Run(path, asynchronous=True, agent=True) as run:
         assert_restores(run, 2)
+
+
+KILLED_WITH_LOCAL = """
+import os, signal, sys
+from pathlib import Path
+from test_last_steps_in_memory import in_memory_alone
+folder = Path(sys.argv[1])
+run = in_memory_alone(folder / "run", local=folder / "local", keep_last=1)
+run.wait(promoted=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.parametrize("local", ["other", None])
+def test_a_step_in_memory_is_found_if_the_local_directory_changes(
+    tmp_path: Path, run_python: Callable[..., str], local: str | None, lives: bool
+) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run_python(KILLED_WITH_LOCAL, tmp_path)
+    if lives:
+        until(lambda: is_on_disk(tmp_path / "local", 2))
+    else:
+        kill_agent(path)
+    options = {"asynchronous": True, "agent": True, "local": local and tmp_path / local}
+    for _ in range(2):  # Nothing is in a directory of these jobs, so the step stays in memory.
+        with Run(path, **options) as run:
+            assert_restores(run, 2)
+        until(lambda: not has_agent(folder_of(run_of(path))))
+    with Run(path, **options) as run:
+        assert_restores(run, 2)
+        run.save(3, state_of(3))
+    until(lambda: not folder_of(run_of(path)).exists())
+    assert [each.name for each in (tmp_path / (local or "run")).glob("step-3")] == ["step-3"]
+    assert not is_on_disk(tmp_path / "local", 3)
 
 
 # ---- An agent without a run ----

@@ -89,8 +89,9 @@ class SnapshotAgent:
         has_directory: Whether ``run`` is the directory of all steps, as for a ``Run``. It then has
             a file ``run-id``. If the directory was removed, moved or replaced, the snapshots in
             memory are not offered, and the first save frees them.
-        local: Directory on a local disk to which the ranks of this machine save, if each machine
-            has one. The agents then coordinate in the directory ``run``.
+        local: Local directory to which the ranks save. The agents of several machines coordinate in
+            the directory ``run``.
+        shares_local: Whether all ranks share ``local``, so that the agents coordinate there.
         group: The group of a ``Run``, whose ranks are those of ``process_group``.
 
     Attributes:
@@ -121,11 +122,11 @@ class SnapshotAgent:
         timeout_s: float = 1800.0,
         has_directory: bool = False,
         local: str | os.PathLike[str] | None = None,
+        shares_local: bool = False,
         group: Group | None = None,
     ) -> None:
         self._group = group or group_of(process_group)
-        self._stages = self._group.series()
-        self._failed = FailedSaves(self._group)
+        self._stages, self._failed = self._group.series(), FailedSaves(self._group)
         self.on_busy: OnBusy = on_busy
         self._exclusive = Exclusive("the agent")
         self.waited = self.skipped = self.refused = 0
@@ -134,10 +135,10 @@ class SnapshotAgent:
             self.timeout_s = timeout_s = duration("timeout_s", timeout_s)
             directory = Location(run).resolved() if has_directory else None
             run = name_of(run)  # Resolved once, because links in the path may change.
-            self._shared = None if local is None else Location(run)
+            self._shared = None if local is None or shares_local else Location(run)
             self._member = member = find_member(run, self._group, timeout_s, directory)
             connect = functools.partial(AgentClient, run, member, options, local=local)
-            connect = functools.partial(connect, timeout_s=timeout_s)
+            connect = functools.partial(connect, shares_local=shares_local, timeout_s=timeout_s)
             self._client = connect_all(self._group, connect, timeout_s)
             undo.callback(self._client.close)
             self._replication = Replication(self._client, self._stages, timeout_s)

@@ -205,10 +205,11 @@ def backend_for(
 ) -> ThreadBackend:
     """Returns the backend of a run's background saves, if it has any.
 
-    The run saves to the path of ``writer``. If it has several ``places``, their agents coordinate
-    in the directory of the ``run``. ``reuses``: whether a save takes unchanged data from the
-    previous one. ``timeout_s`` limits how long a rank waits for another rank, and a save for a
-    slot. Raises ValueError if ``agent`` is given, and saves are not asynchronous.
+    The run saves to the path of ``writer``, which is a local directory or that of the ``run``. If
+    it has several ``places``, their agents coordinate in the directory of the ``run``, which always
+    names their memory. ``reuses``: whether a save takes unchanged data from the previous one.
+    ``timeout_s`` limits how long a rank waits for another rank, and a save for a slot. Raises
+    ValueError if ``agent`` is given, and saves are not asynchronous.
     """
     if agent and not asynchronous:
         raise ValueError("agent=True requires asynchronous=True: an agent saves in the background")
@@ -224,12 +225,13 @@ def backend_for(
     started, reason = _started(
         functools.partial(
             SnapshotAgent,
-            run.checkpoint_id if is_apart else writer.path,
+            run.checkpoint_id,
             process_group=process_group,
             options=replace(options, reuse=reuses),
             timeout_s=timeout_s,
             has_directory=True,
-            local=writer.path if is_apart else None,
+            local=writer.path,
+            shares_local=not is_apart,
             group=group,
         ),
         group,
