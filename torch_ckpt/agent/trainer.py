@@ -32,14 +32,13 @@ from torch_ckpt.agent.memory import (
 from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.own_slots import OwnSlots
-from torch_ckpt.agent.reader import MemoryCheckpoint, find_snapshot
+from torch_ckpt.agent.reader import MemoryCheckpoint
 from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.agent.slot_reports import (
     SlotReport,
-    former_run,
-    machine_slots,
     warn_of_former,
 )
+from torch_ckpt.agent.snapshot_memory import SnapshotMemory
 from torch_ckpt.coordination.background import BackgroundFuture
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import Group, group_of
@@ -140,6 +139,7 @@ class SnapshotAgent:
             connect = functools.partial(AgentClient, run, member, options, local=local)
             connect = functools.partial(connect, shares_local=shares_local, timeout_s=timeout_s)
             self._client = connect_all(self._group, connect, timeout_s)
+            self._memory = SnapshotMemory(member, self._group, timeout_s)
             undo.callback(self._client.close)
             self._replication = Replication(self._client, self._stages, timeout_s)
             self._replication.begin(process_group, options)
@@ -398,9 +398,7 @@ class SnapshotAgent:
             NotFoundError: A slot was freed during the call.
             RankTimeoutError: A rank was late or dead.
         """
-        with self._group.method("find a snapshot", self.timeout_s):
-            decide = functools.partial(self._group.decide, timeout_s=self.timeout_s)
-            found = find_snapshot(step, self._member, self.folder, self.slot_report, decide)
+        found = self._memory.find(step)
         if found is not None:
             self._replication.keep = found.save
         return found
@@ -416,9 +414,7 @@ class SnapshotAgent:
 
     def slot_report(self) -> SlotReport:
         """Returns the slots in memory on the first rank of this machine; nothing on others."""
-        member, former = self._member, former_run(self.folder, self._member.run_id)
-        is_silent = not member.is_first_here or former is not None
-        return member.node, [] if is_silent else machine_slots(self.folder, member.run)
+        return self._memory.slot_report()
 
     def close(self, *, drop: bool = False) -> None:
         """Detaches this rank from the agent, once the futures of all its saves have completed.
