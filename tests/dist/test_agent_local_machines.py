@@ -171,6 +171,23 @@ def test_what_the_ranks_leave_in_memory_goes_to_the_local_directories(
         assert world.run(restore_by_agents, tmp_path, memory) == [2] * RANKS
 
 
+@pytest.mark.parametrize("ranks", [(RANKS // 2, RANKS), (RANKS, RANKS // 2)])
+def test_what_is_in_memory_is_found_on_more_or_fewer_machines(
+    tmp_path: Path, memory: Path, ranks: tuple[int, int]
+) -> None:
+    before, after = ranks
+    with Ranks(before) as world:
+        world.run(save_replicated, tmp_path, memory, [1, 2])
+        marks = 2 if before == RANKS else 0  # On each machine, that of the second save.
+        until(lambda: len(list(memory.glob("machine-*/*/*/replicated-*-1"))) == marks, LOST_S)
+        world.kill()
+    for place in (*tmp_path.glob("machine-*"), tmp_path / "run"):  # Nothing but memory can serve.
+        for path in place.glob("step-*"):
+            shutil.rmtree(path)
+    with Ranks(after) as world:
+        assert world.run(restore_by_agents, tmp_path, memory) == [2] * after
+
+
 SILENT = """
 import os, sys, time
 if "agent" in sys.orig_argv:

@@ -198,6 +198,36 @@ def save_and_replicate(world: Ranks, run: Path, memory: Path) -> None:
     until_replicated(memory, run, 2)
 
 
+def restore_with_a_refused_memory(run: Path, memory: Path) -> None:
+    """The first machine refuses its memory, so that no rank saves with agents."""
+    on_machine(memory)
+    if dist.get_rank() < RANKS_PER_MACHINE:
+        os.environ["TORCH_CKPT_MEMORY"] = "relative"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = Run(run, asynchronous=True, agent=options_of(dist.get_rank()), timeout_s=SOON_S)
+    if dist.get_rank() == 0:
+        assert any("saving continues without an agent" in str(each.message) for each in caught)
+    state = state_of(-1)
+    assert made.restore(state) == 2
+    assert_same(state, state_of(2))
+    made.save(3, state_of(3))
+    made.wait()
+    assert made.restore(state) == 3
+    made.close()
+
+
+def test_if_the_memory_of_one_machine_is_refused_all_restore_from_the_others(
+    tmp_path: Path, memory: Path
+) -> None:
+    run = tmp_path / "run"
+    with Ranks(RANKS) as world:
+        save_and_replicate(world, run, memory)
+        world.kill()
+    with Ranks(RANKS) as world:
+        world.run(restore_with_a_refused_memory, run, memory)
+
+
 def test_after_the_loss_of_two_buddies_the_newest_step_on_disk_is_restored(
     tmp_path: Path, memory: Path
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from command import run_command
+from support.agents import kill_agent
 from waits import until
 
 from torch_ckpt import Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
-from torch_ckpt.agent.memory import folder_of, open_folder, run_of
+from torch_ckpt.agent.memory import folder_of, has_agent, open_folder, run_of
 from torch_ckpt.agent.process import _Listener
 from torch_ckpt.errors import CheckpointError
 
@@ -127,6 +131,107 @@ def test_an_agent_tries_again_while_it_lives_until_the_disk_has_space(
     until(lambda: is_on_disk(path, 2))
     with Run(path, asynchronous=True, agent=True) as run:
         assert_restores(run, 2)
+
+
+KILLED_WITH_LOCAL = """
+import os, signal, sys
+from pathlib import Path
+from test_last_steps_in_memory import in_memory_alone
+folder = Path(sys.argv[1])
+run = in_memory_alone(folder / "run", local=folder / "local", keep_last=1)
+run.wait(promoted=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.parametrize("local", ["other", None])
+def test_a_step_in_memory_is_found_if_the_local_directory_changes(
+    tmp_path: Path, run_python: Callable[..., str], local: str | None, lives: bool
+) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run_python(KILLED_WITH_LOCAL, tmp_path)
+    if lives:
+        until(lambda: is_on_disk(tmp_path / "local", 2))
+    else:
+        kill_agent(path)
+    options = {"asynchronous": True, "agent": True, "local": local and tmp_path / local}
+    for _ in range(2):  # Nothing is in a directory of these jobs, so the step stays in memory.
+        with Run(path, **options) as run:
+            assert_restores(run, 2)
+        until(lambda: not has_agent(folder_of(run_of(path))))
+    with Run(path, **options) as run:
+        assert_restores(run, 2)
+        run.save(3, state_of(3))
+    until(lambda: not folder_of(run_of(path)).exists())
+    assert [each.name for each in (tmp_path / (local or "run")).glob("step-3")] == ["step-3"]
+    assert not is_on_disk(tmp_path / "local", 3)
+
+
+KILLED_WITH_ITS_AGENT = """
+import os, signal, sys
+from pathlib import Path
+from support.agents import agent_pid
+from support.freezing import freeze
+from test_last_steps_in_memory import in_memory_alone
+path = Path(sys.argv[1])
+run = in_memory_alone(path)
+freeze(agent_pid(path)) if sys.argv[2] == "frozen" else os.kill(agent_pid(path), signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_step_in_memory_is_restored_while_the_agent_is_frozen(
+    run: Path, run_python: Callable[..., str]
+) -> None:
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run_python(KILLED_WITH_ITS_AGENT, run, "frozen")
+    with pytest.warns(UserWarning, match="without an agent: the agent .* did not answer"):
+        job = Run(run, asynchronous=True, agent=True, timeout_s=2)
+    with job:
+        assert_restores(job, 2)
+        job.save(3, state_of(3))
+        job.wait()
+        assert_restores(job, 3)
+        job.discard_after(1)
+        assert_restores(job, 1)
+
+
+def test_a_job_and_ls_name_newer_steps_in_memory_that_are_not_restored(
+    run: Path, run_python: Callable[..., str]
+) -> None:
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run_python(KILLED_WITH_ITS_AGENT, run, "killed")
+    code, printed = run_command("ls", run)
+    assert code == 0
+    assert "newer steps in the memory of this machine: 2" in printed
+    assert json.loads(run_command("ls", run, "--json")[1])["in_memory"] == [2]
+    warns = functools.partial(pytest.warns, UserWarning, match="steps 2 of .* are not restored")
+    for asynchronous in (False, True):
+        with Run(run, asynchronous=asynchronous) as job, warns():
+            assert_restores(job, 1)
+    with Run(run, asynchronous=True, agent=True) as job:
+        assert_restores(job, 2)
+        job.discard_after(1)
+    assert "newer" not in run_command("ls", run)[1]
+
+
+def test_a_job_without_an_agent_does_not_name_steps_of_another_run_or_that_were_left(
+    run: Path, run_python: Callable[..., str], recwarn: pytest.WarningsRecorder
+) -> None:
+    with pytest.raises(AssertionError, match="exit status -9"):
+        run_python(KILLED_WITH_ITS_AGENT, run, "killed")
+    with Run(run) as job:
+        assert job.restore(state_of(0), step=1) == 1
+        job.save(2, state_of(9))
+    shutil.rmtree(run / "step-2")
+    with Run(run) as job:
+        assert_restores(job, 1)
+    shutil.rmtree(run)
+    with Run(run) as job:
+        assert job.restore(state_of(0)) is None
+    assert not [each for each in recwarn if "shared memory" in str(each.message)]
 
 
 # ---- An agent without a run ----

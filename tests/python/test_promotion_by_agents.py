@@ -181,7 +181,7 @@ def test_training_goes_on_with_the_copy_of_an_agent_that_dies(
     with _run(tmp_path, SLOWLY) as run:
         _save(run, 1)
         until(lambda: _is_being_copied(tmp_path))
-        kill_agent(tmp_path / "local")
+        kill_agent(tmp_path / "run")
         run.wait(promoted=True)
         assert _steps(tmp_path / "run") == [1]
         _save(run, 2)  # The ranks have started another agent.
@@ -196,7 +196,7 @@ def test_a_copy_ends_with_the_steps_that_are_discarded(tmp_path: Path) -> None:
         _save(run, 2)
         until(lambda: _is_being_copied(tmp_path, 2))
         assert run.discard_after(1) == [2]
-        log = (folder_of(run_of(tmp_path / "local")) / "agent.log").read_text()
+        log = (folder_of(run_of(tmp_path / "run")) / "agent.log").read_text()
         assert "step-2 has ended" in log
         assert not (tmp_path / "run" / "step-2").exists()
         _save(run, 2)
@@ -212,7 +212,7 @@ def test_an_agent_ends_when_a_copy_that_was_left_behind_has_ended(tmp_path: Path
     run.close()
     assert not _arrived(tmp_path)
     until(lambda: len(_arrived(tmp_path)) == 1)
-    until(lambda: not folder_of(run_of(tmp_path / "local")).exists())
+    until(lambda: not folder_of(run_of(tmp_path / "run")).exists())
 
 
 @pytest.mark.parametrize("how", ["signal", "late"])
@@ -220,10 +220,10 @@ def test_an_agent_that_is_to_end_cancels_a_copy(tmp_path: Path, how: str) -> Non
     arguments = [str(tmp_path), str(1 << 20), str(NBYTES), "killed"]
     linger_s = "1" if how == "late" else "600"
     subprocess.run([sys.executable, "-c", _TRAINS, *arguments, linger_s], timeout=60)
-    folder = folder_of(run_of(tmp_path / "local"))
+    folder = folder_of(run_of(tmp_path / "run"))
     assert has_agent(folder)
     if how == "signal":
-        os.kill(agent_pid(tmp_path / "local"), signal.SIGTERM)
+        os.kill(agent_pid(tmp_path / "run"), signal.SIGTERM)
     begin = time.monotonic()
     until(lambda: not has_agent(folder))
     assert time.monotonic() - begin < 12  # The copy would have taken 16 s.

@@ -138,9 +138,9 @@ class AgentClient:
     agent counts as lost in three cases: it has answered nothing for 30 s (or for ``timeout_s`` if
     that is shorter), it did not answer a request within ``timeout_s``, or it has died and no other
     could be started. With ``may_start=False``, the client starts no agent. ``is_first`` makes the
-    agent check that it reaches the run's directory, if that is a URL. ``local`` is the local
-    directory of this machine, if the run has local directories; see ``SnapshotAgent``. Raises
-    CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
+    agent check that it reaches the directory in which it works, if that is a URL. ``local`` and
+    ``shares_local`` are those of ``SnapshotAgent``. Raises CheckpointError if the agent rejected
+    this rank, and StorageError if no agent answers.
     """
 
     def __init__(
@@ -153,9 +153,10 @@ class AgentClient:
         is_first: bool = True,
         may_start: bool = True,
         local: str | os.PathLike[str] | None = None,
+        shares_local: bool = False,
     ) -> None:
         self.member, self._pid = member, os.getpid()
-        self._local = local
+        self._local, self._shares_local = local, shares_local
         self._timeout_s = timeout_s
         self._run = name_of(run)  # Resolved now: the process may change its directory.
         self._is_first, self._may_start = is_first, may_start
@@ -255,6 +256,7 @@ class AgentClient:
             is_first=False,
             may_start=may_start,
             local=self._local,
+            shares_local=self._shares_local,
         )
 
     def request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
@@ -454,15 +456,17 @@ class AgentClient:
         orphans = list(map(encoded_save, self.member.orphans))
         if run_id is None:
             return {"orphans": orphans}
-        fields: dict[str, Any] = {"orphans": orphans, "run_id": asdict(run_id)}
+        places = [self._run, self._run if self._local is None else name_of(self._local)]
+        fields: dict[str, Any] = {"orphans": orphans, "run_id": asdict(run_id), "places": places}
         checked = self._run
-        if self._local is not None and not self._is_first:  # The run's may not answer.
-            checked = os.fspath(self._local)
+        # In the directory of the run, agents exchange files at most, and it may not answer later.
+        if self._local is not None and (self._shares_local or not self._is_first):
+            checked = name_of(self._local)
         if os.path.isabs(checked):
             seen = nearest_directory(checked)
             fields |= {"seen": seen, "inode": inode_of(seen)}
         elif self._is_first:  # If the run is removed later, its id is gone.
-            fields |= {"url": self._run, "may_end": self._child is None}
+            fields |= {"url": checked, "may_end": self._child is None}
         return fields
 
     def _start(self) -> None:

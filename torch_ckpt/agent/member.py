@@ -24,18 +24,29 @@ _Facts = tuple[bytes, bytes, str, RunId | None]
 
 
 def find_member(
-    run: str | os.PathLike[str], group: Group, timeout_s: float, directory: Location | None
+    run: str | os.PathLike[str],
+    group: Group,
+    timeout_s: float,
+    directory: Location | None,
+    *,
+    only_reads: bool = False,
 ) -> Member:
     """Returns the identity of this rank; all ranks call this function.
 
-    A run with a directory also has an id.
+    A run with a directory also has an id. Raises StorageError if this rank cannot use its shared
+    memory, except with ``only_reads``: then its machine has none.
     """
     name, rank = run_of(run), group.rank
 
     def own() -> tuple[_Facts, Sequence[MachineSlots]]:
+        try:
+            folder = open_folder(name)
+        except StorageError:
+            if not only_reads:
+                raise
+            return (name, bytes(16), f"{this_machine()} without memory", None), ()
         # Containers on one machine may have separate tmpfs. The parent folder identifies the tmpfs,
         # because an ending agent removes the folder of the run.
-        folder = open_folder(name)
         memory = folder.parent.stat()
         machine = f"{this_machine()} {memory.st_dev} {memory.st_ino}"
         facts = name, _new_session(name), machine, id_in_memory(folder)

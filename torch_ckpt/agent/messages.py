@@ -61,9 +61,10 @@ class Kind(enum.StrEnum):
     """Registers a rank: ``run`` and ``session`` as hexadecimal digits, ``rank``, ``ranks_here``,
     ``options`` of the agent as JSON, and the ``orphans``: saves of earlier ranks (session and
     sequence) that some machine has lost. If the run has an id: ``run_id``, ``is_written`` (whether
-    the directory of the run has the id), ``seen`` (a directory that the agent must see too), and
-    its ``inode``. If the run is on a store, the first client sends other fields instead: ``url``,
-    at which the agent must find the id, and ``may_end``, whether it may end if it does not."""
+    the directory of the run has the id), ``places`` (the directories from which the ranks restore),
+    ``seen`` (a directory that the agent must see too), and its ``inode``. If the run is on a store,
+    the first client sends other fields instead of ``seen``: ``url``, at which the agent must find
+    the id, and ``may_end``, whether it may end if it does not."""
     OK = "ok"
     ERROR = "error"
     """Reports an error: ``failure``."""

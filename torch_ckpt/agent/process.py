@@ -155,15 +155,13 @@ class Agent:
             *(folder, run, self._slots, self._changed), options=lambda: self.options
         )
         self._copies = Copies(self._changed)
-        is_first = not any(
-            p.name.startswith(("rank-", "replica-", "done-")) for p in folder.iterdir()
-        )
+        kept = "rank-", "replica-", "done-"
+        is_first = not any(path.name.startswith(kept) for path in folder.iterdir())
         self._first_within_s = options.linger_s
         if first_within_s is not None:  # A rank has started this process, and will connect.
             self._first_within_s = max(first_within_s, 0.0 if is_first else options.linger_s)
         self._admitted: dict[Save, bool] = {}
-        self._is_dropped = False  # Whether the trainers discarded their snapshots.
-        self._has_ended = False
+        self._has_ended = self._is_dropped = False  # The trainers may drop their snapshots.
         self._is_useless = False  # Whether it cannot reach the store of the run.
         self._next_id: RunId | None = None  # The run whose first save frees the slots.
 
@@ -185,10 +183,13 @@ class Agent:
             self._copies.close()
             if self._ranks.active():
                 return False  # They start another agent.
-            newest = self._slots.scan().newest
-            if self._is_dropped or newest is None or self._saves.is_done(newest.save):
+            scan = self._slots.scan()
+            if self._is_dropped or scan.newest is None:
                 return True
-            return self._ranks.all_detached and self._saves.failure_of(newest.save) is None
+            newest = scan.newest.save
+            is_left = self._saves.failure_of(newest) is not None or not self._ranks.all_detached
+            is_over = self._saves.is_done(newest) or not is_left
+            return is_over and self._ranks.look_for(scan.directory_of(newest))
 
     def _can_end(self, listener: _Listener) -> bool:
         """Returns whether the agent can end, once it has persisted the newest snapshot."""
@@ -298,7 +299,7 @@ class Agent:
                 raise ConnectionAbortedError("this agent has ended")
             if run_id is not None:
                 self._become(run_id, pid)
-            trainer = self._ranks.register(rank, session, pid, ranks)
+            trainer = self._ranks.register(rank, session, pid, ranks, message.get("places"))
             self.options = options
             self._replicas.begin_session(session)
             self._saves.lose(filter(None, map(decoded_save, message.get("orphans", ()))))
@@ -473,6 +474,5 @@ class Agent:
             )
 
     def _detach(self, trainer: RankProcess, message: Message) -> None:
-        trainer.has_detached = True
-        self._is_dropped = bool(message["drop"])
+        trainer.has_detached, self._is_dropped = True, bool(message["drop"])
         self._changed.notify_all()

@@ -80,15 +80,24 @@ class RankProcesses:
 
     def __init__(self) -> None:
         self.ranks: Sequence[int] = ()
+        self._places: Sequence[str] = ()
         self._processes: dict[int, RankProcess] = {}
         self._began = self._idle_since = time.monotonic()
         self._lost_since: float | None = None
 
-    def register(self, rank: int, session: bytes, pid: int, ranks: Sequence[int]) -> RankProcess:
+    def register(
+        self,
+        rank: int,
+        session: bytes,
+        pid: int,
+        ranks: Sequence[int],
+        places: Sequence[str] | None = None,
+    ) -> RankProcess:
         """Returns the trainer of a rank, one of ``ranks``.
 
-        Raises CheckpointError if another process has the rank, or if another session still saves
-        with one of ``ranks``: two sessions would wait for each other's ranks.
+        ``places`` are the directories from which the ranks restore; ``None`` if unchanged. Raises
+        CheckpointError if another process has the rank, or if another session still saves with one
+        of ``ranks``: two sessions would wait for each other's ranks.
         """
         for each in self._of_other_sessions(session, ranks):
             if each.rank != rank and each.is_active(pid):
@@ -104,10 +113,18 @@ class RankProcesses:
                 )
             found = self._processes[rank] = RankProcess(rank, session, pid)
         self.ranks = ranks
+        self._places = self._places if places is None else places
         for other in set(self._processes).difference(ranks):
             if not self._processes[other].is_alive:
                 del self._processes[other]  # A rank of an earlier session.
         return found
+
+    def look_for(self, step: str) -> bool:
+        """Returns whether the last trainers restore from the directory with that of a step.
+
+        They do not if they have another local directory than those that saved the step.
+        """
+        return not self._places or os.path.dirname(step) in self._places
 
     def active(self, pid: int = 0) -> list[RankProcess]:
         """Returns the trainers that are alive, so that process ``pid`` cannot take their ranks."""

@@ -1,4 +1,4 @@
-"""SnapshotRung: the steps of a run in the memory of its agents."""
+"""SnapshotRung: the steps of a run in shared memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.agent.reader import SnapshotReader
 from torch_ckpt.agent.slot_reports import SlotReport, sources_of_whole_saves
+from torch_ckpt.agent.snapshot_memory import SnapshotMemory
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.commits.terms import Term
 from torch_ckpt.coordination.group import Group
@@ -19,10 +20,12 @@ __all__ = ["SnapshotRung"]
 
 
 class SnapshotRung:
-    """The steps of a run in the memory of its agent, as a rung."""
+    """The steps of a run in shared memory, as a rung. ``memory`` finds them."""
 
-    def __init__(self, agent: SnapshotAgent, *, reader: dict[str, Any] | None = None) -> None:
-        self._agent = agent
+    def __init__(
+        self, memory: SnapshotAgent | SnapshotMemory, *, reader: dict[str, Any] | None = None
+    ) -> None:
+        self._memory = memory
         self._has_ended = False
         self.unreadable: dict[int, StorageError] = {}  # Memory is read as a whole, or not at all.
         self._reader = reader or {}
@@ -33,7 +36,7 @@ class SnapshotRung:
 
     def report(self) -> SlotReport:
         """Returns the slots in the memory of this machine, on its first rank."""
-        return (-1, []) if self._has_ended else self._agent.slot_report()
+        return (-1, []) if self._has_ended else self._memory.slot_report()
 
     def steps(self, reports: Sequence[SlotReport], lineage: Term | None = None) -> Iterator[int]:
         """Returns the steps whose slots are all in memory on some machine, the newest first."""
@@ -56,7 +59,7 @@ class SnapshotRung:
         of each rank is a :class:`NotFoundError`.
         """
         try:
-            found = self._agent.find(step)
+            found = self._memory.find(step)
             if found is None:
                 raise NotFoundError(f"cannot load step {step}: it is no longer in memory")
         except (CorruptionError, NotFoundError) as error:  # On all ranks.

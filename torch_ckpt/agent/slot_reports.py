@@ -11,11 +11,12 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.agent.destination import Destination
-from torch_ckpt.agent.identity import NO_ID, RunId, id_in_memory
-from torch_ckpt.agent.memory import Save, complete_slots, whole_saves
+from torch_ckpt.agent.identity import NO_ID, RunId, id_in_directory, id_in_memory
+from torch_ckpt.agent.memory import Save, complete_slots, folder_of, run_of, whole_saves
 from torch_ckpt.agent.replica_files import whole_replicas
-from torch_ckpt.commits.terms import term_in
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.commits.terms import newest_term, term_in
+from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.filesystems.location import Location
 
 __all__ = [
     "MachineSlots",
@@ -25,6 +26,7 @@ __all__ = [
     "machine_slots",
     "orphans_among",
     "sources_of_whole_saves",
+    "unread_steps",
     "warn_of_former",
 ]
 
@@ -108,6 +110,29 @@ def sources_of_whole_saves(reports: Iterable[SlotReport]) -> dict[Save, list[Slo
         if len(variants) == 1 and node_counts == {len(by_node)}:
             whole[save] = [by_node[node] for node in sorted(by_node)]
     return whole
+
+
+def unread_steps(directory: Location, newest: int | None) -> list[int]:
+    """Returns the steps of a run in the memory of this machine that are newer than ``newest``.
+
+    For jobs and commands that do not restore from memory. Steps that the run has left do not count.
+    Of a save of several machines, this machine may have only a part. Raises CheckpointError if the
+    memory or the directory cannot be read.
+    """
+    run = run_of(str(directory))
+    folder, newest = folder_of(run), -1 if newest is None else newest
+    try:
+        slots = [each for each in machine_slots(folder, run) if each.step > newest]
+    except OSError as error:
+        raise StorageError(f"cannot read {folder}: {error.strerror}", error.errno) from error
+    in_memory = id_in_memory(folder)
+    if not slots or in_memory is None:
+        return []
+    own = id_in_directory(directory)
+    if in_memory.id != own and (own is not None or in_memory.is_written):  # Of a former run.
+        return []
+    lineage = newest_term(directory)
+    return sorted({each.step for each in slots if lineage.has(each.step, each.term)}, reverse=True)
 
 
 def former_run(folder: Path, own: RunId | None) -> RunId | None:

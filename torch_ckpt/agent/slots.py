@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt._core import _native
+from torch_ckpt.agent.destination import directory_name
 from torch_ckpt.agent.memory import (
     NO_SNAPSHOT,
     SLOTS_PER_RANK,
@@ -66,6 +67,12 @@ class SlotScan:
     def newest(self) -> _native.SlotHeader | None:
         """A header of the newest complete save; ``None`` if no save is complete."""
         return self.complete[max(self.complete)][0][0] if self.complete else None
+
+    def directory_of(self, save: Save) -> str:
+        """Returns the path or URL to which a complete save is written."""
+        memory = self.complete[save][0][1].memory
+        assert memory is not None
+        return directory_name(memory.read())
 
     def ranks_of(self, save: Save) -> set[int]:
         """Returns the ranks that had completed their slots of a save."""

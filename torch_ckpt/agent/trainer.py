@@ -32,14 +32,13 @@ from torch_ckpt.agent.memory import (
 from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.own_slots import OwnSlots
-from torch_ckpt.agent.reader import MemoryCheckpoint, find_snapshot
+from torch_ckpt.agent.reader import MemoryCheckpoint
 from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.agent.slot_reports import (
     SlotReport,
-    former_run,
-    machine_slots,
     warn_of_former,
 )
+from torch_ckpt.agent.snapshot_memory import SnapshotMemory
 from torch_ckpt.coordination.background import BackgroundFuture
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import Group, group_of
@@ -89,8 +88,9 @@ class SnapshotAgent:
         has_directory: Whether ``run`` is the directory of all steps, as for a ``Run``. It then has
             a file ``run-id``. If the directory was removed, moved or replaced, the snapshots in
             memory are not offered, and the first save frees them.
-        local: Directory on a local disk to which the ranks of this machine save, if each machine
-            has one. The agents then coordinate in the directory ``run``.
+        local: Local directory to which the ranks save. The agents of several machines coordinate in
+            the directory ``run``.
+        shares_local: Whether all ranks share ``local``, so that the agents coordinate there.
         group: The group of a ``Run``, whose ranks are those of ``process_group``.
 
     Attributes:
@@ -121,11 +121,11 @@ class SnapshotAgent:
         timeout_s: float = 1800.0,
         has_directory: bool = False,
         local: str | os.PathLike[str] | None = None,
+        shares_local: bool = False,
         group: Group | None = None,
     ) -> None:
         self._group = group or group_of(process_group)
-        self._stages = self._group.series()
-        self._failed = FailedSaves(self._group)
+        self._stages, self._failed = self._group.series(), FailedSaves(self._group)
         self.on_busy: OnBusy = on_busy
         self._exclusive = Exclusive("the agent")
         self.waited = self.skipped = self.refused = 0
@@ -134,11 +134,12 @@ class SnapshotAgent:
             self.timeout_s = timeout_s = duration("timeout_s", timeout_s)
             directory = Location(run).resolved() if has_directory else None
             run = name_of(run)  # Resolved once, because links in the path may change.
-            self._shared = None if local is None else Location(run)
+            self._shared = None if local is None or shares_local else Location(run)
             self._member = member = find_member(run, self._group, timeout_s, directory)
             connect = functools.partial(AgentClient, run, member, options, local=local)
-            connect = functools.partial(connect, timeout_s=timeout_s)
+            connect = functools.partial(connect, shares_local=shares_local, timeout_s=timeout_s)
             self._client = connect_all(self._group, connect, timeout_s)
+            self._memory = SnapshotMemory(member, self._group, timeout_s)
             undo.callback(self._client.close)
             self._replication = Replication(self._client, self._stages, timeout_s)
             self._replication.begin(process_group, options)
@@ -397,9 +398,7 @@ class SnapshotAgent:
             NotFoundError: A slot was freed during the call.
             RankTimeoutError: A rank was late or dead.
         """
-        with self._group.method("find a snapshot", self.timeout_s):
-            decide = functools.partial(self._group.decide, timeout_s=self.timeout_s)
-            found = find_snapshot(step, self._member, self.folder, self.slot_report, decide)
+        found = self._memory.find(step)
         if found is not None:
             self._replication.keep = found.save
         return found
@@ -415,9 +414,7 @@ class SnapshotAgent:
 
     def slot_report(self) -> SlotReport:
         """Returns the slots in memory on the first rank of this machine; nothing on others."""
-        member, former = self._member, former_run(self.folder, self._member.run_id)
-        is_silent = not member.is_first_here or former is not None
-        return member.node, [] if is_silent else machine_slots(self.folder, member.run)
+        return self._memory.slot_report()
 
     def close(self, *, drop: bool = False) -> None:
         """Detaches this rank from the agent, once the futures of all its saves have completed.

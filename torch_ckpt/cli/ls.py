@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from torch_ckpt.agent.slot_reports import unread_steps
 from torch_ckpt.cli.arguments import add_json, path_of, point_in_time
 from torch_ckpt.cli.terminal import (
     DAMAGED,
@@ -59,7 +60,8 @@ def add_to(commands: Any) -> None:
         "torch-ckpt verify reads all bytes. In a local directory, from which steps are promoted, "
         "the list has the steps of the run as well, and where the files of each are, unless the "
         "directory of the run is of another run now; 'part' means "
-        "that other machines have the other files. 'New' are the bytes that no older step has, if "
+        "that other machines have the other files. Newer steps of the run in the memory of this "
+        "machine are named before the list. 'New' are the bytes that no older step has, if "
         "a save has reused some. "
         "A step that was saved after the run had gone back to "
         "step 300 is marked 'from step 300'. 'Leases' counts the readers that protect a step from "
@@ -130,15 +132,22 @@ def _ls(options: argparse.Namespace) -> int:
     unreplicated = ""
     with contextlib.suppress(CheckpointError):  # The record is unreadable.
         unreplicated = missing_replicas(newest_first(promoted_to or run))
+    in_memory: list[int] = []
+    with contextlib.suppress(CheckpointError):  # Of a later version, or the system refuses it.
+        in_memory = unread_steps(promoted_to or run, newest)
     if options.json:
         for step in steps:  # JSON has neither NaN nor infinity.
             metrics = step["metrics"].items()
             step["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in metrics}
         facts = {"run": str(options.run), "newest": newest, "unreplicated": unreplicated or None}
+        facts["in_memory"] = in_memory
         print_json({**facts, "steps": steps})
     else:
         if unreplicated:
             print(printable(f"warning: {unreplicated}"), file=sys.stderr)
+        if in_memory:
+            newer = f"newer steps in the memory of this machine: {', '.join(map(str, in_memory))}"
+            print(newer, file=sys.stderr)
         print_table([_row(step, newest) for step in steps], header=_HEADER, right=range(5))
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
 

@@ -62,8 +62,7 @@ def _rm(options: argparse.Namespace) -> int:
         return found == step if alone else found > step
 
     newest, newer = steps_after(directories, step, check_whole, alone=alone)
-    in_memory = set().union(*map(steps_in_memory, directories))
-    doomed = sorted(filter(is_removed, in_memory), reverse=True)
+    doomed = sorted(filter(is_removed, steps_in_memory(directories[0])), reverse=True)
     if not newer and not doomed:
         missing = what_is_missing(run / f"step-{step}") if alone else ""
         found = f"has no step {step}" if alone else f"has no steps after step {step}"
@@ -75,7 +74,7 @@ def _rm(options: argparse.Namespace) -> int:
             print(f"steps to remove from memory: {_listed(doomed)}")
     if not options.yes and not _is_confirmed():
         return FAILED
-    discarded = set().union(*(discard_from_memory(each, is_removed) for each in directories))
+    discarded = discard_from_memory(directories[0], is_removed)
     removed = discard_after(directories, step, alone=alone)
     if options.json:
         facts = {"run": str(run), "newest": newest, "removed": removed}

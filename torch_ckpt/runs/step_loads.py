@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+from torch_ckpt.agent.slot_reports import unread_steps
 from torch_ckpt.commits.leases import lease
 from torch_ckpt.coordination.exclusive import exclusive
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.ladder import Ladder
 from torch_ckpt.ladder.step_directories import step_at
 from torch_ckpt.ladder.step_files import step_number
 from torch_ckpt.ladder.times import time_s
 from torch_ckpt.planning.load_report import LoadReport
+from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.save_interval import SaveSchedule
 
@@ -24,6 +28,7 @@ __all__ = ["StepLoads"]
 class StepLoads(Ending):
     """The part of :class:`~torch_ckpt.runs.run.Run` that reads its steps."""
 
+    _backend: ThreadBackend
     _ladder: Ladder
     _schedule: SaveSchedule
 
@@ -172,4 +177,23 @@ class StepLoads(Ending):
         if found is not None:
             self._boundary.restored(found)
             self._schedule.restored(found)
+        if step is None and self._group.is_coordinator and not self._backend.rungs:
+            self._warn_of_memory(found)
         return found
+
+    def _warn_of_memory(self, restored: int | None) -> None:
+        """Warns of newer steps in the memory of this machine, from which this job restores none."""
+        run = self._disks[-1].directory
+        try:
+            steps, why = unread_steps(run, restored), ""
+        except CheckpointError as error:
+            steps, why = [], f", and may be newer: {error}"
+        if not steps and not why:
+            return
+        what = f"steps {', '.join(map(str, steps))} of {run}" if steps else f"the steps of {run}"
+        warnings.warn(
+            f"{what} in the shared memory of this machine are not restored{why}. To continue from "
+            "them, end this job before it saves, and begin one with agent=True that can use its "
+            "agent",
+            stacklevel=4,
+        )

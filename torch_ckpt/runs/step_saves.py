@@ -377,9 +377,8 @@ class StepSaves:
         return self._group.decide(what, discard_elsewhere, discard, timeout_s=timeout_s)
 
     def discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
-        """Discards steps from the memory of this machine, under each directory that names it."""
-        for disk in self._disks:
-            discard_from_memory(disk.directory, is_discarded)
+        """Discards steps from the memory of this machine."""
+        discard_from_memory(self._disks[-1].directory, is_discarded)
         self._backend.forget()
 
     def _committed(self, step: int, record: Record | None) -> None:

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torch_ckpt.agent.member import find_member
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rung import SnapshotRung
+from torch_ckpt.agent.snapshot_memory import SnapshotMemory
 from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, text_of
@@ -151,6 +153,7 @@ class AgentBackend(ThreadBackend):
         undo()
         self.can_stay_in_memory = False
         self._memory.end()
+        self.rungs = []
         self._agent.forget()
         self._agent.close()  # The agent writes its snapshots to disk.
         if self._group.is_coordinator:
@@ -205,10 +208,11 @@ def backend_for(
 ) -> ThreadBackend:
     """Returns the backend of a run's background saves, if it has any.
 
-    The run saves to the path of ``writer``. If it has several ``places``, their agents coordinate
-    in the directory of the ``run``. ``reuses``: whether a save takes unchanged data from the
-    previous one. ``timeout_s`` limits how long a rank waits for another rank, and a save for a
-    slot. Raises ValueError if ``agent`` is given, and saves are not asynchronous.
+    The run saves to the path of ``writer``, which is a local directory or that of the ``run``. If
+    it has several ``places``, their agents coordinate in the directory of the ``run``, which always
+    names their memory. ``reuses``: whether a save takes unchanged data from the previous one.
+    ``timeout_s`` limits how long a rank waits for another rank, and a save for a slot. Raises
+    ValueError if ``agent`` is given, and saves are not asynchronous.
     """
     if agent and not asynchronous:
         raise ValueError("agent=True requires asynchronous=True: an agent saves in the background")
@@ -224,12 +228,13 @@ def backend_for(
     started, reason = _started(
         functools.partial(
             SnapshotAgent,
-            run.checkpoint_id if is_apart else writer.path,
+            run.checkpoint_id,
             process_group=process_group,
             options=replace(options, reuse=reuses),
             timeout_s=timeout_s,
             has_directory=True,
-            local=writer.path if is_apart else None,
+            local=writer.path,
+            shares_local=not is_apart,
             group=group,
         ),
         group,
@@ -240,7 +245,26 @@ def backend_for(
         return AgentBackend(started, group, reader=reader, **how)
     if group.is_coordinator:
         _warn_of(reason)
-    return ThreadBackend(**how)
+    backend = ThreadBackend(**how)
+    if (memory := _readable_memory(group, run, timeout_s)) is not None:
+        backend.rungs = [SnapshotRung(memory, reader=reader)]
+    return backend
+
+
+def _readable_memory(group: Group, run: Location, timeout_s: float) -> SnapshotMemory | None:
+    """Returns the memory of a run whose agent cannot be used, for restores; ``None`` if unreadable.
+
+    If the directory of the run has no id, only the agent knows whether the memory is of this run,
+    and not of one in another container.
+    """
+    try:
+        member = find_member(run.checkpoint_id, group, timeout_s, run, only_reads=True)
+    except Exception as error:  # On all ranks.
+        if not _is_of_agent(error):
+            raise
+        return None
+    is_ours = member.run_id is not None and member.run_id.is_written
+    return SnapshotMemory(member, group, timeout_s) if is_ours else None
 
 
 def _started(
