@@ -27,6 +27,7 @@ from torch_ckpt.agent.member import connect_all, find_member
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     complete_slots,
+    discard_slots,
     done_mark,
 )
 from torch_ckpt.agent.messages import Kind
@@ -412,6 +413,13 @@ class SnapshotAgent:
         """
         found = complete_slots(self.folder, self._member.run)
         return any(header.step == step for header, _ in found)
+
+    def discard(self, step: int) -> None:
+        """Discards the snapshots of a step on this machine, even if the agent does not answer.
+
+        An agent that writes the step does not commit it.
+        """
+        discard_slots(self.folder, self._member.run, lambda each: each == step)
 
     def slot_report(self) -> SlotReport:
         """Returns the slots in memory on the first rank of this machine; nothing on others."""

@@ -88,6 +88,11 @@ class AgentBackend(ThreadBackend):
             future = self._run_or_fall_back(begin_save, self._agent.withdraw)
             if future is not None:
                 return future
+        # First: the agent, which may be frozen, must not commit an older copy of the step later.
+        discard = functools.partial(self._agent.discard, step)
+        self._group.decide(
+            "saving without the agent", discard, lambda _: None, timeout_s=self._agent.timeout_s
+        )
         return super().save(step, state, path, persist=True)
 
     def reserve(self, state: dict[str, Any]) -> None:
