@@ -7,7 +7,10 @@ import functools
 import os
 import signal
 import socket
+import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,12 @@ from waits import SOON_S, until
 from torch_ckpt import Run
 from torch_ckpt.agent import AgentOptions, client, persist, process
 from torch_ckpt.agent.memory import agent_lock, folder_of, has_agent, open_folder, run_of
-from torch_ckpt.agent.messages import Message
+from torch_ckpt.agent.messages import Kind, Message
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.saves import Saves
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.coordination.storage_watch import watch_storage
-from torch_ckpt.errors import StorageError
+from torch_ckpt.errors import CheckpointError, StorageError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -192,3 +195,96 @@ def test_an_agent_that_freezes_within_a_save_commits_nothing_over_a_later_one(
     assert '"loss": 5.5' in (run / "step-5" / "metrics.json").read_text()
     if "after" in thaws:
         assert sum(name.endswith(".distcp") for name in names) == 1
+
+
+@contextlib.contextmanager
+def freezing_before(
+    run: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, frozen_s: list[float]
+) -> Iterator[None]:
+    """Freezes the agent of a run before it gets a request of this kind, until the block ends."""
+    pid, sent = agent_pid(run), client.send
+
+    def send(connection: socket.socket, sent_kind: Kind, **fields: Any) -> None:
+        if sent_kind == kind and not frozen_s:
+            freeze(pid)
+            frozen_s.append(time.monotonic())
+        sent(connection, sent_kind, **fields)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "send", send)
+            yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("method", ["save", "close"])
+def test_a_call_waits_only_once_for_a_lost_agent(
+    run: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    limit_s = 6.0
+    training = Run(run, asynchronous=True, agent=True, on_failure="warn")
+    training.save(4, state_of(4.0))
+    training.wait()
+    monkeypatch.setattr(client, "_ANSWER_S", limit_s)
+    frozen_s: list[float] = []
+    with freezing_before(run, monkeypatch, Kind.PERSIST, frozen_s):
+        training.save(5, state_of(5.0), persist=method == "save")
+        if method == "save":
+            with pytest.warns(UserWarning, match="without an agent"):
+                training.save(6, state_of(6.0))
+        else:
+            with pytest.raises(StorageError, match=r"step 5 was not saved: .*did not answer"):
+                training.close()
+        assert limit_s / 2 < time.monotonic() - frozen_s[0] < 2 * limit_s - 1
+        training.close()
+    assert_stored(run, 6 if method == "save" else 4, 6.0 if method == "save" else 4.0)
+
+
+def test_an_agent_that_was_lost_is_used_again_once_it_answers(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_ANSWER_S", LIMIT_S)
+    training = Run(run, asynchronous=True, agent=True)
+    training.save(4, state_of(4.0))
+    training.wait()
+    with freezing_before(run, monkeypatch, Kind.PERSIST, []):
+        training.save(5, state_of(5.0))
+        with pytest.raises(StorageError, match="did not answer"):
+            training.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.save(6, state_of(6.0))
+    training.close()
+    assert_stored(run, 6, 6.0)
+
+
+def save_until_signalled(training: Run, method: str) -> None:
+    with training.saving_on_signal(lambda: state_of(5.0), grace_s=4.0):
+        training.save(5, state_of(5.0))
+        if method != "save":
+            getattr(training, method)()
+
+
+@pytest.mark.parametrize("method", ["save", "wait", "close"])
+def test_a_signal_ends_the_wait_for_a_frozen_agent_in_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    training = Run(run, asynchronous=True, agent=True)
+    training.save(4, state_of(4.0))
+    training.wait()
+    frozen_s: list[float] = []
+    monkeypatch.setattr(client, "_POLLS", 60)  # So a ping waits when the signal arrives.
+    with contextlib.ExitStack() as stack:
+        former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Of a run that is closed.
+        stack.callback(signal.signal, signal.SIGTERM, former)
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        kind = Kind.ACQUIRE if method == "save" else Kind.PERSIST
+        stack.enter_context(freezing_before(run, monkeypatch, kind, frozen_s))
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(SystemExit, match="143"):
+            save_until_signalled(training, method)
+        seconds = time.monotonic() - frozen_s[0]
+        assert 2.0 < seconds < 9.0
+    with contextlib.suppress(CheckpointError):
+        training.close()
