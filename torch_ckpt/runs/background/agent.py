@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rung import SnapshotRung
-from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.agent.trainer import SnapshotAgent, discard_step
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
@@ -89,7 +89,7 @@ class AgentBackend(ThreadBackend):
             if future is not None:
                 return future
         # First: the agent, which may be frozen, must not commit an older copy of the step later.
-        discard = functools.partial(self._agent.discard, step)
+        discard = functools.partial(discard_step, self._agent, step)
         self._group.decide(
             "saving without the agent", discard, lambda _: None, timeout_s=self._agent.timeout_s
         )
