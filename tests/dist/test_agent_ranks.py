@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -21,15 +22,16 @@ import torch.distributed.checkpoint as dcp
 from part_saves import before_slot, stage_on
 from ranks import Ranks, Worlds, on_ranks
 from states import assert_same
-from support.agents import kill_agent
+from support.agents import agent_pid, kill_agent
+from support.freezing import freeze
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from waits import until, until_committed
 
 from torch_ckpt import FastLoadPlanner, FastReader, RankState, Run
-from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, member
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, SnapshotReader, client, member
 from torch_ckpt.agent.client import AgentClient
-from torch_ckpt.agent.memory import folder_of, open_folder, run_of
+from torch_ckpt.agent.memory import folder_of, has_agent, open_folder, run_of
 from torch_ckpt.coordination import addresses
 from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.planning.local_shards import LocalShards
@@ -399,3 +401,41 @@ def test_all_ranks_save_without_an_agent_if_that_of_one_rank_cannot_start(
     assert f"it cannot start (raised on rank {on} " in told[0]
     assert not nothing
     assert max(one_s, other_s) < SOON_S / 2
+
+
+def save_without_a_frozen_agent(run: Path, local: Path | None) -> None:
+    """Saves a step in memory, then once more, with other values and without the agent."""
+    made = Run(run, asynchronous=True, agent=True, timeout_s=SOON_S, local=local)
+    made.save(4, state_of(4))
+    made.wait()
+    made.save(5, state_of(5), persist=False)
+    if dist.get_rank() == 0:
+        freeze(agent_pid(local or run))
+    dist.barrier()
+    with mock.patch.object(client, "_ANSWER_S", 0.5), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.save(5, state_of(6) | {"step": 5})
+        made.wait()
+
+
+def restored_from_disk(run: Path) -> None:
+    state = state_of(-1)
+    assert Run(run).restore(state) == 5
+    assert_same(state, state_of(6) | {"step": 5})
+
+
+@pytest.mark.thin("True")
+@pytest.mark.parametrize("has_local", [False, True])
+def test_an_older_copy_of_a_step_is_not_written_over_a_save_without_the_agent(
+    tmp_path: Path, has_local: bool
+) -> None:
+    run, local = tmp_path / "run", tmp_path / "local" if has_local else None
+    with Ranks(2) as world:
+        world.run(save_without_a_frozen_agent, run, local)
+        pid = agent_pid(local or run)
+        world.kill()
+    os.kill(pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGTERM)  # It writes the newest step first.
+    until(lambda: not has_agent(folder_of(run_of(local or run))))
+    with Ranks(2) as world:
+        world.run(restored_from_disk, local or run)

@@ -55,6 +55,9 @@ _START_S = 30.0
 _ANSWER_S = 30.0
 """Time without any answer after which an agent is lost, unless the client's timeout is shorter."""
 
+_LOST_S = 1.0
+"""Time within which an agent that is lost must answer to be used again."""
+
 _POLLS = 6
 """Number of pings that a waiting client sends within that time."""
 
@@ -131,16 +134,23 @@ class Member:
         )
 
 
+@dataclass
+class _Contact:
+    """What the clients of a rank know of the agent: whether it has not answered since a loss."""
+
+    is_lost: bool = False
+
+
 class AgentClient:
     """Sends requests to the agent of this machine, one at a time. Owned by one thread.
 
     If the agent has died, the client starts another, which recovers its state from the slots. An
     agent counts as lost in three cases: it has answered nothing for 30 s (or for ``timeout_s`` if
     that is shorter), it did not answer a request within ``timeout_s``, or it has died and no other
-    could be started. With ``may_start=False``, the client starts no agent. ``is_first`` makes the
-    agent check that it reaches the directory in which it works, if that is a URL. ``local`` and
-    ``shares_local`` are those of ``SnapshotAgent``. Raises CheckpointError if the agent rejected
-    this rank, and StorageError if no agent answers.
+    could be started. Until it answers again, each request waits briefly. With ``may_start=False``,
+    the client starts no agent. ``is_first`` makes the agent check that it reaches the directory in
+    which it works, if that is a URL. ``local`` and ``shares_local`` are those of ``SnapshotAgent``.
+    Raises CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
     """
 
     def __init__(
@@ -154,9 +164,11 @@ class AgentClient:
         may_start: bool = True,
         local: str | os.PathLike[str] | None = None,
         shares_local: bool = False,
+        contact: _Contact | None = None,
     ) -> None:
+        self._contact, self._local = contact or _Contact(), local
         self.member, self._pid = member, os.getpid()
-        self._local, self._shares_local = local, shares_local
+        self._shares_local = shares_local
         self._timeout_s = timeout_s
         self._run = name_of(run)  # Resolved now: the process may change its directory.
         self._is_first, self._may_start = is_first, may_start
@@ -257,6 +269,7 @@ class AgentClient:
             may_start=may_start,
             local=self._local,
             shares_local=self._shares_local,
+            contact=self._contact,
         )
 
     def request(self, kind: Kind, within_s: float | None = None, **fields: Any) -> Message:
@@ -278,6 +291,8 @@ class AgentClient:
             try:
                 if self._connection is None:
                     self._connect()
+                elif self._contact.is_lost:
+                    self._register(self._answer_s, is_ping=True).close()
                 assert self._connection is not None
                 return self._answer_to(self._connection, kind, within_s, **fields)
             except OSError as error:
@@ -294,7 +309,7 @@ class AgentClient:
 
     @property
     def _answer_s(self) -> float:
-        return min(self._timeout_s, _ANSWER_S)
+        return min(self._timeout_s, _ANSWER_S, _LOST_S if self._contact.is_lost else math.inf)
 
     def _answer_to(
         self, connection: socket.socket, kind: Kind, within_s: float, **fields: Any
@@ -326,13 +341,13 @@ class AgentClient:
 
         Raises StorageError if the agent answers neither this nor any other request.
         """
-        answered = time.monotonic()
+        answered, answer_s = time.monotonic(), self._answer_s
         waiting = self._waiting(lambda: f"{self.name} {awaited}")
-        for pause_s in waiting.rounds(within_s, self._answer_s / _POLLS, ends_on_signal=True):
+        for pause_s in waiting.rounds(within_s, answer_s / _POLLS, ends_on_signal=True):
             if has_arrived(connection, pause_s):
                 return
             waiting.log()  # The ping may wait as well.
-            left_s = answered + self._answer_s - time.monotonic()
+            left_s = answered + answer_s - time.monotonic()
             self._register(left_s, is_ping=True, waiting=waiting).close()
             answered = time.monotonic()
             self.while_waiting()
@@ -344,7 +359,7 @@ class AgentClient:
 
     def _unanswered(self, text: str, number: int | None = None) -> StorageError:
         """Returns the error of a request whose outcome is unknown. The agent is lost."""
-        self.is_lost = True
+        self.is_lost = self._contact.is_lost = True
         error = StorageError(text, number)
         error.may_be_committed = True
         return error
@@ -354,7 +369,7 @@ class AgentClient:
         begin = time.monotonic()
         deadline = begin + _START_S
         waiting = self._waiting(lambda: f"an agent to start; see {self.folder / 'agent.log'}")
-        for pause_s in waiting.rounds(poll_s=_START_POLL_S):
+        for pause_s in waiting.rounds(poll_s=_START_POLL_S, ends_on_signal=True):
             if self._may_start:
                 open_folder(self.member.run)  # An ending agent removes the folder.
             try:
@@ -383,6 +398,7 @@ class AgentClient:
                 except OSError as error:
                     raise self._cannot_start(error, error.errno) from error
             time.sleep(pause_s)
+        raise self._cannot_start("a signal ends this process")
 
     def _waiting(self, awaited: Callable[[], str]) -> LongWait:
         """Returns the log of a wait. Of the ranks of a machine, the first one warns."""
@@ -418,7 +434,8 @@ class AgentClient:
         A ping only checks that the agent answers. It accesses no directory, which could be slow.
         ``waiting`` is the log of the wait that sends the ping.
         """
-        member = self.member
+        member, answer_s = self.member, self._answer_s
+        log = waiting or self._waiting(lambda: f"{self.name} to answer")
         connection = PROCESS.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             connection.settimeout(max(within_s, _LEAST_S))
@@ -432,8 +449,7 @@ class AgentClient:
                 **{"ranks_here": list(member.ranks_here), "options": self._options.encode()},
                 **({} if is_ping else self._identity()),
             )
-            log = waiting or self._waiting(lambda: f"{self.name} to answer")
-            rounds = log.rounds(max(within_s, _LEAST_S), _LOG_POLL_S)
+            rounds = log.rounds(max(within_s, _LEAST_S), _LOG_POLL_S, ends_on_signal=True)
             if not any(has_arrived(connection, pause_s) for pause_s in rounds):
                 raise TimeoutError
             try:
@@ -444,10 +460,11 @@ class AgentClient:
             self._check(answer)
         except TimeoutError:
             connection.close()
-            raise self._lost(self._answer_s) from None
+            raise self._lost(min(answer_s, round(log.waited_s, 1))) from None
         except BaseException:
             connection.close()
             raise
+        self._contact.is_lost = False
         return connection
 
     def _identity(self) -> dict[str, Any]:
@@ -476,6 +493,7 @@ class AgentClient:
         self._read_errors()
         with contextlib.suppress(OSError):
             self._errors = PROCESS.own(tempfile.TemporaryFile())  # noqa: SIM115
+        self._contact.is_lost = False  # Another begins, which may take longer.
         self._child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch_ckpt.cli.main", "agent", self._run),

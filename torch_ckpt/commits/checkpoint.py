@@ -168,8 +168,8 @@ class CheckpointTransaction(Transaction):
             if not self.replaces:
                 self._write_small_files()
             self._publish(metadata, index, files)
-        except BaseException as error:
-            self._settle_small_files(error)
+        except BaseException:
+            self._settle_small_files()
             if not self._keeps_files:  # If the pending file exists, nothing was published.
                 self.abandon(() if self._pending is None else files)
             raise
@@ -200,21 +200,21 @@ class CheckpointTransaction(Transaction):
             remove_files(self.target, self._small_files)
             raise
 
-    def _settle_small_files(self, error: BaseException) -> None:
-        """Writes or removes the small files after a failed commit, if its outcome is known."""
+    def _settle_small_files(self) -> None:
+        """Writes or removes the small files after a failed commit, if its outcome is known.
+
+        They remain if another save was committed, whose they are. On a store, they always remain:
+        the checkpoint may still appear.
+        """
         with contextlib.suppress(CheckpointError):
             if self._small_files is None:
                 return
             if is_committed(self.target, self.save_id, self._prefix):  # Only the response was lost.
                 self.replace_small_files()
-            elif self._has_small_files and self._has_certainly_failed(error):
+                return
+            is_store = self.target.file_system.publishes_by_condition
+            if self._has_small_files and not is_store and self._committed_id() is None:
                 remove_files(self.target, self._small_files)
-
-    def _has_certainly_failed(self, error: BaseException) -> bool:
-        """Returns whether a checkpoint that does not exist now will never appear."""
-        if not self.target.file_system.publishes_by_condition:
-            return True
-        return isinstance(error, StorageError) and error.errno == EEXIST
 
     def replace_small_files(self) -> None:
         """Writes the small files after the checkpoint has replaced another one."""

@@ -18,7 +18,7 @@ from torch_ckpt.agent.member import find_member
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rung import SnapshotRung
 from torch_ckpt.agent.snapshot_memory import SnapshotMemory
-from torch_ckpt.agent.trainer import SnapshotAgent
+from torch_ckpt.agent.trainer import SnapshotAgent, discard_step
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
@@ -90,6 +90,11 @@ class AgentBackend(ThreadBackend):
             future = self._run_or_fall_back(begin_save, self._agent.withdraw)
             if future is not None:
                 return future
+        # First: the agent, which may be frozen, must not commit an older copy of the step later.
+        discard = functools.partial(discard_step, self._agent, step)
+        self._group.decide(
+            "saving without the agent", discard, lambda _: None, timeout_s=self._agent.timeout_s
+        )
         return super().save(step, state, path, persist=True)
 
     def reserve(self, state: dict[str, Any]) -> None:
