@@ -410,7 +410,7 @@ def save_without_a_frozen_agent(run: Path, local: Path | None) -> None:
     made.wait()
     made.save(5, state_of(5), persist=False)
     if dist.get_rank() == 0:
-        freeze(agent_pid(local or run))
+        freeze(agent_pid(run))
     dist.barrier()
     with mock.patch.object(client, "_ANSWER_S", 0.5), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -432,10 +432,10 @@ def test_an_older_copy_of_a_step_is_not_written_over_a_save_without_the_agent(
     run, local = tmp_path / "run", tmp_path / "local" if has_local else None
     with Ranks(2) as world:
         world.run(save_without_a_frozen_agent, run, local)
-        pid = agent_pid(local or run)
+        pid = agent_pid(run)
         world.kill()
     os.kill(pid, signal.SIGCONT)
     os.kill(pid, signal.SIGTERM)  # It writes the newest step first.
-    until(lambda: not has_agent(folder_of(run_of(local or run))))
+    until(lambda: not has_agent(folder_of(run_of(run))))
     with Ranks(2) as world:
         world.run(restored_from_disk, local or run)

@@ -63,18 +63,18 @@ def freezing(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def test_an_older_copy_of_a_step_is_not_written_over_a_save_without_the_agent(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, has_local: bool
 ) -> None:
-    where, saved = ({"local": tmp_path / "local"}, tmp_path / "local") if has_local else ({}, run)
+    where = {"local": tmp_path / "local"} if has_local else {}
     training = Run(run, asynchronous=True, agent=True, **where)
     training.save(4, state_of(4.0))
     training.wait()
     training.save(5, state_of(5.0), persist=False)
-    with freezing(saved, monkeypatch) as pid:
+    with freezing(run, monkeypatch) as pid:
         with pytest.warns(UserWarning, match="without an agent.*did not answer"):
             training.save(5, state_of(5.5))
         training.close()
         assert_stored(run, 5, 5.5)
     os.kill(pid, signal.SIGTERM)  # It writes the newest step first.
-    until(lambda: not has_agent(folder_of(run_of(saved))))
+    until(lambda: not has_agent(folder_of(run_of(run))))
     assert_stored(run, 5, 5.5)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from torch_ckpt.agent.client import AgentClient
 from torch_ckpt.agent.memory import Save
-from torch_ckpt.agent.messages import Kind
+from torch_ckpt.agent.messages import Kind, decoded_save
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.coordination.addresses import is_loopback, node_id, own_addresses, reachable
 from torch_ckpt.coordination.connections import store_of
@@ -185,8 +185,10 @@ class Replication:
         """Returns this rank's part of the decision on ``keep``. Any rank may call it."""
         if not self._is_active or not self._is_first:
             return None
-        saves, self.superseded, failure = self._client.replicated()
-        return socket.gethostname(), saves, failure
+        answer = self._client.request(Kind.REPLICATED)
+        self.superseded = answer["superseded"]
+        saves = list(filter(None, map(decoded_save, answer["saves"] or ())))
+        return socket.gethostname(), saves, answer.get("failure", "")
 
     def agreed(self, save: Save, reports: Sequence[ReplicaReport]) -> Save | None:
         """Returns the save to retain during a save, from all reports. Called on the coordinator."""

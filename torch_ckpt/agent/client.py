@@ -31,7 +31,6 @@ from torch_ckpt.agent.memory import (
 from torch_ckpt.agent.messages import (
     Kind,
     Message,
-    decoded_save,
     encoded_save,
     has_arrived,
     peer_of,
@@ -193,15 +192,6 @@ class AgentClient:
         """
         answer = self.request(Kind.LISTEN, hosts=list(hosts), node=self.member.node)
         return [(host, port) for host, port in answer["at"]], answer["token"]
-
-    def replicated(self) -> tuple[list[Save], int, str]:
-        """Returns the saves in memory that the buddy also stores, and how many were superseded.
-
-        The text states why sends fail, or why the agent does not replicate, or is empty.
-        """
-        answer = self.request(Kind.REPLICATED)
-        saves = list(filter(None, map(decoded_save, answer["saves"] or ())))
-        return saves, answer["superseded"], answer.get("failure", "")
 
     def acquire(
         self, sequence: int, nbytes: int, timeout_s: float, keep: Save | None = None

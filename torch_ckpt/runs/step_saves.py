@@ -205,8 +205,8 @@ class StepSaves:
             if not is_last and (unpromoted := self._promotion.check()) is not None:
                 return unpromoted
             choice = self._promotion.choice(step)
+            files.update(self.lineage.saving(step))  # Only the newest job may remove remains.
             self._failed.sweep()
-            files.update(self.lineage.saving(step))
             lineage = self.lineage.term.number, dict(self.lineage.term.lineage)
             base, former = self._base(step) if self._reuses else None, self._failed.former(step)
             return files, choice, base, former, lineage
