@@ -162,7 +162,7 @@ def test_an_agent_that_does_slow_work_answers_other_requests(
     assert slow.has_begun.wait(SOON_S)
     began = time.monotonic()
     other._register(ANSWER_S, is_ping=True).close()
-    other.replicated()
+    other.request(Kind.REPLICATED)
     other.abort(8, Destination(Location("/nowhere"), None))
     with contextlib.suppress(StorageError):
         other.listen(["127.0.0.1"])
