@@ -58,7 +58,6 @@ class _Process:
             ``commits/temporary``.
         removals: The files that announce removals of steps, and the frames of the functions that
             remove them. Owner: ``commits/leases``.
-        agents: The last ``SnapshotAgent`` of each run and rank, by both. Owner: ``agent/trainer``.
         storage_watch: The thread that logs long calls of storage, if it runs. Owner:
             ``coordination/storage_watch``.
         probed: Pairs of a device and a file system call that it supports. Owner: ``commits/probe``.
@@ -87,7 +86,6 @@ class _Process:
         self.warned_placeholders: set[frozenset[str]] = set()
         self.temporaries: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.removals: list[tuple[Any, Any]] = []
-        self.agents: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self.storage_watch: dict[str, Any] = {}
         self.probed: set[tuple[int | str, str]] = set()
         self.preemption: Any = None
@@ -115,7 +113,6 @@ class _Process:
         self.background_futures.clear()
         self.temporaries.clear()
         self.removals.clear()
-        self.agents.clear()
         self.storage_watch.clear()
         self.preemption = None  # The parent's signals.
 

@@ -31,7 +31,7 @@ from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, client, messages
 from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.agent.messages import Kind
-from torch_ckpt.errors import CheckpointError, StorageError, SupersededError
+from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
 from torch_ckpt.records.calls import calls_of
@@ -531,31 +531,3 @@ def test_the_end_of_a_run_does_not_wait_for_an_agent_whose_storage_stands_still(
     assert time.monotonic() - begin < 10
     answers.set()
     until(lambda: steps_of(run) == ["step-1"])  # The agent writes it when the ranks have ended.
-
-
-@pytest.mark.parametrize("has_local", [False, True])
-def test_a_new_run_of_the_same_process_takes_over_the_agent(
-    tmp_path: Path, run: Path, caplog: pytest.LogCaptureFixture, has_local: bool
-) -> None:
-    """As in a notebook, whose cell runs again."""
-    local: dict[str, Any] = {"local": tmp_path / "local"} if has_local else {}
-    how = {"asynchronous": True, "agent": True, **local}
-    state = {"w": torch.zeros(1000)}
-    former = torch_ckpt.Run(run, **how)
-    former.save(1, {"w": torch.full((1000,), 1.0)})
-    former.save(2, {"w": torch.full((1000,), 2.0)}, persist=False)
-    begin = time.monotonic()
-    training = torch_ckpt.Run(run, **how)
-    assert time.monotonic() - begin < client._ANSWER_S / 2
-    assert training.restore(state) == 2
-    assert state["w"].eq(2.0).all()
-    for step in (3, 4):  # Before and after the first save of the new one.
-        with pytest.raises(SupersededError):
-            former.save(step, state)
-        training.save(step, state)
-        training.wait()
-    training.save(5, state, persist=False)
-    training.close()
-    former.close()
-    assert not [text for text in caplog.messages if "step 2" in text or "starting" in text]
-    assert torch_ckpt.Run(run, **local).restore(state) == 5

@@ -153,7 +153,7 @@ MOMENTS: dict[str, tuple[Any, str, bool]] = {
 """When a save of the agent freezes."""
 
 
-@pytest.mark.thin("0")
+@pytest.mark.thin(*(f"{moment}-True-after it" for moment in MOMENTS))
 @pytest.mark.parametrize("thaws", ["before the commit of the other", "after it"])
 @pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -60,7 +60,7 @@ def test_a_run_saves_nothing_to_another_directory_at_its_path_and_removes_nothin
     lose(run)
     found = _steps(run)
     for step in (50, 51):
-        with pytest.raises(CheckpointError, match="moved"):
+        with pytest.raises(CheckpointError, match="not the directory in which"):
             _save(going, step)
     assert _steps(run) == found
     going.close()
@@ -80,6 +80,26 @@ def test_a_run_creates_its_directory_again_if_nothing_is_at_its_path(
     with Run(run, **OPTIONS[options]) as again:
         assert again.restore({"w": torch.zeros(9)}) == 51
         _save(again, 52)
+
+
+def test_a_run_continues_after_a_program_has_removed_its_old_files(run: Path) -> None:
+    with Run(run, keep_last=2) as going:
+        _save(going, 40)
+        (run / "term-1").unlink()
+        for step in (50, 60):
+            _save(going, step)
+    assert _steps(run) == ["step-50", "step-60"]
+
+
+def test_a_run_continues_in_its_first_directory_once_that_is_back(run: Path) -> None:
+    with Run(run, keep_last=2) as going:
+        _save(going, 40)
+        run.rename(run.with_name("moved"))
+        _save(going, 50)
+        run.rename(run.with_name("second"))
+        run.with_name("moved").rename(run)
+        _save(going, 60)
+    assert _steps(run) == ["step-40", "step-60"]
 
 
 def test_retention_removes_nothing_if_the_directory_was_replaced_since_the_commit(

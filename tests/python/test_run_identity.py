@@ -29,7 +29,6 @@ from torch_ckpt.agent.identity import (
 from torch_ckpt.agent.memory import complete_slots, folder_of, has_agent, run_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.process_state import PROCESS
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memory")]
 
@@ -248,7 +247,6 @@ def test_a_job_does_not_begin_where_one_of_the_former_run_still_saves(run: Path)
         save(made, 1)
         move_away(run)
         folder, own = marks(run)
-        PROCESS.agents.clear()  # Else the former job of this process leaves its agent.
         with pytest.raises(CheckpointError, match=f"process {os.getpid()} of the earlier run"):
             SnapshotAgent(run, has_directory=True)
         assert marks(run) == (folder, own)

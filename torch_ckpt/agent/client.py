@@ -146,10 +146,11 @@ class AgentClient:
     If the agent has died, the client starts another, which recovers its state from the slots. An
     agent counts as lost in three cases: it has answered nothing for 30 s (or for ``timeout_s`` if
     that is shorter), it did not answer a request within ``timeout_s``, or it has died and no other
-    could be started. Until it answers again, each request waits briefly. With ``may_start=False``,
-    the client starts no agent. ``is_first`` makes the agent check that it reaches the directory in
-    which it works, if that is a URL. ``local`` and ``shares_local`` are those of ``SnapshotAgent``.
-    Raises CheckpointError if the agent rejected this rank, and StorageError if no agent answers.
+    could be started. Until it answers again, each request waits only briefly, also one of a
+    :meth:`clone`. With ``may_start=False``, the client starts no agent. ``is_first`` makes the
+    agent check that it reaches the directory to which it writes, if that is a URL. ``local`` and
+    ``shares_local`` are those of ``SnapshotAgent``. Raises CheckpointError if the agent rejected
+    this rank, and StorageError if no agent answers.
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class AgentClient:
         shares_local: bool = False,
         contact: _Contact | None = None,
     ) -> None:
-        self._contact, self._local = contact or _Contact(), local
+        self._contact = contact or _Contact()
         self.member, self._pid = member, os.getpid()
-        self._shares_local = shares_local
+        self._local, self._shares_local = local, shares_local
         self._timeout_s = timeout_s
         self._run = name_of(run)  # Resolved now: the process may change its directory.
         self._is_first, self._may_start = is_first, may_start

@@ -161,7 +161,7 @@ class Agent:
         if first_within_s is not None:  # A rank has started this process, and will connect.
             self._first_within_s = max(first_within_s, 0.0 if is_first else options.linger_s)
         self._admitted: dict[Save, bool] = {}
-        self._has_ended = self._is_dropped = False  # The trainers may drop their snapshots.
+        self._has_ended = self._is_dropped = False  # Dropped: trainers discarded their snapshots.
         self._is_useless = False  # Whether it cannot reach the store of the run.
         self._next_id: RunId | None = None  # The run whose first save frees the slots.
 
@@ -187,9 +187,9 @@ class Agent:
             if self._is_dropped or scan.newest is None:
                 return True
             newest = scan.newest.save
-            is_left = self._saves.failure_of(newest) is not None or not self._ranks.all_detached
-            is_over = self._saves.is_done(newest) or not is_left
-            return is_over and self._ranks.look_for(scan.directory_of(newest))
+            is_unneeded = self._ranks.all_detached and self._saves.failure_of(newest) is None
+            may_go = is_unneeded or self._saves.is_done(newest)
+            return may_go and self._ranks.restore_from(os.path.dirname(scan.directory_of(newest)))
 
     def _can_end(self, listener: _Listener) -> bool:
         """Returns whether the agent can end, once it has persisted the newest snapshot."""

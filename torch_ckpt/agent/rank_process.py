@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.slots import SlotScan
 from torch_ckpt.coordination.owner import started_at
-from torch_ckpt.errors import CheckpointError, SupersededError
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.process_state import Descriptor
 
 __all__ = ["RankProcess", "RankProcesses"]
@@ -95,10 +95,9 @@ class RankProcesses:
     ) -> RankProcess:
         """Returns the trainer of a rank, one of ``ranks``.
 
-        A process takes over its rank in a new session. ``places`` are the directories from which
-        the ranks restore; ``None`` if unchanged. Raises SupersededError if it has taken the rank
-        over already, and CheckpointError if another process has the rank, or if another session
-        still saves with one of ``ranks``: two sessions would wait for each other's ranks.
+        ``places`` are the directories from which the ranks restore; ``None`` if unchanged. Raises
+        CheckpointError if another process has the rank, or if another session still saves with one
+        of ``ranks``: two sessions would wait for each other's ranks.
         """
         for each in self._of_other_sessions(session, ranks):
             if each.rank != rank and each.is_active(pid):
@@ -107,13 +106,8 @@ class RankProcesses:
                     f"rank {each.rank} of this run"
                 )
         found = self._processes.get(rank)
-        is_same = found is not None and found.pid == pid != 0  # 0: in another pid namespace.
-        if found is not None and is_same and found.session > session:
-            raise SupersededError(
-                f"cannot register rank {rank}: process {pid} has begun a newer job of this run"
-            )
         if found is None or found.pid != pid or found.session != session:
-            if found is not None and not is_same and found.is_active(pid):
+            if found is not None and found.is_active(pid):
                 raise CheckpointError(
                     f"cannot register rank {rank}: process {found.pid} already has this rank"
                 )
@@ -125,12 +119,12 @@ class RankProcesses:
                 del self._processes[other]  # A rank of an earlier session.
         return found
 
-    def look_for(self, step: str) -> bool:
-        """Returns whether the last trainers restore from the directory with that of a step.
+    def restore_from(self, directory: str) -> bool:
+        """Returns whether the last trainers restore steps from a directory.
 
-        They do not if they have another local directory than those that saved the step.
+        They do not restore from a local directory of earlier trainers if they have another one.
         """
-        return not self._places or os.path.dirname(step) in self._places
+        return not self._places or directory in self._places
 
     def active(self, pid: int = 0) -> list[RankProcess]:
         """Returns the trainers that are alive, so that process ``pid`` cannot take their ranks."""

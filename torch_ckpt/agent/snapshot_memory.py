@@ -19,8 +19,8 @@ __all__ = ["SnapshotMemory"]
 class SnapshotMemory:
     """The shared memory of a run, which the ranks read together. It needs no agent.
 
-    A machine whose memory cannot be used has no slots. If ``run`` has a directory, the memory of
-    another run has none either.
+    A machine whose memory cannot be used has no slots. Nor has the memory of another run that began
+    at the same path.
     """
 
     def __init__(self, member: Member, group: Group, timeout_s: float) -> None:

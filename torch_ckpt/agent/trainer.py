@@ -27,9 +27,7 @@ from torch_ckpt.agent.member import connect_all, find_member
 from torch_ckpt.agent.memory import (
     SLOTS_PER_RANK,
     complete_slots,
-    discard_slots,
     done_mark,
-    run_of,
 )
 from torch_ckpt.agent.messages import Kind
 from torch_ckpt.agent.options import AgentOptions
@@ -50,11 +48,10 @@ from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.options import OnBusy
 from torch_ckpt.planning.replica_check import warn_of
-from torch_ckpt.process_state import PROCESS
 from torch_ckpt.storage.progress import Phases, is_first
 from torch_ckpt.stored_json import from_json
 
-__all__ = ["SnapshotAgent", "StagedSave", "discard_step"]
+__all__ = ["SnapshotAgent", "StagedSave"]
 
 _LOG = logging.getLogger("torch_ckpt")
 
@@ -137,7 +134,6 @@ class SnapshotAgent:
             self.timeout_s = timeout_s = duration("timeout_s", timeout_s)
             directory = Location(run).resolved() if has_directory else None
             run = name_of(run)  # Resolved once, because links in the path may change.
-            _leave_former(run, self._group.rank)
             self._shared = None if local is None or shares_local else Location(run)
             self._member = member = find_member(run, self._group, timeout_s, directory)
             connect = functools.partial(AgentClient, run, member, options, local=local)
@@ -157,7 +153,6 @@ class SnapshotAgent:
         )
         self._staging = Exclusive("the memory of this rank in the agent")
         self._has_left, self._pid = False, os.getpid()
-        PROCESS.agents[member.run, member.rank] = self
         self._waiting = ThreadPoolExecutor(SLOTS_PER_RANK, "torch_ckpt-wait")
         atexit.register(self._at_exit)
 
@@ -409,7 +404,11 @@ class SnapshotAgent:
         return found
 
     def has_in_memory(self, step: int) -> bool:
-        """Returns whether this machine has a complete snapshot of a step; one rank may ask."""
+        """Returns whether this machine has a complete snapshot of a step. Ranks may call it alone.
+
+        Args:
+            step: The step.
+        """
         found = complete_slots(self.folder, self._member.run)
         return any(header.step == step for header, _ in found)
 
@@ -457,18 +456,3 @@ class SnapshotAgent:
                 outcome.set_exception(error)
                 outcome.report()
         self._client.detach(drop=False)
-
-
-def discard_step(agent: SnapshotAgent, step: int) -> None:
-    """Discards the snapshots of a step on this machine, even if the agent does not answer.
-
-    An agent that writes the step does not commit it.
-    """
-    discard_slots(agent.folder, agent._member.run, lambda each: each == step)
-
-
-def _leave_former(run: str, rank: int) -> None:
-    """Makes a former job of this process leave its agent, as in a notebook."""
-    former = PROCESS.agents.get((run_of(run), rank))
-    if former is not None:
-        former.leave()

@@ -250,8 +250,7 @@ class CheckpointTransaction(Transaction):
             raise error
         # A network file system may have committed, lost the reply, and asked for it again. Or
         # another process has committed the same copy.
-        may_be_committed = is_missing or self._keeps_files
-        if not may_be_committed or self._committed_id() != self.save_id:
+        if not is_missing or self._committed_id() != self.save_id:
             if self._keeps_files:
                 self._index_file.discard()  # Another save has ended this one.
             raise self.files_are_missing(error) from error

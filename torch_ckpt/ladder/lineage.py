@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import secrets
 import shlex
@@ -30,6 +31,8 @@ from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import branch_of
 
 __all__ = ["Lineage"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 
 class Lineage:
@@ -89,7 +92,9 @@ class Lineage:
             if not self._is_branch:
                 self._is_branch, self._root = True, self._at
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
-        if self._term is None or step < self._saved or self._is_gone():
+        if is_gone := self._term is not None and self._is_gone():
+            _LOG.warning("%s is gone; this save creates it again", self._run)
+        if self._term is None or step < self._saved or is_gone:
             self._saved = math.inf  # Even if this fails, the file of the term may exist.
             self._term = self._next_term(step)
             self._restored.clear()
@@ -113,12 +118,14 @@ class Lineage:
     def check(self) -> None:
         """Raises SupersededError if another job has taken a later term than this process.
 
-        Raises CheckpointError if the path leads to another directory now. With a local directory,
-        the ids of both directories are compared instead, before each access.
+        On the coordinator, whose term has an id of the job, raises CheckpointError if the path
+        leads to another directory now. A URL does not, and a run with a local directory compares
+        ids of both directories instead (``OldSteps.check_ids``).
         """
         if self._term is not None:
             check_term(self._run, self._term.number)
-            if self._term.job and self._is_alone and not self._is_gone():
+            is_on_disk = self._is_alone and self._run.local_path is not None
+            if self._term.job and is_on_disk and not self._is_gone():
                 check_directory(self._run, self._term)
 
     def check_since_restore(self) -> None:

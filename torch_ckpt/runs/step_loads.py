@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+from torch_ckpt.agent.memory import folder_of, has_agent, run_of
 from torch_ckpt.agent.slot_reports import unread_steps
 from torch_ckpt.commits.leases import lease
 from torch_ckpt.coordination.exclusive import exclusive
@@ -23,6 +24,8 @@ from torch_ckpt.runs.ending import Ending
 from torch_ckpt.runs.save_interval import SaveSchedule
 
 __all__ = ["StepLoads"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 
 class StepLoads(Ending):
@@ -182,18 +185,23 @@ class StepLoads(Ending):
         return found
 
     def _warn_of_memory(self, restored: int | None) -> None:
-        """Warns of newer steps in the memory of this machine, from which this job restores none."""
+        """Warns of newer steps in the memory of this machine, from which this job restores none.
+
+        Logs it: as an error, a warning would be raised on one rank only. Not while an agent runs,
+        which writes the steps of a training that is in progress or has died.
+        """
         run = self._disks[-1].directory
+        if has_agent(folder_of(run_of(str(run)))):
+            return
         try:
             steps, why = unread_steps(run, restored), ""
         except CheckpointError as error:
             steps, why = [], f", and may be newer: {error}"
         if not steps and not why:
             return
-        what = f"steps {', '.join(map(str, steps))} of {run}" if steps else f"the steps of {run}"
-        warnings.warn(
-            f"{what} in the shared memory of this machine are not restored{why}. To continue from "
-            "them, end this job before it saves, and begin one with agent=True that can use its "
-            "agent",
-            stacklevel=4,
+        which = f" ({', '.join(map(str, steps))})" if steps else ""
+        _LOG.warning(
+            "%s has steps%s in the shared memory of this machine, which are not restored%s. To "
+            "continue from them, end this job before it saves, and begin one with agent=True",
+            *(run, which, why),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import socket
 import time
@@ -18,17 +19,20 @@ from torch_ckpt.agent.member import find_member
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rung import SnapshotRung
 from torch_ckpt.agent.snapshot_memory import SnapshotMemory
-from torch_ckpt.agent.trainer import SnapshotAgent, discard_step
+from torch_ckpt.agent.trainer import SnapshotAgent
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError, text_of
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.places import Places
+from torch_ckpt.ladder.removal import discard_from_memory
 from torch_ckpt.records.record import current_record, phase
 from torch_ckpt.runs.background.thread import ThreadBackend
 from torch_ckpt.storage.copying import CheckpointCopy
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["ONLY_IN_MEMORY", "AgentBackend", "backend_for"]
+
+_LOG = logging.getLogger("torch_ckpt")
 
 T = TypeVar("T")
 
@@ -48,10 +52,16 @@ class AgentBackend(ThreadBackend):
     """
 
     def __init__(
-        self, agent: SnapshotAgent, group: Group, *, reader: dict[str, Any] | None, **options: Any
+        self,
+        agent: SnapshotAgent,
+        group: Group,
+        *,
+        run: Location,
+        reader: dict[str, Any] | None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._agent, self._group = agent, group
+        self._agent, self._group, self._run = agent, group, run
         self._warned: set[str] = set()
         self._memory = SnapshotRung(agent, reader=reader)
         self.rungs = [self._memory]
@@ -90,8 +100,13 @@ class AgentBackend(ThreadBackend):
             future = self._run_or_fall_back(begin_save, self._agent.withdraw)
             if future is not None:
                 return future
-        # First: the agent, which may be frozen, must not commit an older copy of the step later.
-        discard = functools.partial(discard_step, self._agent, step)
+
+        def discard() -> None:
+            try:  # First: the agent, which may be frozen, must not commit an older copy later.
+                discard_from_memory(self._run, lambda each: each == step)
+            except StorageError as error:  # The system refuses to map the memory.
+                _LOG.warning("an older copy of step %d may remain in memory: %s", step, error)
+
         self._group.decide(
             "saving without the agent", discard, lambda _: None, timeout_s=self._agent.timeout_s
         )
@@ -247,7 +262,7 @@ def backend_for(
         timeout_s,
     )
     if started is not None:
-        return AgentBackend(started, group, reader=reader, **how)
+        return AgentBackend(started, group, run=run, reader=reader, **how)
     if group.is_coordinator:
         _warn_of(reason)
     backend = ThreadBackend(**how)
