@@ -7,11 +7,13 @@ module that writes the attribute. Importing this module does not import torch.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["PROCESS", "Descriptor"]
+__all__ = ["PROCESS", "Descriptor", "gc_paused"]
 
 C = TypeVar("C", bound="_Closable")
 
@@ -138,3 +140,15 @@ class Descriptor:
 
     def __del__(self) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Disables the garbage collector, which would scan many new objects repeatedly."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import gc
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt.errors import CorruptionError
+from torch_ckpt.process_state import gc_paused
 
 __all__ = [
     "DTYPE_CODES",
@@ -264,15 +264,3 @@ def cpu_as_default() -> contextlib.AbstractContextManager[object]:
     # A torch.device as context is visible to all threads, so it is not entered without need.
     is_cpu = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if is_cpu else torch.device("cpu")
-
-
-@contextlib.contextmanager
-def gc_paused() -> Iterator[None]:
-    """Disables the garbage collector, which would scan the many objects of a plan repeatedly."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
