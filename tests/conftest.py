@@ -169,7 +169,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 def seeded(seed: int) -> None:
     """What a test draws without a generator depends on its seed, not on the tests before it."""
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # That of torch also formats stacks for CUDA.
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also formats stacks.
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def unread_steps(directory: Location, newest: int | None) -> list[int]:
     if not slots or in_memory is None:
         return []
     own = id_in_directory(directory)
-    if in_memory.id != own and (own is not None or in_memory.is_written):  # Of a former run.
+    if in_memory.id != own and (own is not None or in_memory.is_written):  # A former run wrote it.
         return []
     lineage = newest_term(directory)
     return sorted({each.step for each in slots if lineage.has(each.step, each.term)}, reverse=True)

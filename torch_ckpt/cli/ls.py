@@ -133,7 +133,7 @@ def _ls(options: argparse.Namespace) -> int:
     with contextlib.suppress(CheckpointError):  # The record is unreadable.
         unreplicated = missing_replicas(newest_first(promoted_to or run))
     in_memory: list[int] = []
-    with contextlib.suppress(CheckpointError):  # Of a later version, or the system refuses it.
+    with contextlib.suppress(CheckpointError):  # A later version wrote it, or mapping is refused.
         in_memory = unread_steps(promoted_to or run, newest)
     if options.json:
         for step in steps:  # JSON has neither NaN nor infinity.
