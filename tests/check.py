@@ -9,8 +9,8 @@ Python tests, runs those of a commit with other versions of torch, and puts past
 the tests have to find. ``--changed [REF]`` checks what differs from a commit: its style, types, and
 the tests that it can affect, in about two minutes. ``fuzz`` runs each fuzz target under libFuzzer
 for ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device. ``wheel``
-builds the wheel and the sdist, and
-tries them. ``site`` builds the site of the documents in ``build/site``, and fails on a broken link.
+builds the wheel and the sdist, and tries them. ``site`` builds the site of the documents in
+``build/site``, and fails on a broken link.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ Status check_directory(const std::string& path) {
   return error == 0 ? ok_status() : errno_status(error, str_cat("cannot create folder ", path));
 }
 
-// As `check_directory`, where mkdir has found the name. It does not follow a link, stat does.
+// As `check_directory`, for a name that exists according to mkdir, which does not follow links.
 Status check_existing_name(const std::string& path) {
   const Status found = check_directory(path);
   if (found.code() != StatusCode::kNotFound) return found;

@@ -135,7 +135,7 @@ class Member:
 
 @dataclass
 class _Contact:
-    """What the clients of a rank know of the agent: whether it has not answered since a loss."""
+    """Whether the agent missed a deadline and has not answered since, for all clients of a rank."""
 
     is_lost: bool = False
 

@@ -203,8 +203,8 @@ class CheckpointTransaction(Transaction):
     def _settle_small_files(self) -> None:
         """Writes or removes the small files after a failed commit, if its outcome is known.
 
-        They remain if another save was committed, whose they are. On a store, they always remain:
-        the checkpoint may still appear.
+        If another save was committed, they belong to that one, and remain. On a store they always
+        remain, because the checkpoint may still appear.
         """
         with contextlib.suppress(CheckpointError):
             if self._small_files is None:

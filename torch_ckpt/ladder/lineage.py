@@ -46,6 +46,7 @@ class Lineage:
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
         self._is_alone = len(disks) == 1  # Whether steps are saved to the run's directory itself.
+        self._may_move = self._is_alone and self._run.local_path is not None
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
@@ -124,8 +125,7 @@ class Lineage:
         """
         if self._term is not None:
             check_term(self._run, self._term.number)
-            is_on_disk = self._is_alone and self._run.local_path is not None
-            if self._term.job and is_on_disk and not self._is_gone():
+            if self._term.job and self._may_move and not self._is_gone():
                 check_directory(self._run, self._term)
 
     def check_since_restore(self) -> None:
@@ -148,8 +148,8 @@ class Lineage:
             check_term(self._disks[0].directory, self._term.number)
 
     def _is_gone(self) -> bool:
-        """Returns whether nothing is at the path of a run without a local directory any more."""
-        return self._is_alone and self._run.local_path is not None and self._run.is_missing()
+        """Returns whether nothing is at the path of a run on disk without a local directory."""
+        return self._may_move and self._run.is_missing()
 
     def newest(self) -> Term:
         """Returns the newest term of the run, whose lineage decides which steps are removed.

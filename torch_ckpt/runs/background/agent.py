@@ -173,7 +173,7 @@ class AgentBackend(ThreadBackend):
         undo()
         self.can_stay_in_memory = False
         self._memory.end()
-        self.rungs = []
+        self.rungs = []  # Restores now warn of newer steps in memory.
         self._agent.forget()
         self._agent.close()  # The agent writes its snapshots to disk.
         if self._group.is_coordinator:
